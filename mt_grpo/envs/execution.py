@@ -1,0 +1,81 @@
+"""Runs the tool calls of a turn: concurrently, each within its time, each failure an answer the model can read."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mt_grpo.tools import Tool
+from mt_grpo.trajectory import ToolCall
+
+
+async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: float | None = None) -> None:
+    """
+    Runs calls concurrently and writes result, error and time into each, in place; the order of `calls` is kept.
+
+    Args:
+        calls (`list[ToolCall]`): Calls of one turn.
+        tools (`dict[str, Tool]`): Tools by name.
+        timeout (`float`, *optional*): Seconds one call may take. A synchronous tool that exceeds it is abandoned, not
+            killed: Python cannot stop its thread.
+    """
+    await asyncio.gather(*(_execute(call, tools, timeout) for call in calls))
+
+
+async def _execute(call: ToolCall, tools: dict[str, Tool], timeout: float | None) -> None:
+    tool = tools.get(call.name)
+    if tool is None:
+        _fail(call, f"unknown tool {call.name!r}; the tools are: {', '.join(tools) or 'none'}.")
+        return
+    problem = tool.check(call.arguments)
+    if problem:
+        _fail(call, problem)
+        return
+    call.executed = True
+    start = time.perf_counter()
+    try:
+        running = tool.function(**call.arguments) if tool.is_async else in_thread(tool.function, **call.arguments)
+        call.result = tool.render(await asyncio.wait_for(running, timeout))
+    except asyncio.TimeoutError:
+        _fail(call, f"{call.name} took longer than {timeout:g} s.")
+    except Exception as error:  # whatever a user's tool raises is the model's to read
+        _fail(call, f"{type(error).__name__}: {error}")
+    call.seconds = time.perf_counter() - start
+
+
+def _fail(call: ToolCall, error: str) -> None:
+    call.error, call.result = error, f"Error: {error}"
+
+
+def in_thread(function: Callable[..., Any], **arguments: Any) -> asyncio.Future[Any]:
+    """
+    Runs a blocking function in a daemon thread of its own, so that neither a pool's size nor a tool that hangs holds
+    up other calls or the end of the process.
+    """
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():  # the call ran out of time
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function(**arguments)
+        except StopIteration as stop:  # a future cannot carry it
+            error = RuntimeError(f"StopIteration: {stop}")
+        except BaseException as caught:  # SystemExit in a tool must not pass for success
+            error = caught if isinstance(caught, Exception) else RuntimeError(f"{type(caught).__name__}: {caught}")
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, daemon=True, name=f"tool-{function.__name__}").start()
+    return future

@@ -1,0 +1,158 @@
+"""How a model calls tools and answers in text: the tag protocol and the chat template's native tool calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mt_grpo.tools import Tool
+from mt_grpo.trajectory import Message, ToolCall, Turn
+
+
+@dataclass
+class ParsedTurn:
+    """
+    What the text of one turn means.
+
+    Args:
+        message (`dict`): The assistant message.
+        calls (`list[ToolCall]`): Tools it calls; run before anything else is looked at.
+        answer (`str`, *optional*): The final answer, where the turn gives one.
+        error (`str`, *optional*): What is wrong with the turn, in a sentence the model can act on.
+    """
+
+    message: Message
+    calls: list[ToolCall] = field(default_factory=list)
+    answer: str | None = None
+    error: str | None = None
+
+
+class CallProtocol(Protocol):
+    """A convention for tool calls and final answers."""
+
+    stop: tuple[str, ...]
+    """Strings that end a turn; they stay part of it."""
+    native_tools: bool
+    """Whether the chat template itself shows the tools to the model."""
+
+    def default_system_prompt(self, tools: list[Tool]) -> str | None:
+        """Instructions for a user who gives none; `None` where the chat template has them."""
+        ...
+
+    def parse(self, text: str, tokenizer: Any) -> ParsedTurn:
+        """Reads one turn. `text` keeps special tokens, except the one that ended the turn."""
+        ...
+
+    def replies(self, turn: Turn) -> list[Message]:
+        """The environment's messages after a turn: its results in call order, or its error."""
+        ...
+
+
+class TagProtocol:
+    """
+    Reasoning, calls and answers between tags:
+
+        <reasoning>why</reasoning>
+        <tool>{"name": "search", "args": {"query": "Lima"}}</tool>      answered with <result>...</result>
+        <answer>Peru</answer>                                           ends the conversation
+    """
+
+    stop = ("</tool>", "</answer>")
+    native_tools = False
+    _tool = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
+    _answer = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+    def default_system_prompt(self, tools: list[Tool]) -> str | None:
+        lines = [
+            "Solve the task step by step. In every message, first think inside <reasoning> tags, then do one of two "
+            "things.",
+        ]
+        if tools:
+            lines += [
+                'Call a tool: <tool>{"name": "tool_name", "args": {"argument": "value"}}</tool>. Its result comes back '
+                "inside <result> tags.",
+            ]
+        lines += ["Give the final answer, as short as it can be: <answer>your answer</answer>."]
+        if tools:
+            lines += ["", "Tools:"] + [json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools]
+        return "\n".join(lines)
+
+    def parse(self, text: str, tokenizer: Any) -> ParsedTurn:
+        parsed = ParsedTurn({"role": "assistant", "content": text})
+        blocks = self._tool.findall(text)
+        answers = self._answer.findall(text)
+        if blocks:
+            for block in blocks:
+                call, error = _json_call(block, arguments_key="args")
+                if error:
+                    return ParsedTurn(parsed.message, error=f"{error} {_TAG_CALL}")
+                parsed.calls.append(call)
+        elif answers:
+            parsed.answer = answers[-1].strip()
+        elif "<tool>" in text:
+            parsed.error = f"the tool call is not closed with </tool>. {_TAG_CALL}"
+        else:
+            parsed.error = "the message has neither a tool call in <tool> tags nor an answer in <answer> tags."
+        return parsed
+
+    def replies(self, turn: Turn) -> list[Message]:
+        if turn.error:
+            return [{"role": "user", "content": f"<result>Error: {turn.error}</result>"}]
+        return [{"role": "user", "content": "\n".join(f"<result>{call.result}</result>" for call in turn.tool_calls)}]
+
+
+_TAG_CALL = 'Write <tool>{"name": ..., "args": {...}}</tool>.'
+
+
+def _json_call(block: str, arguments_key: str) -> tuple[ToolCall | None, str | None]:
+    """Reads a call written as a JSON object: (call, None) or (None, what is wrong with it)."""
+    try:
+        value = json.loads(block)
+    except json.JSONDecodeError as error:
+        return None, f"the tool call is not valid JSON ({error.msg} at character {error.pos})."
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None, "the tool call is not a JSON object with a name."
+    arguments = value.get(arguments_key, {})
+    if not isinstance(arguments, dict):
+        return None, f"the {arguments_key} of the tool call are not a JSON object."
+    return ToolCall(value["name"], arguments), None
+
+
+class NativeProtocol:
+    """
+    Tool calls in the model's own format, rendered by its chat template and read by its tokenizer's response template.
+    A turn without a call is the final answer.
+    """
+
+    stop = ()
+    native_tools = True
+
+    def default_system_prompt(self, tools: list[Tool]) -> str | None:
+        return None
+
+    def parse(self, text: str, tokenizer: Any) -> ParsedTurn:
+        try:
+            message = tokenizer.parse_response(text)
+        except ValueError as error:
+            return ParsedTurn({"role": "assistant", "content": text}, error=f"the tool call cannot be read: {error}.")
+        calls = []
+        for number, entry in enumerate(message.get("tool_calls") or []):
+            function = entry.get("function", entry)
+            if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments", {}), dict):
+                message = {"role": "assistant", "content": text}
+                return ParsedTurn(message, error="a tool call needs a name and a JSON object of arguments.")
+            calls.append(ToolCall(function["name"], function.get("arguments", {}), id=entry.get("id", f"call_{number}")))
+        return ParsedTurn(message, calls, None if calls else (message.get("content") or "").strip())
+
+    def replies(self, turn: Turn) -> list[Message]:
+        if turn.error:
+            return [{"role": "user", "content": f"Error: {turn.error}"}]
+        return [
+            {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": call.result}
+            for call in turn.tool_calls
+        ]
+
+
+PROTOCOLS: dict[str, type[TagProtocol] | type[NativeProtocol]] = {"tags": TagProtocol, "native": NativeProtocol}

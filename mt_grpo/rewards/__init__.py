@@ -1,0 +1,36 @@
+"""How a trajectory is judged: rewards to subclass, built-in ones, and the functions that run them."""
+
+from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
+from mt_grpo.rewards.format import format_reward_func, xml_reward_func
+from mt_grpo.rewards.gsm8k import gsm8k_correct_reward_func, gsm8k_number_reward_func
+from mt_grpo.rewards.registry import BUILT_IN_REWARDS, RewardListError, load_rewards
+from mt_grpo.rewards.scoring import RewardError, Scores, combine, score, score_trajectories
+from mt_grpo.rewards.triviaqa import (
+    exact_match_reward_func,
+    exist_answer_in_search_results,
+    exist_answer_reward_func,
+    tool_execution_reward_func,
+)
+
+__all__ = [
+    "BUILT_IN_REWARDS",
+    "FunctionReward",
+    "OutcomeReward",
+    "RewardError",
+    "RewardFunc",
+    "RewardListError",
+    "Scores",
+    "TurnReward",
+    "combine",
+    "exact_match_reward_func",
+    "exist_answer_in_search_results",
+    "exist_answer_reward_func",
+    "format_reward_func",
+    "gsm8k_correct_reward_func",
+    "gsm8k_number_reward_func",
+    "load_rewards",
+    "score",
+    "score_trajectories",
+    "tool_execution_reward_func",
+    "xml_reward_func",
+]

@@ -1,0 +1,131 @@
+"""What a reward is: classes to subclass, and the wrapper that makes a plain TRL reward function one of them."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from mt_grpo.trajectory import Trajectory, Turn
+
+PlainFunction = Callable[..., "list[float | None] | Awaitable[list[float | None]]"]
+"""A TRL reward function: `f(prompts, completions, **columns) -> list[float | None]`, sync or async."""
+
+NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Columns that reach a TRL reward function under a name of its own (`prompts`, `completions`, `completion_ids`)."""
+
+
+class RewardFunc(ABC):
+    """
+    Judges trajectories. Subclass `TurnReward` or `OutcomeReward`, never this class itself.
+
+    Attributes:
+        weight (`float`, *optional*, defaults to `1.0`): Factor of this reward in the weighted sum.
+        name (`str`, *optional*, defaults to the name of the class): Name in logs and in `Trajectory.rewards`.
+    """
+
+    weight: float = 1.0
+    name: str
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
+
+    @abstractmethod
+    def score(self, *args: Any, **row: Any) -> Any:
+        """The reward, or `None` where it does not apply. May be `async def`."""
+
+
+class TurnReward(RewardFunc):
+    """Judges one turn. Its values are summed over the trajectory's turns before credit is given."""
+
+    @abstractmethod
+    def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
+        """
+        Judges a turn; may be `async def`.
+
+        Args:
+            turn (`Turn`): The turn to judge.
+            trajectory (`Trajectory`): The finished trajectory that it is part of.
+            **row: The columns of the dataset row.
+
+        Returns:
+            `float` or `None`: The reward; `None` where it does not apply to this turn.
+        """
+
+
+class OutcomeReward(RewardFunc):
+    """Judges a whole trajectory."""
+
+    @abstractmethod
+    def score(self, trajectory: Trajectory, **row: Any) -> float | None:
+        """
+        Judges a trajectory; may be `async def`.
+
+        Args:
+            trajectory (`Trajectory`): The finished trajectory.
+            **row: The columns of the dataset row.
+
+        Returns:
+            `float` or `None`: The reward; `None` where it does not apply to this trajectory.
+        """
+
+
+class FunctionReward(OutcomeReward):
+    """
+    A plain TRL reward function as an outcome reward; called once for the whole batch, as TRL calls it.
+
+    Args:
+        function (`Callable`): `f(prompts, completions, **columns) -> list[float | None]`, sync or async.
+    """
+
+    def __init__(self, function: PlainFunction) -> None:
+        self.function = function
+        self.name = getattr(function, "__name__", type(function).__name__)  # a partial or an object has none
+
+    async def score(self, trajectory: Trajectory, **row: Any) -> float | None:
+        """Scores a batch of one."""
+        return (await self.score_batch([trajectory], [row]))[0]
+
+    async def score_batch(
+        self,
+        trajectories: list[Trajectory],
+        rows: list[dict[str, Any]],
+        extra: dict[str, Any] | None = None,
+    ) -> list[float | None]:
+        """
+        Calls the function once.
+
+        Args:
+            trajectories (`list[Trajectory]`): The batch.
+            rows (`list[dict]`): The dataset row of each; every column of the first row is passed as a list.
+            extra (`dict`, *optional*): Further keyword arguments (`trainer_state`, `log_extra`, `log_metric`).
+
+        Returns:
+            `list[float | None]`: One reward a trajectory.
+
+        Raises:
+            ValueError: If the function returns another number of rewards.
+        """
+        columns = {key: [row[key] for row in rows] for key in rows[0] if key not in NOT_COLUMNS}
+        rewards = self.function(
+            prompts=[trajectory.prompt for trajectory in trajectories],
+            completions=[trajectory.completion for trajectory in trajectories],
+            completion_ids=[completion_ids(trajectory) for trajectory in trajectories],
+            **{**columns, **(extra or {})},
+        )
+        if inspect.isawaitable(rewards):
+            rewards = await rewards
+        if len(rewards) != len(trajectories):
+            raise ValueError(f"it returned {len(rewards)} rewards for {len(trajectories)} completions")
+        return list(rewards)
+
+
+def completion_ids(trajectory: Trajectory) -> list[int]:
+    """Token ids after the first context, tool results included, in the trajectory's first token sequence."""
+    for sequence in trajectory.tree.sequences()[:1]:
+        start = next((t for t, turn in enumerate(sequence.turns) if turn >= 0), len(sequence.turns))
+        return sequence.tokens[start:]
+    return []

@@ -1,0 +1,82 @@
+"""
+Rewards for keeping to the tag protocol: `<reasoning>` first, then one `<tool>` or one `<answer>`.
+
+Scales follow the rewards of Zeng et al. 2025 (arXiv 2505.11821): format and XML give at most 0.2 each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from mt_grpo.rewards.base import OutcomeReward
+from mt_grpo.trajectory import Trajectory
+
+TAGS = ("reasoning", "tool", "answer")
+ACTIONS = ("tool", "answer")
+BLOCK = re.compile(rf"<({'|'.join(TAGS)})>(.*?)</\1>", re.DOTALL)
+
+
+class FormatReward(OutcomeReward):
+    """0.2 × the mean of `message_format` over the assistant messages; `None` where the model never spoke."""
+
+    name = "format_reward_func"
+
+    def score(self, trajectory: Trajectory, **row: Any) -> float | None:
+        return _mean(trajectory, message_format)
+
+
+class XmlReward(OutcomeReward):
+    """0.2 × the mean of `message_xml` over the assistant messages; `None` where the model never spoke."""
+
+    name = "xml_reward_func"
+
+    def score(self, trajectory: Trajectory, **row: Any) -> float | None:
+        return _mean(trajectory, message_xml)
+
+
+def message_format(text: str) -> float:
+    """
+    How far one message keeps the protocol, from 0 to 1.
+
+    0.4 × the share of the two fields that are there exactly once (the reasoning; one of tool and answer), 0.2 for no
+    whitespace just inside the tags of a block (a message without a block earns nothing here), 0.2 for starting with
+    `<reasoning>`, 0.2 for ending with `</tool>` or `</answer>`. Whitespace around the whole message is free.
+    """
+    text = text.strip()
+    blocks = BLOCK.findall(text)
+    fields = [_count_once(text, ("reasoning",)), _count_once(text, ACTIONS)]
+    tight = bool(blocks) and all(content == content.strip() for _, content in blocks)
+    starts = text.startswith("<reasoning>")
+    ends = text.endswith(tuple(f"</{tag}>" for tag in ACTIONS))
+    return 0.4 * sum(fields) / len(fields) + 0.2 * tight + 0.2 * starts + 0.2 * ends
+
+
+def message_xml(text: str) -> float:
+    """
+    How well one message opens and closes its tags, from 0 to 1.
+
+    Each tag in use (opened or closed at least once) has two marks, the opening and the closing; the score is the
+    share of the marks that occur exactly once, 0 where no tag is in use.
+    """
+    counts = [(text.count(f"<{tag}>"), text.count(f"</{tag}>")) for tag in TAGS]
+    marks = [count == 1 for pair in counts if any(pair) for count in pair]
+    return sum(marks) / len(marks) if marks else 0.0
+
+
+def _count_once(text: str, tags: tuple[str, ...]) -> bool:
+    """Whether exactly one block of these tags is there, and no mark of them outside it."""
+    blocks = sum(tag in tags for tag, _ in BLOCK.findall(text))
+    openings = sum(text.count(f"<{tag}>") for tag in tags)
+    closings = sum(text.count(f"</{tag}>") for tag in tags)
+    return blocks == openings == closings == 1
+
+
+def _mean(trajectory: Trajectory, score: Callable[[str], float]) -> float | None:
+    scores = [score(turn.text) for turn in trajectory.turns]
+    return 0.2 * sum(scores) / len(scores) if scores else None
+
+
+format_reward_func = FormatReward()
+xml_reward_func = XmlReward()

@@ -1,0 +1,87 @@
+"""The rewards a recipe lists, by name, by dotted path or as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from mt_grpo.plugins import import_object, nearest
+from mt_grpo.rewards import format, gsm8k, triviaqa
+from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
+
+BUILT_IN_REWARDS: dict[str, RewardFunc] = {
+    name: value
+    for module in (format, gsm8k, triviaqa)
+    for name, value in vars(module).items()
+    if isinstance(value, RewardFunc)
+}
+"""The rewards a recipe can list by bare name."""
+
+KINDS: dict[str, type[RewardFunc]] = {"turn": TurnReward, "outcome": OutcomeReward}
+
+
+class RewardListError(ValueError):
+    """A list of rewards is not usable. The message is one sentence fit for the user."""
+
+
+def load_rewards(
+    entries: Sequence[str | Callable | RewardFunc | type[RewardFunc]], kind: Literal["turn", "outcome"]
+) -> list[RewardFunc]:
+    """
+    Turns the entries of `turn_reward_funcs` or `outcome_reward_funcs` into reward objects.
+
+    Args:
+        entries (`Sequence`): Each a built-in name, a path for `import_object`, a `RewardFunc` or a subclass of it that
+            needs no arguments, or (outcome rewards only) a plain TRL reward function.
+        kind (`str`): `"turn"` or `"outcome"`.
+
+    Raises:
+        ValueError: If an entry leads to no reward, to one of the other kind, or to a name that an earlier entry has.
+    """
+    rewards: dict[str, RewardFunc] = {}
+    for entry in entries:
+        reward = _load(entry, kind)
+        if reward.name in rewards:
+            raise RewardListError(f"The {kind} reward {reward.name!r} is listed twice: give one another `name`.")
+        rewards[reward.name] = reward
+    return list(rewards.values())
+
+
+def _load(entry: Any, kind: str) -> RewardFunc:
+    value = _resolve(entry, kind) if isinstance(entry, str) else entry
+    label = entry if isinstance(entry, str) else getattr(entry, "name", getattr(entry, "__name__", str(entry)))
+    reward_class = value if isinstance(value, type) else type(value)
+    if issubclass(reward_class, KINDS[kind]):
+        return _instantiate(value, label, kind) if isinstance(value, type) else value
+    for other in KINDS.keys() - {kind}:
+        if issubclass(reward_class, KINDS[other]):
+            raise RewardListError(f"{label!r} is a reward for {other}s: list it in `{other}_reward_funcs`.")
+    if isinstance(value, type | RewardFunc) or not callable(value):
+        raise RewardListError(f"The {kind} reward {label!r} is not a reward: subclass {KINDS[kind].__name__}.")
+    if kind == "turn":
+        raise RewardListError(
+            f"The turn reward {label!r} is a plain function, which judges whole completions: subclass TurnReward, or "
+            "list it in `outcome_reward_funcs`."
+        )
+    return FunctionReward(value)
+
+
+def _resolve(entry: str, kind: str) -> Any:
+    if "." in entry or ":" in entry:
+        return import_object(entry, what=f"{kind} reward")
+    if entry not in BUILT_IN_REWARDS:
+        raise RewardListError(
+            f"The {kind} reward {entry!r} is neither a built-in name nor a path such as `package.module.name`"
+            f"{nearest(entry, BUILT_IN_REWARDS)}."
+        )
+    return BUILT_IN_REWARDS[entry]
+
+
+def _instantiate(reward_class: type[RewardFunc], label: str, kind: str) -> RewardFunc:
+    try:
+        return reward_class()
+    except Exception as error:  # whatever the user's class raises
+        raise RewardListError(
+            f"The {kind} reward {label!r} is a class that cannot be made without arguments "
+            f"({type(error).__name__}: {error}): list an instance."
+        ) from error

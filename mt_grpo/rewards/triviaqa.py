@@ -1,0 +1,133 @@
+"""
+Rewards for answering trivia questions with a search tool.
+
+The values are those of Zeng et al. 2025 (arXiv 2505.11821), whose turn rewards are defined once for a trajectory:
+0.2 × successful / attempted tool calls, and 0.5 if the search results hold an accepted answer. Turn rewards are summed
+over the trajectory's turns, so each of the two is shared out such that the sum keeps that scale.
+
+The `answer` column is a string, a list of accepted strings, or the dict of TriviaQA (`value`, `aliases`,
+`normalized_aliases`).
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterable
+from typing import Any
+
+from mt_grpo.rewards.base import OutcomeReward, TurnReward
+from mt_grpo.rewards.format import format_reward_func
+from mt_grpo.trajectory import Trajectory, Turn
+
+__all__ = [
+    "exact_match_reward_func",
+    "exist_answer_in_search_results",
+    "exist_answer_reward_func",
+    "format_reward_func",
+    "tool_execution_reward_func",
+]
+
+Answer = str | list[str] | dict[str, Any]
+
+APOSTROPHES = "'‘’`´"
+PUNCTUATION = re.compile("[" + re.escape(string.punctuation + APOSTROPHES + "‚“”„«»‹›–—―…·•¡¿") + "]")
+ARTICLES = {"a", "an", "the"}
+
+
+class ToolExecutionReward(TurnReward):
+    """
+    0.2 × the turn's successful tool calls / the attempts of the whole trajectory; `None` for a turn without attempts.
+
+    Summed over the turns: 0.2 × successes / attempts of the trajectory. A call that could not be parsed is an attempt.
+    """
+
+    name = "tool_execution_reward_func"
+
+    def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
+        if not turn.num_attempts:
+            return None
+        return 0.2 * (turn.num_attempts - turn.num_failures) / sum(each.num_attempts for each in trajectory.turns)
+
+
+class ExistAnswerInSearchResults(TurnReward):
+    """
+    0.5 on the first turn with a successful tool call whose result holds an accepted answer, 0.0 on the other turns on
+    which a tool ran; `None` where none ran. Summed over the turns: 0.5 or 0.0.
+    """
+
+    name = "exist_answer_in_search_results"
+
+    def score(self, turn: Turn, trajectory: Trajectory, *, answer: Answer, **row: Any) -> float | None:
+        if not any(call.executed for call in turn.tool_calls):
+            return None
+        answers = accepted_answers(answer)
+        earlier = trajectory.turns[: turn.index]
+        return 0.5 * (_found(turn, answers) and not any(_found(each, answers) for each in earlier))
+
+
+class ExactMatchReward(OutcomeReward):
+    """1.0 if the final answer equals an accepted answer after normalisation, else 0.0 (also without an answer)."""
+
+    name = "exact_match_reward_func"
+
+    def score(self, trajectory: Trajectory, *, answer: Answer, **row: Any) -> float:
+        accepted = {normalize_answer(each) for each in accepted_answers(answer)}
+        return float(trajectory.answer is not None and normalize_answer(trajectory.answer) in accepted)
+
+
+class ExistAnswerReward(OutcomeReward):
+    """0.5 if the final answer holds an accepted answer, else 0.0 (also without an answer)."""
+
+    name = "exist_answer_reward_func"
+
+    def score(self, trajectory: Trajectory, *, answer: Answer, **row: Any) -> float:
+        return 0.5 * (trajectory.answer is not None and holds_answer(trajectory.answer, accepted_answers(answer)))
+
+
+def normalize_answer(text: str) -> str:
+    """
+    Lower case, without punctuation, articles and extra whitespace, as SQuAD's evaluation compares answers.
+
+    Typographic quotes and dashes are punctuation too, and a text of articles alone keeps them ("A" is an answer).
+    """
+    tokens = PUNCTUATION.sub("", text.lower()).split()
+    return " ".join([token for token in tokens if token not in ARTICLES] or tokens)
+
+
+def accepted_answers(answer: Answer) -> list[str]:
+    """The accepted strings of an `answer` column; those without a letter or digit are left out."""
+    if isinstance(answer, str):
+        answer = [answer]
+    elif isinstance(answer, dict):
+        answer = [answer["value"], *answer.get("aliases", []), *answer.get("normalized_aliases", [])]
+    return [each for each in answer if normalize_answer(each)]
+
+
+def holds_answer(text: str, answers: Iterable[str]) -> bool:
+    """
+    Whether the text holds one of the answers as whole normalised tokens: "sol" is in "the Sol system", not in "solid".
+
+    Punctuation inside a word may be a part of it ("U.S.") or set two words apart ("Lima/Callao"): both readings count.
+    """
+    answers = list(answers)
+    return any(
+        f" {normalize_answer(read(each))} " in haystack
+        for read in (str, _apart)
+        for haystack in [f" {normalize_answer(read(text))} "]
+        for each in answers
+    )
+
+
+def _apart(text: str) -> str:
+    return PUNCTUATION.sub(lambda match: match[0] if match[0] in APOSTROPHES else " ", text)
+
+
+def _found(turn: Turn, answers: list[str]) -> bool:
+    return any(call.executed and call.error is None and holds_answer(call.result, answers) for call in turn.tool_calls)
+
+
+tool_execution_reward_func = ToolExecutionReward()
+exist_answer_in_search_results = ExistAnswerInSearchResults()
+exact_match_reward_func = ExactMatchReward()
+exist_answer_reward_func = ExistAnswerReward()

@@ -1,0 +1,85 @@
+"""Messages to token ids: the prompt once, then the suffix of each reply. Sampled ids are never encoded again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mt_grpo.trajectory import Message
+
+# An assistant turn to hang a reply on; only what the template writes after it is used.
+_ASSISTANT = "An assistant turn."
+
+
+class TemplateError(ValueError):
+    """The tokenizer's chat template cannot render the conversation. The message is one sentence fit for the user."""
+
+
+class ChatRenderer:
+    """
+    Renders one model's conversations.
+
+    Args:
+        tokenizer: Tokenizer with a chat template.
+        tools (`list[dict]`, *optional*): Tool schemas for the template to show.
+        template_kwargs (`dict`, *optional*): Further variables of the template, e.g. `enable_thinking`.
+
+    Raises:
+        TemplateError: If the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self, tokenizer: Any, tools: list[dict[str, Any]] | None = None, template_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        if tokenizer.chat_template is None:
+            raise TemplateError("The tokenizer has no chat template: use a chat model, or set `chat_template_path`.")
+        self.tokenizer = tokenizer
+        self.tools = tools
+        self.template_kwargs = template_kwargs or {}
+        self.end_of_turn = self._find_end_of_turn()
+
+    def prompt_ids(self, messages: list[Message]) -> list[int]:
+        """Ids of a conversation up to where the assistant begins."""
+        return self._encode(self._render(messages, tools=self.tools))
+
+    def reply_ids(self, replies: list[Message], last_id: int) -> list[int]:
+        """
+        Ids that follow a sampled turn: the rest of the turn's end, the environment's messages, the assistant's header.
+
+        Args:
+            replies (`list[dict]`): The environment's messages.
+            last_id (`int`): Last id the model sampled; an end-of-turn token it sampled itself is not written again.
+        """
+        calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+        assistant = {"role": "assistant", "content": _ASSISTANT}
+        if replies[0]["role"] == "tool":
+            assistant["tool_calls"] = calls
+        text = self._render([{"role": "user", "content": "."}, assistant, *replies])
+        begin = text.find(self.end_of_turn, text.index(_ASSISTANT) + len(_ASSISTANT))
+        ids = self._encode(text[begin:])
+        return ids[1:] if ids[0] == last_id else ids
+
+    def text(self, ids: list[int]) -> str:
+        """What the model wrote: decoded with special tokens, less the one that ended the turn."""
+        if ids and ids[-1] in (self.tokenizer.eos_token_id, self._end_id):
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _find_end_of_turn(self) -> str:
+        """The special token the template writes after an assistant's words."""
+        text = self._render([{"role": "user", "content": "."}, {"role": "assistant", "content": _ASSISTANT}])
+        if _ASSISTANT not in text:
+            raise TemplateError("The chat template does not show assistant messages, so it cannot hold a conversation.")
+        rest = self._encode(text[text.index(_ASSISTANT) + len(_ASSISTANT) :])
+        special = set(self.tokenizer.all_special_ids)
+        self._end_id = next((token for token in rest if token in special), None)
+        if self._end_id is None:
+            raise TemplateError("The chat template ends assistant turns without a special token; that is not supported.")
+        return self.tokenizer.convert_ids_to_tokens(self._end_id)

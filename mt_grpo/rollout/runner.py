@@ -1,0 +1,238 @@
+"""Prompts in, trajectories out: one coroutine a conversation, nothing waits for the slowest."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.rollout.chat import ChatRenderer
+from mt_grpo.rollout.engine import Engine, EngineError, Sampling
+from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout as time_limit
+else:
+    from async_timeout import timeout as time_limit
+
+
+@dataclass(frozen=True)
+class Limits:
+    """
+    What bounds a conversation; `None` is no bound.
+
+    Args:
+        max_completion_tokens (`int`, *optional*): Tokens after the prompt, environment's included, in one trajectory.
+        max_turn_tokens (`int`, *optional*): Tokens sampled in one turn.
+        rollout_timeout (`float`, *optional*): Seconds one conversation may take.
+        max_concurrent (`int`, *optional*): Conversations under way at once.
+    """
+
+    max_completion_tokens: int | None = None
+    max_turn_tokens: int | None = None
+    rollout_timeout: float | None = None
+    max_concurrent: int | None = None
+
+
+@dataclass
+class RolloutRequest:
+    """
+    One conversation to run.
+
+    Args:
+        prompt (`str` or `list[dict]`): The user's words, or messages.
+        session (`str`): Identifier, unique within a run of the runner; its order is the engine's batch order.
+        row (`dict`): The dataset row, kept with the trajectory.
+        seed (`int`): Seed of the conversation's random stream.
+    """
+
+    prompt: str | list[Message]
+    session: str
+    row: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass
+class Completion:
+    """
+    The tokens of a trajectory for a trainer; all lists but the first have the completion's length.
+
+    Args:
+        prompt_ids (`list[int]`): The first context.
+        ids (`list[int]`): Token ids after it.
+        mask (`list[int]`): 1 for a sampled token, `env_mask` for one the environment wrote.
+        turns (`list[int]`): Turn a token belongs to; a reply belongs to the turn it answers.
+        logprobs (`list[float]`): As sampled; NaN for the environment's tokens.
+    """
+
+    prompt_ids: list[int]
+    ids: list[int]
+    mask: list[int]
+    turns: list[int]
+    logprobs: list[float]
+
+
+class RolloutRunner:
+    """
+    Runs conversations of one environment against one engine.
+
+    Args:
+        env (`MultiTurnToolEnv`): The conversation rules.
+        engine (`Engine`): Samples the turns.
+        limits (`Limits`, *optional*): Bounds.
+        template_kwargs (`dict`, *optional*): Variables for the chat template.
+    """
+
+    def __init__(
+        self,
+        env: MultiTurnToolEnv,
+        engine: Engine,
+        limits: Limits | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.env = env
+        self.engine = engine
+        self.limits = limits or Limits()
+        self.renderer = ChatRenderer(engine.tokenizer, env.tool_schemas, template_kwargs)
+
+    async def run(
+        self,
+        requests: list[RolloutRequest],
+        sampling: Sampling,
+        on_finish: Callable[[Trajectory], None] | None = None,
+    ) -> list[Trajectory]:
+        """
+        Runs conversations concurrently.
+
+        Args:
+            requests (`list[RolloutRequest]`): What to run.
+            sampling (`Sampling`): How tokens are drawn; budget, stop strings and seed are set for each turn.
+            on_finish (`Callable`, *optional*): Called with each trajectory as soon as it is finished.
+
+        Returns:
+            `list[Trajectory]` in the order of `requests`. A conversation that fails is among them, with its
+            `StopReason` and what it had.
+        """
+        trajectories: list[Trajectory | None] = [None] * len(requests)
+        queue = iter(enumerate(requests))
+
+        async def work(queue: Iterator[tuple[int, RolloutRequest]]) -> None:
+            for index, request in queue:
+                trajectories[index] = await self._converse(request, sampling)
+                if on_finish is not None:
+                    on_finish(trajectories[index])
+
+        workers = min(len(requests), self.limits.max_concurrent or len(requests))
+        tasks = [asyncio.ensure_future(work(queue)) for _ in range(workers)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return trajectories
+
+    async def _converse(self, request: RolloutRequest, sampling: Sampling) -> Trajectory:
+        trajectory = Trajectory(self.env.start(request.prompt), session=request.session, row=request.row)
+        start = time.perf_counter()
+        try:
+            async with time_limit(self.limits.rollout_timeout):
+                trajectory.stop_reason = await self._take_turns(trajectory, sampling, request.seed)
+        except asyncio.TimeoutError:
+            trajectory.stop_reason = StopReason.TIMEOUT
+            trajectory.error = f"The conversation took longer than {self.limits.rollout_timeout:g} s."
+        except EngineError as error:
+            trajectory.stop_reason, trajectory.error = StopReason.ENGINE_ERROR, str(error)
+        finally:
+            self.engine.release(request.session)
+        trajectory.seconds = time.perf_counter() - start
+        return trajectory
+
+    async def _take_turns(self, trajectory: Trajectory, sampling: Sampling, seed: int) -> StopReason:
+        suffix = self.renderer.prompt_ids(trajectory.prompt)
+        context: list[int] = []
+        prompt_length = len(suffix)
+        while True:
+            context += suffix
+            budget, exhausted = self._budget(len(context), len(context) - prompt_length)
+            if budget < 1:
+                return exhausted
+            index = len(trajectory.turns)
+            start = time.perf_counter()
+            sample = await self.engine.generate(
+                context,
+                replace(sampling, max_tokens=budget, stop=self.env.stop, seed=derive_seed(seed, index)),
+                trajectory.session,
+            )
+            trajectory.tree.extend(suffix, sample.ids, sample.logprobs)
+            context += sample.ids
+            text = self.renderer.text(sample.ids)
+            turn = Turn(
+                index,
+                {"role": "assistant", "content": text},
+                finish_reason=sample.finish_reason,
+                num_tokens=len(sample.ids),
+                seconds=time.perf_counter() - start,
+                weight_version=sample.weight_version,
+            )
+            trajectory.turns.append(turn)
+            if sample.finish_reason == "length":
+                return exhausted
+            try:
+                stop_reason = await self.env.step(turn, trajectory, text, self.engine.tokenizer)
+            except Exception as error:  # an environment is the user's code: its failure ends this conversation only
+                trajectory.error = f"{type(error).__name__}: {error}"
+                return StopReason.ENV_ERROR
+            if stop_reason is not None:
+                return stop_reason
+            suffix = self.renderer.reply_ids(turn.replies, sample.ids[-1])
+
+    def _budget(self, context_length: int, used: int) -> tuple[int, StopReason]:
+        """Tokens the next turn may sample, and what ends the conversation when they are sampled."""
+        bounds = [(self.engine.context_length - context_length, StopReason.CONTEXT_FULL)]
+        if self.limits.max_completion_tokens is not None:
+            bounds.append((self.limits.max_completion_tokens - used, StopReason.TOKEN_BUDGET))
+        if self.limits.max_turn_tokens is not None:
+            bounds.append((self.limits.max_turn_tokens, StopReason.LENGTH))
+        return min(bounds, key=lambda bound: bound[0])
+
+    def completion(self, trajectory: Trajectory) -> Completion:
+        """
+        The tokens of a trajectory that is one sequence.
+
+        Raises:
+            ValueError: If its history was rewritten, so that it is several sequences.
+        """
+        sequences = trajectory.tree.sequences()
+        if len(sequences) > 1:
+            raise ValueError(f"Trajectory {trajectory.session} is {len(sequences)} sequences, not one.")
+        if not sequences:
+            return Completion(self.renderer.prompt_ids(trajectory.prompt), [], [], [], [])
+        sequence = sequences[0]
+        begin = sequence.turns.index(0) if 0 in sequence.turns else len(sequence.turns)
+        turns, turn = [], 0
+        for token_turn in sequence.turns[begin:]:
+            turn = max(turn, token_turn)
+            turns.append(turn)
+        mask = sequence.mask[begin:]
+        return Completion(
+            sequence.tokens[:begin],
+            sequence.tokens[begin:],
+            [1 if trained else self.env.env_mask for trained in mask],
+            turns,
+            [
+                logprob if trained else float("nan")
+                for trained, logprob in zip(mask, sequence.logprobs[begin:], strict=True)
+            ],
+        )
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed from any parts, the same on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

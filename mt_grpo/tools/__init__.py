@@ -1,0 +1,7 @@
+"""What a model may call."""
+
+from mt_grpo.tools.calculator import calculator
+from mt_grpo.tools.function import Tool, ToolDefinitionError
+from mt_grpo.tools.loading import load_tools
+
+__all__ = ["Tool", "ToolDefinitionError", "calculator", "load_tools"]

@@ -1,0 +1,145 @@
+"""Arithmetic for a model: exact for whole numbers, and bounded, so that no expression hangs a rollout."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable
+
+MAX_CHARACTERS = 500
+MAX_BITS = 4096
+"""Size of the largest whole number: some 1,200 digits, below Python's limit for writing one as text."""
+MAX_DECIMALS = 100
+
+Number = int | float
+TOO_LARGE = "The result is too large."
+
+
+def calculator(expression: str) -> str:
+    """
+    Evaluate an arithmetic expression.
+
+    Args:
+        expression: The expression, with numbers, + - * / // % ** and parentheses, and the functions sqrt, abs, round,
+            min and max, for example (3 + 4) * 1,200 / 7.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: If the expression is malformed, has no real value, or a value that is too large.
+    """
+    if len(expression) > MAX_CHARACTERS:
+        raise ValueError(f"The expression is longer than {MAX_CHARACTERS} characters.")
+    try:
+        tree = ast.parse(_without_thousands_separators(expression.strip()), mode="eval")
+    except (SyntaxError, MemoryError, RecursionError, ValueError) as error:
+        raise ValueError(f"Not an arithmetic expression: {expression!r}.") from error
+    try:
+        return _written(_value(tree.body))
+    except ZeroDivisionError as error:
+        raise ValueError("Division by zero.") from error
+    except OverflowError as error:
+        raise ValueError(TOO_LARGE) from error
+    except RecursionError as error:
+        raise ValueError("The expression is nested too deeply.") from error
+
+
+def _without_thousands_separators(expression: str) -> str:
+    """Joins 1,234,567; directly inside a function's parentheses a comma separates arguments."""
+    in_arguments: list[bool] = []  # for each open parenthesis: does it belong to a function?
+
+    def join(match: re.Match[str]) -> str:
+        token = match.group()
+        if token.endswith("("):
+            in_arguments.append(token != "(")
+        elif token == ")":
+            del in_arguments[-1:]
+        elif in_arguments[-1:] != [True]:
+            return token.replace(",", "")
+        return token
+
+    return re.sub(r"(?:[a-z]+\s*)?\(|\)|(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)", join, expression)
+
+
+def _value(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return _bounded(value)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.BinOp(op=ast.BitXor()):
+            raise ValueError("Write ** for a power; ^ is not supported.")
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return _bounded(OPERATORS[type(op)](_value(left), _value(right)))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
+            function, fewest, most = FUNCTIONS[name]
+            if not fewest <= len(arguments) <= most:
+                raise ValueError(f"{name} does not take {len(arguments)} argument{'s' * (len(arguments) != 1)}.")
+            return _bounded(function(*[_value(argument) for argument in arguments]))
+        case ast.Call(func=ast.Name(id=name)) | ast.Name(id=name):
+            raise ValueError(f"Unknown name {name!r}; the functions are {', '.join(FUNCTIONS)}.")
+    raise ValueError(f"Not arithmetic: {ast.unparse(node)!r}.")
+
+
+def _bounded(value: Number) -> Number:
+    if isinstance(value, complex):
+        raise ValueError("The result is not a real number.")
+    if value.bit_length() > MAX_BITS if isinstance(value, int) else not math.isfinite(value):
+        raise ValueError(TOO_LARGE)
+    return value
+
+
+def _divide(left: Number, right: Number) -> Number:
+    if isinstance(left, int) and isinstance(right, int) and right != 0 and left % right == 0:
+        return left // right
+    return left / right
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if isinstance(base, int) and isinstance(exponent, int) and (base.bit_length() - 1) * exponent > MAX_BITS:
+        raise ValueError(TOO_LARGE)  # known before it is computed: |base| >= 2 ** (bits - 1)
+    return base**exponent
+
+
+def _sqrt(value: Number) -> Number:
+    if value < 0:
+        raise ValueError("The result is not a real number.")
+    if isinstance(value, int) and math.isqrt(value) ** 2 == value:
+        return math.isqrt(value)
+    return math.sqrt(value)
+
+
+def _round(value: Number, decimals: Number = 0) -> Number:
+    if not isinstance(decimals, int) or abs(decimals) > MAX_DECIMALS:
+        raise ValueError(f"round takes a whole number of decimals between -{MAX_DECIMALS} and {MAX_DECIMALS}.")
+    return round(value, decimals)
+
+
+def _written(value: Number) -> str:
+    """Fifteen significant digits, which hide the error of binary fractions: 0.1 + 0.2 is 0.3."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)
+    return str(value) if isinstance(value, int) else f"{value:.15g}"
+
+
+OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _divide,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+FUNCTIONS: dict[str, tuple[Callable[..., Number], int, float]] = {
+    "sqrt": (_sqrt, 1, 1),
+    "abs": (abs, 1, 1),
+    "round": (_round, 1, 2),
+    "min": (lambda *values: min(values), 1, math.inf),
+    "max": (lambda *values: max(values), 1, math.inf),
+}

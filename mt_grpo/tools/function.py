@@ -1,0 +1,214 @@
+"""A Python function as a tool: its description for the model, the check of a call, the text of a result."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import cached_property
+from typing import Any
+
+from jsonschema import Draft202012Validator, SchemaError, ValidationError
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import TypeHintParsingException, parse_google_format_docstring
+
+JSON_TYPES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+
+
+class ToolDefinitionError(ValueError):
+    """A tool that cannot be offered to a model. The message is one sentence fit for the user."""
+
+
+@dataclass
+class Tool:
+    """
+    Something the model may call.
+
+    Args:
+        name (`str`): Name the model calls it by.
+        description (`str`): What it does, for the model.
+        parameters (`dict`): JSON schema of its arguments, an object.
+        function (`Callable`): Takes the arguments by name.
+        is_async (`bool`, *optional*, defaults to `False`): Whether `function` returns an awaitable; an `async def`
+            is recognised without it.
+
+    Raises:
+        ToolDefinitionError: If `parameters` is not a JSON schema of an object.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    function: Callable[..., Any]
+    is_async: bool = False
+
+    def __post_init__(self) -> None:
+        self.is_async = self.is_async or inspect.iscoroutinefunction(self.function)
+        try:
+            Draft202012Validator.check_schema(self.parameters)
+        except SchemaError as error:
+            where = error.json_path.removeprefix("$").removeprefix(".")
+            raise ToolDefinitionError(
+                f"The tool {self.name!r} has parameters that are no JSON schema{f' at {where!r}' if where else ''}: "
+                f"{error.message}."
+            ) from error
+        if self.parameters.get("type") != "object":
+            raise ToolDefinitionError(f"The tool {self.name!r} has parameters that are not of `type: object`.")
+
+    @classmethod
+    def from_function(cls, fn: Callable[..., Any]) -> Tool:
+        """
+        Describes a function, bound method or callable object by its name, docstring (Google style) and type hints.
+
+        Raises:
+            ToolDefinitionError: If the docstring, a type hint or the description of an argument is missing, or an
+                argument cannot be given by name in JSON.
+        """
+        name = getattr(fn, "__name__", type(fn).__name__)
+        function = fn if inspect.isroutine(fn) else fn.__call__
+        description = _refuse_undescribed(name, function)
+        try:
+            parameters = get_json_schema(function)["function"]["parameters"]
+        except (TypeHintParsingException, NameError) as error:
+            raise ToolDefinitionError(
+                f"The tool {name!r} has a type hint that has no JSON form: {' '.join(str(error).split())}"
+            ) from error
+        except json.JSONDecodeError as error:
+            raise ToolDefinitionError(
+                f"The tool {name!r} lists `(choices: ...)` that are not JSON ({error}): "
+                'write them as in `(choices: ["tea", "coffee"])`.'
+            ) from error
+        return cls(name, description, parameters, function)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The description in the form chat templates and OpenAI's interface take."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    def check(self, arguments: Any) -> str | None:
+        """
+        Holds the arguments of a call against the schema; arguments the schema does not name are refused.
+
+        Returns:
+            `str` or `None`: One sentence the model can act on, or `None` where the call is good.
+        """
+        if not isinstance(arguments, dict):
+            return f"{self.name}: the arguments must be a JSON object, not {_json_type(arguments)}"
+        errors = list(self._validator.iter_errors(arguments))
+        if not errors:
+            return None
+        return f"{self.name}: {self._explain(min(errors, key=_urgency), arguments)}"
+
+    def _explain(self, error: ValidationError, arguments: dict[str, Any]) -> str:
+        known = list(self.parameters.get("properties", {}))
+        if not error.absolute_path and error.validator == "additionalProperties":
+            unknown = [argument for argument in arguments if argument not in known]
+            return f"unknown argument{_plural(unknown)} {_listing(unknown)}; it takes {_listing(known) or 'none'}"
+        if not error.absolute_path and error.validator == "required":
+            missing = [argument for argument in error.validator_value if argument not in arguments]
+            return f"missing argument{_plural(missing)} {_listing(missing)}"
+        subject = f"argument {error.json_path.removeprefix('$.')!r}" if error.absolute_path else "the arguments"
+        if error.validator == "type":
+            types = error.validator_value if isinstance(error.validator_value, list) else [error.validator_value]
+            return f"{subject} must be of type {' or '.join(types)}, not {_json_type(error.instance)}"
+        return f"{subject} must satisfy {self.render({error.validator: error.validator_value})}"
+
+    @cached_property
+    def _validator(self) -> Draft202012Validator:
+        return Draft202012Validator({"additionalProperties": False, **_with_null(self.parameters)})
+
+    @staticmethod
+    def render(result: Any) -> str:
+        """
+        The text of a result for the model: a string as it is, everything else as JSON.
+
+        Raises:
+            TypeError, ValueError: If the result has no JSON form (keys that are not text or numbers, cycles).
+        """
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
+        return text.encode("utf-8", "replace").decode("utf-8")  # tokenizers refuse lone surrogates
+
+
+def _refuse_undescribed(name: str, function: Callable[..., Any]) -> str:
+    """Refuses a function that cannot be described to a model; returns its description."""
+    description, documented, _ = parse_google_format_docstring(inspect.getdoc(function) or "")
+    if not description:
+        raise ToolDefinitionError(
+            f"The tool {name!r} has no docstring: begin it with one that says what the tool does, with an `Args:` "
+            "section that describes each argument."
+        )
+    parameters = inspect.signature(function).parameters.values()
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if nameless := [str(parameter) for parameter in parameters if parameter.kind not in by_name]:
+        raise ToolDefinitionError(
+            f"The tool {name!r} has the argument{_plural(nameless)} {_listing(nameless)}, which cannot be given by name: "
+            "write out each argument, without `*` and `/`."
+        )
+    if unhinted := [parameter.name for parameter in parameters if parameter.annotation is inspect.Parameter.empty]:
+        raise ToolDefinitionError(
+            f"The tool {name!r} has no type hint for {_listing(unhinted)}: write one, as in `{unhinted[0]}: str`."
+        )
+    if undocumented := [parameter.name for parameter in parameters if parameter.name not in documented]:
+        raise ToolDefinitionError(
+            f"The tool {name!r} does not describe {_listing(undocumented)} in its docstring: add a line "
+            f"`{undocumented[0]}: what it is` under `Args:`."
+        )
+    return description
+
+
+def _urgency(error: ValidationError) -> int:
+    """A wrong name explains a missing one, and both come before wrong values."""
+    order = ["additionalProperties", "required"]
+    return order.index(error.validator) if not error.absolute_path and error.validator in order else len(order)
+
+
+def _with_null(schema: Any) -> Any:
+    """Rewrites `nullable: true`, which transformers writes for `X | None` and JSON schema does not know."""
+    if isinstance(schema, list):
+        return [_with_null(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: _with_null(value) for key, value in schema.items()}
+    if schema.get("nullable") is not True:
+        return schema
+    if "type" in schema:
+        schema["type"] = [*([schema["type"]] if isinstance(schema["type"], str) else schema["type"]), "null"]
+    if "enum" in schema:
+        schema["enum"] = [*schema["enum"], None]
+    if "anyOf" in schema:
+        schema["anyOf"] = [*schema["anyOf"], {"type": "null"}]
+    return schema
+
+
+def _plain(value: Any) -> Any:
+    """What JSON cannot hold, as something it can."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=str)  # the order of a set of strings differs from run to run
+    for method in ("model_dump", "tolist"):  # pydantic models; numpy arrays and numbers
+        if callable(getattr(value, method, None)):
+            return getattr(value, method)()
+    return str(value)
+
+
+def _json_type(value: Any) -> str:
+    return JSON_TYPES.get(type(value), type(value).__name__)
+
+
+def _listing(names: list[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def _plural(names: list[str]) -> str:
+    return "s" if len(names) > 1 else ""

@@ -1,0 +1,73 @@
+"""Tools as a recipe names them: built-in names, dotted paths, callables."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mt_grpo.plugins import import_object, nearest
+from mt_grpo.tools.function import Tool, ToolDefinitionError
+
+BUILTIN_TOOLS = {
+    "calculator": "mt_grpo.tools.calculator.calculator",
+    "wikipedia_search": "mt_grpo.tools.search.WikipediaSearch",
+}
+
+
+def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
+    """
+    Makes tools of what a recipe or a script lists.
+
+    Args:
+        entries (`list`): Each one the name of a built-in tool, a path for `mt_grpo.plugins.import_object`, a function,
+            bound method or callable object, a class (started without arguments), an object with one public method,
+            or a `Tool`.
+
+    Raises:
+        ToolDefinitionError: If an entry is no tool, or two tools have the same name.
+        ImportPathError: If a path does not lead to an object.
+    """
+    tools: dict[str, Tool] = {}
+    for entry in entries:
+        tool = _as_tool(_imported(entry) if isinstance(entry, str) else entry)
+        if tool.name in tools:
+            raise ToolDefinitionError(f"Two tools are named {tool.name!r}: rename one, since the model calls by name.")
+        tools[tool.name] = tool
+    return list(tools.values())
+
+
+def _imported(entry: str) -> Any:
+    path = BUILTIN_TOOLS.get(entry, entry)
+    if "." not in path and ":" not in path:
+        raise ToolDefinitionError(
+            f"There is no built-in tool {entry!r}{nearest(entry, BUILTIN_TOOLS)}: use one of "
+            f"{', '.join(BUILTIN_TOOLS)}, or a path such as `my_tools.py:{entry}`."
+        )
+    return import_object(path, what="tool")
+
+
+def _as_tool(source: Any) -> Tool:
+    if isinstance(source, Tool):
+        return source
+    if isinstance(source, type):
+        source = _started(source)
+    if callable(source):
+        return Tool.from_function(source)
+    methods = [name for name, _ in inspect.getmembers(type(source), inspect.isroutine) if not name.startswith("_")]
+    if len(methods) != 1:
+        raise ToolDefinitionError(
+            f"A {type(source).__name__} is no tool: it is not callable and has {len(methods)} public methods instead "
+            "of one; name a function or a bound method."
+        )
+    return Tool.from_function(getattr(source, methods[0]))
+
+
+def _started(cls: type) -> Any:
+    try:
+        return cls()
+    except Exception as error:  # whatever the user's class raises
+        raise ToolDefinitionError(
+            f"The tool class {cls.__name__!r} does not start without arguments ({type(error).__name__}: {error}): "
+            "make an object of it in a Python file and name that."
+        ) from error

@@ -1,0 +1,6 @@
+"""Advantages in, weights out. The only room that imports TRL."""
+
+from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.training.trainer import MTGRPOEnvTrainer
+
+__all__ = ["ConfigError", "MTGRPOConfig", "MTGRPOEnvTrainer"]

@@ -1,0 +1,49 @@
+"""From the options of a recipe to the objects they name, each checked before any work starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl.chat_template_utils import add_response_schema, supports_tool_calling
+
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.plugins import import_object
+from mt_grpo.training.config import ConfigError, MTGRPOConfig
+
+
+def build_env(args: MTGRPOConfig) -> MultiTurnToolEnv:
+    """The environment that `args` describes; see `MultiTurnToolEnv` for the errors."""
+    env_class = MultiTurnToolEnv if args.env is None else import_object(args.env, what="environment")
+    return env_class(
+        tools=args.tools or [],
+        system_prompt=args.system_prompt,
+        max_steps=args.max_env_steps,
+        protocol=args.call_protocol,
+        env_mask=args.env_mask,
+        tool_timeout=args.tool_timeout,
+    )
+
+
+def prepare_tokenizer(tokenizer: Any, env: MultiTurnToolEnv) -> None:
+    """
+    Makes sure that the model's template can hold the conversations of `env`; adds TRL's response template under the
+    native protocol, where the tokenizer has none of its own.
+
+    Raises:
+        ConfigError: If the template cannot show tool calls, or nothing can read them back.
+    """
+    if not env.protocol.native_tools:
+        return
+    if not supports_tool_calling(tokenizer):
+        raise ConfigError(
+            f"The chat template of {tokenizer.name_or_path!r} has no tool support, so `call_protocol: native` cannot "
+            "be used: choose `call_protocol: tags`, or a model whose template renders tool calls."
+        )
+    if tokenizer.response_template is None:
+        try:
+            add_response_schema(tokenizer)
+        except ValueError as error:
+            raise ConfigError(
+                f"Nothing is known that reads tool calls of the chat template of {tokenizer.name_or_path!r} "
+                f"({error}): set `response_template` on the tokenizer, or choose `call_protocol: tags`."
+            ) from error

@@ -1,0 +1,101 @@
+"""The options of a run: TRL's `GRPOConfig` plus what a multi-turn agent needs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from mt_grpo.credit import get_estimator
+
+
+class ConfigError(ValueError):
+    """An option is wrong. The message is one sentence fit for the user."""
+
+
+@dataclass
+class MTGRPOConfig(GRPOConfig):
+    """
+    Configuration of `MTGRPOEnvTrainer`. TRL's own fields keep their meaning; `max_completion_length` bounds a whole
+    trajectory (sampled and environment tokens after the prompt) and `reward_weights` is in the order turn rewards,
+    then outcome rewards.
+
+    Args:
+        env (`str`, *optional*): Dotted path of an environment class; `MultiTurnToolEnv` where none is given.
+        tools (`list[str]`, *optional*): Tools by name or dotted path.
+        call_protocol (`str`, *optional*, defaults to `"tags"`): `"tags"` or `"native"` (the model's own tool calls).
+        external_plugins (`list[str]`, *optional*): Python files imported before anything is looked up by name.
+        turn_reward_funcs (`list[str]`, *optional*): Turn rewards by name or dotted path.
+        outcome_reward_funcs (`list[str]`, *optional*): Outcome rewards by name or dotted path.
+        system_prompt (`str`, *optional*): Replaces the call protocol's instructions.
+        max_env_steps (`int`, *optional*, defaults to `5`): Replies of the environment in one conversation.
+        max_turn_length (`int`, *optional*): Tokens sampled in one turn; no bound of its own where unset.
+        env_mask (`int`, *optional*, defaults to `0`): Completion mask of tokens the environment wrote.
+        turn_advantage_coef (`float`, *optional*, defaults to `1.0`): Weight of the turn advantage.
+        advantage_estimator (`str`, *optional*, defaults to `"mt_grpo"`): Credit rule, by its name in the registry.
+        max_concurrent_rollouts (`int`, *optional*): Conversations under way at once; all where unset.
+        tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take.
+        rollout_timeout (`float`, *optional*): Seconds one conversation may take; no bound where unset.
+    """
+
+    env: str | None = field(default=None, metadata={"help": "Dotted path of an environment class."})
+    tools: list[str] | None = field(default=None, metadata={"help": "Tools by name or dotted path."})
+    call_protocol: str = field(default="tags", metadata={"help": "'tags' or 'native' (the model's own tool calls)."})
+    external_plugins: list[str] | None = field(
+        default=None, metadata={"help": "Python files imported before anything is looked up by name."}
+    )
+    turn_reward_funcs: list[str] | None = field(
+        default=None, metadata={"help": "Turn rewards by name or dotted path."}
+    )
+    outcome_reward_funcs: list[str] | None = field(
+        default=None, metadata={"help": "Outcome rewards by name or dotted path."}
+    )
+    system_prompt: str | None = field(default=None, metadata={"help": "Replaces the call protocol's instructions."})
+    max_env_steps: int = field(default=5, metadata={"help": "Replies of the environment in one conversation."})
+    max_turn_length: int | None = field(default=None, metadata={"help": "Tokens sampled in one turn."})
+    env_mask: int = field(default=0, metadata={"help": "Completion mask of tokens the environment wrote."})
+    turn_advantage_coef: float = field(default=1.0, metadata={"help": "Weight of the turn advantage."})
+    advantage_estimator: str = field(default="mt_grpo", metadata={"help": "Credit rule, by its registered name."})
+    max_concurrent_rollouts: int | None = field(
+        default=None, metadata={"help": "Conversations under way at once; all where unset."}
+    )
+    tool_timeout: float | None = field(default=60.0, metadata={"help": "Seconds one tool call may take."})
+    rollout_timeout: float | None = field(default=None, metadata={"help": "Seconds one conversation may take."})
+
+    def __post_init__(self) -> None:
+        get_estimator(self.advantage_estimator)
+        for name in ("max_turn_length", "max_concurrent_rollouts", "rollout_timeout", "tool_timeout"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"`{name}` is {value}; set a number above 0, or leave it out.")
+        if self.multi_objective_aggregation != "sum_then_normalize":
+            raise ConfigError(
+                "`multi_objective_aggregation: normalize_then_sum` does not say which turn a reward belongs to; leave "
+                "it out, and weigh rewards with `reward_weights`."
+            )
+        self._check_batch_sizes()
+        super().__post_init__()
+
+    def _check_batch_sizes(self) -> None:
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        step = self.per_device_train_batch_size * processes
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        batch = self.generation_batch_size or step * steps
+        if batch % self.num_generations:
+            divisors = [str(number) for number in range(2, batch + 1) if batch % number == 0]
+            source = f"{self.per_device_train_batch_size} a device × {processes} processes × {steps} steps"
+            raise ConfigError(
+                f"`num_generations: {self.num_generations}` does not divide the generation batch of {batch} ("
+                f"{'`generation_batch_size`' if self.generation_batch_size else source}): set it to one of "
+                f"{', '.join(divisors)}, or make the batch a multiple of {self.num_generations}."
+            )
+        generations = self.num_generations_eval or self.num_generations
+        batch = self.per_device_eval_batch_size * processes
+        if self.eval_strategy != "no" and batch % generations:
+            divisors = [str(number) for number in range(1, batch + 1) if batch % number == 0]
+            raise ConfigError(
+                f"`num_generations_eval: {generations}` does not divide the evaluation batch of {batch} "
+                f"({self.per_device_eval_batch_size} a device × {processes} processes): set it to one of "
+                f"{', '.join(divisors)}, or make the batch a multiple of {generations}."
+            )

@@ -1,0 +1,129 @@
+"""What a run leaves behind: trajectories and metrics, one JSON object a line, written as soon as they exist."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import TrainerCallback
+
+from mt_grpo.credit import RewardBatch
+from mt_grpo.trajectory import StopReason, Trajectory
+
+UNFINISHED = {StopReason.LENGTH, StopReason.TOKEN_BUDGET, StopReason.CONTEXT_FULL, StopReason.TIMEOUT}
+"""Stop reasons of a completion that was cut off rather than ended."""
+
+
+class TrajectoryWriter:
+    """
+    Appends trajectories to `trajectories.jsonl` in a folder; the ranks of a distributed run write a file each.
+
+    Args:
+        folder (`str`): Output folder.
+        rank (`int`): Process index.
+    """
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self.path = Path(folder) / ("trajectories.jsonl" if rank == 0 else f"trajectories.rank{rank}.jsonl")
+
+    def write(self, trajectories: list[Trajectory], mode: str, step: int) -> None:
+        """Appends trajectories with the mode (`"train"` or `"eval"`) and the optimiser step they belong to."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [
+            json.dumps({"step": step, "mode": mode, **trajectory.to_dict()}, ensure_ascii=False, default=str)
+            for trajectory in trajectories
+        ]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(line + "\n" for line in lines))
+
+
+class MetricsCallback(TrainerCallback):
+    """Appends what the trainer logs to `metrics.jsonl` in its output folder."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            path = Path(args.output_dir) / "metrics.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}, default=str) + "\n")
+
+
+def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """
+    Metrics of the conversations of all ranks; a collective call.
+
+    Returns:
+        `dict`: `turns/mean`; `tools/call_frequency` (a trajectory) and `tools/failure_frequency` (a call) as TRL
+        names them; `turn_K/length` (tokens), `turn_K/tool_calls` and `turn_K/failures` (a trajectory that has the
+        turn), K from 1; `stop/REASON`, shares that sum to 1.
+    """
+    records = gather_object(
+        [
+            (
+                trajectory.stop_reason.value,
+                [(turn.num_tokens, turn.num_attempts, turn.num_failures) for turn in trajectory.turns],
+            )
+            for trajectory in trajectories
+        ]
+    )
+    count = len(records)
+    attempts = sum(turn[1] for _, turns in records for turn in turns)
+    failures = sum(turn[2] for _, turns in records for turn in turns)
+    metrics = {
+        "turns/mean": sum(len(turns) for _, turns in records) / count,
+        "tools/call_frequency": attempts / count,
+        "tools/failure_frequency": failures / attempts if attempts else 0.0,
+    }
+    for index in range(max(len(turns) for _, turns in records)):
+        rows = [turns[index] for _, turns in records if index < len(turns)]
+        for position, name in enumerate(("length", "tool_calls", "failures")):
+            metrics[f"turn_{index + 1}/{name}"] = sum(row[position] for row in rows) / len(rows)
+    for reason, number in sorted(Counter(reason for reason, _ in records).items()):
+        metrics[f"stop/{reason}"] = number / count
+    return metrics
+
+
+def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> dict[str, float]:
+    """
+    Mean reward and advantage of each turn.
+
+    Args:
+        batch (`RewardBatch`): Rewards of all ranks.
+        advantages (`torch.Tensor` of shape `(B, K)`): Their advantages.
+    """
+    metrics = {}
+    for index in range(advantages.shape[1]):
+        reward = batch.turn_rewards[:, index].nanmean().item()
+        if not math.isnan(reward):
+            metrics[f"turn_{index + 1}/reward"] = reward
+        exists = batch.turn_mask[:, index]
+        if exists.any():
+            metrics[f"turn_{index + 1}/advantage"] = advantages[exists, index].mean().item()
+    return metrics
+
+
+def completion_metrics(lengths: torch.Tensor, truncated: torch.Tensor) -> dict[str, float]:
+    """
+    TRL's `completions/*` metrics.
+
+    Args:
+        lengths (`torch.Tensor` of shape `(B,)`): Sampled tokens of each completion of all ranks.
+        truncated (`torch.Tensor` of shape `(B,)`, bool): Whether it was cut off.
+    """
+    ended = lengths[~truncated].float()
+    ended = ended if len(ended) else torch.zeros(1)
+    lengths = lengths.float()
+    return {
+        "completions/mean_length": lengths.mean().item(),
+        "completions/min_length": lengths.min().item(),
+        "completions/max_length": lengths.max().item(),
+        "completions/clipped_ratio": truncated.float().mean().item(),
+        "completions/mean_terminated_length": ended.mean().item(),
+        "completions/min_terminated_length": ended.min().item(),
+        "completions/max_terminated_length": ended.max().item(),
+    }

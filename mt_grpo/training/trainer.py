@@ -1,0 +1,292 @@
+"""The trainer: TRL's GRPO with rollouts of many turns and an advantage for every token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+from trl.models import unwrap_model_for_generation
+
+from mt_grpo.credit import RewardBatch, get_estimator
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.rewards import RewardFunc, load_rewards, score_trajectories
+from mt_grpo.rollout import Engine, Limits, RolloutRequest, RolloutRunner, Sampling, derive_seed
+from mt_grpo.rollout.transformers_engine import TransformersEngine
+from mt_grpo.training.build import build_env, prepare_tokenizer
+from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.training.records import (
+    UNFINISHED,
+    MetricsCallback,
+    TrajectoryWriter,
+    completion_metrics,
+    credit_metrics,
+    rollout_metrics,
+)
+from mt_grpo.trajectory import Trajectory
+
+Reward = str | Callable[..., Any] | RewardFunc
+
+
+class MTGRPOEnvTrainer(GRPOTrainer):
+    """
+    Trains an agent over many turns: rollouts in an environment, rewards for turns and outcomes, and credit that
+    reaches the tokens of the turn that earned it. Loss, buffering, sampling, checkpoints and logging are TRL's.
+
+    Args:
+        model (`str` or `PreTrainedModel`): The policy.
+        env (`MultiTurnToolEnv`, *optional*): The environment; built from `args` where none is given.
+        turn_reward_funcs (`list`, *optional*): Turn rewards: `TurnReward`s, names or dotted paths.
+        outcome_reward_funcs (`list`, *optional*): Outcome rewards: `OutcomeReward`s, names, dotted paths or TRL
+            reward functions. Both default to those of `args`.
+        args (`MTGRPOConfig`, *optional*): Configuration.
+        train_dataset, eval_dataset (`Dataset`): Rows with a `prompt` (text or messages); other columns reach rewards.
+        engine (`Engine`, *optional*): Where completions come from; the model itself where none is given.
+        processing_class, callbacks, optimizers, quantization_config, peft_config: As in TRL.
+
+    Raises:
+        ConfigError: If there is no reward function at all, or no dataset.
+    """
+
+    _tag_names = ["trl", "grpo", "mt-grpo"]
+    _name = "MT-GRPO"
+    args: MTGRPOConfig
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        env: MultiTurnToolEnv | None = None,
+        turn_reward_funcs: Sequence[Reward] | None = None,
+        outcome_reward_funcs: Sequence[Reward] | None = None,
+        args: MTGRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset] | None = None,
+        engine: Engine | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = MTGRPOConfig(f"{Path(name).name}-MT-GRPO")
+        turn_rewards = args.turn_reward_funcs if turn_reward_funcs is None else turn_reward_funcs
+        outcome_rewards = args.outcome_reward_funcs if outcome_reward_funcs is None else outcome_reward_funcs
+        self.turn_reward_funcs = load_rewards(list(turn_rewards or []), "turn")
+        self.outcome_reward_funcs = load_rewards(list(outcome_rewards or []), "outcome")
+        rewards = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
+        if not rewards:
+            raise ConfigError("There is no reward: name at least one in `outcome_reward_funcs` or `turn_reward_funcs`.")
+        self.env = env or build_env(args)
+        super().__init__(
+            model=model,
+            reward_funcs=[reward.score for reward in rewards],  # TRL counts and names them; they are called here
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=[*(callbacks or []), MetricsCallback()],
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+        self.reward_func_names = [reward.name for reward in rewards]
+        if args.reward_weights is None:
+            self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float32)
+        # TRL recognises a truncated completion by its last token; here the stop reason says it
+        self._mask_truncated, self.mask_truncated_completions = self.mask_truncated_completions, False
+        prepare_tokenizer(self._tokenizer, self.env)
+        self._estimator = get_estimator(args.advantage_estimator)
+        self._event_loop = asyncio.new_event_loop()
+        self._writer = TrajectoryWriter(args.output_dir, self.accelerator.process_index)
+        self._sampling = Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+        )
+        self.runner = RolloutRunner(
+            self.env,
+            engine or TransformersEngine(self.accelerator.unwrap_model(self.model), self._tokenizer),
+            Limits(
+                self.max_completion_length, args.max_turn_length, args.rollout_timeout, args.max_concurrent_rollouts
+            ),
+            self.chat_template_kwargs,
+        )
+        self.eval_trajectories: list[Trajectory] = []
+        """Trajectories of this process in the latest evaluation."""
+
+    # Rollout: replaces TRL's generation and its tool loop
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        mode = "train" if self.model.training else "eval"
+        trajectories = self._trajectories = self._rollout(prompts, mode)
+        completions = [self.runner.completion(trajectory) for trajectory in trajectories]
+        for trajectory, completion in zip(trajectories, completions, strict=True):
+            if not completion.ids:  # the conversation failed before its first token; a masked one keeps shapes valid
+                completion.ids, completion.logprobs = [self._tokenizer.pad_token_id], [float("nan")]
+                completion.mask, completion.turns = [0], [0]
+            elif self._mask_truncated and trajectory.stop_reason in UNFINISHED:
+                completion.mask = [0] * len(completion.mask)
+        self._turn_ids = [completion.turns for completion in completions]
+        prompt_ids = [completion.prompt_ids for completion in completions]
+        self._log_rollouts(trajectories, prompt_ids, mode)
+        return (
+            prompt_ids,
+            [completion.ids for completion in completions],
+            [completion.mask for completion in completions],
+            [trajectory.completion for trajectory in trajectories],
+            [completion.logprobs for completion in completions],
+            {},
+            None,
+            [],
+        )
+
+    def _rollout(self, prompts: list[Any], mode: str) -> list[Trajectory]:
+        rank, step = self.accelerator.process_index, self.state.global_step
+        # generation can happen more than once in an optimiser step; evaluation draws the same numbers every time
+        moment = (step, self._step % self.args.gradient_accumulation_steps) if mode == "train" else ()
+        requests = []
+        for index, (prompt, row) in enumerate(zip(prompts, self._rows, strict=True)):
+            number = rank * len(prompts) + index
+            columns = {name: value for name, value in row.items() if name != "prompt"}
+            session = "-".join(f"{part:06d}" if isinstance(part, int) else part for part in (mode, *moment, number))
+            seed = derive_seed(self.args.seed, mode, *moment, number, prompt)
+            requests.append(RolloutRequest(prompt, session, columns, seed))
+        with self._generation_model() as model:
+            if isinstance(self.runner.engine, TransformersEngine):
+                self.runner.engine.model = model
+            return self._event_loop.run_until_complete(
+                self.runner.run(requests, self._sampling, on_finish=self._trajectories.append)
+            )
+
+    def _generation_model(self) -> Any:
+        return unwrap_model_for_generation(
+            self.model_wrapped,
+            self.accelerator,
+            gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+            gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+        )
+
+    def _log_rollouts(self, trajectories: list[Trajectory], prompt_ids: list[list[int]], mode: str) -> None:
+        device = self.accelerator.device
+        lengths = [sum(turn.num_tokens for turn in trajectory.turns) for trajectory in trajectories]
+        truncated = [trajectory.stop_reason in UNFINISHED for trajectory in trajectories]
+        lengths, truncated, prompt_lengths = (
+            gather(torch.tensor(values, device=device)) for values in (lengths, truncated, [len(p) for p in prompt_ids])
+        )
+        if mode == "train":
+            self.state.num_input_tokens_seen += (prompt_lengths.sum() + lengths.sum()).item()
+        self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        self._record(mode, completion_metrics(lengths.cpu(), truncated.cpu()))
+        self._record(mode, rollout_metrics(trajectories))
+
+    def _record(self, mode: str, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+
+    # Rewards and credit
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[Any]
+    ) -> torch.Tensor:
+        """Scores turns and outcomes; returns what TRL expects: one column a reward, turn rewards summed over turns."""
+        extra = {
+            "trainer_state": self.state,
+            "log_extra": self._log_completion_extra,
+            "log_metric": self._log_metric,
+        }
+        scores = self._event_loop.run_until_complete(
+            score_trajectories(self.turn_reward_funcs, self.outcome_reward_funcs, self._trajectories, extra)
+        )
+        device = self.accelerator.device
+        num_turns = torch.tensor([len(trajectory.turns) for trajectory in self._trajectories], device=device)
+        longest = max(1, int(gather(num_turns).max()))
+        exists = torch.arange(longest, device=device) < num_turns.unsqueeze(1)
+        results = torch.zeros_like(exists)
+        for row, trajectory in enumerate(self._trajectories):
+            for turn in trajectory.turns:
+                results[row, turn.index] = turn.has_result
+        turn_scores = torch.full((len(prompts), longest, len(self.turn_reward_funcs)), torch.nan, device=device)
+        for column, rows in enumerate(scores.turn):
+            for row, values in enumerate(rows):
+                turn_scores[row, : len(values), column] = _tensor(values, device)
+        outcomes = torch.stack([_tensor(column, device) for column in scores.outcome], dim=1) if scores.outcome else (
+            torch.empty(len(prompts), 0, device=device)
+        )
+        turn_scores, outcomes, exists, results = (gather(t) for t in (turn_scores, outcomes, exists, results))
+        weights = self.reward_weights.to(device)
+        split = len(self.turn_reward_funcs)
+        generations = self.num_generations if self.model.training else self.num_generations_eval
+        self._reward_batch = RewardBatch(
+            _sum_present(turn_scores * weights[:split], dim=2),
+            _sum_present(outcomes * weights[split:], dim=1),
+            exists,
+            results,
+            generations,
+        )
+        return torch.cat([_sum_present(turn_scores, dim=1), outcomes], dim=1)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's, with the advantage of each trajectory replaced by one for each of its tokens, shape `(B, T)`."""
+        mode = "train" if self.model.training else "eval"
+        self._rows, self._trajectories = inputs, []
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:  # whatever fails, conversations that were finished before are not lost
+            self._writer.write(self._trajectories, mode, self.state.global_step)
+        advantages = self._estimator(
+            self._reward_batch, turn_coef=self.args.turn_advantage_coef, scale_rewards=self.scale_rewards
+        )
+        self._record(mode, credit_metrics(self._reward_batch, advantages))
+        turns = self._reward_batch.turn_mask
+        means = (advantages * turns).sum(dim=1) / turns.sum(dim=1).clamp(min=1)
+        for _ in range(len(means)):  # the table of completions shows the advantage that is trained
+            self._logs["advantages"].pop()
+        self._logs["advantages"].extend(means.tolist())
+        local = advantages[self.accelerator.process_index * len(inputs) :][: len(inputs)]
+        turn_ids = torch.zeros_like(output["completion_ids"])
+        for row, turns in enumerate(self._turn_ids):
+            turn_ids[row, : len(turns)] = torch.tensor(turns, device=turn_ids.device)
+        output["advantages"] = local.gather(1, turn_ids)
+        if mode == "eval":
+            self.eval_trajectories += self._trajectories
+        return output
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self.eval_trajectories = []
+        return super().evaluate(*args, **kwargs)
+
+    # Resuming: TRL drops the generated batch at a checkpoint, so a resumed run would sample another one
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        state = {"step": self._step, "buffered_inputs": self._buffered_inputs}
+        torch.save(state, folder / f"rollouts-rank{self.accelerator.process_index}.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            path = Path(checkpoint) / f"rollouts-rank{self.accelerator.process_index}.pt"
+            state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+            self._step, self._buffered_inputs = state["step"], state["buffered_inputs"]
+
+
+def _tensor(values: list[float | None], device: torch.device) -> torch.Tensor:
+    return torch.tensor([torch.nan if value is None else value for value in values], device=device)
+
+
+def _sum_present(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """The sum over the rewards that apply; NaN where none does."""
+    total = values.nansum(dim=dim)
+    return total.masked_fill(values.isnan().all(dim=dim), torch.nan)

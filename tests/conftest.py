@@ -1,0 +1,98 @@
+"""Tiny models and tokenizers, made once per test run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+torch.set_num_threads(2)
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+WORDS = "reasoning tool name search args query result answer capital of Peru Lima What is the add number user".split()
+
+
+def build_tokenizer(template: str = "qwen3") -> PreTrainedTokenizerFast:
+    """A byte-level BPE with ChatML tokens and one of TRL's bundled chat templates."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 8, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|endoftext|>", "<|im_start|>")])
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in ("<think>", "</think>", "<tool_call>")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    return fast
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **overrides: object) -> Qwen3ForCausalLM:
+    """A Qwen3 of a few thousand parameters with random weights, large enough to have opinions."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        **{
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.2,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": None,
+            **overrides,
+        }
+    )
+    return Qwen3ForCausalLM(config)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer()
+
+
+@pytest.fixture
+def model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    return build_model(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def questions() -> Dataset:
+    """Eight rows with a prompt and an answer."""
+    return Dataset.from_list(
+        [
+            {"prompt": [{"role": "user", "content": f"What is {number} of Peru"}], "answer": [f"Lima {number}"]}
+            for number in range(8)
+        ]
+    )
+
+
+def lookup(query: str) -> str:
+    """
+    Looks a query up.
+
+    Args:
+        query: What to look for.
+    """
+    return f"about {query}"
+
+
+@pytest.fixture
+def search_tool():
+    return lookup
