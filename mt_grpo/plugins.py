@@ -33,14 +33,21 @@ def import_object(path: str, *, what: str = "object") -> Any:
             f"The {what} {path!r} is not a path: write `package.module.name` or `folder/file.py:name`."
         )
     try:
-        module = _import_file(module_name) if module_name.endswith(".py") else _import_module(module_name)
+        module = _load_file(module_name) if module_name.endswith(".py") else _load_module(module_name)
     except Exception as error:  # whatever the user's module raises while it is imported
         raise ImportPathError(f"The {what} {path!r} does not import: {type(error).__name__}: {error}.") from error
     if attribute not in vars(module):
-        raise ImportPathError(
-            f"The {what} {path!r} does not exist: {module_name} has no {attribute!r}{nearest(attribute, vars(module))}."
-        )
+        hint = nearest(attribute, vars(module))
+        raise ImportPathError(f"The {what} {path!r} does not exist: {module_name} has no {attribute!r}{hint}.")
     return vars(module)[attribute]
+
+
+def import_file(path: str) -> Any:
+    """Imports a Python file, so that what it registers can be named. Raises `ImportPathError` where that fails."""
+    try:
+        return _load_file(path)
+    except Exception as error:  # whatever the user's file raises while it is imported
+        raise ImportPathError(f"The plugin {path!r} does not import: {type(error).__name__}: {error}.") from error
 
 
 def nearest(name: str, known: Any) -> str:
@@ -49,13 +56,13 @@ def nearest(name: str, known: Any) -> str:
     return f"; the nearest is {matches[0]!r}" if matches else ""
 
 
-def _import_module(name: str) -> Any:
+def _load_module(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     return importlib.import_module(name)
 
 
-def _import_file(path: str) -> Any:
+def _load_file(path: str) -> Any:
     name = "mt_grpo_plugin_" + str(Path(path).resolve()).replace(os.sep, "_").removesuffix(".py")
     if name in sys.modules:
         return sys.modules[name]

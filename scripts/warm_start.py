@@ -4,9 +4,10 @@
     python scripts/warm_start.py --evaluate      # evaluate the saved model
 
 The traces teach skills, never facts: their subjects and values are names drawn at random from the whole corpus, so
-the only way to a right answer is to copy from the question and from search results. A first phase shows flawless traces
-until the skills are there; a second phase mixes in bad habits, independent of the question, which leave reinforcement
-learning something to unlearn. Evaluation samples at temperature 1 on real validation questions with real search.
+the only way to a right answer is to copy from the question and from search results. The first phases show flawless
+traces until the skills are there; the last one mixes in bad habits, independent of the question, which leave
+reinforcement learning something to unlearn. Evaluation samples at temperature 1 on real validation questions with real
+search.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import math
 import random
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
@@ -22,48 +24,44 @@ import torch
 import trl
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from warm_start_traces import NAMES, PROMPT, REPLY, make_trace
 
-from mt_grpo.data.embedded.corpus import LABELS, entities, passage, passages
-from mt_grpo.data.embedded.questions import (
-    KEYS,
-    LINKS,
-    SYSTEM_PROMPT,
-    Form,
-    Problem,
-    inverse_forms,
-    link_forms,
-    one_hop_forms,
-    problems,
-    query,
-)
+from mt_grpo.data.embedded.corpus import passages
+from mt_grpo.data.embedded.questions import Problem, problems
 from mt_grpo.data.embedded.tool import search
 
 MODEL_DIR = Path(__file__).parents[1] / "mt_grpo/data/embedded/model"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["reasoning", "tool", "result", "answer", "think", "tool_call", "tool_response"]
 VOCABULARY = 4032
-PROMPT = (
-    f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
-)
-REPLY = "<|im_end|>\n<|im_start|>user\n<result>{}</result><|im_end|>\n<|im_start|>assistant\n"
 MAX_TURNS = 4
 MAX_ACTION_TOKENS = 64
 
-Trace = list[tuple[str, bool]]
-"""Pieces of a conversation in order, each with whether the assistant wrote it."""
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training on one kind of traces: their hops, whether with bad habits, and how to step."""
+
+    hops: tuple[int, ...]
+    habits: bool
+    steps: int
+    size: int
+    rate: float
+    decay: bool = False
 
 
-def names() -> list[str]:
-    """Every subject and canonical value of the corpus, sorted."""
-    values = {value[0] for entity in entities().values() for value in entity.facts.values()}
-    return sorted(values | set(entities()))
+PHASES = (
+    Phase((1,), False, 500, 32, 2e-3),
+    Phase((1, 2), False, 501, 32, 2e-3),
+    Phase((1, 2), True, 300, 32, 1.5e-3, decay=True),
+)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE whose merges favour the names of the corpus.
 
-    A capitalised name is cut off from the space before it, and its words stay together. So a name is the same tokens in
-    a query, after a tag and in a sentence, and copying it is a matter of repeating them.
+    A capitalised name is cut off from the space before it, and its words stay together. So a name is the same tokens
+    in a query, after a tag and in a sentence, and copying it is a matter of repeating them.
     """
     word = "[A-Z][A-Za-z'-]*"
     pattern = rf"{word}(?: (?:of |de |la |in )?{word})*| ?[a-z]+|\d+| ?[^\sA-Za-z\d]+|\s"
@@ -76,9 +74,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     rng = random.Random(0)
-    pieces = [piece for _ in range(4000) for piece, _ in make_trace(rng, habits=True)]
+    pieces = [piece for _ in range(4000) for piece, _ in make_trace(rng, (1, 2), habits=True)]
     text = [re.sub(r"</?\w+>|<\|\w+\|>", "", piece) for piece in pieces]
-    text += passages() + [name for name in names() for _ in range(8)] + [f"the {name}" for name in names()]
+    text += passages() + [name for name in NAMES for _ in range(8)] + [f"the {name}" for name in NAMES]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(SPECIAL) - 2 * len(TAGS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -99,116 +97,21 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def forms(hops: int) -> list[Form]:
-    """All kinds of questions with that many hops."""
-    relations: dict[str, set[str]] = {}
-    for entity in entities().values():
-        relations.setdefault(entity.family, set()).update(entity.facts)
-    if hops == 1:
-        return [form for relation in LABELS for form in one_hop_forms(relation)]
-    found = [
-        form
-        for family, keys in KEYS.items()
-        for key in keys
-        for relation in sorted(relations[family] - {key})
-        for form in inverse_forms(family, key, relation)
-    ]
-    for link in LINKS:
-        target = "country" if link in ("country", "homeland") else "person"
-        found += [form for relation in sorted(relations[target]) for form in link_forms(link, relation)]
-    return found
-
-
-FORMS = {hops: forms(hops) for hops in (1, 2)}
-NAMES = names()
-
-
-def call(text: str, reasoning: str) -> str:
-    """A well-formed search."""
-    body = json.dumps({"name": "search", "args": {"query": text}})
-    return f"<reasoning>{reasoning}</reasoning>\n<tool>{body}</tool>"
-
-
-def malformed_call(rng: random.Random, text: str, reasoning: str) -> tuple[str, str]:
-    """A call that cannot be executed, and an error message for it."""
-    body, error = rng.choice(
-        [
-            (f'{{"name": "search", "args": {{"query": "{text}"}}', "invalid JSON"),
-            (f'{{"name": "search", "args": {{"query": {text}}}}}', "the call is not valid JSON"),
-            (f'{{"name": "lookup", "args": {{"query": "{text}"}}}}', "unknown tool 'lookup'"),
-            (f'{{"name": "lookup", "args": {{"query": "{text}"}}}}', "there is no tool named lookup"),
-            (f'{{"name": "search", "args": {{"text": "{text}"}}}}', "missing argument 'query'"),
-            ('{"name": "search", "args": {}}', "missing a required argument: 'query'"),
-        ]
-    )
-    return f"<reasoning>{reasoning}</reasoning>\n<tool>{body}</tool>", f"Error: {error}"
-
-
-def answer(text: str, reasoning: str = "done") -> str:
-    """A well-formed final action."""
-    return f"<reasoning>{reasoning}</reasoning>\n<answer>{text}</answer>"
-
-
-def make_trace(rng: random.Random, habits: bool) -> Trace:
-    """One conversation about names drawn at random.
-
-    Args:
-        rng: source of all choices.
-        habits: whether mistakes are mixed in, at most one search of a conversation going wrong.
-    """
-    form = rng.choice(FORMS[rng.choice((1, 2))])
-    given, bridge, value, other = rng.sample(NAMES, 4)
-    steps = [(form.relations[0], given, passage(form.relations[0], given, value))]
-    if len(form.relations) == 2:
-        first = (bridge, given) if form.inverse else (given, bridge)
-        steps = [
-            (form.relations[0], given, passage(form.relations[0], *first)),
-            (form.relations[1], bridge, passage(form.relations[1], bridge, value)),
-        ]
-    trace = [(PROMPT.format(form.text.format(given)), False)]
-    slipped = not habits
-    for hop, (relation, name, found) in enumerate(steps):
-        thought = f"find {LABELS[relation]}"
-        luck = rng.random()
-        if habits and hop == 0 and luck < 0.20:
-            return [*trace, (answer(other, "guess"), True)]
-        if habits and hop == 1 and luck < 0.12:
-            return [*trace, (answer(bridge), True)]
-        if not slipped and luck < (0.60, 0.32)[hop]:
-            slipped = True
-            wrong, seen = rng.choice(sorted(LABELS.keys() - {relation})), rng.choice(NAMES)
-            kind = rng.random()
-            if kind < 0.5:
-                action, result = malformed_call(rng, query(relation, name), thought)
-            elif kind < 0.75:
-                action, result = call(query(wrong, name), f"find {LABELS[wrong]}"), passage(wrong, name, seen)
-            else:
-                action = call(query(relation, other), thought)
-                result = rng.choice([passage(relation, other, seen), passage(wrong, other, seen), "No results."])
-            trace += [(action, True), (REPLY.format(result), False)]
-            if rng.random() < 0.6:
-                return [*trace, (answer(other if kind < 0.5 else seen), True)]
-        trace += [(call(query(relation, name), thought), True), (REPLY.format(found), False)]
-    if habits and rng.random() < 0.15:
-        return [*trace, (f"<reasoning>done</reasoning>\n{value}<|im_end|>", True)]
-    return [*trace, (answer(value), True)]
-
-
-def make_batches(rng: random.Random, tokenizer, habits: bool, count: int, size: int) -> list[tuple]:
+def make_batches(rng: random.Random, tokenizer, phase: Phase, count: int = 8) -> list[tuple]:
     """`count` batches of token ids and loss mask, both `[size, length]`, of traces of similar lengths."""
     rows = []
-    for _ in range(count * size):
+    for _ in range(count * phase.size):
         ids, mask = [], []
         # Pieces are encoded one by one, as they are when a conversation is sampled.
-        for piece, learn in make_trace(rng, habits):
+        for piece, learn in make_trace(rng, phase.hops, phase.habits):
             encoded = tokenizer.encode(piece)
             ids += encoded
             mask += [learn] * len(encoded)
         rows.append((ids, mask))
     rows.sort(key=lambda row: len(row[0]))
     batches = []
-    for start in range(0, len(rows), size):
-        chunk = rows[start : start + size]
+    for start in range(0, len(rows), phase.size):
+        chunk = rows[start : start + phase.size]
         length = len(chunk[-1][0])
         ids = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row, _ in chunk])
         mask = torch.tensor([row + [False] * (length - len(row)) for _, row in chunk])
@@ -217,8 +120,12 @@ def make_batches(rng: random.Random, tokenizer, habits: bool, count: int, size: 
     return batches
 
 
-def train(tokenizer, steps: int, habit_steps: int, size: int, peak: float) -> Qwen3ForCausalLM:
-    """Trains a fresh model: `steps` in all, the last `habit_steps` of them with bad habits."""
+def new_model(tokenizer) -> Qwen3ForCausalLM:
+    """An untrained model, started where copying is close by.
+
+    Rows of the (tied) embedding are long enough for confident predictions, and the output projection of each attention
+    head is the transpose of its value projection: what a head attends to becomes more likely to be said.
+    """
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -233,21 +140,30 @@ def train(tokenizer, steps: int, habit_steps: int, size: int, peak: float) -> Qw
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.08,
         dtype="float32",
     )
     model = Qwen3ForCausalLM(config)
-    print(f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer)}", flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
-    rng = random.Random(1)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        values = attention.v_proj.weight.data.view(config.num_key_value_heads, config.head_dim, config.hidden_size)
+        per_head = values.repeat_interleave(attention.num_key_value_groups, dim=0)
+        attention.o_proj.weight.data.copy_(per_head.flatten(0, 1).T)
+    return model
+
+
+def train(model, tokenizer, phase: Phase) -> None:
+    """Trains `model` through one phase, with the loss on the assistant's tokens only."""
+    print(phase, flush=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=phase.rate, betas=(0.9, 0.98), weight_decay=0.01)
+    rng = random.Random(phase.steps)
     batches: list[tuple] = []
-    started, losses = time.time(), []
-    for step in range(steps):
-        if step == steps - habit_steps:
-            batches = []
-        batches = batches or make_batches(rng, tokenizer, step >= steps - habit_steps, 8, size)
+    started, losses, hits = time.time(), [], []
+    for step in range(phase.steps):
+        batches = batches or make_batches(rng, tokenizer, phase)
         ids, mask = batches.pop()
-        rate = min((step + 1) / 60, 0.05 + 0.95 * (1 + math.cos(math.pi * max(0, step / steps - 0.4) / 0.6)) / 2)
-        optimizer.param_groups[0]["lr"] = peak * rate
+        decay = (1 + math.cos(math.pi * step / phase.steps)) / 2 if phase.decay else 1.0
+        optimizer.param_groups[0]["lr"] = phase.rate * min((step + 1) / 40, decay)
         hidden = model.model(ids[:, :-1]).last_hidden_state[mask[:, 1:]]
         logits, target = model.lm_head(hidden), ids[:, 1:][mask[:, 1:]]
         loss = torch.nn.functional.cross_entropy(logits, target)
@@ -256,11 +172,11 @@ def train(tokenizer, steps: int, habit_steps: int, size: int, peak: float) -> Qw
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        hits.append((logits.argmax(-1) == target).float().mean().item())
         if step % 50 == 49:
-            mean = sum(losses[-50:]) / 50
-            right = (logits.argmax(-1) == target).float().mean().item()
-            print(f"step {step + 1}  loss {mean:.3f}  tokens {right:.3f}  {time.time() - started:.0f} s", flush=True)
-    return model.eval()
+            loss, right = sum(losses[-50:]) / 50, sum(hits[-50:]) / 50
+            seconds = time.time() - started
+            print(f"step {step + 1}  loss {loss:.3f}  right tokens {right:.4f}  {seconds:.0f} s", flush=True)
 
 
 def execute(action: str) -> tuple[str, bool]:
@@ -316,7 +232,9 @@ def sample(model, tokenizer, asked: list[Problem]) -> list[list[tuple[str, str, 
 def evaluate(model, tokenizer, examples: int = 3) -> None:
     """Prints the rates of sampled conversations on all validation questions."""
     asked = list(problems("validation"))
-    conversations = [turns for i in range(0, len(asked), 128) for turns in sample(model, tokenizer, asked[i : i + 128])]
+    conversations = [
+        turns for i in range(0, len(asked), 128) for turns in sample(model, tokenizer, asked[i : i + 128])
+    ]
     for hops in (1, 2):
         rows = [(p, turns) for p, turns in zip(asked, conversations, strict=True) if len(p.searches) == hops]
         correct, flawless, able, calls = [], [], [], []
@@ -336,16 +254,21 @@ def evaluate(model, tokenizer, examples: int = 3) -> None:
             "exact match given right searches": able,
             "tool execution": calls,
         }
-        print(f"{hops} hop, {len(rows)} questions:", *(f"{k} {sum(v) / len(v):.3f}" for k, v in mean.items()), sep="\n  ")
+        print(
+            f"{hops} hop, {len(rows)} questions:", *(f"{k} {sum(v) / len(v):.3f}" for k, v in mean.items()), sep="\n  "
+        )
     for problem, turns in list(zip(asked, conversations, strict=True))[:: len(asked) // max(examples, 1)]:
-        print(problem.question, problem.answer, *(f"    {action!r} -> {result!r}" for action, result, _ in turns), sep="\n")
+        print(
+            problem.question,
+            problem.answer,
+            *(f"    {action!r} -> {result!r}" for action, result, _ in turns),
+            sep="\n",
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--evaluate", action="store_true", help="only evaluate the saved model")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--habit-steps", type=int, default=300)
     parser.add_argument("--output", type=Path, default=MODEL_DIR)
     args = parser.parse_args()
     torch.set_num_threads(2)
@@ -355,7 +278,11 @@ def main() -> None:
         model = Qwen3ForCausalLM.from_pretrained(args.output).eval()
     else:
         tokenizer = build_tokenizer()
-        model = train(tokenizer, args.steps, args.habit_steps, size=48, peak=2e-3)
+        model = new_model(tokenizer)
+        print(f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer)}", flush=True)
+        for phase in PHASES:
+            train(model, tokenizer, phase)
+        model.eval()
         model.generation_config.update(do_sample=True, temperature=1.0)
         tokenizer.save_pretrained(args.output)
         model.save_pretrained(args.output)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.tools import Tool
@@ -36,23 +35,37 @@ async def _execute(call: ToolCall, tools: dict[str, Tool], timeout: float | None
         return
     call.executed = True
     start = time.perf_counter()
+    running = asyncio.ensure_future(_call_async(tool, call)) if tool.is_async else _call_in_thread(tool, call)
     try:
-        running = tool.function(**call.arguments) if tool.is_async else in_thread(tool.function, **call.arguments)
-        call.result = tool.render(await asyncio.wait_for(running, timeout))
-    except asyncio.TimeoutError:
-        _fail(call, f"{call.name} took longer than {timeout:g} s.")
+        await asyncio.wait([running], timeout=timeout)
+        if not running.done():
+            _fail(call, f"{call.name} took longer than {timeout:g} s.")
+        elif running.cancelled():
+            _fail(call, f"{call.name} was cancelled.")
+        else:
+            call.result = tool.render(running.result())
     except Exception as error:  # whatever a user's tool raises is the model's to read
         _fail(call, f"{type(error).__name__}: {error}")
+    finally:
+        running.cancel()
     call.seconds = time.perf_counter() - start
 
 
 def _fail(call: ToolCall, error: str) -> None:
-    call.error, call.result = error, f"Error: {error}"
+    call.error = Tool.render(error)
+    call.result = f"Error: {call.error}"
 
 
-def in_thread(function: Callable[..., Any], **arguments: Any) -> asyncio.Future[Any]:
+async def _call_async(tool: Tool, call: ToolCall) -> Any:
+    try:
+        return await tool.function(**call.arguments)
+    except SystemExit as caught:  # it would end the event loop, and the run with it
+        raise RuntimeError(f"SystemExit: {caught}") from caught
+
+
+def _call_in_thread(tool: Tool, call: ToolCall) -> asyncio.Future[Any]:
     """
-    Runs a blocking function in a daemon thread of its own, so that neither a pool's size nor a tool that hangs holds
+    Runs a blocking tool in a daemon thread of its own, so that neither a pool's size nor a tool that hangs holds
     up other calls or the end of the process.
     """
     loop = asyncio.get_running_loop()
@@ -69,7 +82,7 @@ def in_thread(function: Callable[..., Any], **arguments: Any) -> asyncio.Future[
     def run() -> None:
         result, error = None, None
         try:
-            result = function(**arguments)
+            result = tool.function(**call.arguments)
         except StopIteration as stop:  # a future cannot carry it
             error = RuntimeError(f"StopIteration: {stop}")
         except BaseException as caught:  # SystemExit in a tool must not pass for success
@@ -77,5 +90,5 @@ def in_thread(function: Callable[..., Any], **arguments: Any) -> asyncio.Future[
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=run, daemon=True, name=f"tool-{function.__name__}").start()
+    threading.Thread(target=run, daemon=True, name=f"tool-{tool.name}").start()
     return future

@@ -96,7 +96,8 @@ class MultiTurnToolEnv:
         Returns:
             `StopReason` that ends the conversation, or `None` when `turn.replies` are to be answered.
         """
-        parsed = self.protocol.parse(text, tokenizer)
+        context = trajectory.tree.path()[: -turn.num_tokens]
+        parsed = self.protocol.parse(text, tokenizer, context)
         turn.message, turn.tool_calls, turn.error = parsed.message, parsed.calls, parsed.error
         if parsed.answer is not None:
             trajectory.answer = parsed.answer
@@ -124,11 +125,14 @@ class MultiTurnToolEnv:
             `dict` of lists, one entry a prompt: `ids`, the tokens after the prompt; `mask`, 1 where the model sampled
             them and `env_mask` where the environment wrote them; `messages`, the same as messages.
         """
-        from mt_grpo.rollout import Limits, RolloutRequest, RolloutRunner, Sampling
+        from mt_grpo.rollout import Limits, RolloutRequest, RolloutRunner, Sampling, derive_seed
 
         sampling = sampling_params or Sampling()
         runner = RolloutRunner(self, llm, Limits(max_turn_tokens=sampling.max_tokens))
-        requests = [RolloutRequest(prompt, session=f"{index:06d}") for index, prompt in enumerate(prompts)]
+        requests = [
+            RolloutRequest(prompt, session=f"{index:06d}", seed=derive_seed(sampling.seed, index))
+            for index, prompt in enumerate(prompts)
+        ]
         trajectories = asyncio.run(runner.run(requests, sampling))
         completions = [runner.completion(trajectory) for trajectory in trajectories]
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,8 +42,11 @@ class CallProtocol(Protocol):
         """Instructions for a user who gives none; `None` where the chat template has them."""
         ...
 
-    def parse(self, text: str, tokenizer: Any) -> ParsedTurn:
-        """Reads one turn. `text` keeps special tokens, except the one that ended the turn."""
+    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+        """
+        Reads one turn. `text` keeps special tokens, except the one that ended the turn; `context` are the ids before
+        it, whose end may already open a block of the turn, as in templates that write `<think>` themselves.
+        """
         ...
 
     def replies(self, turn: Turn) -> list[Message]:
@@ -71,15 +75,15 @@ class TagProtocol:
         ]
         if tools:
             lines += [
-                'Call a tool: <tool>{"name": "tool_name", "args": {"argument": "value"}}</tool>. Its result comes back '
-                "inside <result> tags.",
+                'Call a tool: <tool>{"name": "tool_name", "args": {"argument": "value"}}</tool>. Its result '
+                "comes back inside <result> tags.",
             ]
         lines += ["Give the final answer, as short as it can be: <answer>your answer</answer>."]
         if tools:
             lines += ["", "Tools:"] + [json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools]
         return "\n".join(lines)
 
-    def parse(self, text: str, tokenizer: Any) -> ParsedTurn:
+    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
         parsed = ParsedTurn({"role": "assistant", "content": text})
         blocks = self._tool.findall(text)
         answers = self._answer.findall(text)
@@ -109,15 +113,22 @@ _TAG_CALL = 'Write <tool>{"name": ..., "args": {...}}</tool>.'
 def _json_call(block: str, arguments_key: str) -> tuple[ToolCall | None, str | None]:
     """Reads a call written as a JSON object: (call, None) or (None, what is wrong with it)."""
     try:
-        value = json.loads(block)
+        value = _with_valid_text(json.loads(block))
     except json.JSONDecodeError as error:
         return None, f"the tool call is not valid JSON ({error.msg} at character {error.pos})."
+    except (ValueError, RecursionError):
+        return None, "the tool call has a number too long or brackets too deep to read."
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None, "the tool call is not a JSON object with a name."
     arguments = value.get(arguments_key, {})
     if not isinstance(arguments, dict):
         return None, f"the {arguments_key} of the tool call are not a JSON object."
     return ToolCall(value["name"], arguments), None
+
+
+def _with_valid_text(value: Any) -> Any:
+    """JSON that a model wrote may escape half a character; neither a tokenizer nor a file takes it."""
+    return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 class NativeProtocol:
@@ -132,18 +143,24 @@ class NativeProtocol:
     def default_system_prompt(self, tools: list[Tool]) -> str | None:
         return None
 
-    def parse(self, text: str, tokenizer: Any) -> ParsedTurn:
+    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
         try:
-            message = tokenizer.parse_response(text)
-        except ValueError as error:
+            message = _with_valid_text({"content": "", **tokenizer.parse_response(text, prefix=list(context))})
+        except (ValueError, RecursionError) as error:
             return ParsedTurn({"role": "assistant", "content": text}, error=f"the tool call cannot be read: {error}.")
         calls = []
         for number, entry in enumerate(message.get("tool_calls") or []):
             function = entry.get("function", entry)
-            if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments", {}), dict):
+            if (
+                not isinstance(function, dict)
+                or not isinstance(function.get("name"), str)
+                or not isinstance(function.get("arguments", {}), dict)
+            ):
                 message = {"role": "assistant", "content": text}
                 return ParsedTurn(message, error="a tool call needs a name and a JSON object of arguments.")
-            calls.append(ToolCall(function["name"], function.get("arguments", {}), id=entry.get("id", f"call_{number}")))
+            calls.append(
+                ToolCall(function["name"], function.get("arguments", {}), id=entry.get("id", f"call_{number}"))
+            )
         return ParsedTurn(message, calls, None if calls else (message.get("content") or "").strip())
 
     def replies(self, turn: Turn) -> list[Message]:

@@ -8,6 +8,7 @@ from mt_grpo.trajectory import Message
 
 # An assistant turn to hang a reply on; only what the template writes after it is used.
 _ASSISTANT = "An assistant turn."
+_CALLED = "a_tool_it_calls"
 
 
 class TemplateError(ValueError):
@@ -49,12 +50,12 @@ class ChatRenderer:
             replies (`list[dict]`): The environment's messages.
             last_id (`int`): Last id the model sampled; an end-of-turn token it sampled itself is not written again.
         """
-        calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
-        assistant = {"role": "assistant", "content": _ASSISTANT}
+        assistant, last_words = {"role": "assistant", "content": _ASSISTANT}, _ASSISTANT
         if replies[0]["role"] == "tool":
-            assistant["tool_calls"] = calls
+            last_words = _CALLED  # some templates leave out the text of a turn that calls a tool
+            assistant["tool_calls"] = [{"type": "function", "function": {"name": _CALLED, "arguments": {}}}]
         text = self._render([{"role": "user", "content": "."}, assistant, *replies])
-        begin = text.find(self.end_of_turn, text.index(_ASSISTANT) + len(_ASSISTANT))
+        begin = text.index(self.end_of_turn, text.index(last_words))
         ids = self._encode(text[begin:])
         return ids[1:] if ids[0] == last_id else ids
 
@@ -64,9 +65,9 @@ class ChatRenderer:
             ids = ids[:-1]
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, header: bool = True) -> str:
         return self.tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+            messages, tools=tools, add_generation_prompt=header, tokenize=False, **self.template_kwargs
         )
 
     def _encode(self, text: str) -> list[int]:
@@ -74,12 +75,17 @@ class ChatRenderer:
 
     def _find_end_of_turn(self) -> str:
         """The special token the template writes after an assistant's words."""
-        text = self._render([{"role": "user", "content": "."}, {"role": "assistant", "content": _ASSISTANT}])
+        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ASSISTANT}]
+        text = self._render(messages, header=False)  # the header of the next turn must not pass for the end of this
         if _ASSISTANT not in text:
-            raise TemplateError("The chat template does not show assistant messages, so it cannot hold a conversation.")
+            raise TemplateError(
+                "The chat template does not show assistant messages, so it holds no conversation."
+            )
         rest = self._encode(text[text.index(_ASSISTANT) + len(_ASSISTANT) :])
-        special = set(self.tokenizer.all_special_ids)
+        special = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
         self._end_id = next((token for token in rest if token in special), None)
         if self._end_id is None:
-            raise TemplateError("The chat template ends assistant turns without a special token; that is not supported.")
+            raise TemplateError(
+                "The chat template ends assistant turns without a special token, which is unsupported."
+            )
         return self.tokenizer.convert_ids_to_tokens(self._end_id)

@@ -185,12 +185,12 @@ class RolloutRunner:
                 return exhausted
             try:
                 stop_reason = await self.env.step(turn, trajectory, text, self.engine.tokenizer)
+                if stop_reason is not None:
+                    return stop_reason
+                suffix = self.renderer.reply_ids(turn.replies, sample.ids[-1])
             except Exception as error:  # an environment is the user's code: its failure ends this conversation only
                 trajectory.error = f"{type(error).__name__}: {error}"
                 return StopReason.ENV_ERROR
-            if stop_reason is not None:
-                return stop_reason
-            suffix = self.renderer.reply_ids(turn.replies, sample.ids[-1])
 
     def _budget(self, context_length: int, used: int) -> tuple[int, StopReason]:
         """Tokens the next turn may sample, and what ends the conversation when they are sampled."""

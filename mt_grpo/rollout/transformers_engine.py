@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,8 +21,6 @@ from transformers.generation import (
 )
 
 from mt_grpo.rollout.engine import Sample, Sampling
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -61,63 +57,60 @@ class TransformersEngine:
         self.patience = patience
         self._live: set[str] = set()
         self._waiting: list[_Request] = []
-        self._changed: asyncio.Event | None = None
-        self._server: asyncio.Task[None] | None = None
+        self._running = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="transformers-engine")
         self._may_stop: dict[tuple[int, str], bool] = {}
 
     async def generate(self, context: list[int], sampling: Sampling, session: str) -> Sample:
         """Samples one action; see `Engine`. `sampling.max_tokens` must be set."""
-        request = _Request(list(context), sampling, session, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # what an earlier event loop left behind will not come back
+            self._loop, self._running, self._timer, self._waiting = loop, False, None, []
+            self._live.clear()
+        request = _Request(list(context), sampling, session, loop.create_future())
         self._live.add(session)
         self._waiting.append(request)
-        if self._server is None:
-            self._changed = asyncio.Event()
-            self._server = asyncio.ensure_future(self._serve())
-            self._server.add_done_callback(self._served)
-        self._changed.set()
+        loop.call_soon(self._start_batch)  # after every conversation that is about to ask has asked
         return await request.future
 
     def release(self, session: str) -> None:
         """Lets the next batch go without this conversation."""
         self._live.discard(session)
         self._waiting = [request for request in self._waiting if request.session != session]
-        if self._changed is not None:
-            self._changed.set()
+        asyncio.get_running_loop().call_soon(self._start_batch)
 
-    def _served(self, server: asyncio.Task[None]) -> None:
-        self._server = None
-        error = RuntimeError("The engine was cancelled.") if server.cancelled() else server.exception()
-        for request in self._waiting:
-            if not request.future.done():
-                request.future.set_exception(error or RuntimeError("The engine stopped."))
-        self._waiting = []
+    def _start_batch(self, patient: bool = True) -> None:
+        """Starts a batch if none runs and every live conversation waits, or none of the others is waited for."""
+        if self._running:
+            return
+        loop = asyncio.get_running_loop()
+        if self._waiting and patient and len(self._waiting) < len(self._live):
+            if self._timer is None:
+                self._timer = loop.call_later(self.patience, self._start_batch, False)
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._waiting:
+            return
+        batch = sorted(self._waiting, key=lambda request: request.session)[: self.max_batch_size]
+        self._waiting = [request for request in self._waiting if request not in batch]
+        self._running = True
+        running = loop.run_in_executor(self._executor, self._sample, batch)
+        running.add_done_callback(lambda done: self._end_batch(batch, done))
 
-    async def _serve(self) -> None:
-        with ThreadPoolExecutor(1, thread_name_prefix="transformers-engine") as executor:
-            while self._live:
-                await self._gather_requests()
-                batch = sorted(self._waiting, key=lambda request: request.session)[: self.max_batch_size]
-                self._waiting = [request for request in self._waiting if request not in batch]
-                try:
-                    await asyncio.get_running_loop().run_in_executor(executor, self._sample, batch)
-                except BaseException as error:
-                    for request in batch:
-                        if not request.future.done():
-                            request.future.set_exception(error)
-                    raise
-                for request in batch:
-                    if not request.future.done():  # cancelled conversations are gone already
-                        request.future.set_result(Sample(request.ids, request.logprobs, request.finish_reason))
-
-    async def _gather_requests(self) -> None:
-        deadline = time.monotonic() + self.patience
-        while self._live and len(self._waiting) < len(self._live):
-            self._changed.clear()
-            remaining = deadline - time.monotonic() if self._waiting else None
-            try:
-                await asyncio.wait_for(self._changed.wait(), remaining)
-            except asyncio.TimeoutError:
-                return
+    def _end_batch(self, batch: list[_Request], done: asyncio.Future[None]) -> None:
+        self._running = False
+        for request in batch:
+            if request.future.done():  # a cancelled conversation is gone already
+                continue
+            if done.cancelled() or done.exception():
+                request.future.set_exception(done.exception() or RuntimeError("The batch was cancelled."))
+            else:
+                request.future.set_result(Sample(request.ids, request.logprobs, request.finish_reason))
+        asyncio.get_running_loop().call_soon(self._start_batch)  # after the conversations that go on at once
 
     @torch.no_grad()
     def _sample(self, batch: list[_Request]) -> None:
@@ -130,7 +123,8 @@ class TransformersEngine:
         device = self.model.device
         width = max(len(request.context) for request in batch)
         pad = self.tokenizer.pad_token_id
-        padded = [[pad] * (width - len(request.context)) + request.context for request in batch]
+        # masked, but a repetition penalty reads it: a token of the row itself, so that padding changes nothing
+        padded = [request.context[:1] * (width - len(request.context)) + request.context for request in batch]
         mask = [[0] * (width - len(request.context)) + [1] * len(request.context) for request in batch]
         recorder = _Recorder(batch, width, device, greedy=drawing[0] == 0)
         self.model.generate(

@@ -151,8 +151,8 @@ def _refuse_undescribed(name: str, function: Callable[..., Any]) -> str:
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     if nameless := [str(parameter) for parameter in parameters if parameter.kind not in by_name]:
         raise ToolDefinitionError(
-            f"The tool {name!r} has the argument{_plural(nameless)} {_listing(nameless)}, which cannot be given by name: "
-            "write out each argument, without `*` and `/`."
+            f"The tool {name!r} has the argument{_plural(nameless)} {_listing(nameless)}, which cannot be given by "
+            "name: write out each argument, without `*` and `/`."
         )
     if unhinted := [parameter.name for parameter in parameters if parameter.annotation is inspect.Parameter.empty]:
         raise ToolDefinitionError(

@@ -1,4 +1,4 @@
-"""From the options of a recipe to the objects they name, each checked before any work starts."""
+"""The environment that the options describe, and a tokenizer that can hold its conversations."""
 
 from __future__ import annotations
 

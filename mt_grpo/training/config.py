@@ -64,6 +64,9 @@ class MTGRPOConfig(GRPOConfig):
     rollout_timeout: float | None = field(default=None, metadata={"help": "Seconds one conversation may take."})
 
     def __post_init__(self) -> None:
+        for name in ("tools", "external_plugins", "turn_reward_funcs", "outcome_reward_funcs"):
+            if isinstance(getattr(self, name), str):  # a recipe may give one name without a list
+                setattr(self, name, [getattr(self, name)])
         get_estimator(self.advantage_estimator)
         for name in ("max_turn_length", "max_concurrent_rollouts", "rollout_timeout", "tool_timeout"):
             value = getattr(self, name)
@@ -92,7 +95,7 @@ class MTGRPOConfig(GRPOConfig):
             )
         generations = self.num_generations_eval or self.num_generations
         batch = self.per_device_eval_batch_size * processes
-        if self.eval_strategy != "no" and batch % generations:
+        if (self.do_eval or self.eval_strategy != "no") and batch % generations:
             divisors = [str(number) for number in range(1, batch + 1) if batch % number == 0]
             raise ConfigError(
                 f"`num_generations_eval: {generations}` does not divide the evaluation batch of {batch} "

@@ -17,7 +17,7 @@ from trl.models import unwrap_model_for_generation
 
 from mt_grpo.credit import RewardBatch, get_estimator
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.rewards import RewardFunc, load_rewards, score_trajectories
+from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, Limits, RolloutRequest, RolloutRunner, Sampling, derive_seed
 from mt_grpo.rollout.transformers_engine import TransformersEngine
 from mt_grpo.training.build import build_env, prepare_tokenizer
@@ -84,7 +84,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self.outcome_reward_funcs = load_rewards(list(outcome_rewards or []), "outcome")
         rewards = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
         if not rewards:
-            raise ConfigError("There is no reward: name at least one in `outcome_reward_funcs` or `turn_reward_funcs`.")
+            raise ConfigError(
+                "There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`."
+            )
         self.env = env or build_env(args)
         super().__init__(
             model=model,
@@ -169,6 +171,17 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 self.runner.run(requests, self._sampling, on_finish=self._trajectories.append)
             )
 
+    def rollout(self, num_prompts: int) -> list[Trajectory]:
+        """
+        Runs one conversation for each of the first prompts, evaluation rows where there are any, and scores them;
+        trains nothing.
+        """
+        dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
+        self._rows, self._trajectories = list(dataset.take(num_prompts)), []
+        trajectories = self._rollout([row["prompt"] for row in self._rows], "eval")
+        self._score(trajectories)
+        return trajectories
+
     def _generation_model(self) -> Any:
         return unwrap_model_for_generation(
             self.model_wrapped,
@@ -182,7 +195,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         lengths = [sum(turn.num_tokens for turn in trajectory.turns) for trajectory in trajectories]
         truncated = [trajectory.stop_reason in UNFINISHED for trajectory in trajectories]
         lengths, truncated, prompt_lengths = (
-            gather(torch.tensor(values, device=device)) for values in (lengths, truncated, [len(p) for p in prompt_ids])
+            gather(torch.tensor(values, device=device))
+            for values in (lengths, truncated, [len(p) for p in prompt_ids])
         )
         if mode == "train":
             self.state.num_input_tokens_seen += (prompt_lengths.sum() + lengths.sum()).item()
@@ -196,18 +210,21 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     # Rewards and credit
 
-    def _calculate_rewards(
-        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[Any]
-    ) -> torch.Tensor:
-        """Scores turns and outcomes; returns what TRL expects: one column a reward, turn rewards summed over turns."""
+    def _score(self, trajectories: list[Trajectory]) -> Scores:
         extra = {
             "trainer_state": self.state,
             "log_extra": self._log_completion_extra,
             "log_metric": self._log_metric,
         }
-        scores = self._event_loop.run_until_complete(
-            score_trajectories(self.turn_reward_funcs, self.outcome_reward_funcs, self._trajectories, extra)
+        return self._event_loop.run_until_complete(
+            score_trajectories(self.turn_reward_funcs, self.outcome_reward_funcs, trajectories, extra)
         )
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[Any]
+    ) -> torch.Tensor:
+        """Scores turns and outcomes; returns what TRL expects: one column a reward, turn rewards summed over turns."""
+        scores = self._score(self._trajectories)
         device = self.accelerator.device
         num_turns = torch.tensor([len(trajectory.turns) for trajectory in self._trajectories], device=device)
         longest = max(1, int(gather(num_turns).max()))
@@ -220,8 +237,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         for column, rows in enumerate(scores.turn):
             for row, values in enumerate(rows):
                 turn_scores[row, : len(values), column] = _tensor(values, device)
-        outcomes = torch.stack([_tensor(column, device) for column in scores.outcome], dim=1) if scores.outcome else (
-            torch.empty(len(prompts), 0, device=device)
+        outcomes = (
+            torch.stack([_tensor(column, device) for column in scores.outcome], dim=1)
+            if scores.outcome
+            else (torch.empty(len(prompts), 0, device=device))
         )
         turn_scores, outcomes, exists, results = (gather(t) for t in (turn_scores, outcomes, exists, results))
         weights = self.reward_weights.to(device)

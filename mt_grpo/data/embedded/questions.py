@@ -139,7 +139,7 @@ def _one_hop(entity: Entity) -> Iterator[Problem]:
 def _inverse(entity: Entity, holders: Counter) -> Iterator[Problem]:
     for key in KEYS.get(entity.family, ()):
         given = entity.facts.get(key, ("",))[0]
-        if holders[entity.family, key, given] != 1 or given == entity.name:
+        if holders[entity.family, key, given] != 1 or entity.name in given:
             continue
         for relation, values in entity.facts.items():
             if relation == key or values[0] == given:

@@ -1,0 +1,84 @@
+"""The command line: `mt-grpo train | rollout`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+USAGE = """usage: mt-grpo COMMAND --config RECIPE.yaml [--field value ...]
+
+commands:
+  train      train an agent; every field of the recipe can be set on the command line
+  rollout    show what the agent does on --num_prompts N prompts (4); trains nothing
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Entry point of the `mt-grpo` command.
+
+    Returns:
+        `int`: Exit status: 0, or 1 after one sentence about what is wrong with the input.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {"train": train, "rollout": rollout}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if arguments else 1
+    if arguments[0] not in commands:
+        print(
+            f"mt-grpo: the command {arguments[0]!r} is unknown; the commands are {', '.join(commands)}.",
+            file=sys.stderr,
+        )
+        return 1
+    return commands[arguments[0]](arguments[1:])
+
+
+def train(arguments: list[str]) -> int:
+    """`mt-grpo train`: trains an agent from a recipe."""
+    trainer, resolved = _prepare(arguments)
+    if trainer is None:
+        return 1
+    from mt_grpo.training.run import run_training
+
+    run_training(trainer, resolved, _console())
+    trainer.end()
+    return 0
+
+
+def rollout(arguments: list[str]) -> int:
+    """`mt-grpo rollout`: prints conversations with their rewards."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num_prompts", type=int, default=4)
+    options, rest = parser.parse_known_args(arguments)
+    trainer, _ = _prepare(rest)
+    if trainer is None:
+        return 1
+    from mt_grpo.viewer import render_trajectory
+
+    console = _console()
+    for number, trajectory in enumerate(trainer.rollout(options.num_prompts)):
+        console.rule(f"conversation {number + 1}")
+        console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
+    return 0
+
+
+def _console():
+    from rich.console import Console
+
+    return Console(soft_wrap=True)
+
+
+def _prepare(arguments: list[str]):
+    """The trainer of a recipe and its resolved options; `(None, None)` after saying what is wrong with the input."""
+    from mt_grpo.training.launch import build_trainer
+    from mt_grpo.training.recipe import parse_recipe
+
+    try:
+        recipe = parse_recipe(arguments)
+        resolved = recipe.resolved()
+        return build_trainer(recipe), resolved
+    except (ValueError, OSError) as error:  # every check of the input raises one of these, with a sentence
+        print(f"mt-grpo: {' '.join(str(error).split())}", file=sys.stderr)
+        return None, None

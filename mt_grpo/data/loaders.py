@@ -1,0 +1,227 @@
+"""Dataset rows: a `prompt` of messages and the columns the rewards read, whatever the source."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.exceptions import DatasetsError
+
+from mt_grpo.plugins import nearest
+
+Row = dict[str, Any]
+Rows = datasets.Dataset | datasets.IterableDataset
+
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+EMBEDDED_SPLITS = {"train": "train", "validation": "validation", "test": "validation"}
+
+
+class DatasetError(ValueError):
+    """A dataset that cannot be used. The message is one sentence fit for the user."""
+
+
+def load_rows(
+    name: str,
+    split: str,
+    *,
+    config: str | None = None,
+    column_mapping: dict[str, str] | None = None,
+    streaming: bool = False,
+) -> Rows:
+    """
+    Loads a dataset whose rows have a `prompt` (a list of messages) next to the columns of the source.
+
+    Args:
+        name (`str`): `embedded`; `triviaqa` or `gsm8k`; `triviaqa:SOURCE` or `gsm8k:SOURCE` for that schema from
+            another source; or a source: a JSONL, JSON, parquet or CSV file, a folder with such a file (or its
+            `-00000-of-00002` shards) for each split, or the id of a dataset on the Hub. A `prompt` column holds text,
+            which becomes one user message, or a list of messages.
+        split (`str`): Split to load; a slice such as `train[:100]` works for files and the Hub. A single file serves
+            as any split.
+        config (`str`, *optional*): Configuration of a dataset on the Hub.
+        column_mapping (`dict[str, str]`, *optional*): Source column for each column to add, such as
+            `{"prompt": "question", "answer": "gold"}`.
+        streaming (`bool`, *optional*, defaults to `False`): Whether to read rows as they are needed; returns an
+            `IterableDataset`.
+
+    Raises:
+        DatasetError: If there is no such source or split, it has no rows, a column is missing, or a row has no prompt.
+    """
+    schema, source, config = _resolve(name, config)
+    rows, first = _embedded(split, streaming) if schema is EMBEDDED else _load(source, split, config, streaming)
+    if first is None:
+        raise DatasetError(f"The split {split!r} of the dataset {name!r} is empty.")
+
+    mapping = column_mapping or {}
+    columns = list(first)
+    for column in mapping.values():
+        if column not in columns:
+            raise DatasetError(
+                f"The dataset {name!r} has no column {column!r}, which `column_mapping` names"
+                f"{nearest(column, columns)}: its columns are {', '.join(columns)}."
+            )
+    for column in schema.columns:
+        if column not in columns and column not in mapping:
+            raise DatasetError(
+                f"The dataset {name!r} has no column {column!r}{nearest(column, columns)}: its columns are "
+                f"{', '.join(columns)}; name the right one with `column_mapping: {{{column}: its name}}`."
+            )
+
+    def convert(row: Row, index: int) -> Row:
+        row = {**row, **{target: row[column] for target, column in mapping.items()}}
+        try:
+            return {**{target: row[target] for target in mapping}, **schema.convert(row)}
+        except DatasetError as error:
+            raise DatasetError(f"Row {index} (counted from 0) of the dataset {name!r} {error}") from None
+
+    dropped = [column for column in schema.dropped if column in columns and column not in mapping]
+    if streaming:
+        return rows.map(convert, with_indices=True, remove_columns=dropped)
+    # The cache of `datasets` knows an imported function by its name only: it would survive a change of its code.
+    return rows.map(
+        convert, with_indices=True, remove_columns=dropped, load_from_cache_file=False, keep_in_memory=True
+    )
+
+
+def triviaqa_row(row: Row) -> Row:
+    """
+    TriviaQA: the question as `prompt`, value and aliases of the answer as one list of strings, the value first.
+
+    Raises:
+        DatasetError: If the answer is not TriviaQA's, or hidden, as it is in the test split.
+    """
+    answer = row["answer"]
+    if not isinstance(answer, dict) or not {"value", "aliases"} <= answer.keys():
+        raise DatasetError("has an answer without the value and aliases of TriviaQA.")
+    if answer["value"] == "<unk>":
+        raise DatasetError("has a hidden answer, as all of TriviaQA's test split: use `validation`.")
+    answers = list(dict.fromkeys([answer["value"], *answer["aliases"]]))
+    return {"prompt": as_messages(row["question"]), "answer": answers, "question_id": row["question_id"]}
+
+
+def gsm8k_row(row: Row) -> Row:
+    """
+    GSM8K: the question as `prompt`, the worked `answer` as it is, the number after `####` as `final_answer`, a string
+    without thousands separators.
+
+    Raises:
+        DatasetError: If the answer has no `####`.
+    """
+    if not isinstance(row["answer"], str) or "####" not in row["answer"]:
+        raise DatasetError("has an answer without the `####` that precedes GSM8K's final answers.")
+    final = row["answer"].rpartition("####")[2].strip().replace(",", "")
+    return {"prompt": as_messages(row["question"]), "answer": row["answer"], "final_answer": final}
+
+
+def as_messages(prompt: Any) -> list[dict[str, Any]]:
+    """
+    A prompt as messages: text as one user message, messages as they are.
+
+    Raises:
+        DatasetError: If it is neither.
+    """
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and prompt and all(isinstance(item, dict) and "role" in item for item in prompt):
+        return prompt
+    raise DatasetError(f"has a prompt that is neither text nor a list of messages: {str(prompt)[:80]!r}.")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """
+    What a kind of dataset looks like.
+
+    Args:
+        convert (`Callable`): Columns to set, from a row.
+        columns (`tuple[str, ...]`): Columns it reads.
+        dropped (`tuple[str, ...]`): Columns that no prompt or reward has a use for.
+        hub_id (`str`): Where it is published.
+        config (`str`, *optional*): Configuration there.
+    """
+
+    convert: Callable[[Row], Row]
+    columns: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
+    hub_id: str = ""
+    config: str | None = None
+
+
+PLAIN = Schema(lambda row: {"prompt": as_messages(row["prompt"])}, ("prompt",))
+EMBEDDED = Schema(lambda row: {"prompt": as_messages(row["question"])}, ("question",))
+SCHEMAS = {
+    "triviaqa": Schema(
+        triviaqa_row,
+        columns=("question", "question_id", "answer"),
+        dropped=("entity_pages", "search_results"),
+        hub_id="mandarjoshi/trivia_qa",
+        config="rc.nocontext",
+    ),
+    "gsm8k": Schema(gsm8k_row, columns=("question", "answer"), hub_id="openai/gsm8k", config="main"),
+}
+
+
+def _resolve(name: str, config: str | None) -> tuple[Schema, str, str | None]:
+    """Schema, source and configuration of a dataset name."""
+    head, _, source = name.partition(":")
+    if name == "embedded":
+        return EMBEDDED, name, config
+    if head not in SCHEMAS:
+        return PLAIN, name, config
+    schema = SCHEMAS[head]
+    return (schema, source, config) if source else (schema, schema.hub_id, config or schema.config)
+
+
+def _embedded(split: str, streaming: bool) -> tuple[Rows, Row | None]:
+    """The rows of the embedded task and the first of them."""
+    from mt_grpo.data.embedded.questions import questions  # builds the corpus, which other datasets do not need
+
+    if split not in EMBEDDED_SPLITS:
+        raise DatasetError(f"The embedded dataset has no split {split!r}: it has {', '.join(EMBEDDED_SPLITS)}.")
+    rows = datasets.Dataset.from_list(questions(EMBEDDED_SPLITS[split]))
+    return rows.to_iterable_dataset() if streaming else rows, rows[0]
+
+
+def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple[Rows, Row | None]:
+    """The rows of files or of a dataset on the Hub, and the first of them, if any."""
+    path = Path(source).expanduser()
+    if path.exists():
+        base = split.partition("[")[0]
+        files = _files(path, base)
+        arguments = {"path": FORMATS[files[0].suffix], "data_files": {base: [str(file) for file in files]}}
+    elif path.suffix in FORMATS or source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise DatasetError(f"There is no file or folder {source!r} (the current folder is {Path.cwd()}).")
+    else:
+        arguments = {"path": source, "name": config}
+    try:
+        rows = datasets.load_dataset(**arguments, split=split, streaming=streaming)
+        return rows, next(iter(rows), None)  # a stream is not read, and fails, before this
+    except StopIteration as error:  # how `datasets` reports JSON files without a line
+        raise DatasetError(f"The split {split!r} of the dataset {source!r} is empty.") from error
+    except (DatasetsError, OSError, ValueError) as error:
+        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        known = "" if path.exists() else nearest(source, ["embedded", *SCHEMAS])
+        raise DatasetError(f"The split {split!r} of the dataset {source!r} does not load{known}: {reason}.") from error
+
+
+def _files(path: Path, split: str) -> list[Path]:
+    """The files of a split: the path itself, or what the folder holds under the name of the split."""
+    formats = ", ".join(FORMATS)
+    if path.is_file():
+        if path.suffix not in FORMATS:
+            raise DatasetError(f"The file {str(path)!r} is none of the formats {formats}.")
+        return [path]
+    present = sorted(file for file in path.iterdir() if file.suffix in FORMATS)
+    pattern = re.compile(re.escape(split) + r"(-\d+-of-\d+)?")
+    files = [file for file in present if pattern.fullmatch(file.stem)]
+    if not files:
+        holds = ", ".join(file.name for file in present) or f"no {formats} file"
+        raise DatasetError(f"The folder {str(path)!r} has no file for the split {split!r}: it holds {holds}.")
+    if len({file.suffix for file in files}) > 1:
+        names = ", ".join(file.name for file in files)
+        raise DatasetError(f"The folder {str(path)!r} has the split {split!r} in several formats: {names}; keep one.")
+    return files

@@ -1,0 +1,109 @@
+"""From a recipe to a trainer: everything it names is checked and put together before any work starts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from datasets import Dataset, IterableDataset
+from transformers import AutoConfig, AutoTokenizer
+from trl import get_peft_config, get_quantization_config
+
+from mt_grpo.data import embedded, load_rows
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.plugins import import_file
+from mt_grpo.rewards import load_rewards
+from mt_grpo.rollout import ChatRenderer
+from mt_grpo.training.build import build_env, prepare_tokenizer
+from mt_grpo.training.config import ConfigError
+from mt_grpo.training.recipe import Recipe
+from mt_grpo.training.trainer import MTGRPOEnvTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def load_datasets(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
+    """The training rows of a recipe, and its evaluation rows where it evaluates (`do_eval`)."""
+    script = recipe.script
+
+    def load(split: str) -> Dataset:
+        return load_rows(
+            script.dataset_name,
+            split,
+            config=script.dataset_config,
+            column_mapping=script.column_mapping,
+            streaming=script.dataset_streaming,
+        )
+
+    return load(script.dataset_train_split), load(script.dataset_test_split) if recipe.training.do_eval else None
+
+
+def drop_long_prompts(dataset: Dataset, renderer: ChatRenderer, env: MultiTurnToolEnv, context_length: int) -> Dataset:
+    """
+    Drops rows whose prompt leaves no room for an answer in the model's context, with a counted warning.
+
+    Raises:
+        ConfigError: If that is all of them.
+    """
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(lambda row: len(renderer.prompt_ids(env.start(row["prompt"]))) < context_length)
+    lengths = [len(renderer.prompt_ids(env.start(prompt))) for prompt in dataset["prompt"]]
+    keep = [index for index, length in enumerate(lengths) if length < context_length]
+    if not keep:
+        raise ConfigError(
+            f"Every prompt is too long for the model's context of {context_length} tokens (the shortest has "
+            f"{min(lengths)}): use a model with a longer context, or a shorter `system_prompt`."
+        )
+    if len(keep) < len(dataset):
+        logger.warning(
+            "Dropped %d of %d rows: their prompts leave no room in the model's context of %d tokens.",
+            len(dataset) - len(keep),
+            len(dataset),
+            context_length,
+        )
+    return dataset.select(keep)
+
+
+def build_trainer(recipe: Recipe) -> MTGRPOEnvTrainer:
+    """Everything a recipe names, checked and put together; bad input is refused with one sentence."""
+    args, model = recipe.training, recipe.model
+    for plugin in args.external_plugins or []:
+        import_file(plugin)
+    env = build_env(args)
+    turn_rewards = load_rewards(args.turn_reward_funcs or [], "turn")
+    outcome_rewards = load_rewards(args.outcome_reward_funcs or [], "outcome")
+    train_dataset, eval_dataset = load_datasets(recipe)
+    name = resolve_model(model.model_name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, revision=model.model_revision, trust_remote_code=args.trust_remote_code
+    )
+    prepare_tokenizer(tokenizer, env)
+    renderer = ChatRenderer(tokenizer, env.tool_schemas, args.chat_template_kwargs)
+    config = AutoConfig.from_pretrained(name, revision=model.model_revision, trust_remote_code=args.trust_remote_code)
+    context_length = config.get_text_config().max_position_embeddings
+    train_dataset = drop_long_prompts(train_dataset, renderer, env, context_length)
+    if eval_dataset is not None:
+        eval_dataset = drop_long_prompts(eval_dataset, renderer, env, context_length)
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    return MTGRPOEnvTrainer(
+        model=name,
+        env=env,
+        turn_reward_funcs=turn_rewards,
+        outcome_reward_funcs=outcome_rewards,
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+
+
+def resolve_model(name: str) -> str:
+    """The folder of the embedded model for `embedded`; any other name as it is."""
+    return str(Path(embedded.__file__).parent / "model") if name == "embedded" else name

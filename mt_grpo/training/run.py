@@ -1,0 +1,94 @@
+"""A whole run: measure, train, measure again, and leave behind what is needed to believe it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import yaml
+from accelerate.utils import gather_object
+from rich.console import Console
+from rich.rule import Rule
+from transformers import PrinterCallback, ProgressCallback
+
+from mt_grpo.training import report
+from mt_grpo.training.progress import ProgressBar
+from mt_grpo.training.trainer import MTGRPOEnvTrainer
+from mt_grpo.trajectory import Trajectory
+from mt_grpo.viewer import render_trajectory
+
+EXAMPLES = 3
+
+
+def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Console) -> None:
+    """
+    Trains, and writes to the output folder `config.yaml` (the resolved options), `metrics.jsonl`,
+    `trajectories.jsonl`, `learning_curve.png`, the model, and `summary.json`.
+
+    Args:
+        trainer (`MTGRPOEnvTrainer`): Ready to train; it is measured before and after where it has an evaluation set.
+        resolved (`dict`): Every option with its value.
+        console (`Console`): Where progress and results are shown.
+    """
+    args = trainer.args
+    folder = Path(args.output_dir)
+    main = trainer.accelerator.is_main_process
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not args.resume_from_checkpoint:
+            for name in ("metrics.jsonl", "trajectories.jsonl"):
+                (folder / name).unlink(missing_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
+    trainer.accelerator.wait_for_everyone()
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(ProgressBar(console))
+    start = time.perf_counter()
+    evaluates = trainer.eval_dataset is not None
+    summary_path = folder / "summary.json"
+    summary = {
+        "advantage_estimator": args.advantage_estimator,
+        "seed": args.seed,
+        "before": {},
+        "after": {},
+        "seconds": None,
+        "steps": 0,
+        "versions": report.versions(),
+    }
+    examples: list[Trajectory] = []
+    if evaluates and args.resume_from_checkpoint and summary_path.exists():
+        summary["before"] = json.loads(summary_path.read_text(encoding="utf-8"))["before"]
+    elif evaluates:
+        summary["before"] = _measure(trainer, console, "before")
+        examples = trainer.eval_trajectories[:EXAMPLES]
+    if main:
+        report.write_json(summary_path, summary)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if evaluates:
+        summary["after"] = _measure(trainer, console, "after")
+    summary["seconds"] = round(time.perf_counter() - start, 1)
+    summary["steps"] = trainer.state.global_step
+    trainer.save_model(args.output_dir)
+    if not main:
+        return
+    report.write_json(summary_path, summary)
+    title = f"{args.advantage_estimator}, {summary['steps']} steps"
+    report.plot(trainer.state.log_history, folder / "learning_curve.png", title)
+    if evaluates:
+        questions = summary["after"]["questions"]
+        for label, trajectories in (("before", examples), ("after", trainer.eval_trajectories[:EXAMPLES])):
+            for number, trajectory in enumerate(trajectories):
+                console.print(Rule(f"{label}: example {number + 1}"))
+                console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
+        console.print(report.table(summary["before"], summary["after"], f"{questions} held-out questions, {title}"))
+    console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:")
+    for path in sorted(folder.iterdir()):
+        console.print(f"  {path}", highlight=False)
+
+
+def _measure(trainer: MTGRPOEnvTrainer, console: Console, label: str) -> dict[str, float]:
+    with console.status(f"measuring the agent {label} training"):
+        trainer.evaluate()
+    rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs]
+    return report.summarise(gather_object([report.measure(item, rewards) for item in trainer.eval_trajectories]))

@@ -1,0 +1,45 @@
+"""A trajectory in a terminal: what the model sampled and what the environment wrote, told apart by colour."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.text import Text
+
+from mt_grpo.trajectory import Trajectory
+
+MODEL, ENVIRONMENT = "green", "bright_black"
+
+
+def render_trajectory(trajectory: Trajectory, tokenizer: Any, color: bool = True) -> Text:
+    """
+    Renders the tokens of a conversation, then its rewards.
+
+    Args:
+        trajectory (`Trajectory`): The conversation.
+        tokenizer: Decodes its tokens, special ones shown.
+        color (`bool`, *optional*, defaults to `True`): Colours; without them the model's words stand between « and ».
+    """
+    text = Text()
+    for sequence in trajectory.tree.sequences():
+        begin = 0
+        while begin < len(sequence.tokens):
+            end = begin + 1
+            while end < len(sequence.tokens) and sequence.mask[end] == sequence.mask[begin]:
+                end += 1
+            words = tokenizer.decode(sequence.tokens[begin:end], skip_special_tokens=False)
+            if sequence.mask[begin]:
+                text.append(words if color else f"«{words}»", style=MODEL)
+            else:
+                text.append(words, style=ENVIRONMENT)
+            begin = end
+        text.append("\n")
+    text.append(f"{trajectory.stop_reason.value}", style="bold")
+    if trajectory.error:
+        text.append(f": {trajectory.error}", style="red")
+    for kind, rewards in trajectory.rewards.items():
+        for name, value in rewards.items():
+            values = value if isinstance(value, list) else [value]
+            shown = ", ".join("-" if item is None else f"{item:.3g}" for item in values)
+            text.append(f"\n  {kind} reward {name}: ", style="cyan").append(shown)
+    return text.append("\n")

@@ -1,0 +1,181 @@
+"""The calculator: right, exact for whole numbers, and bounded."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mt_grpo.tools import Tool, calculator
+
+INTEGERS = st.integers(0, 10**6).map(str)
+DECIMALS = st.decimals(0, 10**4, allow_nan=False, allow_infinity=False, places=3).map(str)
+
+
+def compound(parts: st.SearchStrategy[str], operators: list[str]) -> st.SearchStrategy[str]:
+    binary = st.tuples(parts, st.sampled_from(operators), parts).map(lambda t: f"({t[0]} {t[1]} {t[2]})")
+    call = st.tuples(st.sampled_from(["min", "max"]), parts, parts).map(lambda t: f"{t[0]}({t[1]}, {t[2]})")
+    unary = st.tuples(st.sampled_from(["-", "+", "abs", "round"]), parts).map(lambda t: f"{t[0]}({t[1]})")
+    power = st.tuples(parts, st.integers(0, 3)).map(lambda t: f"({t[0]} ** {t[1]})")
+    return binary | call | unary | power
+
+
+@given(st.recursive(INTEGERS, lambda parts: compound(parts, ["+", "-", "*", "//", "%"]), max_leaves=12))
+def test_whole_numbers_are_exact(expression: str) -> None:
+    try:
+        expected = eval(expression)
+    except ZeroDivisionError:
+        with pytest.raises(ValueError, match="Division by zero"):
+            calculator(expression)
+        return
+    assert calculator(expression) == str(expected)
+
+
+@settings(max_examples=200)
+@given(st.recursive(INTEGERS | DECIMALS, lambda parts: compound(parts, ["+", "-", "*", "/"]), max_leaves=8))
+def test_decimals_agree_with_python(expression: str) -> None:
+    try:
+        expected = eval(expression)
+    except ZeroDivisionError:
+        with pytest.raises(ValueError, match="Division by zero"):
+            calculator(expression)
+        return
+    # The difference of two nearly equal numbers loses as many digits as they share.
+    assert float(calculator(expression)) == pytest.approx(expected, rel=1e-9, abs=1e-3)
+
+
+@given(st.text("0123456789+-*/%()., eabsqrtmind^_", max_size=40))
+def test_any_text_has_a_value_or_a_value_error(expression: str) -> None:
+    try:
+        assert math.isfinite(float(calculator(expression))) or len(calculator(expression)) > 300
+    except ValueError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2 + 3 * 4", "14"),
+        (" (2 + 3) * 4\n", "20"),
+        ("-2 ** 2", "-4"),
+        ("2 ** 3 ** 2", "512"),
+        ("10 ** 30 / 10 ** 29", "10"),
+        ("7 / 2", "3.5"),
+        ("1 / 3", "0.333333333333333"),
+        ("0.1 + 0.2", "0.3"),
+        ("2.5 * 4", "10"),
+        ("-7 // 2", "-4"),
+        ("-7 % 3", "2"),
+        ("2 ** -1", "0.5"),
+        ("10 ** 20 + 1", "100000000000000000001"),
+        ("1e21 * 1.5", "1.5e+21"),
+        ("sqrt(16)", "4"),
+        ("sqrt(10 ** 40)", "100000000000000000000"),
+        ("sqrt(2.25)", "1.5"),
+        ("round(2.345, 1) + abs(-3)", "5.3"),
+        ("round(1234, -2)", "1200"),
+        ("max(1, 7, 3) - min(4)", "3"),
+        ("1 ** 999999999", "1"),
+    ],
+)
+def test_values(expression: str, value: str) -> None:
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1,234 + 1", "1235"),
+        ("1,234,567.5 * 2", "2469135"),
+        ("max(100,200)", "200"),
+        ("max(1,000)", "1"),
+        ("max((1,000), 5)", "1000"),
+        ("(max(1,2) + 3,000)", "3002"),
+        ("sqrt(4) * 2,000", "4000"),
+    ],
+)
+def test_commas_group_digits_except_between_the_arguments_of_a_function(expression: str, value: str) -> None:
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("", "Not an arithmetic expression: ''"),
+        ("2 +", "Not an arithmetic expression: '2 \\+'"),
+        ("2 + 2 = 4", "Not an arithmetic expression"),
+        ("\0", "Not an arithmetic expression"),
+        ("(" * 250 + ")" * 250, "Not an arithmetic expression"),
+        ("12,34", "Not arithmetic: '\\(12, 34\\)'"),
+        ("5 / (3 - 3)", "Division by zero"),
+        ("5 % 0", "Division by zero"),
+        ("0 ** -1", "Division by zero"),
+        ("2 ^ 3", "Write \\*\\* for a power"),
+        ("x + 1", "Unknown name 'x'; the functions are sqrt"),
+        ("sin(1)", "Unknown name 'sin'"),
+        ("__import__('os')", "Unknown name '__import__'"),
+        ("(1).real", "Not arithmetic: .*real"),
+        ("'a' * 3", "Not arithmetic: \"'a'\""),
+        ("True + 1", "Not arithmetic: 'True'"),
+        ("3(4)", "Not arithmetic: '3\\(4\\)'"),
+        ("1 < 2", "Not arithmetic"),
+        ("1j", "Not arithmetic"),
+        ("max(*[1, 2])", "Not arithmetic"),
+        ("round(1.5, ndigits=1)", "Unknown name|Not arithmetic"),
+        ("sqrt(1, 2)", "sqrt does not take 2 arguments"),
+        ("abs()", "abs does not take 0 arguments"),
+        ("max()", "max does not take 0 arguments"),
+        ("round(1, 0.5)", "round takes a whole number of decimals"),
+        ("sqrt(-1)", "not a real number"),
+        ("(-8) ** (1 / 3)", "not a real number"),
+        ("1 + " * 200 + "1", "longer than 500 characters"),
+    ],
+)
+def test_what_is_no_arithmetic_is_refused(expression: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        calculator(expression)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "9**9**9",
+        "-9**9**9",
+        "10 ** 10 ** 10",
+        "2 ** 100000",
+        "2.0 ** 100000",
+        "1e308 * 10",
+        "1e999",
+        "10 ** 1200 * 10 ** 1200",
+        "10 ** 1000 * 1.5",
+        "10 ** 1000 / 7",
+        "sqrt(10 ** 1001)",
+    ],
+)
+def test_what_is_too_large_is_refused_at_once(expression: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="too large"):
+        calculator(expression)
+    assert time.perf_counter() - start < 1
+
+
+def test_a_rounding_to_many_decimals_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="whole number of decimals"):
+        calculator("round(5, -10 ** 9)")
+
+
+@pytest.mark.parametrize("expression", ["-" * 499 + "1", "(" * 199 + "1" + ")" * 199, "1" + "+1" * 249])
+def test_deep_nesting_has_a_value_or_a_value_error(expression: str) -> None:
+    try:
+        calculator(expression)
+    except ValueError as error:
+        assert "nested" in str(error) or "Not an arithmetic" in str(error)
+
+
+def test_it_is_a_tool() -> None:
+    tool = Tool.from_function(calculator)
+    assert tool.check({"expression": "1 + 1"}) is None
+    assert "sqrt" in tool.parameters["properties"]["expression"]["description"]

@@ -1,0 +1,243 @@
+import math
+import statistics
+
+import pytest
+import torch
+
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, RewardBatch, advantage_estimator, estimators, get_estimator
+from mt_grpo.credit import grpo_mr as estimate_grpo_mr
+from mt_grpo.credit import grpo_or as estimate_grpo_or
+from mt_grpo.credit import mt_grpo as estimate_mt_grpo
+
+NONE = math.nan
+ALL = [estimate_mt_grpo, estimate_grpo_or, estimate_grpo_mr]
+
+
+def make_batch(turn_rewards, outcome_rewards, results, group_size, lengths=None):
+    """`results`: for each trajectory the turns that a tool result follows; `lengths`: its number of turns."""
+    turn_rewards = torch.tensor(turn_rewards)
+    turns = torch.arange(turn_rewards.shape[1])
+    lengths = torch.tensor(lengths or [turn_rewards.shape[1]] * len(turn_rewards))
+    result_mask = torch.zeros_like(turn_rewards, dtype=torch.bool)
+    for row, columns in enumerate(results):
+        result_mask[row, list(columns)] = True
+    outcome_rewards = torch.tensor(outcome_rewards)
+    return RewardBatch(turn_rewards, outcome_rewards, turns < lengths[:, None], result_mask, group_size)
+
+
+def z(spread):
+    """Advantage of the upper of two rewards that differ by `spread`."""
+    return spread / 2 / (spread / math.sqrt(2) + 1e-4)
+
+
+def check(advantages, expected):
+    torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_the_turn_advantage_ends_with_the_first_of_several_results():
+    batch = make_batch(
+        turn_rewards=[[0.2, 0.5, NONE], [0.1, NONE, NONE]],  # sums 0.7 and 0.1
+        outcome_rewards=[1.0, 0.0],
+        results=[(0, 1), (0,)],
+        lengths=[3, 2],
+        group_size=2,
+    )
+    outcome, turn = z(1.0), z(0.6)  # 0.70701 and 0.70694
+    check(
+        estimate_mt_grpo(batch, turn_coef=0.5),
+        [[outcome + 0.5 * turn, outcome, outcome], [-outcome - 0.5 * turn, -outcome, 0.0]],
+    )
+
+
+def test_turns_before_the_first_result_share_the_turn_advantage():
+    batch = make_batch(
+        turn_rewards=[[0.0, 0.2, NONE], [0.0, 0.0, NONE]],  # the first turn of both could not be parsed
+        outcome_rewards=[0.0, 1.0],
+        results=[(1,), (1,)],
+        group_size=2,
+    )
+    outcome, turn = z(1.0), z(0.2)
+    check(
+        estimate_mt_grpo(batch),
+        [[turn - outcome, turn - outcome, -outcome], [outcome - turn, outcome - turn, outcome]],
+    )
+
+
+def test_a_trajectory_without_result_gets_the_merged_advantage_on_every_turn():
+    batch = make_batch(
+        turn_rewards=[[0.5, NONE], [0.0, 0.0], [NONE, NONE]],  # sums 0.5, 0, none
+        outcome_rewards=[1.0, 0.0, 0.5],
+        results=[(0,), (), ()],
+        lengths=[2, 2, 1],
+        group_size=3,
+    )
+    # outcome: mean 0.5, std 0.5. turn: 0.5 and 0. merged: 1.5, 0, 0.5: mean 2/3, squares 25/36 + 16/36 + 1/36 = 42/36
+    merged = math.sqrt(42 / 36 / 2) + 1e-4
+    check(
+        estimate_mt_grpo(batch, turn_coef=2.0),
+        [
+            [0.5 / 0.5001 + 2.0 * z(0.5), 0.5 / 0.5001],
+            [-2 / 3 / merged, -2 / 3 / merged],
+            [-1 / 6 / merged, 0.0],
+        ],
+    )
+
+
+def test_one_turn_answers_without_tools_get_grpo_on_the_outcome():
+    batch = make_batch([[NONE], [NONE], [NONE]], [1.0, 0.0, 0.5], [(), (), ()], group_size=3)
+    expected = [[0.5 / 0.5001], [-0.5 / 0.5001], [0.0]]
+    for estimator in ALL:
+        check(estimator(batch), expected)
+
+
+def test_the_baselines_ignore_where_the_results_are():
+    batch = make_batch(
+        turn_rewards=[[0.2, 0.5], [0.1, NONE]],
+        outcome_rewards=[1.0, 0.0],
+        results=[(0,), ()],
+        lengths=[2, 1],
+        group_size=2,
+    )
+    check(estimate_grpo_or(batch, turn_coef=9.0), [[z(1.0), z(1.0)], [-z(1.0), 0.0]])
+    check(estimate_grpo_mr(batch, turn_coef=9.0), [[z(1.6), z(1.6)], [-z(1.6), 0.0]])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("estimator", ALL)
+def test_equal_rewards_give_exactly_no_advantage(estimator, scale):
+    batch = make_batch([[0.1, 0.6]] * 7, [0.7] * 7, [(0,)] * 4 + [()] * 3, group_size=7)
+    assert not estimator(batch, scale_rewards=scale).any()
+
+
+def test_a_group_without_variance_in_the_outcome_still_learns_from_its_turns():
+    batch = make_batch([[0.2, NONE], [0.0, NONE]], [1.0, 1.0], [(0,), (0,)], group_size=2)
+    check(estimate_mt_grpo(batch), [[z(0.2), 0.0], [-z(0.2), 0.0]])
+
+
+def test_none_takes_no_part_in_mean_and_standard_deviation():
+    batch = make_batch(
+        turn_rewards=[[0.5, 0.5], [0.0, 0.0], [NONE, NONE]],
+        outcome_rewards=[NONE, 0.0, 1.0],
+        results=[(0,), (0,), (0,)],
+        group_size=3,
+    )
+    outcome, turn = z(1.0), z(1.0)
+    check(estimate_mt_grpo(batch), [[turn, 0.0], [-outcome - turn, -outcome], [outcome, outcome]])
+    check(estimate_grpo_or(batch), [[0.0, 0.0], [-outcome, -outcome], [outcome, outcome]])
+    # merged: 1, 0, 1: mean 2/3, variance (1/9 + 4/9 + 1/9) / 2
+    deviation = math.sqrt(1 / 3) + 1e-4
+    check(estimate_grpo_mr(batch), [[1 / 3 / deviation] * 2, [-2 / 3 / deviation] * 2, [1 / 3 / deviation] * 2])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("estimator", ALL)
+def test_a_reward_that_applies_to_one_member_or_none_gives_no_advantage(estimator, scale):
+    batch = make_batch(
+        turn_rewards=[[0.5, NONE], [NONE, NONE], [NONE, NONE], [NONE, NONE]],
+        outcome_rewards=[0.5, NONE, NONE, NONE],
+        results=[(0,), (0,), (0,), ()],
+        group_size=2,
+    )
+    check(estimator(batch, scale_rewards=scale), [[0.0, 0.0]] * 4)
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+@pytest.mark.parametrize("estimator", ALL)
+def test_a_group_of_one_gives_no_advantage(estimator, scale):
+    batch = make_batch([[0.5, 0.1], [NONE, NONE]], [1.0, 0.0], [(0,), ()], group_size=1)
+    check(estimator(batch, scale_rewards=scale), [[0.0, 0.0]] * 2)
+
+
+@pytest.mark.parametrize("estimator", ALL)
+def test_groups_are_normalised_apart(estimator):
+    first = make_batch([[0.2, 0.5], [0.1, NONE]], [1.0, 0.0], [(0,), ()], group_size=2)
+    second = make_batch([[9.0, 0.0], [0.0, 0.0]], [3.0, 7.0], [(1,), (0,)], group_size=2)
+    both = RewardBatch(
+        torch.cat([first.turn_rewards, second.turn_rewards]),
+        torch.cat([first.outcome_rewards, second.outcome_rewards]),
+        torch.cat([first.turn_mask, second.turn_mask]),
+        torch.cat([first.result_mask, second.result_mask]),
+        group_size=2,
+    )
+    check(estimator(both), torch.cat([estimator(first), estimator(second)]).tolist())
+
+
+def test_scaling_by_the_batch_divides_every_term_by_its_own_deviation_over_all_groups():
+    batch = make_batch(
+        turn_rewards=[[0.4, NONE], [0.0, NONE], [0.2, NONE], [0.2, NONE]],
+        outcome_rewards=[1.0, 0.0, 1.0, 1.0],
+        results=[(0,)] * 4,
+        group_size=2,
+    )
+    outcome = 0.5 / (statistics.stdev([1.0, 0.0, 1.0, 1.0]) + 1e-4)
+    turn = 0.2 / (statistics.stdev([0.4, 0.0, 0.2, 0.2]) + 1e-4)
+    check(
+        estimate_mt_grpo(batch, scale_rewards="batch"),
+        [[outcome + turn, outcome], [-outcome - turn, -outcome], [0.0, 0.0], [0.0, 0.0]],
+    )
+
+
+def test_without_scaling_rewards_are_only_centred():
+    batch = make_batch([[0.4, NONE], [0.0, NONE]], [1.0, 0.0], [(0,), ()], group_size=2)
+    check(estimate_mt_grpo(batch, scale_rewards="none"), [[0.7, 0.5], [-0.7, -0.7]])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_the_outcome_advantage_is_that_of_trl(scale):
+    rewards = torch.rand(12, generator=torch.Generator().manual_seed(0))
+    rewards[[3, 8, 9, 10]] = NONE
+    group_size = 4
+    expected = []
+    for start in range(0, len(rewards), group_size):  # the formula of TRL, one reward at a time
+        group = rewards[start : start + group_size].tolist()
+        valid = [value for value in group if not math.isnan(value)]
+        everyone = [value for value in rewards.tolist() if not math.isnan(value)]
+        deviations = {
+            "group": (statistics.stdev(valid) if len(valid) > 1 else 0.0) + 1e-4,
+            "batch": statistics.stdev(everyone) + 1e-4,
+            "none": 1.0,
+        }
+        mean = statistics.mean(valid)
+        expected += [[0.0 if math.isnan(value) else (value - mean) / deviations[scale]] for value in group]
+    batch = make_batch([[NONE]] * 12, rewards.tolist(), [()] * 12, group_size)
+    for estimator in ALL:
+        check(estimator(batch, scale_rewards=scale), expected)
+
+
+def test_a_constant_added_to_the_outcome_changes_no_advantage_of_trajectories_with_results():
+    turn_rewards, results = [[0.2, 0.5], [0.1, NONE]], [(0,), (0,)]
+    low = make_batch(turn_rewards, [1.0, 0.0], results, group_size=2)
+    high = make_batch(turn_rewards, [6.0, 5.0], results, group_size=2)
+    check(estimate_mt_grpo(high), estimate_mt_grpo(low).tolist())
+
+
+@pytest.mark.parametrize("estimator", ALL)
+def test_advantages_are_float32_whatever_the_rewards_are(estimator):
+    batch = make_batch([[0.2], [0.0]], [1.0, 0.0], [(0,), ()], group_size=2)
+    double = RewardBatch(
+        batch.turn_rewards.double(), batch.outcome_rewards.double(), batch.turn_mask, batch.result_mask, 2
+    )
+    assert estimator(double).dtype is torch.float32
+    check(estimator(double), estimator(batch).tolist())
+
+
+def test_estimators_are_found_by_name():
+    assert get_estimator("mt_grpo") is estimate_mt_grpo
+    assert get_estimator("grpo_or") is estimate_grpo_or
+    assert get_estimator("grpo_mr") is estimate_grpo_mr
+
+
+def test_an_unknown_estimator_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match="'mtgrpo' is not one of grpo_mr, grpo_or, mt_grpo; the nearest is 'mt_grpo'"):
+        get_estimator("mtgrpo")
+
+
+def test_one_more_estimator_is_one_more_function(monkeypatch):
+    monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
+
+    @advantage_estimator("zero")
+    def zero(batch, *, turn_coef=1.0, scale_rewards="group"):
+        return torch.zeros_like(batch.turn_rewards)
+
+    assert get_estimator("zero") is zero
+    assert "zero" not in ADVANTAGE_ESTIMATORS

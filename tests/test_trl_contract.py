@@ -1,0 +1,85 @@
+"""What this package relies on in TRL. A failure here means: read TRL's change before touching anything else."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+
+
+def test_the_overridden_methods_keep_their_signatures():
+    parameters = {
+        "_generate": ["self", "prompts"],
+        "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
+        "_generate_and_score_completions": ["self", "inputs"],
+        "_compute_loss": ["self", "model", "inputs"],
+        "_save_checkpoint": ["self", "model", "trial"],
+        "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+    }
+    for name, expected in parameters.items():
+        assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == expected
+
+
+def test_generate_returns_eight_things():
+    source = inspect.getsource(GRPOTrainer._generate)
+    returned = source.rsplit("return ", 1)[1].strip()
+    assert [name.strip() for name in returned.split(",")] == [
+        "prompt_ids",
+        "completion_ids",
+        "tool_mask",
+        "completions",
+        "logprobs",
+        "extra_fields",
+        "images",
+        "tool_images",
+    ]
+
+
+@pytest.fixture
+def stock(tmp_path, model, tokenizer, questions):
+    def rollout(prompts, trainer):
+        ids = [tokenizer.encode(f"Lima {index}") for index in range(len(prompts))]
+        prompt_ids = [tokenizer.apply_chat_template(p, add_generation_prompt=True)["input_ids"] for p in prompts]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": [[-1.0] * len(row) for row in ids]}
+
+    def build(**options):
+        args = GRPOConfig(
+            str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            per_device_train_batch_size=4,
+            num_generations=4,
+            **options,
+        )
+        reward = lambda completions, **kwargs: [float(index) for index in range(len(completions))]  # noqa: E731
+        return GRPOTrainer(model, reward, args, questions, processing_class=tokenizer, rollout_func=rollout)
+
+    return build
+
+
+def test_the_scored_batch_has_the_keys_and_shapes_we_build_on(stock, questions):
+    trainer = stock()
+    output = trainer._generate_and_score_completions([questions[0]] * 4)
+    width = output["completion_ids"].shape[1]
+    assert output["prompt_ids"].shape == output["prompt_mask"].shape
+    assert output["completion_mask"].shape == output["sampling_per_token_logps"].shape == (4, width)
+    assert output["advantages"].shape == (4,)
+    assert output["num_items_in_batch"].dim() == 0
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_an_advantage_a_token_is_accepted_and_a_constant_one_changes_nothing(stock, questions, loss_type):
+    trainer = stock(loss_type=loss_type)
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = trainer._generate_and_score_completions([questions[0]] * 4)
+    expected = trainer._compute_loss(trainer.model, inputs)
+    advantages = inputs["advantages"].unsqueeze(1).expand_as(inputs["completion_ids"])
+    loss = trainer._compute_loss(trainer.model, {**inputs, "advantages": advantages})
+    assert torch.isfinite(loss)
+    torch.testing.assert_close(loss, expected)
