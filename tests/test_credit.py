@@ -71,12 +71,12 @@ def test_a_trajectory_without_result_gets_the_merged_advantage_on_every_turn():
         lengths=[2, 2, 1],
         group_size=3,
     )
-    # outcome: mean 0.5, std 0.5. turn: 0.5 and 0. merged: 1.5, 0, 0.5: mean 2/3, squares 25/36 + 16/36 + 1/36 = 42/36
+    # outcome: mean 0.5, std 0.5. turn: 0.5, 0, 0: mean 1/6, variance 1/12. merged: 1.5, 0, 0.5: mean 2/3, squares 25/36 + 16/36 + 1/36 = 42/36
     merged = math.sqrt(42 / 36 / 2) + 1e-4
     check(
         estimate_mt_grpo(batch, turn_coef=2.0),
         [
-            [0.5 / 0.5001 + 2.0 * z(0.5), 0.5 / 0.5001],
+            [0.5 / 0.5001 + 2.0 / 3 / (math.sqrt(1 / 12) + 1e-4), 0.5 / 0.5001],
             [-2 / 3 / merged, -2 / 3 / merged],
             [-1 / 6 / merged, 0.0],
         ],
@@ -114,15 +114,16 @@ def test_a_group_without_variance_in_the_outcome_still_learns_from_its_turns():
     check(estimate_mt_grpo(batch), [[z(0.2), 0.0], [-z(0.2), 0.0]])
 
 
-def test_none_takes_no_part_in_mean_and_standard_deviation():
+def test_an_outcome_of_none_takes_no_part_and_a_turn_reward_of_none_counts_as_zero():
     batch = make_batch(
         turn_rewards=[[0.5, 0.5], [0.0, 0.0], [NONE, NONE]],
         outcome_rewards=[NONE, 0.0, 1.0],
         results=[(0,), (0,), (0,)],
         group_size=3,
     )
-    outcome, turn = z(1.0), z(1.0)
-    check(estimate_mt_grpo(batch), [[turn, 0.0], [-outcome - turn, -outcome], [outcome, outcome]])
+    # turn: 1, 0, 0: mean 1/3, variance 1/3
+    outcome, turn = z(1.0), 1 / 3 / (math.sqrt(1 / 3) + 1e-4)
+    check(estimate_mt_grpo(batch), [[2 * turn, 0.0], [-outcome - turn, -outcome], [outcome - turn, outcome]])
     check(estimate_grpo_or(batch), [[0.0, 0.0], [-outcome, -outcome], [outcome, outcome]])
     # merged: 1, 0, 1: mean 2/3, variance (1/9 + 4/9 + 1/9) / 2
     deviation = math.sqrt(1 / 3) + 1e-4
@@ -133,12 +134,22 @@ def test_none_takes_no_part_in_mean_and_standard_deviation():
 @pytest.mark.parametrize("estimator", ALL)
 def test_a_reward_that_applies_to_one_member_or_none_gives_no_advantage(estimator, scale):
     batch = make_batch(
-        turn_rewards=[[0.5, NONE], [NONE, NONE], [NONE, NONE], [NONE, NONE]],
+        turn_rewards=[[NONE, NONE], [NONE, NONE], [NONE, NONE], [NONE, NONE]],
         outcome_rewards=[0.5, NONE, NONE, NONE],
         results=[(0,), (0,), (0,), ()],
         group_size=2,
     )
     check(estimator(batch, scale_rewards=scale), [[0.0, 0.0]] * 4)
+
+
+def test_a_trajectory_that_avoids_tools_is_part_of_the_turn_baseline():
+    batch = make_batch([[0.2, NONE], [NONE, NONE]], [0.0, 0.0], [(0,), ()], group_size=2)
+    check(estimate_mt_grpo(batch), [[z(0.2), 0.0], [-z(0.2), -z(0.2)]])
+
+
+def test_a_trajectory_without_any_turn_is_no_part_of_the_turn_baseline():
+    batch = make_batch([[0.2], [0.0], [NONE]], [0.0, 0.0, NONE], [(0,), (0,), ()], group_size=3, lengths=[1, 1, 0])
+    check(estimate_mt_grpo(batch), [[z(0.2)], [-z(0.2)], [0.0]])
 
 
 @pytest.mark.parametrize("scale", ["group", "none"])

@@ -262,8 +262,13 @@ def test_what_the_hub_does_not_have_is_refused_with_its_reason(monkeypatch: pyte
 def test_an_empty_dataset_is_refused(tmp_path: Path, streaming: bool) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     assert "is empty" in refusal(str(tmp_path / "empty.jsonl"), "train", streaming=streaming)
+    (tmp_path / "header.csv").write_text("prompt,answer\n")
+    assert "is empty" in refusal(str(tmp_path / "header.csv"), "train", streaming=streaming)
+
+
+def test_an_empty_slice_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "some.jsonl", [{"prompt": "a"}])
-    assert "The split 'train[5:]' of the dataset" in refusal(path, "train[5:]")
+    assert f"The split 'train[5:]' of the dataset {path!r} is empty" in refusal(path, "train[5:]")
 
 
 @pytest.mark.parametrize(

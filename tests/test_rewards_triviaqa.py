@@ -71,6 +71,7 @@ def test_tool_execution_shares_a_fifth_out_among_the_attempts_of_the_trajectory(
         ([[search("error at Lima", error="HTTP 500")]], [0.0]),
         ([[search("call 'Lima' is malformed", error="bad arguments", executed=False)]], [None]),
         ([[search("Lima", error="bad arguments", executed=False), search("Cusco")]], [0.0]),
+        ([[search("Lima", executed=False), search("Cusco")]], [0.0]),
         (["not JSON", [search("Lima")]], [None, 0.5]),
         ([[search("Limassol")]], [0.0]),
     ],

@@ -146,10 +146,9 @@ def test_each_token_gets_the_advantage_of_its_turn(build):
     rewards = trainer._reward_batch
     outcomes = rewards.outcome_rewards
     outcome = (outcomes - outcomes.mean()) / (outcomes.std() + 1e-4)
-    sums = torch.tensor([2.0, 1.0, float("nan"), 1.0])
-    present = sums[~sums.isnan()]
-    turn = ((sums - present.mean()) / (present.std() + 1e-4)).nan_to_num(0.0)
-    merged = outcomes + sums.nan_to_num(0.0)
+    sums = torch.tensor([2.0, 1.0, 0.0, 1.0])
+    turn = (sums - sums.mean()) / (sums.std() + 1e-4)
+    merged = outcomes + sums
     merged = (merged - merged.mean()) / (merged.std() + 1e-4)
     expected = {  # turns up to the first result get the turn advantage too
         0: [outcome[0] + turn[0], outcome[0], outcome[0]],
@@ -188,7 +187,8 @@ def test_with_one_turn_and_no_tools_it_is_trl_grpo(build, tmp_path, tokenizer, q
     def reward(completions, **kwargs):
         return [float(len(completion[0]["content"])) for completion in completions]
 
-    ours = build(lambda session, turn: answer(member(session)), rewards=((), (reward,)), max_steps=3, optim="sgd", **options)
+    options = {"max_steps": 3, "optim": "sgd", **options}
+    ours = build(lambda session, turn: answer(member(session)), rewards=((), (reward,)), **options)
     arguments = {
         name: getattr(ours.args, name)
         for name in (

@@ -60,6 +60,8 @@ def test_a_copy_of_an_action_in_a_later_context_is_context():
 def test_sequences_are_ordered_by_their_latest_turn():
     tree = make_tree(([1], [2]), ([5], [6]), ([1, 2, 3], [4]))
     assert [sequence.tokens for sequence in tree.sequences()] == [[5, 6], [1, 2, 3, 4]]
+    tree = make_tree(([1], [2, 3]), ([5], [6]), ([1, 2, 9], [7]))  # the rest of the cut action is stored last
+    assert [sequence.tokens for sequence in tree.sequences()] == [[1, 2, 3], [5, 6], [1, 2, 9, 7]]
 
 
 def test_a_turn_without_tokens_counts_as_a_turn():

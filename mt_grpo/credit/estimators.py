@@ -93,8 +93,9 @@ def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale 
             deviation of the `"group"`, of the whole `"batch"`, or nothing (`"none"`).
 
     Returns:
-        `Tensor`: Advantages, shape (B, K), float32; 0 where a turn does not exist. A term whose reward does not apply
-        is 0 and takes no part in the group's mean and standard deviation.
+        `Tensor`: Advantages, shape (B, K), float32; 0 where a turn does not exist. An outcome that does not
+        apply is 0 and takes no part in the group's mean and standard deviation; a trajectory to which no turn reward
+        applies has the turn reward 0.
     """
     outcome = _normalize(batch.outcome_rewards, batch.group_size, scale_rewards)
     turn = _normalize(_turn_sums(batch), batch.group_size, scale_rewards)
@@ -118,16 +119,18 @@ def grpo_mr(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale 
 
 
 def _turn_sums(batch: RewardBatch) -> Tensor:
-    """Sum of each trajectory's turn rewards, shape (B,); NaN where none applies."""
-    return _nansum(batch.turn_rewards.float())
+    """
+    Sum of each trajectory's turn rewards, shape (B,); NaN for a trajectory without any turn.
+
+    A trajectory to which no turn reward applies counts as 0: the policy decides whether it calls tools, so leaving it
+    out of the group's mean would bias the gradient.
+    """
+    return batch.turn_rewards.float().nansum(dim=1).masked_fill(~batch.turn_mask.any(dim=1), torch.nan)
 
 
 def _merged(batch: RewardBatch) -> Tensor:
     """Sum of turn and outcome rewards, shape (B,); NaN where neither applies."""
-    return _nansum(torch.cat([batch.turn_rewards, batch.outcome_rewards[:, None]], dim=1).float())
-
-
-def _nansum(rewards: Tensor) -> Tensor:
+    rewards = torch.cat([batch.turn_rewards, batch.outcome_rewards[:, None]], dim=1).float()
     return rewards.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
 

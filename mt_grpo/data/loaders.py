@@ -200,9 +200,10 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
     try:
         rows = datasets.load_dataset(**arguments, split=split, streaming=streaming)
         return rows, next(iter(rows), None)  # a stream is not read, and fails, before this
-    except StopIteration as error:  # how `datasets` reports JSON files without a line
-        raise DatasetError(f"The split {split!r} of the dataset {source!r} is empty.") from error
-    except (DatasetsError, OSError, ValueError) as error:
+    except (DatasetsError, OSError, ValueError, StopIteration) as error:
+        # How `datasets` reports JSON files without a line, and other splits without a row.
+        if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
+            raise DatasetError(f"The split {split!r} of the dataset {source!r} is empty.") from error
         reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         known = "" if path.exists() else nearest(source, ["embedded", *SCHEMAS])
         raise DatasetError(f"The split {split!r} of the dataset {source!r} does not load{known}: {reason}.") from error

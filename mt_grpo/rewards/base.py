@@ -22,10 +22,12 @@ class RewardFunc(ABC):
 
     Attributes:
         weight (`float`, *optional*, defaults to `1.0`): Factor of this reward in the weighted sum.
+        maximum (`float`, *optional*, defaults to `1.0`): Largest value a trajectory can earn; reports show its share.
         name (`str`, *optional*, defaults to the name of the class): Name in logs and in `Trajectory.rewards`.
     """
 
     weight: float = 1.0
+    maximum: float = 1.0
     name: str
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -22,6 +22,7 @@ class FormatReward(OutcomeReward):
     """0.2 × the mean of `message_format` over the assistant messages; `None` where the model never spoke."""
 
     name = "format_reward_func"
+    maximum = 0.2
 
     def score(self, trajectory: Trajectory, **row: Any) -> float | None:
         return _mean(trajectory, message_format)
@@ -31,6 +32,7 @@ class XmlReward(OutcomeReward):
     """0.2 × the mean of `message_xml` over the assistant messages; `None` where the model never spoke."""
 
     name = "xml_reward_func"
+    maximum = 0.2
 
     def score(self, trajectory: Trajectory, **row: Any) -> float | None:
         return _mean(trajectory, message_xml)

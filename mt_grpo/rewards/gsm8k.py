@@ -33,6 +33,7 @@ class Gsm8kNumberReward(OutcomeReward):
     """0.2 if the final answer is a number and nothing else, else 0.0; `$`, `%` and a full stop are part of it."""
 
     name = "gsm8k_number_reward_func"
+    maximum = 0.2
 
     def score(self, trajectory: Trajectory, **row: Any) -> float:
         bare = _plain(trajectory.answer or "").strip().removesuffix(".")

@@ -43,6 +43,7 @@ class ToolExecutionReward(TurnReward):
     """
 
     name = "tool_execution_reward_func"
+    maximum = 0.2
 
     def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
         if not turn.num_attempts:
@@ -57,6 +58,7 @@ class ExistAnswerInSearchResults(TurnReward):
     """
 
     name = "exist_answer_in_search_results"
+    maximum = 0.5
 
     def score(self, turn: Turn, trajectory: Trajectory, *, answer: Answer, **row: Any) -> float | None:
         if not any(call.executed for call in turn.tool_calls):
@@ -80,6 +82,7 @@ class ExistAnswerReward(OutcomeReward):
     """0.5 if the final answer holds an accepted answer, else 0.0 (also without an answer)."""
 
     name = "exist_answer_reward_func"
+    maximum = 0.5
 
     def score(self, trajectory: Trajectory, *, answer: Answer, **row: Any) -> float:
         return 0.5 * (trajectory.answer is not None and holds_answer(trajectory.answer, accepted_answers(answer)))

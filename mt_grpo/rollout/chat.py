@@ -50,12 +50,15 @@ class ChatRenderer:
             replies (`list[dict]`): The environment's messages.
             last_id (`int`): Last id the model sampled; an end-of-turn token it sampled itself is not written again.
         """
-        assistant, last_words = {"role": "assistant", "content": _ASSISTANT}, _ASSISTANT
-        if replies[0]["role"] == "tool":
-            last_words = _CALLED  # some templates leave out the text of a turn that calls a tool
+        assistant: Message = {"role": "assistant", "content": _ASSISTANT}
+        by_tool = replies[0]["role"] == "tool"
+        if by_tool:
             assistant["tool_calls"] = [{"type": "function", "function": {"name": _CALLED, "arguments": {}}}]
         text = self._render([{"role": "user", "content": "."}, assistant, *replies])
-        begin = text.index(self.end_of_turn, text.index(last_words))
+        words = text.find(_ASSISTANT)
+        if by_tool:  # some templates write a call without its text
+            words = max(words, text.find(_CALLED))
+        begin = text.index(self.end_of_turn, words)
         ids = self._encode(text[begin:])
         return ids[1:] if ids[0] == last_id else ids
 
@@ -78,9 +81,7 @@ class ChatRenderer:
         messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ASSISTANT}]
         text = self._render(messages, header=False)  # the header of the next turn must not pass for the end of this
         if _ASSISTANT not in text:
-            raise TemplateError(
-                "The chat template does not show assistant messages, so it holds no conversation."
-            )
+            raise TemplateError("The chat template does not show assistant messages, so it holds no conversation.")
         rest = self._encode(text[text.index(_ASSISTANT) + len(_ASSISTANT) :])
         special = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
         self._end_id = next((token for token in rest if token in special), None)

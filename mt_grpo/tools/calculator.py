@@ -13,6 +13,9 @@ MAX_BITS = 4096
 """Size of the largest whole number: some 1,200 digits, below Python's limit for writing one as text."""
 MAX_DECIMALS = 100
 
+MALFORMED = re.compile(r"[\d.](?![eE][-+]?\d)[^\W\d_]|\\")
+"""A letter right after a number, and a backslash: Python's parser would print a warning for them."""
+
 Number = int | float
 TOO_LARGE = "The result is too large."
 
@@ -33,6 +36,8 @@ def calculator(expression: str) -> str:
     """
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"The expression is longer than {MAX_CHARACTERS} characters.")
+    if MALFORMED.search(expression):
+        raise ValueError(f"Not an arithmetic expression: {expression!r}.")
     try:
         tree = ast.parse(_without_thousands_separators(expression.strip()), mode="eval")
     except (SyntaxError, MemoryError, RecursionError, ValueError) as error:

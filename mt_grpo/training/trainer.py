@@ -84,9 +84,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self.outcome_reward_funcs = load_rewards(list(outcome_rewards or []), "outcome")
         rewards = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
         if not rewards:
-            raise ConfigError(
-                "There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`."
-            )
+            raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
         self.env = env or build_env(args)
         super().__init__(
             model=model,

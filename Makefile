@@ -1,0 +1,31 @@
+# Everything runs in .venv, made on first use. `make quickstart` trains an agent on this machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test lint bench warm-start clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
+
+test: lint
+	$(BIN)/python -m pytest --cov=mt_grpo.trajectory --cov=mt_grpo.credit --cov=mt_grpo.rewards --cov-branch \
+		--cov-report=term-missing --cov-fail-under=100
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/rollout_overhead.py
+
+warm-start: $(VENV)/.installed
+	$(BIN)/python scripts/warm_start.py
+
+$(VENV)/.installed: pyproject.toml scripts/install.sh
+	PYTHON=$(PYTHON) scripts/install.sh $(VENV) ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs
