@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 
 USAGE = """usage: mt-grpo COMMAND --config RECIPE.yaml [--field value ...]
@@ -72,6 +73,7 @@ def _console():
 
 def _prepare(arguments: list[str]):
     """The trainer of a recipe and its resolved options; `(None, None)` after saying what is wrong with the input."""
+    warnings.simplefilter("ignore", FutureWarning)  # libraries' notes to each other, not to the user
     from mt_grpo.training.launch import build_trainer
     from mt_grpo.training.recipe import parse_recipe
 

@@ -51,9 +51,11 @@ class Phase:
 
 
 PHASES = (
-    Phase((1,), False, 500, 32, 2e-3),
-    Phase((1, 2), False, 501, 32, 2e-3),
-    Phase((1, 2), True, 300, 32, 1.5e-3, decay=True),
+    Phase((1,), False, 200, 32, 2e-3),
+    Phase((1,), False, 101, 32, 2e-3),
+    Phase((1, 2), False, 152, 32, 2e-3),
+    Phase((1, 2), False, 400, 32, 2e-3, decay=True),
+    Phase((1, 2), True, 250, 32, 1e-3, decay=True),
 )
 
 
@@ -156,6 +158,7 @@ def train(model, tokenizer, phase: Phase) -> None:
     """Trains `model` through one phase, with the loss on the assistant's tokens only."""
     print(phase, flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=phase.rate, betas=(0.9, 0.98), weight_decay=0.01)
+    # Phases differ in length, so that each draws traces of its own.
     rng = random.Random(phase.steps)
     batches: list[tuple] = []
     started, losses, hits = time.time(), [], []

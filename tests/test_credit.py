@@ -71,7 +71,8 @@ def test_a_trajectory_without_result_gets_the_merged_advantage_on_every_turn():
         lengths=[2, 2, 1],
         group_size=3,
     )
-    # outcome: mean 0.5, std 0.5. turn: 0.5, 0, 0: mean 1/6, variance 1/12. merged: 1.5, 0, 0.5: mean 2/3, squares 25/36 + 16/36 + 1/36 = 42/36
+    # outcome: mean 0.5, std 0.5. turn: 0.5, 0, 0: mean 1/6, variance 1/12
+    # merged: 1.5, 0, 0.5: mean 2/3, squares 25/36 + 16/36 + 1/36 = 42/36
     merged = math.sqrt(42 / 36 / 2) + 1e-4
     check(
         estimate_mt_grpo(batch, turn_coef=2.0),

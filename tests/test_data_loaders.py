@@ -301,3 +301,9 @@ def test_rows_of_another_schema_are_refused_with_their_number(tmp_path: Path) ->
 def test_loading_rows_needs_no_torch() -> None:
     code = "import sys, mt_grpo.data, mt_grpo.tools; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_embedded_questions_can_be_sliced():
+    whole = load_rows("embedded", "validation")
+    assert load_rows("embedded", "validation[2:4]").to_list() == whole.select([2, 3]).to_list()
+    assert len(load_rows("embedded", "train[:10%]")) == pytest.approx(len(load_rows("embedded", "train")) / 10, abs=1)

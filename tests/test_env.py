@@ -388,5 +388,7 @@ def test_generate_hands_on_how_to_sample_and_bounds_each_turn(search_tool, token
     first = [entry.seed for entry in seen]
     MultiTurnToolEnv([search_tool]).generate(["a", "a"], Engine(tokenizer, ["x" * 100]), sampling)
     assert [entry.seed for entry in seen[2:]] == first
-    MultiTurnToolEnv([search_tool]).generate(["a", "a"], Engine(tokenizer, ["x" * 100]), Sampling(max_tokens=7, seed=4))
+    MultiTurnToolEnv([search_tool]).generate(
+        ["a", "a"], Engine(tokenizer, ["x" * 100]), Sampling(max_tokens=7, seed=4)
+    )
     assert [entry.seed for entry in seen[4:]] != first

@@ -40,7 +40,7 @@ def load_rows(
             another source; or a source: a JSONL, JSON, parquet or CSV file, a folder with such a file (or its
             `-00000-of-00002` shards) for each split, or the id of a dataset on the Hub. A `prompt` column holds text,
             which becomes one user message, or a list of messages.
-        split (`str`): Split to load; a slice such as `train[:100]` works for files and the Hub. A single file serves
+        split (`str`): Split to load; a slice such as `train[:100]` works for every source. A single file serves
             as any split.
         config (`str`, *optional*): Configuration of a dataset on the Hub.
         column_mapping (`dict[str, str]`, *optional*): Source column for each column to add, such as
@@ -180,9 +180,12 @@ def _embedded(split: str, streaming: bool) -> tuple[Rows, Row | None]:
     """The rows of the embedded task and the first of them."""
     from mt_grpo.data.embedded.questions import questions  # builds the corpus, which other datasets do not need
 
-    if split not in EMBEDDED_SPLITS:
+    base = split.partition("[")[0]
+    if base not in EMBEDDED_SPLITS:
         raise DatasetError(f"The embedded dataset has no split {split!r}: it has {', '.join(EMBEDDED_SPLITS)}.")
-    rows = datasets.Dataset.from_list(questions(EMBEDDED_SPLITS[split]))
+    rows = datasets.Dataset.from_list(questions(EMBEDDED_SPLITS[base]))
+    (wanted,) = datasets.ReadInstruction.from_spec(split).to_absolute({base: len(rows)})
+    rows = rows.select(range(wanted.from_ or 0, len(rows) if wanted.to is None else wanted.to))
     return rows.to_iterable_dataset() if streaming else rows, rows[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import datasets
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config, get_quantization_config
@@ -67,6 +68,7 @@ def drop_long_prompts(dataset: Dataset, renderer: ChatRenderer, env: MultiTurnTo
 def build_trainer(recipe: Recipe) -> MTGRPOEnvTrainer:
     """Everything a recipe names, checked and put together; bad input is refused with one sentence."""
     args, model = recipe.training, recipe.model
+    datasets.disable_progress_bars()
     for plugin in args.external_plugins or []:
         import_file(plugin)
     env = build_env(args)

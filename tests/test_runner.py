@@ -1,0 +1,360 @@
+"""The runner: tokens kept as sampled, every reason to stop, and conversations that do not wait for each other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import defaultdict
+
+import pytest
+from conftest import lookup
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.rollout import (
+    EngineError,
+    Limits,
+    RolloutRequest,
+    RolloutRunner,
+    Sampling,
+    ScriptedEngine,
+    derive_seed,
+)
+from mt_grpo.trajectory import StopReason, Trajectory
+
+CALL = '<tool>{"name": "lookup", "args": {"query": "Perú 🙂"}}</tool>'
+ANSWER = "<answer>Lima</answer>"
+
+
+def requests(number: int) -> list[RolloutRequest]:
+    return [RolloutRequest(f"question {index}", f"{index:03d}", {"id": index}, index) for index in range(number)]
+
+
+def run(env: MultiTurnToolEnv, engine: ScriptedEngine, number: int = 1, on_finish=None, **limits) -> list[Trajectory]:
+    runner = RolloutRunner(env, engine, Limits(**limits))
+    return asyncio.run(runner.run(requests(number), Sampling(), on_finish))
+
+
+@pytest.fixture
+def env(search_tool) -> MultiTurnToolEnv:
+    return MultiTurnToolEnv([search_tool], max_steps=4)
+
+
+# Tokens
+
+ACTIONS = st.sampled_from([CALL, "<tool>{oops</tool>", '<tool>{"name": "no"}</tool>', "plain", ANSWER]) | st.lists(
+    st.integers(0, 334), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scripts=st.lists(st.lists(ACTIONS, min_size=6, max_size=6), min_size=1, max_size=4),
+    max_completion_tokens=st.none() | st.integers(1, 300),
+    max_turn_tokens=st.none() | st.integers(1, 60),
+    context_length=st.integers(300, 2000),
+    env_mask=st.integers(0, 1),
+)
+def test_masked_ids_are_what_the_engine_returned_and_the_rest_is_what_it_was_given(
+    tokenizer, scripts, max_completion_tokens, max_turn_tokens, context_length, env_mask
+):
+    env = MultiTurnToolEnv([lookup], system_prompt="Answer.", max_steps=4, env_mask=env_mask)
+    engine = ScriptedEngine(
+        tokenizer, lambda session, turn: scripts[int(session)][turn], context_length=context_length
+    )
+    limits = Limits(max_completion_tokens, max_turn_tokens)
+    runner = RolloutRunner(env, engine, limits)
+    trajectories = asyncio.run(runner.run(requests(len(scripts)), Sampling()))
+    asked = defaultdict(list)
+    for session, context, sample in engine.requests:
+        asked[session].append((context, sample))
+    for trajectory in trajectories:
+        completion = runner.completion(trajectory)
+        turns = asked[trajectory.session]
+        context, last = turns[-1]
+        ids, logprobs = completion.ids, completion.logprobs
+        assert completion.prompt_ids == turns[0][0]
+        assert completion.prompt_ids + ids == context + last.ids
+        sampled = [position for position, logprob in enumerate(logprobs) if not math.isnan(logprob)]
+        assert [ids[position] for position in sampled] == [token for _, sample in turns for token in sample.ids]
+        assert [logprobs[position] for position in sampled] == [x for _, sample in turns for x in sample.logprobs]
+        assert [completion.turns[position] for position in sampled] == [
+            index for index, (_, sample) in enumerate(turns) for _ in sample.ids
+        ]
+        assert completion.mask == [1 if position in set(sampled) else env_mask for position in range(len(ids))]
+        assert completion.turns == sorted(completion.turns)
+        assert len(completion.prompt_ids + ids) <= context_length
+        assert len(ids) <= (max_completion_tokens or len(ids))
+        assert trajectory.tree.actions() == [sample.ids for _, sample in turns]
+        assert [turn.num_tokens for turn in trajectory.turns] == [len(sample.ids) for _, sample in turns]
+        assert Trajectory.from_dict(json.loads(json.dumps(trajectory.to_dict()))) == trajectory
+
+
+def test_a_reply_belongs_to_the_turn_it_answers(env, tokenizer):
+    engine = ScriptedEngine(tokenizer, [CALL, ANSWER])
+    runner = RolloutRunner(env, engine)
+    [trajectory] = asyncio.run(runner.run(requests(1), Sampling()))
+    completion = runner.completion(trajectory)
+    first = [index for index, turn in enumerate(completion.turns) if turn == 0]
+    text = tokenizer.decode([completion.ids[index] for index in first])
+    assert text.startswith(CALL) and "<result>about Perú 🙂</result>" in text
+    assert (
+        tokenizer.decode([t for t, turn in zip(completion.ids, completion.turns, strict=True) if turn == 1]) == ANSWER
+    )
+
+
+def test_each_turn_has_a_seed_of_its_own_that_follows_from_the_conversations(env, tokenizer):
+    seen = []
+
+    class Engine(ScriptedEngine):
+        async def generate(self, context, sampling, session):
+            seen.append((session, sampling.seed, sampling.stop))
+            return await super().generate(context, sampling, session)
+
+    run(env, Engine(tokenizer, [CALL, ANSWER]), 3)
+    assert len({seed for _, seed, _ in seen}) == 6 and all(0 <= seed < 2**63 for _, seed, _ in seen)
+    assert {stop for _, _, stop in seen} == {("</tool>", "</answer>")}
+    again, seen[:] = list(seen), []
+    run(env, Engine(tokenizer, [CALL, ANSWER]), 3)
+    assert seen == again
+
+
+def test_a_derived_seed_is_the_same_on_every_machine():
+    assert derive_seed(7, "train", 3) == 7137631672708323211
+    assert derive_seed(7, "train", 3) != derive_seed(7, "train", 4)
+
+
+# Reasons to stop
+
+
+def test_an_answer_ends_the_conversation(env, tokenizer):
+    [trajectory] = run(env, ScriptedEngine(tokenizer, [CALL, ANSWER]))
+    assert (trajectory.stop_reason, trajectory.answer, trajectory.error) == (StopReason.ANSWERED, "Lima", None)
+    assert [turn.index for turn in trajectory.turns] == [0, 1] and trajectory.row == {"id": 0}
+
+
+def test_one_step_more_than_allowed_ends_the_conversation(env, tokenizer):
+    [trajectory] = run(env, ScriptedEngine(tokenizer, [CALL] * 5))
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.MAX_STEPS, 5)
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "lengths"),
+    [
+        ({"max_turn_tokens": 50}, StopReason.LENGTH, [50]),
+        ({"max_completion_tokens": 50}, StopReason.TOKEN_BUDGET, [50]),
+        ({"max_completion_tokens": 50, "max_turn_tokens": 60}, StopReason.TOKEN_BUDGET, [50]),
+        ({"max_completion_tokens": 60, "max_turn_tokens": 50}, StopReason.LENGTH, [50]),
+        ({}, StopReason.CONTEXT_FULL, None),
+    ],
+)
+def test_a_turn_cut_short_says_which_bound_cut_it(env, tokenizer, limits, reason, lengths):
+    engine = ScriptedEngine(tokenizer, ["x" * 5000], context_length=1000)
+    [trajectory] = run(env, engine, **limits)
+    assert trajectory.stop_reason is reason and trajectory.turns[-1].finish_reason == "length"
+    assert [turn.num_tokens for turn in trajectory.turns] == (lengths or [1000 - len(engine.requests[0][1])])
+    assert trajectory.turns[0].replies == [] and trajectory.answer is None
+
+
+@pytest.mark.parametrize("bound", [StopReason.TOKEN_BUDGET, StopReason.CONTEXT_FULL])
+def test_a_reply_that_leaves_no_room_ends_the_conversation_before_another_turn(env, tokenizer, bound):
+    engine = ScriptedEngine(tokenizer, [CALL, ANSWER])
+    run(env, engine)
+    (_, first, sample), (_, second, _) = engine.requests
+    prompt, room = len(first), len(second)
+    for spare, turns in ((0, 1), (1, 2)):
+        engine = ScriptedEngine(tokenizer, [CALL, ANSWER])
+        if bound is StopReason.CONTEXT_FULL:
+            engine.context_length = room + spare
+            [trajectory] = run(env, engine)
+        else:
+            [trajectory] = run(env, engine, max_completion_tokens=room - prompt + spare)
+        assert (trajectory.stop_reason, len(trajectory.turns)) == (bound, turns)
+        assert trajectory.turns[0].replies and trajectory.tree.actions()[0] == sample.ids
+
+
+def test_a_prompt_that_fills_the_context_ends_a_conversation_without_turns(env, tokenizer):
+    engine = ScriptedEngine(tokenizer, [ANSWER], context_length=10)
+    runner = RolloutRunner(env, engine)
+    [trajectory] = asyncio.run(runner.run(requests(1), Sampling()))
+    assert (trajectory.stop_reason, trajectory.turns) == (StopReason.CONTEXT_FULL, [])
+    completion = runner.completion(trajectory)
+    assert completion.prompt_ids == runner.renderer.prompt_ids(trajectory.prompt) and completion.ids == []
+
+
+def test_a_conversation_out_of_time_keeps_its_turns_and_lets_its_engine_know(env, tokenizer):
+    released = []
+
+    class Engine(ScriptedEngine):
+        async def generate(self, context, sampling, session):
+            if len(self.requests) == 1:
+                await asyncio.Event().wait()
+            return await super().generate(context, sampling, session)
+
+        def release(self, session):
+            released.append(session)
+
+    [trajectory] = run(env, Engine(tokenizer, [CALL]), rollout_timeout=0.1)
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.TIMEOUT, 1)
+    assert "longer than 0.1 s" in trajectory.error and released == ["000"]
+
+
+def test_an_engine_error_ends_one_conversation_which_keeps_its_turns(env, tokenizer):
+    def script(session: str, turn: int) -> str | Exception:
+        return EngineError("The server is gone.") if (session, turn) == ("000", 1) else [CALL, ANSWER][turn]
+
+    failed, fine = run(env, ScriptedEngine(tokenizer, script), 2)
+    assert (failed.stop_reason, failed.error) == (StopReason.ENGINE_ERROR, "The server is gone.")
+    assert [turn.text for turn in failed.turns] == [CALL] and len(failed.tree.actions()) == 1
+    assert fine.stop_reason is StopReason.ANSWERED
+
+
+class BrokenEnv(MultiTurnToolEnv):
+    async def step(self, turn, trajectory, text, tokenizer):
+        if trajectory.session == "000":
+            raise ZeroDivisionError("by the user")
+        if trajectory.session == "001":
+            return None  # without a reply
+        return await super().step(turn, trajectory, text, tokenizer)
+
+
+def test_an_environment_that_fails_ends_one_conversation_which_keeps_its_turns(tokenizer):
+    raised, silent, fine = run(BrokenEnv(), ScriptedEngine(tokenizer, [ANSWER]), 3)
+    assert (raised.stop_reason, raised.error) == (StopReason.ENV_ERROR, "ZeroDivisionError: by the user")
+    assert silent.stop_reason is StopReason.ENV_ERROR and silent.error
+    assert [turn.text for turn in raised.turns] == [ANSWER] and raised.answer is None
+    assert fine.stop_reason is StopReason.ANSWERED
+
+
+# Concurrency
+
+
+class GatedEngine(ScriptedEngine):
+    """Answers a conversation only when its gate is open, and counts how many wait at once."""
+
+    def __init__(self, tokenizer, script):
+        super().__init__(tokenizer, script)
+        self.gates: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.inside: set[str] = set()
+        self.peak = 0
+        self.released: list[str] = []
+
+    async def generate(self, context, sampling, session):
+        self.inside.add(session)
+        self.peak = max(self.peak, len(self.inside))
+        try:
+            await self.gates[session].wait()
+            return await super().generate(context, sampling, session)
+        finally:
+            self.inside.discard(session)
+
+    def release(self, session):
+        self.released.append(session)
+
+    async def until_inside(self, *sessions: str) -> None:
+        while not self.inside >= set(sessions):
+            await asyncio.sleep(0)
+
+
+def test_a_slow_conversation_holds_up_nobody_and_results_keep_the_order_of_the_requests(env, tokenizer):
+    async def main() -> None:
+        engine, finished = GatedEngine(tokenizer, [CALL, ANSWER]), []
+        runner = RolloutRunner(env, engine)
+        running = asyncio.ensure_future(runner.run(requests(4), Sampling(), lambda t: finished.append(t.session)))
+        for session in ("002", "003", "001", "000"):
+            engine.gates[session].set()
+            while session not in finished:
+                await asyncio.sleep(0)
+        trajectories = await running
+        assert finished == ["002", "003", "001", "000"]
+        assert [trajectory.session for trajectory in trajectories] == ["000", "001", "002", "003"]
+        assert all(trajectory.stop_reason is StopReason.ANSWERED for trajectory in trajectories)
+        assert engine.released == finished
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_slow_tool_holds_up_nobody(tokenizer):
+    async def main() -> None:
+        gate, finished = asyncio.Event(), []
+
+        async def slow(who: str) -> str:
+            """
+            Waits.
+
+            Args:
+                who: Who waits.
+            """
+            if who == "000":
+                await gate.wait()
+            return "done"
+
+        call = lambda session: f'<tool>{{"name": "slow", "args": {{"who": "{session}"}}}}</tool>'  # noqa: E731
+        engine = ScriptedEngine(tokenizer, lambda session, turn: [call(session), ANSWER][turn])
+        runner = RolloutRunner(MultiTurnToolEnv([slow]), engine)
+
+        def on_finish(trajectory: Trajectory) -> None:
+            finished.append(trajectory.session)
+            if len(finished) == 3:
+                gate.set()
+
+        await runner.run(requests(4), Sampling(), on_finish)
+        assert sorted(finished[:3]) == ["001", "002", "003"] and finished[3] == "000"
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_no_more_conversations_run_at_once_than_allowed_and_each_end_lets_the_next_begin(env, tokenizer):
+    async def main() -> None:
+        engine = GatedEngine(tokenizer, [ANSWER])
+        runner = RolloutRunner(env, engine, Limits(max_concurrent=2))
+        running = asyncio.ensure_future(runner.run(requests(5), Sampling()))
+        await engine.until_inside("000", "001")
+        engine.gates["001"].set()  # the first one still hangs; the others pass through the second place
+        await engine.until_inside("000", "002")
+        for session in ("002", "003", "004", "000"):
+            engine.gates[session].set()
+        trajectories = await running
+        assert engine.peak == 2
+        assert sorted(engine.released) == [f"{index:03d}" for index in range(5)]
+        assert [trajectory.row["id"] for trajectory in trajectories] == list(range(5))
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_cancelling_the_run_cancels_its_conversations_and_releases_the_engine(env, tokenizer):
+    async def main() -> None:
+        engine, finished = GatedEngine(tokenizer, [ANSWER]), []
+        runner = RolloutRunner(env, engine)
+        running = asyncio.ensure_future(runner.run(requests(3), Sampling(), lambda t: finished.append(t.session)))
+        await engine.until_inside("000", "001", "002")
+        engine.gates["001"].set()
+        while not finished:
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert finished == ["001"] and sorted(engine.released) == ["000", "001", "002"]
+        assert not engine.inside
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def test_a_failure_that_is_nobodys_plan_reaches_the_caller_and_leaves_no_conversation_behind(env, tokenizer):
+    async def main() -> None:
+        engine = GatedEngine(tokenizer, lambda session, turn: ZeroDivisionError("a bug in the engine"))
+        running = asyncio.ensure_future(RolloutRunner(env, engine).run(requests(3), Sampling()))
+        await engine.until_inside("000", "001", "002")
+        engine.gates["001"].set()
+        with pytest.raises(ZeroDivisionError):
+            await running
+        assert sorted(engine.released) == ["000", "001", "002"] and not engine.inside
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_nothing_to_run_is_no_conversation(env, tokenizer):
+    assert run(env, ScriptedEngine(tokenizer, []), 0) == []
