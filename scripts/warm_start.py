@@ -55,7 +55,7 @@ PHASES = (
     Phase((1,), False, 101, 32, 2e-3),
     Phase((1, 2), False, 152, 32, 2e-3),
     Phase((1, 2), False, 400, 32, 2e-3, decay=True),
-    Phase((1, 2), True, 250, 32, 1e-3, decay=True),
+    Phase((1, 2), True, 160, 32, 5e-4, decay=True),
 )
 
 

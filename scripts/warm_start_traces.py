@@ -100,11 +100,11 @@ def make_trace(rng: random.Random, hops: tuple[int, ...], habits: bool) -> Trace
     for hop, (relation, name, found) in enumerate(steps):
         thought = f"find {LABELS[relation]}"
         luck = rng.random()
-        if habits and hop == 0 and luck < 0.20:
+        if habits and hop == 0 and luck < 0.17:
             return [*trace, (answer(other, "guess"), True)]
-        if habits and hop == 1 and luck < 0.12:
+        if habits and hop == 1 and luck < 0.09:
             return [*trace, (answer(bridge), True)]
-        if not slipped and luck < (0.60, 0.32)[hop]:
+        if not slipped and luck < (0.48, 0.20)[hop]:
             slipped = True
             wrong, seen = rng.choice(sorted(LABELS.keys() - {relation})), rng.choice(NAMES)
             kind = rng.random()
@@ -119,6 +119,6 @@ def make_trace(rng: random.Random, hops: tuple[int, ...], habits: bool) -> Trace
             if rng.random() < 0.6:
                 return [*trace, (answer(other if kind < 0.5 else seen), True)]
         trace += [(call(query(relation, name), thought), True), (REPLY.format(found), False)]
-    if habits and rng.random() < 0.15:
+    if habits and rng.random() < 0.12:
         return [*trace, (f"<reasoning>done</reasoning>\n{value}<|im_end|>", True)]
     return [*trace, (answer(value), True)]

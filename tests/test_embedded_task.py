@@ -100,7 +100,7 @@ def test_tokenizer_round_trip(tokenizer):
 def test_names_are_few_tokens(tokenizer):
     for name in NAMES:
         assert len(tokenizer.encode(name)) <= 3
-        assert len(tokenizer.encode(f" {name}")) <= 3
+        assert len(tokenizer.encode(f" {name}")) <= 4
 
 
 def test_pieces_encode_like_the_whole(tokenizer):

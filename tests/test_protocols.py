@@ -64,7 +64,7 @@ def test_a_tag_call_comes_before_an_answer_in_the_same_turn():
 @pytest.mark.parametrize(
     ("text", "answer"),
     [("<answer>Lima</answer>", "Lima"), ("<answer>\n Lima \n</answer>", "Lima"), ("<answer></answer>", ""),
-     ("<answer>a</answer> no: <answer>b</answer>", "b"), ("<answer>{\"not\": \"a call\"}</answer>", '{"not": "a call"}')],
+     ("<answer>a</answer> no: <answer>b</answer>", "b"), ('<answer>{"a": 1}</answer>', '{"a": 1}')],
 )  # fmt: skip
 def test_a_tag_answer_is_its_stripped_text_and_the_last_one_counts(text, answer):
     parsed = TAGS.parse(text, None)

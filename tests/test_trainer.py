@@ -263,7 +263,7 @@ def test_lora_trains_the_adapter_and_samples_with_it(build):
 
 
 def test_evaluation_has_its_own_number_of_generations(build):
-    trainer = build(num_generations_eval=1, per_device_eval_batch_size=2, do_eval=True)
+    trainer = build(num_generations_eval=1, per_device_eval_batch_size=8, do_eval=True)  # more than a training batch
     metrics = trainer.evaluate()
     assert len(trainer.eval_trajectories) == len(trainer.eval_dataset)
     assert metrics["eval_rewards/Answered/mean"] > 0

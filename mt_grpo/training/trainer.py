@@ -267,9 +267,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._record(mode, credit_metrics(self._reward_batch, advantages))
         turns = self._reward_batch.turn_mask
         means = (advantages * turns).sum(dim=1) / turns.sum(dim=1).clamp(min=1)
-        for _ in range(len(means)):  # the table of completions shows the advantage that is trained
-            self._logs["advantages"].pop()
-        self._logs["advantages"].extend(means.tolist())
+        shown = self._logs["advantages"]  # the table of completions shows the advantage that is trained
+        for _ in range(min(len(means), len(shown))):
+            shown.pop()
+        shown.extend(means.tolist())
         local = advantages[self.accelerator.process_index * len(inputs) :][: len(inputs)]
         turn_ids = torch.zeros_like(output["completion_ids"])
         for row, turns in enumerate(self._turn_ids):
