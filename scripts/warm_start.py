@@ -40,7 +40,7 @@ MAX_ACTION_TOKENS = 64
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training on one kind of traces: their hops, whether with bad habits, and how to step."""
+    """A stretch of training on one kind of traces: hops to draw from, whether with bad habits, and how to step."""
 
     hops: tuple[int, ...]
     habits: bool
@@ -54,8 +54,8 @@ PHASES = (
     Phase((1,), False, 200, 32, 2e-3),
     Phase((1,), False, 101, 32, 2e-3),
     Phase((1, 2), False, 152, 32, 2e-3),
-    Phase((1, 2), False, 400, 32, 2e-3, decay=True),
-    Phase((1, 2), True, 160, 32, 5e-4, decay=True),
+    Phase((1, 2, 2), False, 500, 32, 2e-3, decay=True),
+    Phase((1, 2, 2), True, 150, 32, 5e-4, decay=True),
 )
 
 

@@ -1,14 +1,16 @@
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import get_json_schema
 
-from mt_grpo.data.embedded import corpus
+from mt_grpo.data.embedded import corpus, tool
 from mt_grpo.data.embedded.corpus import LABELS, articles, entities, passages
 from mt_grpo.data.embedded.questions import SYSTEM_PROMPT, problems, questions
 from mt_grpo.data.embedded.tool import search
+from mt_grpo.tools.search import CorpusSearch
 
 MODEL_DIR = Path(corpus.__file__).with_name("model")
 SPLITS = ("train", "validation")
@@ -136,3 +138,13 @@ def test_the_model_loads(tokenizer):
     assert model.config.vocab_size == len(tokenizer)
     ids = tokenizer("What is the capital of Peru?", return_tensors="pt").input_ids
     assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
+
+
+def test_searches_from_many_threads_build_one_index(monkeypatch):
+    built = []
+    monkeypatch.setattr(tool, "CorpusSearch", lambda passages: built.append(1) or CorpusSearch(passages))
+    tool._index.cache_clear()
+    with ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(tool.search, ["currency Peru"] * 16))
+    assert len(set(results)) == 1 and len(built) == 1
+    tool._index.cache_clear()

@@ -10,6 +10,8 @@ import threading
 import time
 
 import pytest
+from conftest import build_tokenizer
+from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rollout import Limits, RolloutRequest, RolloutRunner, Sampling, ScriptedEngine
@@ -310,6 +312,30 @@ print(turn.replies[0]["content"])
 def test_a_tool_that_hangs_does_not_hold_up_the_end_of_the_process():
     ended = subprocess.run([sys.executable, "-c", HANG], capture_output=True, text=True, timeout=60)
     assert "hang took longer than 0.01 s." in ended.stdout and ended.returncode == 0
+
+
+# The native protocol, end to end
+
+
+def test_native_calls_are_run_and_answered_through_the_template(search_tool):
+    tokenizer = add_response_schema(build_tokenizer("qwen3"))
+    call = '<tool_call>\n{"name": "lookup", "arguments": {"query": "Lima"}}\n</tool_call>'
+    engine = ScriptedEngine(tokenizer, [f"{call}\n{call}<|im_end|>", "<tool_call>\n{oops\n</tool_call>", "Peru"])
+    [trajectory] = converse(MultiTurnToolEnv([search_tool], protocol="native"), engine)
+    assert (trajectory.stop_reason, trajectory.answer) == (StopReason.ANSWERED, "Peru")
+    assert [reply["content"] for reply in trajectory.turns[0].replies] == ["about Lima"] * 2
+    text = tokenizer.decode(trajectory.tree.path())
+    assert "<tools>" in text and text.count("<tool_response>\nabout Lima\n</tool_response>") == 2
+    assert text.count("<|im_end|>") == text.count("<|im_start|>") - 1
+    assert "cannot be read" in trajectory.turns[1].replies[0]["content"]
+
+
+def test_thinking_that_the_template_opens_is_no_part_of_a_native_answer(search_tool):
+    tokenizer = add_response_schema(build_tokenizer("qwen3_5_think"))
+    engine = ScriptedEngine(tokenizer, ["It is Lima, so\n</think>\n\nPeru<|im_end|>"])
+    [trajectory] = converse(MultiTurnToolEnv([search_tool], protocol="native"), engine)
+    assert trajectory.answer == "Peru"
+    assert trajectory.turns[0].message["reasoning_content"] == "It is Lima, so"
 
 
 # Prompt, construction

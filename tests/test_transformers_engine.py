@@ -432,3 +432,17 @@ def test_whole_rollouts_are_the_same_again_whatever_the_tools_take(frozen):
         return [trajectory.tree.actions() for trajectory in trajectories]
 
     assert run([0, 0, 0]) == run([0.06, 0.0, 0.01]) == run([0.0, 0.06, 0.03])
+
+
+def test_a_stop_token_id_ends_a_request_as_an_end_token_does(model, tokenizer):
+    engine = TransformersEngine(model, tokenizer)
+
+    async def sample(stop_token_ids):
+        result = await engine.generate([5, 6, 7], Sampling(max_tokens=24, seed=3, stop_token_ids=stop_token_ids), "a")
+        engine.release("a")
+        return result
+
+    free = asyncio.run(sample(()))
+    stopped = asyncio.run(sample((free.ids[4],)))
+    cut = free.ids.index(free.ids[4]) + 1
+    assert stopped.ids == free.ids[:cut] and stopped.finish_reason == "stop"

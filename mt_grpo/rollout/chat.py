@@ -24,8 +24,11 @@ class ChatRenderer:
         tools (`list[dict]`, *optional*): Tool schemas for the template to show.
         template_kwargs (`dict`, *optional*): Further variables of the template, e.g. `enable_thinking`.
 
+    Attributes:
+        end_of_turn (`str`), end_id (`int`): The token the template ends an assistant's turn with.
+
     Raises:
-        TemplateError: If the tokenizer has no chat template.
+        TemplateError: If the tokenizer has no chat template, or one that cannot hold a conversation.
     """
 
     def __init__(
@@ -36,7 +39,8 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.tools = tools
         self.template_kwargs = template_kwargs or {}
-        self.end_of_turn = self._find_end_of_turn()
+        self.end_id = self._find_end_of_turn()
+        self.end_of_turn = tokenizer.convert_ids_to_tokens(self.end_id)
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
         """Ids of a conversation up to where the assistant begins."""
@@ -64,7 +68,7 @@ class ChatRenderer:
 
     def text(self, ids: list[int]) -> str:
         """What the model wrote: decoded with special tokens, less the one that ended the turn."""
-        if ids and ids[-1] in (self.tokenizer.eos_token_id, self._end_id):
+        if ids and ids[-1] in (self.tokenizer.eos_token_id, self.end_id):
             ids = ids[:-1]
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -76,7 +80,7 @@ class ChatRenderer:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _find_end_of_turn(self) -> str:
+    def _find_end_of_turn(self) -> int:
         """The special token the template writes after an assistant's words."""
         messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ASSISTANT}]
         text = self._render(messages, header=False)  # the header of the next turn must not pass for the end of this
@@ -84,9 +88,9 @@ class ChatRenderer:
             raise TemplateError("The chat template does not show assistant messages, so it holds no conversation.")
         rest = self._encode(text[text.index(_ASSISTANT) + len(_ASSISTANT) :])
         special = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
-        self._end_id = next((token for token in rest if token in special), None)
-        if self._end_id is None:
+        end_id = next((token for token in rest if token in special), None)
+        if end_id is None:
             raise TemplateError(
                 "The chat template ends assistant turns without a special token, which is unsupported."
             )
-        return self.tokenizer.convert_ids_to_tokens(self._end_id)
+        return end_id

@@ -17,6 +17,7 @@ class Sampling:
         top_p (`float`, *optional*, defaults to `1.0`), top_k (`int`, *optional*, defaults to `0`, off),
         min_p (`float`, *optional*, defaults to `0.0`), repetition_penalty (`float`, *optional*, defaults to `1.0`).
         stop (`tuple[str, ...]`): Strings that end a request; they stay part of what was sampled.
+        stop_token_ids (`tuple[int, ...]`): Further tokens that end a request, beside the model's own end tokens.
         seed (`int`): Seed of the request's own random stream.
     """
 
@@ -27,6 +28,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
 
 

@@ -144,6 +144,8 @@ class RolloutRunner:
             async with time_limit(self.limits.rollout_timeout):
                 trajectory.stop_reason = await self._take_turns(trajectory, sampling, request.seed)
         except asyncio.TimeoutError:
+            if self.limits.rollout_timeout is None:  # not the runner's limit: the engine failed to name its error
+                raise
             trajectory.stop_reason = StopReason.TIMEOUT
             trajectory.error = f"The conversation took longer than {self.limits.rollout_timeout:g} s."
         except EngineError as error:
@@ -164,11 +166,14 @@ class RolloutRunner:
                 return exhausted
             index = len(trajectory.turns)
             start = time.perf_counter()
-            sample = await self.engine.generate(
-                context,
-                replace(sampling, max_tokens=budget, stop=self.env.stop, seed=derive_seed(seed, index)),
-                trajectory.session,
+            drawing = replace(
+                sampling,
+                max_tokens=budget,
+                stop=self.env.stop,
+                stop_token_ids=(self.renderer.end_id,),  # a base model may not know it as an end of its own
+                seed=derive_seed(seed, index),
             )
+            sample = await self.engine.generate(context, drawing, trajectory.session)
             trajectory.tree.extend(suffix, sample.ids, sample.logprobs)
             context += sample.ids
             text = self.renderer.text(sample.ids)

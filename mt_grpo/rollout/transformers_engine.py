@@ -229,7 +229,7 @@ class _Finished(StoppingCriteria):
 
     def _reason(self, request: _Request) -> str | None:
         token = request.ids[-1]
-        if token in self._end_ids:
+        if token in self._end_ids or token in request.sampling.stop_token_ids:
             return "stop"
         for stop in request.sampling.stop:
             # a stop string of n characters lies within the last n tokens, and it can only end with this one

@@ -162,12 +162,17 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             session = "-".join(f"{part:06d}" if isinstance(part, int) else part for part in (mode, *moment, number))
             seed = derive_seed(self.args.seed, mode, *moment, number, prompt)
             requests.append(RolloutRequest(prompt, session, columns, seed))
-        with self._generation_model() as model:
-            if isinstance(self.runner.engine, TransformersEngine):
-                self.runner.engine.model = model
-            return self._event_loop.run_until_complete(
-                self.runner.run(requests, self._sampling, on_finish=self._trajectories.append)
-            )
+        training = self.model.training
+        self.model.eval()  # dropout has no place in sampling
+        try:
+            with self._generation_model() as model:
+                if isinstance(self.runner.engine, TransformersEngine):
+                    self.runner.engine.model = model
+                return self._event_loop.run_until_complete(
+                    self.runner.run(requests, self._sampling, on_finish=self._trajectories.append)
+                )
+        finally:
+            self.model.train(training)
 
     def rollout(self, num_prompts: int) -> list[Trajectory]:
         """

@@ -1,9 +1,12 @@
 """The search tool of the embedded task."""
 
 import functools
+import threading
 
 from mt_grpo.data.embedded.corpus import passages
 from mt_grpo.tools.search import CorpusSearch
+
+_BUILDING = threading.Lock()
 
 
 @functools.cache
@@ -20,4 +23,6 @@ def search(query: str) -> str:
     Returns:
         The passage that fits best.
     """
-    return _index().search(query)
+    with _BUILDING:  # the first searches come from many threads at once, and one index is enough
+        index = _index()
+    return index.search(query)
