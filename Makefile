@@ -18,7 +18,7 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/rollout_overhead.py
+	$(BIN)/python benchmarks/rollout.py
 
 warm-start: $(VENV)/.installed
 	$(BIN)/python scripts/warm_start.py

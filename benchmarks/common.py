@@ -1,0 +1,49 @@
+"""What the benchmarks share: a tokenizer, the machine's description, the table and the JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mt_grpo.data import embedded
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("trl", "transformers", "torch", "numpy")
+
+
+def build_tokenizer() -> PreTrainedTokenizerBase:
+    """The tokenizer of the embedded model."""
+    return AutoTokenizer.from_pretrained(Path(embedded.__file__).parent / "model")
+
+
+def machine() -> dict[str, object]:
+    """What the numbers were measured on."""
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+    }
+
+
+def report(name: str, rows: dict[str, list[float]], settings: dict[str, object]) -> None:
+    """Prints median, minimum and maximum of each row of repeats, and writes them with the machine as JSON."""
+    table = Table(title=name)
+    for column in ("", "median", "min", "max", "repeats"):
+        table.add_column(column, justify="right" if column else "left")
+    for label, values in rows.items():
+        numbers = [f"{value:.3f}" for value in (statistics.median(values), min(values), max(values))]
+        table.add_row(label, *numbers, str(len(values)))
+    Console().print(table)
+    if not settings.get("quick"):
+        RESULTS.mkdir(exist_ok=True)
+        content = {"machine": machine(), "settings": settings, "rows": rows}
+        (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
