@@ -43,8 +43,8 @@ def train(arguments: list[str]) -> int:
         return 1
     from mt_grpo.training.run import run_training
 
-    run_training(trainer, resolved, _console())
-    trainer.end()
+    run_training(trainer, resolved, _console(quiet=not trainer.accelerator.is_main_process))
+    trainer.accelerator.end_training()
     return 0
 
 
@@ -65,10 +65,10 @@ def rollout(arguments: list[str]) -> int:
     return 0
 
 
-def _console():
+def _console(quiet: bool = False):
     from rich.console import Console
 
-    return Console(soft_wrap=True)
+    return Console(soft_wrap=True, quiet=quiet)
 
 
 def _prepare(arguments: list[str]):

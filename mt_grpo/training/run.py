@@ -37,8 +37,8 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     if main:
         folder.mkdir(parents=True, exist_ok=True)
         if not args.resume_from_checkpoint:
-            for name in ("metrics.jsonl", "trajectories.jsonl"):
-                (folder / name).unlink(missing_ok=True)
+            for path in [*folder.glob("metrics.jsonl"), *folder.glob("trajectories*.jsonl")]:
+                path.unlink()
         (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
     trainer.accelerator.wait_for_everyone()
     trainer.remove_callback(ProgressCallback)

@@ -1,0 +1,286 @@
+"""Attention over packed trees, for any decoder that goes through transformers' attention interface.
+
+Three implementations of one rule, `token q sees token k iff k <= q <= exit[k]`: `segment` (any device), `flex` (GPU) and
+`dense` (the whole mask; small rows, and the oracle of the tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from mt_grpo.training.packing import Packed
+
+BLOCK = 128
+"""Side of a block of FlexAttention's mask, in tokens."""
+
+DENSE_PAIRS_PER_CHAIN = 20_000
+"""Masked-out pairs that cost about as much as the overhead of one more chain on a CPU."""
+
+
+class TreeLayout:
+    """
+    Who sees whom in a packed row of `N` tokens; handed to the model's forward as `tree_layout`.
+
+    Args:
+        packed (`Packed`): The row.
+        device (`torch.device`): Where the model runs.
+        attention (`str`): `"auto"`, `"segment"`, `"flex"` or `"dense"`.
+    """
+
+    def __init__(self, packed: Packed, device: torch.device, attention: str = "auto") -> None:
+        self.device = device
+        self.exit, self.depth = packed.exit, packed.position_ids
+        self.size = len(packed.exit)
+        self.layers: set[int] = set()
+        """Layers whose attention this layout has reached."""
+        indices = np.arange(self.size)
+        # a chain goes on while the next token is the only child
+        begins = (packed.parent != indices - 1) | (self.exit != np.roll(self.exit, 1))
+        begins[:1] = True
+        self.starts = np.flatnonzero(begins)
+        self.sizes = np.diff(self.starts, append=self.size)
+        parents = packed.parent[self.starts]
+        owners = np.searchsorted(self.starts, parents, side="right") - 1
+        self.paths: list[list[int]] = []
+        """For each chain the chains from the root to it, itself included."""
+        for chain, (parent, owner) in enumerate(zip(parents.tolist(), owners.tolist(), strict=True)):
+            self.paths.append([*(self.paths[owner] if parent >= 0 else []), chain])
+        self.attention = self._choose() if attention == "auto" else attention
+        self._cache: dict[Any, Any] = {}
+
+    def _choose(self) -> str:
+        if self.device.type == "cuda":
+            return "flex"
+        visible = int((self.depth + 1).sum())
+        return "dense" if self.size**2 - visible < DENSE_PAIRS_PER_CHAIN * len(self.starts) else "segment"
+
+    def dense_mask(self, window: int | None) -> Tensor:
+        """`(N, N)` bool, queries by keys."""
+        key = ("dense", window)
+        if key not in self._cache:
+            index, last, depth = self._vectors()
+            mask = (index[:, None] >= index) & (index[:, None] <= last)
+            if window is not None:
+                mask &= depth[:, None] - depth < window
+            self._cache[key] = mask
+        return self._cache[key]
+
+    def _vectors(self) -> tuple[Tensor, Tensor, Tensor]:
+        if "vectors" not in self._cache:
+            arrays = (np.arange(self.size), self.exit, self.depth)
+            self._cache["vectors"] = tuple(torch.from_numpy(array).to(self.device) for array in arrays)
+        return self._cache["vectors"]
+
+    def chain_mask(self, chain: int, first: int, dtype: torch.dtype, window: int | None) -> Tensor:
+        """
+        Additive mask of a chain's queries over the keys of its path from depth `first` on. All chains share one matrix:
+        a chain with `P` tokens before it reads the columns in which query `i` ends at `P + i`.
+        """
+        key = ("chain", dtype, window)
+        if key not in self._cache:
+            begins = self.depth[self.starts]
+            masked = (begins > 0) | (self.sizes > (window or self.size))
+            rows, before = int(self.sizes[masked].max()), int(begins.max())
+            gap = before + torch.arange(rows)[:, None] - torch.arange(before + rows)
+            hidden = (gap < 0) | (gap >= (window or self.size))
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            self._cache[key] = (before, mask.to(self.device))
+        before, mask = self._cache[key]
+        begin, size = int(self.depth[self.starts[chain]]), int(self.sizes[chain])
+        return mask[:size, before - begin + first : before + size]
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """FlexAttention's mask, from the extremes of the two vectors in each block; never `(N, N)`."""
+        key = ("block", window)
+        if key not in self._cache:
+            self._cache[key] = self._block_mask(window)
+        return self._cache[key]
+
+    def _block_mask(self, window: int | None) -> BlockMask:
+        blocks = -(-self.size // BLOCK)
+        padding = (0, blocks * BLOCK - self.size)
+        last = np.pad(self.exit, padding, constant_values=-1).reshape(blocks, BLOCK)
+        depth = np.pad(self.depth, padding, mode="edge").reshape(blocks, BLOCK)
+        number = np.arange(blocks)
+        query, key = number[:, None], number[None, :]
+        some = (query >= key) & (query * BLOCK <= last.max(axis=1)[None, :])
+        every = (query > key) & ((query + 1) * BLOCK - 1 <= last.min(axis=1)[None, :])
+        if window is not None:
+            some &= depth.min(axis=1)[:, None] - depth.max(axis=1)[None, :] < window
+            every &= depth.max(axis=1)[:, None] - depth.min(axis=1)[None, :] < window
+        lists = []
+        for chosen in (some & ~every, every):
+            lists.append(torch.from_numpy(chosen.sum(axis=1).astype(np.int32)))
+            lists.append(torch.from_numpy(np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)))
+        tensors = [item[None, None].to(self.device) for item in lists]
+        exits = torch.from_numpy(last.reshape(-1)).to(self.device)
+        depths = torch.from_numpy(depth.reshape(-1)).to(self.device)
+
+        def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q <= exits[k])
+
+        def visible_in_window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q <= exits[k]) & (depths[q] - depths[k] < window)
+
+        rule = visible if window is None else visible_in_window
+        return BlockMask.from_kv_blocks(
+            *tensors, BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=(self.size, self.size)
+        )
+
+
+def segment_attention(
+    layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+) -> Tensor:
+    """
+    One call of scaled-dot-product attention for each unary chain: its queries against the keys on its root path.
+
+    Args:
+        query (`Tensor`): `(1, heads, N, head_dim)`.
+        key, value (`Tensor`): `(1, key_value_heads, N, head_dim)`.
+
+    Returns:
+        `(1, heads, N, head_dim)`.
+    """
+    sizes = layout.sizes.tolist()
+    # split and cat, not slices: the backward of a slice would write a zero gradient of the whole row for each chain
+    queries, keys, values = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
+    outputs = []
+    for chain, path in enumerate(layout.paths):
+        begin, size = int(layout.depth[layout.starts[chain]]), sizes[chain]
+        first = begin
+        parts: list[tuple[Tensor, Tensor]] = []
+        oldest = 0 if window is None else max(0, begin - window + 1)
+        for link in reversed(path):
+            if link != chain:
+                first -= sizes[link]
+            parts.append((keys[link], values[link]))
+            if first <= oldest:
+                break
+        k, v = (torch.cat(part[::-1], dim=2) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
+        causal = begin == 0 and size <= (window or size)
+        mask = None if causal else layout.chain_mask(chain, first, value.dtype, window)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                queries[chain], k, v, mask, is_causal=causal, scale=scaling, enable_gqa=query.size(1) != key.size(1)
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def dense_attention(
+    layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+) -> Tensor:
+    """The same with the whole `(N, N)` mask."""
+    return F.scaled_dot_product_attention(
+        query, key, value, layout.dense_mask(window), scale=scaling, enable_gqa=query.size(1) != key.size(1)
+    )
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def flex_block_attention(
+    layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+) -> Tensor:
+    """The same with FlexAttention, compiled once for all lengths. Its backward needs a GPU."""
+    return _compiled_flex_attention()(
+        query,
+        key,
+        value,
+        block_mask=layout.block_mask(window),
+        scale=scaling,
+        enable_gqa=query.size(1) != key.size(1),
+    )
+
+
+KERNELS = {"segment": segment_attention, "flex": flex_block_attention, "dense": dense_attention}
+
+
+def register(original: str) -> str:
+    """
+    Registers with transformers an attention that reads `tree_layout` where the forward is given one, and is `original`
+    (`"sdpa"`, `"flash_attention_2"`, ...) where it is not. Returns its name.
+    """
+    name = f"tree_or_{original}"
+    plain = ALL_ATTENTION_FUNCTIONS[original]
+
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        tree_layout: TreeLayout | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if tree_layout is None:
+            return plain(module, query, key, value, attention_mask, **kwargs)
+        tree_layout.layers.add(module.layer_idx)
+        scaling = kwargs.get("scaling") or query.size(-1) ** -0.5
+        # normalised queries and keys can be wider than values under autocast
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        output = KERNELS[tree_layout.attention](tree_layout, query, key, value, scaling, kwargs.get("sliding_window"))
+        return output.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(name, attention)
+    if original in AttentionMaskInterface._global_mapping:
+        AttentionMaskInterface.register(name, AttentionMaskInterface._global_mapping[original])
+    return name
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot run over packed trees."""
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """
+    Refuses a causal language model whose tokens would not see exactly their own history in a packed tree.
+
+    Raises:
+        UnsupportedModelError: With the reason, and the mend.
+    """
+    reason = _obstacle(model)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} {reason}, so trees cannot be packed for it; set `forward: padded`."
+        )
+
+
+def _obstacle(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config()
+    foreign = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if foreign:
+        return f"has layers of type {', '.join(sorted(foreign))}"
+    if not model._supports_attention_backend:
+        return "does not go through transformers' attention interface"
+    if getattr(config, "expert_capacity", None) or getattr(config, "output_router_logits", False):
+        return "routes or balances experts by the batch"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "caps its attention scores"
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        return "has attention sinks"
+    if config.is_encoder_decoder or model.config is not config:
+        return "is more than a text decoder"
+    if getattr(config, "attention_dropout", 0.0):
+        return "drops attention weights (`attention_dropout`)"
+    scales = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+    changed = [name for name in scales if getattr(config, name, None) not in (None, 1, 1.0)]
+    if changed:
+        return f"changes its logits (`{changed[0]}`)"
+    if not isinstance(model.get_output_embeddings(), torch.nn.Module):
+        return "has no output layer"
+    return None

@@ -1,0 +1,281 @@
+"""Many token trees in one row: prefixes that trees share are laid out once, depth first. Pure numpy."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mt_grpo.trajectory import TokenTree
+
+
+@dataclass(frozen=True)
+class FlatTree:
+    """
+    One trajectory's tree as arrays of its `L` tokens in depth-first order.
+
+    Args:
+        tokens (`np.ndarray`): `(L,)` token ids.
+        turns (`np.ndarray`): `(L,)` turn whose trained action a token is; -1 where it is not trained.
+        parents (`np.ndarray`, *optional*): `(L,)` index of the token it follows, -1 for a root; `None` for a tree that
+            is one sequence.
+    """
+
+    tokens: np.ndarray
+    turns: np.ndarray
+    parents: np.ndarray | None = None
+
+    def paths(self) -> list[np.ndarray]:
+        """Indices of the tokens on each root-to-leaf path."""
+        length = len(self.tokens)
+        columns = np.arange(length)
+        if self.parents is None or length == 0:
+            return [columns] if length else []
+        starts = np.flatnonzero(np.r_[True, self.parents[1:] != columns[:-1]])
+        parents = self.parents[starts]
+        owners = np.searchsorted(starts, parents, side="right") - 1
+        paths = []
+        for run, end in enumerate([*starts[1:], length]):
+            pieces = [columns[starts[run] : end]]
+            while parents[run] >= 0:
+                last, run = parents[run], owners[run]
+                pieces.append(columns[starts[run] : last + 1])
+            paths.append(np.concatenate(pieces[::-1]))
+        return paths
+
+
+def flatten(tree: TokenTree) -> FlatTree:
+    """The arrays of a `TokenTree`; every sampled token is trained at the node where it was sampled."""
+    nodes = tree.nodes
+    children: list[list[int]] = [[] for _ in range(len(nodes) + 1)]  # the last entry holds the roots
+    for index, node in enumerate(nodes):
+        children[node.parent].append(index)
+    order, ends, parents, length = [], [0] * len(nodes), [], 0
+    stack = children[-1][::-1]
+    while stack:
+        index = stack.pop()
+        order.append(nodes[index])
+        parents.append(ends[nodes[index].parent] - 1 if nodes[index].parent >= 0 else -1)
+        length += len(nodes[index].tokens)
+        ends[index] = length
+        stack += children[index][::-1]
+    sizes = np.array([len(node.tokens) for node in order], dtype=np.int64)
+    tokens = np.fromiter((token for node in order for token in node.tokens), np.int64, length)
+    above = np.arange(-1, length - 1)
+    above[np.cumsum(sizes) - sizes] = parents
+    return FlatTree(tokens, np.repeat([node.turn for node in order], sizes).astype(np.int64), above)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """
+    `N` unique tokens of many trees in depth-first order, and the `M` tokens to be scored.
+
+    Token `q` sees token `k` if and only if `k <= q <= exit[k]`.
+
+    Args:
+        input_ids (`np.ndarray`): `(N,)` token ids.
+        position_ids (`np.ndarray`): `(N,)` depth.
+        parent (`np.ndarray`): `(N,)` index of the token whose hidden state predicts this one; -1 for a root.
+        exit (`np.ndarray`): `(N,)` last index of the subtree.
+        predictor (`np.ndarray`): `(M,)` index whose hidden state predicts a scored token.
+        label (`np.ndarray`): `(M,)` the scored token's id.
+        tree (`np.ndarray`): `(M,)` tree it belongs to.
+        column (`np.ndarray`): `(M,)` its index in that `FlatTree`.
+        turn (`np.ndarray`): `(M,)` turn it was sampled in.
+    """
+
+    input_ids: np.ndarray
+    position_ids: np.ndarray
+    parent: np.ndarray
+    exit: np.ndarray
+    predictor: np.ndarray
+    label: np.ndarray
+    tree: np.ndarray
+    column: np.ndarray
+    turn: np.ndarray
+
+    @cached_property
+    def turn_order(self) -> np.ndarray:
+        """`(M,)` order that sorts the scored tokens by tree, turn and place in the turn."""
+        return np.lexsort((self.position_ids[self.predictor], self.turn, self.tree))
+
+    @cached_property
+    def offset(self) -> np.ndarray:
+        """`(M,)` place of a scored token among those of its turn."""
+        order = self.turn_order
+        begins = np.flatnonzero(np.diff(self.tree[order], prepend=-1) | np.diff(self.turn[order], prepend=-1))
+        offset = np.empty_like(order)
+        offset[order] = np.arange(len(order)) - np.repeat(begins, np.diff(begins, append=len(order)))
+        return offset
+
+
+def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
+    """
+    Lays trees out in one row. Whatever prefix they share is there once: a group's prompt, a system message, the
+    history before a fork. A token sampled twice at the same place is forwarded once and scored twice.
+
+    The sequences from the roots to the leaves are sorted, so that each adds to its predecessor's path what follows
+    their longest common prefix; that order is the depth-first order of the tree they form together.
+
+    Raises:
+        ValueError: If a trained token has no token before it.
+    """
+    flat = [flatten(tree) if isinstance(tree, TokenTree) else tree for tree in trees]
+    sequences, columns, owners = _sequences(flat)
+    order, shared = _sort(sequences)
+    lengths = np.array([len(sequences[index]) for index in order], dtype=np.int64)
+    added = lengths - shared
+    starts = np.cumsum(added) - added
+    total, longest = int(added.sum()), int(lengths.max(initial=0))
+    counter = np.arange(max(total, longest))
+
+    input_ids = np.empty(total, dtype=np.int64)
+    exits = np.empty(total, dtype=np.int64)
+    forks = np.full(len(order), -1, dtype=np.int64)
+    path = np.empty(longest, dtype=np.int64)
+    unseen = [tree.turns >= 0 for tree in flat]
+    predictors, scored = [], []
+    for index, common, length, start in zip(order, shared.tolist(), lengths.tolist(), starts.tolist(), strict=True):
+        if common:
+            forks[len(scored)] = path[common - 1]
+        path[common:length] = counter[start : start + length - common]
+        input_ids[start : start + length - common] = sequences[index][common:]
+        pending, where = unseen[owners[index]], columns[index]
+        chosen = pending.nonzero()[0] if where is None else pending[where].nonzero()[0]
+        if len(chosen) and chosen[0] == 0:
+            raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
+        predictors.append(path[chosen - 1])
+        scored.append(chosen if where is None else where[chosen])
+        if where is not None:
+            pending[scored[-1]] = False
+    ends = np.full(longest, total, dtype=np.int64)  # for each depth, where its subtree stops
+    for common, length, start in zip(
+        shared[::-1].tolist(), lengths[::-1].tolist(), starts[::-1].tolist(), strict=True
+    ):
+        exits[start : start + length - common] = ends[common:length]
+        ends[common:] = start
+
+    parent = counter[:total] - 1
+    parent[starts[added > 0]] = forks[added > 0]
+    tree = np.repeat([owners[index] for index in order], [len(chosen) for chosen in scored]).astype(np.int64)
+    column = _join(scored)
+    bases = np.cumsum([0, *(len(tree.tokens) for tree in flat)])[tree] + column
+    return Packed(
+        input_ids,
+        counter[:total] - np.repeat(starts - shared, added),
+        parent,
+        exits - 1,
+        _join(predictors),
+        _join([tree.tokens for tree in flat])[bases],
+        tree,
+        column,
+        _join([tree.turns for tree in flat])[bases],
+    )
+
+
+def _join(pieces: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+
+
+def _sequences(flat: list[FlatTree]) -> tuple[list[np.ndarray], list[np.ndarray | None], list[int]]:
+    """Root-to-leaf token sequences, their columns (`None`: all of the tree's) and the tree each belongs to."""
+    sequences, columns, owners = [], [], []
+    for owner, tree in enumerate(flat):
+        if tree.parents is None:
+            paths: list[np.ndarray | None] = [None] if len(tree.tokens) else []
+        else:
+            paths = list(tree.paths())
+        for path in paths:
+            sequences.append(tree.tokens if path is None else tree.tokens[path])
+            columns.append(path)
+            owners.append(owner)
+    return sequences, columns, owners
+
+
+def _sort(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
+    """Lexicographic order, and the length of the prefix each sequence shares with the one before it."""
+    keys = [sequence.astype(">u4").tobytes() for sequence in sequences]  # big-endian bytes compare as the ids do
+    order = sorted(range(len(sequences)), key=keys.__getitem__)
+    shared = np.zeros(len(order), dtype=np.int64)
+    for place in range(1, len(order)):
+        before, after = sequences[order[place - 1]], sequences[order[place]]
+        limit = min(len(before), len(after))
+        differs = before[:limit] != after[:limit]
+        first = int(differs.argmax()) if limit else 0
+        shared[place] = first if limit and differs[first] else limit
+    return order, shared
+
+
+def unique_tokens(trees: Sequence[FlatTree | TokenTree]) -> int:
+    """Tokens that `pack` would forward."""
+    flat = [flatten(tree) if isinstance(tree, TokenTree) else tree for tree in trees]
+    sequences = _sequences(flat)[0]
+    return sum(map(len, sequences)) - int(_sort(sequences)[1].sum())
+
+
+def split(trees: Sequence[FlatTree], groups: Sequence[int], budget: int) -> list[list[int]]:
+    """
+    Distributes trees over rows of at most `budget` unique tokens. Trees of one group share a row if they fit in one;
+    a tree that is larger than the budget has a row of its own.
+
+    Args:
+        trees (`list[FlatTree]`): The trees.
+        groups (`list[int]`): Group of each tree.
+        budget (`int`): Unique tokens a row may hold.
+
+    Returns:
+        `list[list[int]]`: indices of the trees in each row.
+    """
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    pieces: list[tuple[int, list[int]]] = []
+    for indices in members.values():
+        piece: list[int] = []
+        size = 0
+        for index in sorted(indices, key=lambda index: trees[index].tokens.tolist()):
+            grown = unique_tokens([trees[i] for i in [*piece, index]])
+            if piece and grown > budget:
+                pieces.append((size, piece))
+                piece, grown = [], unique_tokens([trees[index]])
+            piece, size = [*piece, index], grown
+        pieces.append((size, piece))
+    rows: list[tuple[int, list[int]]] = []
+    for size, piece in sorted(pieces, key=lambda piece: -piece[0]):
+        place = next((i for i, (used, _) in enumerate(rows) if used + size <= budget), None)
+        if place is None:
+            rows.append((size, piece))
+        else:
+            rows[place] = (rows[place][0] + size, rows[place][1] + piece)
+    return [indices for _, indices in rows]
+
+
+def balance(weights: Sequence[float], num_bins: int) -> list[list[int]]:
+    """
+    Distributes items over bins of equal count so that the heaviest bin is light: the largest items first, each to the
+    lightest bin with room (Graham's rule with a cap).
+
+    Args:
+        weights (`list[float]`): Cost of each item, e.g. the unique tokens of a group.
+        num_bins (`int`): Ranks or micro-batches.
+
+    Returns:
+        `list[list[int]]`: indices of the items in each bin; sizes differ by at most one.
+    """
+    room = -(-len(weights) // num_bins)
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0.0, bin) for bin in range(num_bins)]
+    full = len(weights) - num_bins * (room - 1)  # how many bins may hold `room` items, the rest one fewer
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        load, bin = heapq.heappop(heap)
+        while len(bins[bin]) == room - 1 and full == 0:
+            load, bin = heapq.heappop(heap)
+        full -= len(bins[bin]) == room - 1
+        bins[bin].append(item)
+        if len(bins[bin]) < room:
+            heapq.heappush(heap, (load + weights[item], bin))
+    return bins
