@@ -46,10 +46,10 @@ class TransformersEngine:
         model (`PreTrainedModel`): The model; its weights are read at each batch.
         tokenizer: Its tokenizer.
         max_batch_size (`int`, *optional*, defaults to `64`): Requests in one batch.
-        patience (`float`, *optional*, defaults to `0.5`): Seconds a batch waits for conversations that are elsewhere.
+        patience (`float`, *optional*, defaults to `1.0`): Seconds a batch waits for conversations that are elsewhere.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, max_batch_size: int = 64, patience: float = 0.5) -> None:
+    def __init__(self, model: Any, tokenizer: Any, max_batch_size: int = 64, patience: float = 1.0) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.context_length = model.config.get_text_config().max_position_embeddings

@@ -93,7 +93,7 @@ def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
     """
     rows = [row for row in history if "reward" in row]
     names = [key for key in (rows[0] if rows else {}) if key.startswith("rewards/") and key.endswith("/mean")]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(10, 4.5), layout="constrained")
     for name in ["reward", *names]:
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         label = "weighted sum" if name == "reward" else name.split("/")[1].removesuffix("_func").replace("_", " ")
@@ -101,6 +101,6 @@ def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.set(xlabel="optimiser step", ylabel="mean reward in the training batch", title=title)
     axes.grid(alpha=0.3)
     if rows:
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

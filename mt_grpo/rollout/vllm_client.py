@@ -1,0 +1,366 @@
+"""The client of the dedicated vLLM server: an `Engine` over HTTP, token ids in and token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from mt_grpo.rollout.chat import ChatRenderer
+from mt_grpo.rollout.engine import Sample, Sampling
+from mt_grpo.rollout.vllm_check import check_server
+from mt_grpo.rollout.vllm_http import (
+    CONNECT_TIMEOUT,
+    RequestFailed,
+    ServerGoneError,
+    headers,
+    no_answer,
+    read_answer,
+)
+from mt_grpo.rollout.vllm_pool import Server, ServerPool
+from mt_grpo.trajectory import Message
+
+logger = logging.getLogger(__name__)
+
+START_COMMAND = "mt-grpo serve --config R.yaml"
+_POLL = 0.5  # seconds between looks at a server that is down
+_LONGEST_BACKOFF = 8.0
+
+
+@dataclass
+class ChatReply:
+    """
+    One answer of `VLLMServerClient.chat`.
+
+    Args:
+        text (`str`): What the model wrote, without the token that ended it.
+        token_ids (`list[int]`), logprobs (`list[float]`): As sampled.
+        prompt_token_ids (`list[int]`): The conversation as the model was given it.
+        finish_reason (`str`): `"stop"` or `"length"`.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    prompt_token_ids: list[int]
+    finish_reason: str
+
+
+class VLLMServerClient:
+    """
+    Samples from one or several vLLM servers. Whole groups of conversations go to one server; a server that stops
+    answering is left out, and taken back when it answers and holds the weights of `weight_version`.
+
+    A request that failed is repeated where a repeat can help (no answer, HTTP 5xx, 429, an answer that makes no
+    sense): sampling changes nothing on the server, so asking twice is safe. Cancelling `generate` closes the
+    connection, upon which the server aborts the request.
+
+    Args:
+        base_urls (`str` or `list[str]`): Servers, e.g. `"http://127.0.0.1:8000"`.
+        tokenizer: Tokenizer of the model; compared with the server's by `connect`.
+        model (`str`, *optional*): Name or path of the model the server must hold; any where none is given.
+        api_key (`str`, *optional*): Key of the servers.
+        request_timeout (`float`, *optional*, defaults to `600.0`): Seconds one request may take.
+        max_retries (`int`, *optional*, defaults to `4`): Repeats of a request after failures of the server.
+        max_concurrent (`int`, *optional*, defaults to `1024`): Requests under way at once.
+        server_timeout (`float`, *optional*, defaults to `240.0`): Seconds to wait for a server that is not up.
+
+    Attributes:
+        context_length (`int`): The shortest `max_model_len` among the servers; 0 before `connect`.
+        model (`str`): Name requests ask for; weight sync by adapter changes it.
+        weight_version (`int`, *optional*): Optimiser step of the servers' weights; set by weight sync.
+        restore (`Callable[[str], None]`, *optional*): Called in a thread with the URL of a server that came back
+            without those weights; must bring them there. Without it such a server is waited for.
+    """
+
+    def __init__(
+        self,
+        base_urls: str | list[str],
+        tokenizer: Any,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        request_timeout: float = 600.0,
+        max_retries: int = 4,
+        max_concurrent: int = 1024,
+        server_timeout: float = 240.0,
+    ) -> None:
+        self.pool = ServerPool([base_urls] if isinstance(base_urls, str) else list(base_urls))
+        self.tokenizer = tokenizer
+        self.expected_model = model
+        self.model = model or ""
+        self.api_key = api_key
+        self.request_timeout = request_timeout
+        self.max_retries = max_retries
+        self.max_concurrent = max_concurrent
+        self.server_timeout = server_timeout
+        self.context_length = 0
+        self.weight_version: int | None = None
+        self.restore: Callable[[str], None] | None = None
+        self._wire: _Wire | None = None
+
+    @property
+    def base_urls(self) -> list[str]:
+        """The servers."""
+        return [server.url for server in self.pool.servers]
+
+    async def connect(self, progress: Callable[[str], None] = logger.warning) -> None:
+        """
+        Waits for the servers, then checks that they hold the right model and learns their context length.
+
+        Args:
+            progress (`Callable[[str], None]`, *optional*): Told every few seconds what is waited for.
+
+        Raises:
+            ServerGoneError: If none is up after `server_timeout` seconds; the message has the command that starts one.
+            ServerSetupError: If a server is up but of no use to this run.
+        """
+        start, told = time.monotonic(), 0.0
+        waiting = list(self.pool.servers)
+        while waiting:
+            for server in list(waiting):
+                try:
+                    await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
+                    waiting.remove(server)
+                except RequestFailed as error:
+                    server.fault = str(error)
+            waited = time.monotonic() - start
+            if waiting and waited >= self.server_timeout:
+                break
+            if waiting and waited >= told:
+                urls = ", ".join(server.url for server in waiting)
+                progress(f"Waiting for the vLLM server at {urls} ({waited:.0f} of {self.server_timeout:.0f} s).")
+                told += 5.0
+            if waiting:
+                await asyncio.sleep(min(_POLL, max(0.0, self.server_timeout - waited)))
+        if len(waiting) == len(self.pool.servers):
+            raise ServerGoneError(self.gone())
+        for server in waiting:
+            server.drop(server.fault)
+            progress(f"Going on without the vLLM server at {server.url}: {server.fault}")
+        lengths = []
+        for server in self.pool.servers:
+            if server.up:
+                get = self._caller(server, "GET")
+                post = self._caller(server, "POST")
+                self.model, length = await check_server(server.url, self.expected_model, self.tokenizer, get, post)
+                lengths.append(length)
+        self.context_length = min(lengths)
+
+    async def generate(self, context: list[int], sampling: Sampling, session: str) -> Sample:
+        """
+        Samples one action; see `Engine`. `sampling.max_tokens` must be set.
+
+        Raises:
+            EngineError: If the server refuses the request, or fails at it more than `max_retries` times.
+            ServerGoneError: If no server is up for `server_timeout` seconds.
+        """
+        version = self.weight_version
+        body = {
+            "model": self.model,
+            "prompt": context,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "seed": sampling.seed,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "logprobs": 0,
+            # ids come with the log-probabilities; `return_token_ids` would send the whole prompt back as well
+            "return_tokens_as_token_ids": True,
+        }
+        content = json.dumps(body, separators=(",", ":")).encode()
+        async with self._connection().gate:
+            return await self._ask(session, context, content, version)
+
+    def release(self, session: str) -> None:
+        """Forgets where the conversation was served."""
+        self.pool.release(session)
+
+    def chat(self, messages_list: list[list[Message]], sampling_params: Sampling | None = None) -> list[ChatReply]:
+        """
+        Answers conversations, one reply each, and waits for them: a convenience outside a running event loop.
+
+        Args:
+            messages_list (`list[list[dict]]`): Conversations; rendered here with the tokenizer's chat template.
+            sampling_params (`Sampling`, *optional*): `max_tokens` defaults to what the context leaves.
+
+        Returns:
+            `list[ChatReply]` in the order of `messages_list`.
+        """
+        return asyncio.run(self._chat(messages_list, sampling_params or Sampling()))
+
+    async def close(self) -> None:
+        """Closes the connections of the running event loop."""
+        if self._wire is not None:
+            for task in self._wire.watchers.values():
+                task.cancel()
+            await asyncio.gather(*self._wire.watchers.values(), return_exceptions=True)
+            await self._wire.http.aclose()
+            self._wire = None
+
+    async def _chat(self, messages_list: list[list[Message]], sampling: Sampling) -> list[ChatReply]:
+        if not self.context_length:
+            await self.connect()
+        renderer = ChatRenderer(self.tokenizer)
+
+        async def answer(index: int, messages: list[Message]) -> ChatReply:
+            context = renderer.prompt_ids(messages)
+            fields = {**vars(sampling), "stop_token_ids": (*sampling.stop_token_ids, renderer.end_id)}
+            fields["max_tokens"] = sampling.max_tokens or self.context_length - len(context)
+            session = f"chat-{id(messages_list)}-{index}"
+            try:
+                sample = await self.generate(context, Sampling(**fields), session)
+            finally:
+                self.release(session)
+            return ChatReply(renderer.text(sample.ids), sample.ids, sample.logprobs, context, sample.finish_reason)
+
+        try:
+            return list(await asyncio.gather(*(answer(*item) for item in enumerate(messages_list))))
+        finally:
+            await self.close()
+
+    async def _ask(self, session: str, context: list[int], content: bytes, version: int | None) -> Sample:
+        failures = 0
+        while True:
+            server = await self._server(session, context)
+            try:
+                answer = await self._call(server, "POST", "/v1/completions", content)
+                sample, fingerprint = read_sample(answer, f"POST {server.url}/v1/completions")
+            except RequestFailed as error:
+                if error.unreachable:
+                    server.drop(str(error))
+                if not error.repeat or failures == self.max_retries:
+                    raise
+                failures += 1
+                if server.up:
+                    await asyncio.sleep(min(_LONGEST_BACKOFF, 0.25 * 2**failures))
+                continue
+            if server.fingerprint not in (None, fingerprint):  # restarted between two requests: its weights are others
+                server.drop(f"The server at {server.url} was restarted.")
+                continue
+            server.fingerprint = fingerprint
+            sample.weight_version = version
+            return sample
+
+    async def _server(self, session: str, context: list[int]) -> Server:
+        """The server of a conversation, waiting while none is up."""
+        wire = self._connection()
+        while True:
+            for server in self.pool.servers:
+                if not server.up and server.url not in wire.watchers:
+                    watcher = asyncio.ensure_future(self._watch(server, wire))
+                    wire.watchers[server.url] = watcher
+                    watcher.add_done_callback(lambda done, url=server.url: wire.watchers.pop(url, None))
+            server = self.pool.place(session, context)
+            if server is not None:
+                return server
+            since = min(one.down_since for one in self.pool.servers)
+            left = since + self.server_timeout - time.monotonic()
+            if left <= 0:
+                raise ServerGoneError(self.gone())
+            await asyncio.wait(wire.watchers.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _watch(self, server: Server, wire: _Wire) -> None:
+        """Takes a server back once it answers and holds the right weights."""
+        while True:
+            try:
+                await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
+                if await self._has_weights(server):
+                    break
+                if self.restore is not None:
+                    logger.warning("The vLLM server at %s was restarted: sending it the weights again.", server.url)
+                    await asyncio.to_thread(self.restore, server.url)
+                    break
+                server.fault = f"The server at {server.url} was restarted and waits for its weights."
+            except (RequestFailed, OSError) as error:
+                server.fault = str(error)
+            await asyncio.sleep(_POLL)
+        logger.warning("The vLLM server at %s is back.", server.url)
+        server.take_back()
+
+    async def _has_weights(self, server: Server) -> bool:
+        if self.weight_version is None:
+            return True
+        info = await self._call(server, "GET", "/weight_info", timeout=CONNECT_TIMEOUT)
+        return info["weight_version"] == str(self.weight_version)
+
+    def _caller(self, server: Server, method: str) -> Callable[..., Any]:
+        async def call(path: str, body: dict[str, Any] | None = None) -> Any:
+            return await self._call(server, method, path, None if body is None else json.dumps(body).encode())
+
+        return call
+
+    async def _call(
+        self, server: Server, method: str, path: str, content: bytes | None = None, timeout: float | None = None
+    ) -> Any:
+        limit = httpx.Timeout(timeout or self.request_timeout, connect=CONNECT_TIMEOUT, pool=None)
+        try:
+            response = await self._connection().http.request(method, server.url + path, content=content, timeout=limit)
+        except httpx.TransportError as error:
+            raise no_answer(method, server.url + path, error) from error
+        return read_answer(response)
+
+    def _connection(self) -> _Wire:
+        """Connections of the running event loop; those of an earlier loop cannot be used in another."""
+        loop = asyncio.get_running_loop()
+        if self._wire is None or self._wire.loop is not loop:
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.max_concurrent)
+            http = httpx.AsyncClient(headers=headers(self.api_key), limits=limits, trust_env=False)
+            self._wire = _Wire(loop, http, asyncio.Semaphore(self.max_concurrent), {})
+        return self._wire
+
+    def gone(self) -> str:
+        """What is said when no server is left."""
+        faults = " ".join(dict.fromkeys(server.fault for server in self.pool.servers))
+        return (
+            f"No vLLM server answered for {self.server_timeout:.0f} s at {', '.join(self.base_urls)}. {faults} Start "
+            f"it with `{START_COMMAND}`, R.yaml being this run's recipe."
+        )
+
+
+@dataclass
+class _Wire:
+    """What belongs to one event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    http: httpx.AsyncClient
+    gate: asyncio.Semaphore
+    watchers: dict[str, asyncio.Future[None]]
+
+
+def read_sample(answer: Any, request: str) -> tuple[Sample, str | None]:
+    """
+    The sample in an answer of `/v1/completions`, and the identity of the server that gave it.
+
+    Raises:
+        RequestFailed: If the answer is not one, or the server aborted the request; a repeat may help.
+    """
+    try:
+        choice = answer["choices"][0]
+        ids = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+        logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
+        reason = choice["finish_reason"]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        shown = str(answer)[:400]
+        raise RequestFailed(
+            f"{request} was answered with something that is not a completion: {shown}", True
+        ) from error
+    if reason not in ("stop", "length") or not ids or len(ids) != len(logprobs):
+        raise RequestFailed(
+            f"{request} was answered with {len(ids)} tokens, {len(logprobs)} log-probabilities and the finish reason "
+            f"{reason!r}.",
+            True,
+        )
+    return Sample(ids, logprobs, reason), answer.get("system_fingerprint")

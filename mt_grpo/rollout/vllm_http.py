@@ -1,0 +1,130 @@
+"""HTTP to a vLLM server: every failure as one sentence that names the URL, the status and the server's words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+
+from mt_grpo.rollout.engine import EngineError
+
+CONNECT_TIMEOUT = 5.0
+"""Seconds until a host that does not answer counts as unreachable."""
+_REPEATABLE = {408, 425, 429}
+
+
+class RequestFailed(EngineError):
+    """
+    A request came back without a usable answer.
+
+    Attributes:
+        repeat (`bool`): Whether the same request may succeed later: overload, a server's fault, a lost connection.
+        unreachable (`bool`): Whether there was no answer at all, so that the server may be down.
+        status (`int`, *optional*): HTTP status, where there was an answer.
+    """
+
+    def __init__(self, message: str, repeat: bool, unreachable: bool = False, status: int | None = None) -> None:
+        super().__init__(message)
+        self.repeat = repeat
+        self.unreachable = unreachable
+        self.status = status
+
+
+class ServerSetupError(ValueError):
+    """A server is up but cannot serve this run: wrong model, missing flag, refused key. One sentence with the mend."""
+
+
+class ServerGoneError(ConnectionError):
+    """No server could be reached for as long as the client waits. It ends the run, not one conversation."""
+
+
+def headers(api_key: str | None) -> dict[str, str]:
+    """The headers of every request."""
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+
+
+def read_answer(response: httpx.Response) -> Any:
+    """
+    The decoded JSON of an answer, `None` for an empty one.
+
+    Raises:
+        RequestFailed: For any status but 200, and for a body that is not JSON.
+    """
+    request = f"{response.request.method} {response.request.url}"
+    if response.status_code != 200:
+        status = response.status_code
+        raise RequestFailed(
+            f"{request} was answered with HTTP {status}: {_words(response)}",
+            repeat=status >= 500 or status in _REPEATABLE,
+            status=status,
+        )
+    try:
+        return json.loads(response.content) if response.content else None
+    except ValueError as error:
+        raise RequestFailed(
+            f"{request} was answered with something that is not JSON: {_cut(response.text)}", True
+        ) from (error)
+
+
+def no_answer(method: str, url: str, error: httpx.TransportError) -> RequestFailed:
+    """What a lost connection or a timeout is called."""
+    words = str(error) or "nothing was said"
+    if isinstance(error, httpx.ReadTimeout):
+        words = "it took longer than the time limit of a request"
+    return RequestFailed(f"{method} {url} got no answer ({type(error).__name__}: {words}).", True, unreachable=True)
+
+
+class ServerControl:
+    """
+    One server's control endpoints, called one after another and waited for.
+
+    Args:
+        base_url (`str`): The server.
+        api_key (`str`, *optional*): Its key.
+        timeout (`float`, *optional*, defaults to `300.0`): Seconds one call may take.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 300.0) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._client = httpx.Client(
+            headers=headers(api_key), timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT), trust_env=False
+        )
+
+    def get(self, path: str, **params: Any) -> Any:
+        """GET; see `read_answer` for what is returned and raised."""
+        return self._call("GET", path, None, params)
+
+    def post(self, path: str, body: dict[str, Any] | None = None, **params: Any) -> Any:
+        """POST, never repeated; see `read_answer` for what is returned and raised."""
+        return self._call("POST", path, body, params)
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None, params: dict[str, Any]) -> Any:
+        try:
+            response = self._client.request(method, self.base_url + path, json=body, params=params)
+        except httpx.TransportError as error:
+            raise no_answer(method, self.base_url + path, error) from error
+        if path.endswith("_lora_adapter") and response.status_code == 200:  # vLLM answers these two in plain words
+            return response.text
+        return read_answer(response)
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._client.close()
+
+
+def _words(response: httpx.Response) -> str:
+    """What the server said, out of whichever shape it said it in."""
+    try:
+        answer = json.loads(response.content)
+    except ValueError:
+        return _cut(response.text)
+    for key in ("error", "message", "detail"):
+        if isinstance(answer, dict) and key in answer:
+            answer = answer[key]
+    return _cut(answer if isinstance(answer, str) else json.dumps(answer))
+
+
+def _cut(text: str, length: int = 400) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= length else f"{text[:length]} ..."

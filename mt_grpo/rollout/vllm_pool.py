@@ -1,0 +1,96 @@
+"""Which conversation is served where: whole groups on one server, so that its prefix cache serves them."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Server:
+    """
+    One server as its clients see it.
+
+    Args:
+        url (`str`): Base URL without a trailing slash.
+        down_since (`float`, *optional*): Moment (`time.monotonic`) it stopped answering; `None` while it is up.
+        fault (`str`): What was seen when it stopped.
+        fingerprint (`str`, *optional*): The identity its answers carry, once seen; a restarted server has another.
+        sessions (`set[str]`): Conversations under way on it.
+    """
+
+    url: str
+    down_since: float | None = None
+    fault: str = ""
+    fingerprint: str | None = None
+    sessions: set[str] = field(default_factory=set)
+
+    @property
+    def up(self) -> bool:
+        return self.down_since is None
+
+    def drop(self, fault: str) -> None:
+        """Leaves it out until it is taken back."""
+        if self.up:
+            self.down_since, self.fault = time.monotonic(), fault
+
+    def take_back(self) -> None:
+        """Lets conversations go to it."""
+        self.down_since, self.fault, self.fingerprint = None, "", None
+
+
+class ServerPool:
+    """
+    Places conversations on servers.
+
+    A conversation belongs to the group of its first context, which members of a GRPO group share. A group goes to the
+    server with the fewest conversations, equal ones told apart by a hash that is the same in every process. A
+    conversation stays where it is while that server is up.
+
+    Args:
+        urls (`list[str]`): The servers.
+    """
+
+    def __init__(self, urls: list[str]) -> None:
+        self.servers = [Server(url.rstrip("/")) for url in urls]
+        self._server: dict[str, Server] = {}
+        self._group: dict[str, int] = {}
+        self._server_of_group: dict[int, Server] = {}
+        self._members: Counter[int] = Counter()
+
+    def place(self, session: str, context: list[int]) -> Server | None:
+        """The server of a conversation; `None` while none is up."""
+        server = self._server.get(session)
+        if server is not None and server.up:
+            return server
+        if session not in self._group:
+            self._group[session] = hash(tuple(context))
+            self._members[self._group[session]] += 1
+        group = self._group[session]
+        chosen = self._server_of_group.get(group)
+        if chosen is None or not chosen.up:
+            up = [candidate for candidate in self.servers if candidate.up]
+            if not up:
+                return None
+            chosen = min(up, key=lambda one: (len(one.sessions), zlib.crc32(f"{one.url}/{group}".encode())))
+            self._server_of_group[group] = chosen
+        if server is not None:
+            server.sessions.discard(session)
+        self._server[session] = chosen
+        chosen.sessions.add(session)
+        return chosen
+
+    def release(self, session: str) -> None:
+        """Forgets a conversation, and its group with the last of its members."""
+        group = self._group.pop(session, None)
+        if group is None:
+            return
+        server = self._server.pop(session, None)
+        if server is not None:
+            server.sessions.discard(session)
+        self._members[group] -= 1
+        if not self._members[group]:
+            del self._members[group]
+            self._server_of_group.pop(group, None)
