@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint bench warm-start clean
+.PHONY: quickstart test lint bench server-cpu warm-start clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
@@ -20,6 +20,13 @@ lint: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/rollout.py
 
+# The environment of a vLLM server that runs on a CPU; tests and `mt-grpo serve` use it where it is there.
+server-cpu: .venv-vllm/.installed
+
+.venv-vllm/.installed: pyproject.toml scripts/install_server_cpu.sh
+	PYTHON=$(PYTHON) scripts/install_server_cpu.sh .venv-vllm
+	touch $@
+
 warm-start: $(VENV)/.installed
 	$(BIN)/python scripts/warm_start.py
 
@@ -28,4 +35,4 @@ $(VENV)/.installed: pyproject.toml scripts/install.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .venv-vllm runs

@@ -1,4 +1,4 @@
-"""The command line: `mt-grpo train | rollout`."""
+"""The command line: `mt-grpo train | rollout | serve`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ USAGE = """usage: mt-grpo COMMAND --config RECIPE.yaml [--field value ...]
 commands:
   train      train an agent; every field of the recipe can be set on the command line
   rollout    show what the agent does on --num_prompts N prompts (4); trains nothing
+  serve      start the vLLM server that the recipe's trainer needs
 """
 
 
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: Exit status: 0, or 1 after one sentence about what is wrong with the input.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "rollout": rollout}
+    commands = {"train": train, "rollout": rollout, "serve": serve}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if arguments else 1
@@ -63,6 +64,19 @@ def rollout(arguments: list[str]) -> int:
         console.rule(f"conversation {number + 1}")
         console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
     return 0
+
+
+def serve(arguments: list[str]) -> int:
+    """`mt-grpo serve`: becomes the vLLM server that the recipe's trainer needs; returns only where it cannot."""
+    warnings.simplefilter("ignore", FutureWarning)
+    from mt_grpo.training import serve as server
+    from mt_grpo.training.recipe import parse_recipe
+
+    try:
+        server.serve(parse_recipe(arguments))
+    except (ValueError, OSError) as error:
+        print(f"mt-grpo: {' '.join(str(error).split())}", file=sys.stderr)
+    return 1
 
 
 def _console(quiet: bool = False):

@@ -34,7 +34,7 @@ async def check_server(url: str, model: str | None, tokenizer: Any, get: Call, p
     except RequestFailed as error:
         if error.status == 401:
             raise ServerSetupError(
-                f"The vLLM server at {url} refuses the API key: set `vllm_api_key` to its key."
+                f"The vLLM server at {url} refuses the API key: set `VLLM_API_KEY` to its key."
             ) from (error)
         raise
     served = next((entry for entry in models if model is None or _same(model, entry)), None)

@@ -12,9 +12,10 @@ from typing import Any
 
 import httpx
 
-from mt_grpo.rollout.chat import ChatRenderer
 from mt_grpo.rollout.engine import Sample, Sampling
+from mt_grpo.rollout.vllm_chat import ChatReply, answer_all
 from mt_grpo.rollout.vllm_check import check_server
+from mt_grpo.rollout.vllm_completions import completion_request, read_sample
 from mt_grpo.rollout.vllm_http import (
     CONNECT_TIMEOUT,
     RequestFailed,
@@ -31,25 +32,6 @@ logger = logging.getLogger(__name__)
 START_COMMAND = "mt-grpo serve --config R.yaml"
 _POLL = 0.5  # seconds between looks at a server that is down
 _LONGEST_BACKOFF = 8.0
-
-
-@dataclass
-class ChatReply:
-    """
-    One answer of `VLLMServerClient.chat`.
-
-    Args:
-        text (`str`): What the model wrote, without the token that ended it.
-        token_ids (`list[int]`), logprobs (`list[float]`): As sampled.
-        prompt_token_ids (`list[int]`): The conversation as the model was given it.
-        finish_reason (`str`): `"stop"` or `"length"`.
-    """
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    prompt_token_ids: list[int]
-    finish_reason: str
 
 
 class VLLMServerClient:
@@ -162,25 +144,7 @@ class VLLMServerClient:
             ServerGoneError: If no server is up for `server_timeout` seconds.
         """
         version = self.weight_version
-        body = {
-            "model": self.model,
-            "prompt": context,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "seed": sampling.seed,
-            "stop": list(sampling.stop),
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-            "logprobs": 0,
-            # ids come with the log-probabilities; `return_token_ids` would send the whole prompt back as well
-            "return_tokens_as_token_ids": True,
-        }
-        content = json.dumps(body, separators=(",", ":")).encode()
+        content = completion_request(self.model, context, sampling)
         async with self._connection().gate:
             return await self._ask(session, context, content, version)
 
@@ -199,7 +163,7 @@ class VLLMServerClient:
         Returns:
             `list[ChatReply]` in the order of `messages_list`.
         """
-        return asyncio.run(self._chat(messages_list, sampling_params or Sampling()))
+        return asyncio.run(answer_all(self, messages_list, sampling_params or Sampling()))
 
     async def close(self) -> None:
         """Closes the connections of the running event loop."""
@@ -209,27 +173,6 @@ class VLLMServerClient:
             await asyncio.gather(*self._wire.watchers.values(), return_exceptions=True)
             await self._wire.http.aclose()
             self._wire = None
-
-    async def _chat(self, messages_list: list[list[Message]], sampling: Sampling) -> list[ChatReply]:
-        if not self.context_length:
-            await self.connect()
-        renderer = ChatRenderer(self.tokenizer)
-
-        async def answer(index: int, messages: list[Message]) -> ChatReply:
-            context = renderer.prompt_ids(messages)
-            fields = {**vars(sampling), "stop_token_ids": (*sampling.stop_token_ids, renderer.end_id)}
-            fields["max_tokens"] = sampling.max_tokens or self.context_length - len(context)
-            session = f"chat-{id(messages_list)}-{index}"
-            try:
-                sample = await self.generate(context, Sampling(**fields), session)
-            finally:
-                self.release(session)
-            return ChatReply(renderer.text(sample.ids), sample.ids, sample.logprobs, context, sample.finish_reason)
-
-        try:
-            return list(await asyncio.gather(*(answer(*item) for item in enumerate(messages_list))))
-        finally:
-            await self.close()
 
     async def _ask(self, session: str, context: list[int], content: bytes, version: int | None) -> Sample:
         failures = 0
@@ -262,11 +205,13 @@ class VLLMServerClient:
                 if not server.up and server.url not in wire.watchers:
                     watcher = asyncio.ensure_future(self._watch(server, wire))
                     wire.watchers[server.url] = watcher
-                    watcher.add_done_callback(lambda done, url=server.url: wire.watchers.pop(url, None))
+                    watcher.add_done_callback(lambda done, server=server: wire.end_watch(server, done))
+                if server.failure is not None:
+                    raise server.failure
             server = self.pool.place(session, context)
             if server is not None:
                 return server
-            since = min(one.down_since for one in self.pool.servers)
+            since = max(one.down_since for one in self.pool.servers)
             left = since + self.server_timeout - time.monotonic()
             if left <= 0:
                 raise ServerGoneError(self.gone())
@@ -282,8 +227,8 @@ class VLLMServerClient:
                 if self.restore is not None:
                     logger.warning("The vLLM server at %s was restarted: sending it the weights again.", server.url)
                     await asyncio.to_thread(self.restore, server.url)
-                    break
-                server.fault = f"The server at {server.url} was restarted and waits for its weights."
+                else:
+                    server.fault = f"The server at {server.url} was restarted and waits for its weights."
             except (RequestFailed, OSError) as error:
                 server.fault = str(error)
             await asyncio.sleep(_POLL)
@@ -339,28 +284,8 @@ class _Wire:
     gate: asyncio.Semaphore
     watchers: dict[str, asyncio.Future[None]]
 
-
-def read_sample(answer: Any, request: str) -> tuple[Sample, str | None]:
-    """
-    The sample in an answer of `/v1/completions`, and the identity of the server that gave it.
-
-    Raises:
-        RequestFailed: If the answer is not one, or the server aborted the request; a repeat may help.
-    """
-    try:
-        choice = answer["choices"][0]
-        ids = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
-        logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
-        reason = choice["finish_reason"]
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        shown = str(answer)[:400]
-        raise RequestFailed(
-            f"{request} was answered with something that is not a completion: {shown}", True
-        ) from error
-    if reason not in ("stop", "length") or not ids or len(ids) != len(logprobs):
-        raise RequestFailed(
-            f"{request} was answered with {len(ids)} tokens, {len(logprobs)} log-probabilities and the finish reason "
-            f"{reason!r}.",
-            True,
-        )
-    return Sample(ids, logprobs, reason), answer.get("system_fingerprint")
+    def end_watch(self, server: Server, done: asyncio.Future[None]) -> None:
+        """A server whose weights cannot be brought back fails every conversation, and with them the run."""
+        self.watchers.pop(server.url, None)
+        if not done.cancelled():
+            server.failure = done.exception()

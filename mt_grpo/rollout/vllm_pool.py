@@ -18,6 +18,7 @@ class Server:
         down_since (`float`, *optional*): Moment (`time.monotonic`) it stopped answering; `None` while it is up.
         fault (`str`): What was seen when it stopped.
         fingerprint (`str`, *optional*): The identity its answers carry, once seen; a restarted server has another.
+        failure (`BaseException`, *optional*): Why it can never be taken back, where that is so.
         sessions (`set[str]`): Conversations under way on it.
     """
 
@@ -25,6 +26,7 @@ class Server:
     down_since: float | None = None
     fault: str = ""
     fingerprint: str | None = None
+    failure: BaseException | None = None
     sessions: set[str] = field(default_factory=set)
 
     @property

@@ -1,7 +1,7 @@
 """Attention over packed trees, for any decoder that goes through transformers' attention interface.
 
-Three implementations of one rule, `token q sees token k iff k <= q <= exit[k]`: `segment` (any device), `flex` (GPU) and
-`dense` (the whole mask; small rows, and the oracle of the tests).
+Three implementations of one rule, `token q sees token k iff k <= q <= exit[k]`: `segment` (any device), `flex` (GPU)
+and `dense` (the whole mask; small rows, and the oracle of the tests).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mt_grpo.training.packing import Packed
@@ -84,8 +84,8 @@ class TreeLayout:
 
     def chain_mask(self, chain: int, first: int, dtype: torch.dtype, window: int | None) -> Tensor:
         """
-        Additive mask of a chain's queries over the keys of its path from depth `first` on. All chains share one matrix:
-        a chain with `P` tokens before it reads the columns in which query `i` ends at `P + i`.
+        Additive mask of a chain's queries over the keys of its path from depth `first` on. All chains share one
+        matrix: a chain with `P` tokens before it reads the columns in which query `i` ends at `P + i`.
         """
         key = ("chain", dtype, window)
         if key not in self._cache:
@@ -134,9 +134,7 @@ class TreeLayout:
             return (k <= q) & (q <= exits[k]) & (depths[q] - depths[k] < window)
 
         rule = visible if window is None else visible_in_window
-        return BlockMask.from_kv_blocks(
-            *tensors, BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=(self.size, self.size)
-        )
+        return BlockMask.from_kv_blocks(*tensors, BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=(self.size, self.size))
 
 
 def segment_attention(
@@ -215,6 +213,8 @@ def register(original: str) -> str:
     (`"sdpa"`, `"flash_attention_2"`, ...) where it is not. Returns its name.
     """
     name = f"tree_or_{original}"
+    if name in ALL_ATTENTION_FUNCTIONS:
+        return name
     plain = ALL_ATTENTION_FUNCTIONS[original]
 
     def attention(
@@ -237,8 +237,8 @@ def register(original: str) -> str:
         return output.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(name, attention)
-    if original in AttentionMaskInterface._global_mapping:
-        AttentionMaskInterface.register(name, AttentionMaskInterface._global_mapping[original])
+    if original in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
     return name
 
 
@@ -267,6 +267,8 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         return f"has layers of type {', '.join(sorted(foreign))}"
     if not model._supports_attention_backend:
         return "does not go through transformers' attention interface"
+    if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
+        return "mixes neighbouring tokens by convolution"
     if getattr(config, "expert_capacity", None) or getattr(config, "output_router_logits", False):
         return "routes or balances experts by the batch"
     if getattr(config, "attn_logit_softcapping", None) is not None:

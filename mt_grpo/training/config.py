@@ -9,6 +9,9 @@ from trl import GRPOConfig
 
 from mt_grpo.credit import get_estimator
 
+FORWARDS = ("tree", "padded")
+ATTENTIONS = ("auto", "segment", "flex", "dense")
+
 
 class ConfigError(ValueError):
     """An option is wrong. The message is one sentence fit for the user."""
@@ -37,6 +40,10 @@ class MTGRPOConfig(GRPOConfig):
         max_concurrent_rollouts (`int`, *optional*): Conversations under way at once; all where unset.
         tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take.
         rollout_timeout (`float`, *optional*): Seconds one conversation may take; no bound where unset.
+        forward (`str`, *optional*, defaults to `"tree"`): How log-probs are computed in training: `"tree"` (every
+            token once, shared prefixes shared) or `"padded"` (TRL's).
+        tree_attention (`str`, *optional*, defaults to `"auto"`): Attention of the tree forward: `"auto"`, `"segment"`,
+            `"flex"` or `"dense"`.
     """
 
     env: str | None = field(default=None, metadata={"help": "Dotted path of an environment class."})
@@ -63,6 +70,9 @@ class MTGRPOConfig(GRPOConfig):
     tool_timeout: float | None = field(default=60.0, metadata={"help": "Seconds one tool call may take."})
     rollout_timeout: float | None = field(default=None, metadata={"help": "Seconds one conversation may take."})
 
+    forward: str = field(default="tree", metadata={"help": "'tree' (every token once) or 'padded' (TRL's)."})
+    tree_attention: str = field(default="auto", metadata={"help": "'auto', 'segment', 'flex' or 'dense'."})
+
     def __post_init__(self) -> None:
         for name in ("tools", "external_plugins", "turn_reward_funcs", "outcome_reward_funcs"):
             if isinstance(getattr(self, name), str):  # a recipe may give one name without a list
@@ -77,6 +87,9 @@ class MTGRPOConfig(GRPOConfig):
                 "`multi_objective_aggregation: normalize_then_sum` does not say which turn a reward belongs to; leave "
                 "it out, and weigh rewards with `reward_weights`."
             )
+        for name, known in (("forward", FORWARDS), ("tree_attention", ATTENTIONS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
         self._check_batch_sizes()
         super().__post_init__()
 

@@ -138,7 +138,9 @@ def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
     forks = np.full(len(order), -1, dtype=np.int64)
     path = np.empty(longest, dtype=np.int64)
     unseen = [tree.turns >= 0 for tree in flat]
-    predictors, scored = [], []
+    scored: list[np.ndarray] = []
+    places: list[np.ndarray] = []
+    turns: list[np.ndarray] = []
     for index, common, length, start in zip(order, shared.tolist(), lengths.tolist(), starts.tolist(), strict=True):
         if common:
             forks[len(scored)] = path[common - 1]
@@ -148,8 +150,9 @@ def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
         chosen = pending.nonzero()[0] if where is None else pending[where].nonzero()[0]
         if len(chosen) and chosen[0] == 0:
             raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
-        predictors.append(path[chosen - 1])
+        places.append(path[chosen])
         scored.append(chosen if where is None else where[chosen])
+        turns.append(flat[owners[index]].turns[scored[-1]])
         if where is not None:
             pending[scored[-1]] = False
     ends = np.full(longest, total, dtype=np.int64)  # for each depth, where its subtree stops
@@ -161,19 +164,17 @@ def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
 
     parent = counter[:total] - 1
     parent[starts[added > 0]] = forks[added > 0]
-    tree = np.repeat([owners[index] for index in order], [len(chosen) for chosen in scored]).astype(np.int64)
-    column = _join(scored)
-    bases = np.cumsum([0, *(len(tree.tokens) for tree in flat)])[tree] + column
+    place = _join(places)
     return Packed(
         input_ids,
         counter[:total] - np.repeat(starts - shared, added),
         parent,
         exits - 1,
-        _join(predictors),
-        _join([tree.tokens for tree in flat])[bases],
-        tree,
-        column,
-        _join([tree.turns for tree in flat])[bases],
+        parent[place],
+        input_ids[place],
+        np.repeat([owners[index] for index in order], [len(chosen) for chosen in scored]).astype(np.int64),
+        _join(scored),
+        _join(turns),
     )
 
 
@@ -197,8 +198,9 @@ def _sequences(flat: list[FlatTree]) -> tuple[list[np.ndarray], list[np.ndarray 
 
 
 def _sort(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
-    """Lexicographic order, and the length of the prefix each sequence shares with the one before it."""
-    keys = [sequence.astype(">u4").tobytes() for sequence in sequences]  # big-endian bytes compare as the ids do
+    """An order that puts common prefixes side by side, and the length each sequence shares with the one before it."""
+    # bytes do not compare as the ids do, but any total order of the ids puts common prefixes side by side
+    keys = [sequence.tobytes() for sequence in sequences]
     order = sorted(range(len(sequences)), key=keys.__getitem__)
     shared = np.zeros(len(order), dtype=np.int64)
     for place in range(1, len(order)):

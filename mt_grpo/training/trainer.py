@@ -22,6 +22,7 @@ from mt_grpo.rollout import Engine, Limits, RolloutRequest, RolloutRunner, Sampl
 from mt_grpo.rollout.transformers_engine import TransformersEngine
 from mt_grpo.training.build import build_env, prepare_tokenizer
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.training.forward import batch_logps, enable_trees, regroup
 from mt_grpo.training.records import (
     UNFINISHED,
     MetricsCallback,
@@ -98,6 +99,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+        if args.forward == "tree":
+            for policy in filter(None, (self.model, self.ref_model)):
+                enable_trees(self.accelerator.unwrap_model(policy))
+        self._scored: torch.Tensor | None = None
         self.reward_func_names = [reward.name for reward in rewards]
         if args.reward_weights is None:
             self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float32)
@@ -138,6 +143,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             elif self._mask_truncated and trajectory.stop_reason in UNFINISHED:
                 completion.mask = [0] * len(completion.mask)
         self._turn_ids = [completion.turns for completion in completions]
+        self._masks = [completion.mask for completion in completions]
         prompt_ids = [completion.prompt_ids for completion in completions]
         self._log_rollouts(trajectories, prompt_ids, mode)
         return (
@@ -276,7 +282,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         for _ in range(min(len(means), len(shown))):
             shown.pop()
         shown.extend(means.tolist())
-        local = advantages[self.accelerator.process_index * len(inputs) :][: len(inputs)]
+        first = self.accelerator.process_index * len(inputs)
+        local = advantages[first:][: len(inputs)]
+        rows = torch.arange(first, first + len(inputs), device=self.accelerator.device)
+        output["group_ids"] = rows // self._reward_batch.group_size
         turn_ids = torch.zeros_like(output["completion_ids"])
         for row, turns in enumerate(self._turn_ids):
             turn_ids[row, : len(turns)] = torch.tensor(turns, device=turn_ids.device)
@@ -284,6 +293,62 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if mode == "eval":
             self.eval_trajectories += self._trajectories
         return output
+
+    # Forward: every token once, and the rows of a group in one micro-batch, where they share their prompt
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        buffered = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.args.forward == "tree" and self._buffered_inputs is not buffered:
+            self._buffered_inputs = regroup(self._buffered_inputs)
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return inputs
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._scored = inputs["completion_mask"] * inputs["tool_mask"]
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self._scored = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """TRL's, `(B, T)`, with log-probs and entropies computed at the trained tokens only and 0 elsewhere."""
+        if self.args.forward == "padded":
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+            )
+        scored = self._sampled_mask(input_ids, logits_to_keep) if self._scored is None else self._scored
+        columns = (
+            input_ids[:, :-logits_to_keep],
+            attention_mask[:, :-logits_to_keep],
+            input_ids[:, -logits_to_keep:],
+            attention_mask[:, -logits_to_keep:],
+            scored,
+        )
+        pieces = zip(*(column.split(batch_size or len(input_ids)) for column in columns), strict=True)
+        with self.accelerator.autocast():
+            results = [
+                batch_logps(model, *piece, attention=self.args.tree_attention, temperature=self.temperature)
+                for piece in pieces
+            ]
+        logps, entropies = (torch.cat(tensors) for tensors in zip(*results, strict=True))
+        return logps, entropies if compute_entropy else None, None
+
+    def _sampled_mask(self, input_ids: torch.Tensor, width: int) -> torch.Tensor:
+        """The completion mask of the batch that is being scored, `(B, T)`."""
+        mask = torch.zeros(len(input_ids), width, dtype=torch.long, device=input_ids.device)
+        for row, values in enumerate(self._masks):
+            mask[row, : len(values)] = torch.tensor(values, device=mask.device)
+        return mask
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.eval_trajectories = []

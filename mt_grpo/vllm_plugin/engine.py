@@ -1,4 +1,4 @@
-"""The server's side of weight sync by file: a safetensors file in shared memory or a shared folder becomes the model."""
+"""The server's side of weight sync by file: a safetensors file on a path both machines see becomes the model."""
 
 from __future__ import annotations
 

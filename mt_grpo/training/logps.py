@@ -1,0 +1,128 @@
+"""Log-probabilities of every turn's action, each computed in the context the model had when it acted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mt_grpo.training.forward import enable_trees, run
+from mt_grpo.training.packing import FlatTree, flatten, pack
+from mt_grpo.trajectory import TokenTree
+
+FORWARDS = ("tree", "padded", "turn_by_turn")
+
+
+def token_logps(
+    model: PreTrainedModel,
+    trees: Sequence[TokenTree],
+    *,
+    forward: str = "tree",
+    attention: str = "auto",
+    temperature: float = 1.0,
+) -> list[list[Tensor]]:
+    """
+    Log-probabilities of the sampled tokens, differentiable.
+
+    Args:
+        model (`PreTrainedModel`): A causal language model, with or without a PEFT adapter.
+        trees (`list[TokenTree]`): Trajectories.
+        forward (`str`, *optional*, defaults to `"tree"`): `"tree"` computes every token once; `"padded"` makes each
+            root-to-leaf sequence a row of a padded batch; `"turn_by_turn"` runs each turn's context and action alone.
+        attention (`str`, *optional*, defaults to `"auto"`): Attention of `"tree"`: `"segment"`, `"flex"` or `"dense"`.
+        temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
+
+    Returns:
+        `list[list[Tensor]]`: for each tree, for each turn, a float32 tensor with an entry for each action token.
+
+    Raises:
+        UnsupportedModelError: If the model cannot run over packed trees and `forward` is `"tree"`.
+        ValueError: If `forward` is unknown, or an action has no context.
+    """
+    if forward not in FORWARDS:
+        raise ValueError(f"`forward` is {forward!r}; choose one of {', '.join(FORWARDS)}.")
+    flat = [flatten(tree) for tree in trees]
+    turns = [tree.num_turns for tree in trees]
+    if forward == "tree":
+        return _tree(model, flat, turns, attention, temperature)
+    return (_padded if forward == "padded" else _turn_by_turn)(model, flat, turns, temperature)
+
+
+def _tree(
+    model: PreTrainedModel, flat: list[FlatTree], num_turns: list[int], attention: str, temperature: float
+) -> list[list[Tensor]]:
+    enable_trees(model)
+    packed = pack(flat)
+    logps = run(model, packed, attention, temperature).logps
+    order = packed.turn_order
+    logps = logps[torch.from_numpy(order).to(logps.device)]
+    bases = np.cumsum([0, *num_turns])
+    sizes = np.bincount(bases[packed.tree] + packed.turn, minlength=bases[-1])
+    pieces = iter(logps.split(sizes.tolist()))
+    return [[next(pieces) for _ in range(count)] for count in num_turns]
+
+
+def _padded(
+    model: PreTrainedModel, flat: list[FlatTree], num_turns: list[int], temperature: float
+) -> list[list[Tensor]]:
+    paths = [(number, path) for number, tree in enumerate(flat) for path in tree.paths()]
+    lengths = torch.tensor([len(path) for _, path in paths])
+    device = next(model.parameters()).device
+    input_ids = nn.utils.rnn.pad_sequence(
+        [torch.from_numpy(flat[number].tokens[path]) for number, path in paths], batch_first=True
+    ).to(device)
+    mask = (torch.arange(input_ids.size(1)) < lengths[:, None]).long().to(device)
+    logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
+    scores = _gather(logits[:, :-1], input_ids[:, 1:], temperature)
+    found: list[list[list[Tensor]]] = [[[] for _ in range(count)] for count in num_turns]
+    seen = [np.zeros(len(tree.tokens), dtype=bool) for tree in flat]
+    for row, (number, path) in enumerate(paths):
+        turns = np.where(seen[number][path], -1, flat[number].turns[path])
+        seen[number][path] = True
+        for turn in sorted(set(turns[turns >= 0].tolist())):
+            places = np.flatnonzero(turns == turn)
+            _check(places)
+            found[number][turn].append(scores[row, torch.from_numpy(places - 1)])
+    empty = scores.new_zeros(0)
+    return [[torch.cat([empty, *pieces]) for pieces in tree] for tree in found]
+
+
+def _turn_by_turn(
+    model: PreTrainedModel, flat: list[FlatTree], num_turns: list[int], temperature: float
+) -> list[list[Tensor]]:
+    device = next(model.parameters()).device
+    found = []
+    for tree, count in zip(flat, num_turns, strict=True):
+        paths = tree.paths()
+        tensors = []
+        for turn in range(count):
+            path = next((path for path in paths if _holds(tree, path, turn)), None)
+            if path is None:
+                tensors.append(torch.zeros(0, device=device))
+                continue
+            places = np.flatnonzero(tree.turns[path] == turn)
+            _check(places)
+            input_ids = torch.from_numpy(tree.tokens[path[: places[-1] + 1]]).to(device)[None]
+            logits = model(input_ids=input_ids, use_cache=False).logits[0, places[0] - 1 : -1]
+            tensors.append(_gather(logits, input_ids[0, places[0] :], temperature))
+        found.append(tensors)
+    return found
+
+
+def _holds(tree: FlatTree, path: np.ndarray, turn: int) -> bool:
+    """Whether a path holds the whole action of a turn: a later context may have cut it and left it half way."""
+    size = int((tree.turns == turn).sum())
+    return size > 0 and int((tree.turns[path] == turn).sum()) == size
+
+
+def _check(places: np.ndarray) -> None:
+    if places[0] == 0:
+        raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
+
+
+def _gather(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return logits.log_softmax(dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,111 @@
+"""The vLLM server that a recipe's trainer needs: its command, and the addresses both sides agree on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import uuid
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+import mt_grpo
+from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.training.launch import resolve_model
+from mt_grpo.training.recipe import Recipe
+
+_EVERYWHERE = "0.0.0.0"
+
+
+def server_urls(args: MTGRPOConfig) -> list[str]:
+    """
+    Where a run finds its servers: `vllm_server_base_url`, several separated by commas, or
+    `vllm_server_host` and `vllm_server_port`.
+    """
+    if args.vllm_server_base_url:
+        return [url.strip().rstrip("/") for url in args.vllm_server_base_url.split(",")]
+    host = "127.0.0.1" if args.vllm_server_host == _EVERYWHERE else args.vllm_server_host
+    return [f"http://{host}:{args.vllm_server_port}"]
+
+
+def weight_transport(args: MTGRPOConfig) -> str:
+    """How weights reach the server: as `weight_sync` says; NCCL between GPUs, a file elsewhere, where it is `auto`."""
+    wanted = getattr(args, "weight_sync", "auto")
+    if wanted == "auto":
+        return "safetensors" if args.use_cpu or not torch.cuda.is_available() else "nccl"
+    return wanted
+
+
+def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
+    """
+    The command that starts a recipe's server, and the environment variables it needs beside those of this process.
+
+    The interpreter is that of `.venv-vllm` in the checkout, where it has been made, else this one. An API key is taken
+    from `VLLM_API_KEY`, by the server as by the trainer, so that no command line shows it.
+
+    Raises:
+        ConfigError: If the recipe's server is on another machine.
+    """
+    args, model = recipe.training, recipe.model
+    host, port = _address(args)
+    transport = weight_transport(args)
+    command = [
+        str(_interpreter()),
+        *("-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", resolve_model(model.model_name_or_path)),
+        *("--host", host, "--port", str(port)),
+        *("--dtype", "bfloat16" if args.bf16 else "float16" if args.fp16 else model.dtype or "auto"),
+        *("--tensor-parallel-size", str(args.vllm_tensor_parallel_size)),
+        "--enable-prefix-caching",
+        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
+        *("--weight-transfer-config", json.dumps({"backend": "nccl" if transport == "nccl" else "safetensors"})),
+        # answers carry it: a client sees by it that the server was restarted and has lost its weights
+        *("--fingerprint-mode", "custom", "--fingerprint-value", f"mt-grpo-{uuid.uuid4().hex[:12]}"),
+    ]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if args.vllm_max_model_length:
+        command += ["--max-model-len", str(args.vllm_max_model_length)]
+    if model.model_revision and model.model_revision != "main":
+        command += ["--revision", model.model_revision]
+    if args.trust_remote_code:
+        command.append("--trust-remote-code")
+    if transport == "lora":
+        command += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(_rank(model.lora_r))]
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if args.use_cpu or not torch.cuda.is_available():
+        command.append("--enforce-eager")
+        environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+    return command, environment
+
+
+def serve(recipe: Recipe) -> None:
+    """Prints the command and becomes it."""
+    command, environment = server_command(recipe)
+    print(" ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(command)]), flush=True)
+    os.execve(command[0], command, {**os.environ, **environment})
+
+
+def _address(args: MTGRPOConfig) -> tuple[str, int]:
+    if not args.vllm_server_base_url:
+        return args.vllm_server_host, args.vllm_server_port
+    urls = server_urls(args)
+    parts = urlsplit(urls[0])
+    if len(urls) > 1 or parts.hostname not in ("127.0.0.1", "localhost"):
+        raise ConfigError(
+            f"`vllm_server_base_url: {args.vllm_server_base_url}` is not one server on this machine: start each on "
+            "its own machine, with `--vllm_server_base_url ''`, `--vllm_server_host` and `--vllm_server_port`."
+        )
+    return parts.hostname, parts.port or 80
+
+
+def _interpreter() -> Path:
+    own = Path(mt_grpo.__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+    return own if own.exists() else Path(sys.executable)
+
+
+def _rank(rank: int) -> int:
+    """vLLM knows certain ranks only; the next one up holds the adapter."""
+    return next(size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank)

@@ -1,0 +1,130 @@
+"""Weights as one safetensors file: each tensor is copied once, from the trainer to where the server reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+
+
+class WeightFile:
+    """
+    A file that is filled tensor by tensor and appears under its name when it is complete.
+
+    Args:
+        path (`Path`): Where it will be.
+        layout (`list[tuple[str, torch.dtype, tuple]]`): Name, dtype and shape of every tensor.
+
+    Raises:
+        OSError: If there is no room for it; nothing is left behind.
+    """
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        self.path = path
+        self._partial = path.with_suffix(".partial")
+        # wide dtypes first, so that every tensor begins at a multiple of its element's size
+        ordered = sorted(layout, key=lambda entry: -entry[1].itemsize)
+        header, offset, places = {}, 0, {}
+        for name, dtype, shape in ordered:
+            size = dtype.itemsize * torch.Size(shape).numel()
+            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+            places[name] = (offset, size, dtype, shape)
+            offset += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.num_bytes = offset
+        self._begin, self._places = 8 + len(text), places
+        try:
+            with open(self._partial, "wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                # reserves the room: a full disk is an error here, not a bus error in the middle of a copy
+                os.posix_fallocate(file.fileno(), 0, self._begin + offset)
+        except OSError:
+            self._partial.unlink(missing_ok=True)
+            raise
+        self._bytes = torch.from_file(str(self._partial), shared=True, size=self._begin + offset, dtype=torch.uint8)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Copies one tensor to its place."""
+        offset, size, dtype, shape = self._places[name]
+        begin = self._begin + offset
+        self._bytes[begin : begin + size].view(dtype).view(shape).copy_(tensor)
+
+    def finish(self) -> Path:
+        """Puts the complete file under its name, at once."""
+        del self._bytes
+        with open(self._partial, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(self._partial, self.path)
+        return self.path
+
+    def discard(self) -> None:
+        """Removes what was written."""
+        del self._bytes
+        self._partial.unlink(missing_ok=True)
+
+
+def write_weights(path: Path, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
+    """
+    Writes a file from a walk over parameters.
+
+    The walk is always finished, even when writing fails: walking gathers parameters together with other processes, and
+    merges an adapter that only the end of the walk takes out again.
+
+    Raises:
+        OSError: If the file cannot be written; nothing is left behind.
+    """
+    iterator = iter(tensors)
+    try:
+        file = WeightFile(path, layout)
+        try:
+            for name, tensor in iterator:
+                file.write(name, tensor)
+        except BaseException:
+            file.discard()
+            raise
+    finally:
+        exhaust(iterator)
+    return file.finish()
+
+
+def exhaust(iterator: Iterator[object]) -> None:
+    """Takes part in a walk without looking at it."""
+    for _ in iterator:
+        pass
+
+
+def make_folder(shared: str | None) -> Path:
+    """
+    A folder of this process for weight files: in `shared`, or in shared memory where none is given. Folders there of
+    processes that are gone, which had no time to clean up, are removed.
+    """
+    if shared is not None:
+        root = Path(shared)
+        root.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="mt-grpo-weights-", dir=root))
+    root = Path("/dev/shm")
+    for folder in root.glob("mt-grpo-weights-*-*"):
+        owner = int(folder.name.split("-")[3])
+        if not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"mt-grpo-weights-{os.getpid()}-", dir=root))

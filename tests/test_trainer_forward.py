@@ -1,0 +1,68 @@
+"""The trainer's forward over packed trees learns what TRL's padded forward learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig
+from test_trainer import LOSS_TYPES, batch, build  # noqa: F401  (a fixture)
+
+LAYOUTS = [
+    {},
+    {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8},
+    {"num_iterations": 2},
+    {"beta": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", LAYOUTS)
+def test_tree_and_padded_runs_are_the_same(build, model, tmp_path, options):  # noqa: F811
+    model.save_pretrained(tmp_path / "model")
+    runs = []
+    for forward in ("tree", "padded"):
+        trainer = build(model=str(tmp_path / "model"), forward=forward, optim="sgd", max_steps=3, **options)
+        torch.manual_seed(0)
+        trainer.train()
+        logged = [row for row in trainer.state.log_history if "loss" in row]
+        runs.append(([[row["loss"], row["grad_norm"], row["entropy"]] for row in logged], trainer.model))
+    torch.testing.assert_close(torch.tensor(runs[0][0]), torch.tensor(runs[1][0]), rtol=1e-4, atol=1e-6)
+    for a, b in zip(runs[0][1].parameters(), runs[1][1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_type_has_the_same_loss_and_gradient(build, loss_type):  # noqa: F811
+    losses, gradients = [], []
+    for forward in ("tree", "padded"):
+        trainer = build(forward=forward, loss_type=loss_type)
+        loss = trainer.compute_loss(trainer.model, batch(trainer))
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([parameter.grad for parameter in trainer.model.parameters()])
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-7)
+    tree, padded = (torch.cat([gradient.flatten() for gradient in run]) for run in gradients)
+    assert (tree - padded).norm() <= 1e-5 * padded.norm()
+
+
+def test_lora_and_gradient_checkpointing_go_through_the_tree(build):  # noqa: F811
+    gradients = []
+    for forward in ("tree", "padded"):
+        torch.manual_seed(0)
+        adapter = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        trainer = build(forward=forward, peft_config=adapter, gradient_checkpointing=forward == "tree")
+        trainer.compute_loss(trainer.model, batch(trainer)).backward()
+        gradients.append([p.grad for p in trainer.model.parameters() if p.requires_grad])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_rows_of_a_group_meet_in_one_micro_batch(build):  # noqa: F811
+    trainer = build(steps_per_generation=2, gradient_accumulation_steps=2)
+    trainer.current_gradient_accumulation_steps = 2
+    rows = [trainer.train_dataset[number] for number in (0, 1) for _ in range(4)]
+    trainer.model.train()
+    trainer._prepare_inputs(rows)
+    assert sorted(set(map(tuple, (part["group_ids"].tolist() for part in trainer._buffered_inputs)))) == [
+        (0, 0, 0, 0),
+        (1, 1, 1, 1),
+    ]

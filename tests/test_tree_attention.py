@@ -1,0 +1,129 @@
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+
+from mt_grpo.training import attention
+from mt_grpo.training.attention import BLOCK, KERNELS, TreeLayout, UnsupportedModelError, check_model
+from mt_grpo.training.packing import pack
+from mt_grpo.trajectory import TokenTree
+
+CPU = torch.device("cpu")
+token = st.integers(1, 3)
+timestep = st.tuples(st.lists(token, min_size=1, max_size=8), st.lists(token, max_size=4))
+forests = st.lists(st.lists(timestep, min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+def make_tree(timesteps):
+    tree = TokenTree()
+    for context, action in timesteps:
+        tree.add_turn(context, action, [-1.0] * len(action))
+    return tree
+
+
+def make_qkv(size, heads=4, groups=2, dim=8, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(size)
+    shapes = ((1, heads, size, dim), (1, groups, size, dim), (1, groups, size, dim))
+    return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def attend(kernel, packed, tensors, window):
+    output = KERNELS[kernel](TreeLayout(packed, CPU, kernel), *tensors, 0.3, window)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    return output.detach(), *torch.autograd.grad((output * weights).sum(), tensors)
+
+
+@settings(max_examples=100, deadline=None)
+@given(forests, st.sampled_from([None, 1, 2, 3, 7]), st.sampled_from([1, 2, 4]))
+def test_segments_attend_as_the_whole_mask_does(forest, window, groups):
+    packed = pack([make_tree(timesteps) for timesteps in forest])
+    tensors = make_qkv(len(packed.input_ids), groups=groups)
+    for ours, oracle in zip(
+        attend("segment", packed, tensors, window), attend("dense", packed, tensors, window), strict=True
+    ):
+        torch.testing.assert_close(ours, oracle, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(forests, st.sampled_from([None, 1, 3]))
+def test_the_whole_mask_shows_a_token_its_ancestors_in_the_window_and_nothing_else(forest, window):
+    packed = pack([make_tree(timesteps) for timesteps in forest])
+    size = len(packed.input_ids)
+    expected = torch.zeros(size, size, dtype=torch.bool)
+    for token in range(size):
+        ancestor = token
+        while ancestor >= 0:
+            near = packed.position_ids[token] - packed.position_ids[ancestor] < (window or size)
+            expected[token, ancestor] = bool(near)
+            ancestor = packed.parent[ancestor]
+    assert torch.equal(TreeLayout(packed, CPU).dense_mask(window), expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([None, 40, 200]), st.lists(st.integers(1, 300), min_size=1, max_size=6))
+def test_flex_attends_as_the_whole_mask_does(seed, window, lengths):
+    trees, context = [], []
+    generator = torch.Generator().manual_seed(seed)
+    for length in lengths:  # forks at any depth, so that blocks are full, partial and empty
+        cut = int(torch.randint(len(context) + 1, (), generator=generator))
+        context = context[:cut] + torch.randint(50, (length,), generator=generator).tolist()
+        trees.append(make_tree([(context, [51])]))
+    packed = pack(trees)
+    tensors = [tensor.detach().float() for tensor in make_qkv(len(packed.input_ids))]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(attention, "_compiled_flex_attention", lambda: flex_attention)  # compiled on GPUs only
+        ours = KERNELS["flex"](TreeLayout(packed, CPU, "flex"), *tensors, 0.3, window)
+    oracle = KERNELS["dense"](TreeLayout(packed, CPU, "dense"), *tensors, 0.3, window)
+    torch.testing.assert_close(ours, oracle, rtol=1e-4, atol=1e-5)
+
+
+def test_flex_skips_the_blocks_of_other_branches():
+    prompt, branches = list(range(BLOCK)), 4
+    trees = [make_tree([([*prompt, 1000 + branch], [7] * (BLOCK - 1))]) for branch in range(branches)]
+    mask = TreeLayout(pack(trees), CPU).block_mask(None)
+    assert mask.full_kv_num_blocks.flatten().tolist() == [0, 1, 1, 1, 1]  # the prompt
+    assert mask.kv_num_blocks.flatten().tolist() == [1, 1, 1, 1, 1]  # its own branch
+    assert [mask.kv_indices[0, 0, row, 0].item() for row in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_auto_takes_segments_for_long_rows_and_the_mask_for_short_ones():
+    short = pack([make_tree([([1, 2], [3]), ([1, 4], [5])])])
+    long = pack([make_tree([([branch] * 400, [5])]) for branch in range(4)])
+    assert TreeLayout(short, CPU).attention == "dense"
+    assert TreeLayout(long, CPU).attention == "segment"
+    assert TreeLayout(short, torch.device("cuda")).attention == "flex"
+
+
+# Which models are refused
+
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def test_a_decoder_with_plain_attention_is_accepted():
+    check_model(LlamaForCausalLM(LlamaConfig(**TINY)))
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1)), "layers of type"),
+        (lambda: Gemma2ForCausalLM(Gemma2Config(**TINY)), "caps its attention scores"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**TINY, attention_dropout=0.1)), "drops attention weights"),
+    ],
+)
+def test_a_model_that_cannot_is_refused_with_the_reason_and_the_mend(build, reason):
+    with pytest.raises(UnsupportedModelError, match=f"{reason}.*`forward: padded`"):
+        check_model(build())
