@@ -67,6 +67,7 @@ class Turn:
         finish_reason (`str`): `"stop"` or `"length"`, as the engine said.
         error (`str`, *optional*): Why the turn could not be parsed, where it could not.
         num_tokens (`int`): Tokens sampled.
+        context_length (`int`): Tokens the model was given.
         seconds (`float`): Time the engine took.
         weight_version (`int`, *optional*): Optimiser step of the weights it was sampled with.
     """
@@ -78,6 +79,7 @@ class Turn:
     finish_reason: str = "stop"
     error: str | None = None
     num_tokens: int = 0
+    context_length: int = 0
     seconds: float = 0.0
     weight_version: int | None = None
 
@@ -228,12 +230,25 @@ class TokenTree:
         """Token ids from the root to a node; by default the latest timestep's context and action."""
         return [token for node in self._ancestry(self._tip if index is None else index) for token in node.tokens]
 
-    def _ancestry(self, index: int) -> list[Node]:
-        nodes = []
-        while index >= 0:
-            nodes.append(self.nodes[index])
+    def tail(self, length: int) -> list[int]:
+        """The last tokens of the latest path, at least `length` of them where there are as many; costs those only."""
+        pieces, index, count = [], self._tip, 0
+        while index >= 0 and count < length:
+            pieces.append(self.nodes[index].tokens)
+            count += len(pieces[-1])
             index = self.nodes[index].parent
-        return nodes[::-1]
+        return [token for piece in pieces[::-1] for token in piece]
+
+    def ancestors(self, index: int) -> list[int]:
+        """Indices of the nodes on the path from the root to a node, itself included."""
+        path = []
+        while index >= 0:
+            path.append(index)
+            index = self.nodes[index].parent
+        return path[::-1]
+
+    def _ancestry(self, index: int) -> list[Node]:
+        return [self.nodes[ancestor] for ancestor in self.ancestors(index)]
 
     def sequences(self) -> list[Sequence]:
         """The root-to-leaf sequences, ordered by their latest turn; each action token has mask 1 in exactly one."""
@@ -263,12 +278,13 @@ class TokenTree:
     def actions(self) -> list[list[int]]:
         """The sampled ids of every turn, in order of the turns."""
         actions: list[list[int]] = [[] for _ in range(self.num_turns)]
-        for index in self._depth_first():
+        for index in self.depth_first():
             if self.nodes[index].turn >= 0:
                 actions[self.nodes[index].turn] += self.nodes[index].tokens
         return actions
 
-    def _depth_first(self) -> list[int]:
+    def depth_first(self) -> list[int]:
+        """Indices of all nodes, each before its children, children in the order they were added."""
         order, stack = [], self._children[-1][::-1]
         while stack:
             order.append(stack.pop())

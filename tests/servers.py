@@ -22,6 +22,16 @@ SERVER_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_LIMIT = 300.0
 """Seconds a real server may take to start: two cores, shared with whatever else runs."""
 
+_WITH_TRANSPORT = """
+import sys
+from mt_grpo.training.recipe import parse_recipe
+from mt_grpo.training.serve import serve
+
+recipe = parse_recipe(sys.argv[2:])
+recipe.training.weight_sync = sys.argv[1]
+serve(recipe)
+"""
+
 
 def free_port() -> int:
     with socket.socket() as sock:
@@ -37,13 +47,17 @@ class RealServer:
         model: `embedded`, or the folder of a model.
         log: File that takes its output.
         options: Further options of the recipe, as on a command line.
+        transport: How weights reach it.
     """
 
-    def __init__(self, model: str, log: Path, *options: str) -> None:
+    def __init__(self, model: str, log: Path, *options: str, transport: str = "auto") -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        self._command = [sys.executable, "-m", "mt_grpo", "serve", "--config", "recipes/quickstart.yaml"]
+        self._command = [sys.executable, "-m", "mt_grpo", "serve"]
+        if transport != "auto":
+            self._command = [sys.executable, "-c", _WITH_TRANSPORT, transport]
+        self._command += ["--config", "recipes/quickstart.yaml"]
         self._command += ["--model_name_or_path", model, "--vllm_server_host", "127.0.0.1"]
         self._command += ["--vllm_server_port", str(self.port), *options]
         self._process: subprocess.Popen[bytes] | None = None
@@ -108,6 +122,7 @@ class ScriptedServer:
 
     def __init__(self, script: Script, port: int = 0) -> None:
         self.requests: list[tuple[str, str, dict[str, Any]]] = []
+        self.stopped = False
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -119,7 +134,7 @@ class ScriptedServer:
                 path = self.path.split("?")[0]
                 outer.requests.append((self.command, path, body))
                 outer.last_headers = dict(self.headers)
-                answer = script(self.command, path, body)
+                answer = None if outer.stopped else script(self.command, path, body)
                 if answer is None:
                     self.close_connection = True
                     return
@@ -147,6 +162,8 @@ class ScriptedServer:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self) -> None:
+        """Refuses connections, and closes open ones at their next request without an answer."""
+        self.stopped = True
         self._server.shutdown()
         self._server.server_close()
 

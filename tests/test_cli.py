@@ -163,4 +163,5 @@ def test_a_prompt_that_does_not_fit_is_dropped_with_a_counted_warning(recipe, tm
 def test_the_command_exists_and_fails_loudly_on_an_unknown_command():
     run = subprocess.run([sys.executable, "-m", "mt_grpo", "trian"], capture_output=True, text=True)
     assert run.returncode == 1
-    assert run.stderr == "mt-grpo: the command 'trian' is unknown; the commands are train, rollout.\n"
+    assert run.stderr.startswith("mt-grpo: the command 'trian' is unknown; the commands are train, ")
+    assert run.stderr.count("\n") == 1

@@ -173,7 +173,15 @@ def test_every_loss_type_trains(build, tmp_path, model, loss_type):
     assert any((a != b).any() for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"num_iterations": 2}, {"steps_per_generation": 2}, {"loss_type": "grpo"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_iterations": 2},
+        {"steps_per_generation": 2, "forward": "padded"},  # the tree forward deals whole groups to micro-batches
+        {"loss_type": "grpo"},
+    ],
+)
 def test_with_one_turn_and_no_tools_it_is_trl_grpo(build, tmp_path, tokenizer, questions, options):
     def answer(number: int) -> str:
         return f"<answer>Lima {'of Peru ' * (number % 4)}</answer>"

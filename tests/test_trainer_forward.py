@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig
-from test_trainer import LOSS_TYPES, batch, build  # noqa: F401  (a fixture)
+from test_trainer import LOSS_TYPES, batch, build, conversation  # noqa: F401  (a fixture)
+
+from mt_grpo.training.logps import token_logps
 
 LAYOUTS = [
     {},
@@ -66,3 +68,42 @@ def test_the_rows_of_a_group_meet_in_one_micro_batch(build):  # noqa: F811
         (0, 0, 0, 0),
         (1, 1, 1, 1),
     ]
+
+
+@pytest.mark.parametrize(
+    ("history", "loss_type"),
+    [*(("strip_thinking", loss_type) for loss_type in LOSS_TYPES), ("compact", "dapo"), ("template", "grpo")],
+)
+def test_rewritten_histories_have_the_loss_of_a_forward_per_turn(build, loss_type, history):  # noqa: F811
+    def script(session, turn):
+        return "<think>well</think>" + conversation(session, turn)
+
+    options = {"history": history, "compact_every": 2, "loss_type": loss_type, "turn_advantage_coef": 0.7}
+    trainer = build(script, **options)
+    inputs = batch(trainer)
+    assert max(len(item.tree.sequences()) for item in trainer._trajectories) > 1
+    trainer.compute_loss(trainer.model, inputs).backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
+
+    oracle = build(script, **options)
+    reference = batch(oracle)
+
+    def turn_by_turn(model, *args, **kwargs):
+        turns = token_logps(model, [item.tree for item in oracle._trajectories], forward="turn_by_turn")
+        rows = torch.zeros(reference["completion_ids"].shape)
+        for row, completion in enumerate(oracle._completions):
+            for turn, values in enumerate(turns[row]):
+                pairs = zip(completion.turns, completion.mask, strict=True)
+                columns = [column for column, (index, mask) in enumerate(pairs) if index == turn and mask]
+                rows[row] = rows[row].index_put((torch.tensor(columns),), values)
+        return rows, torch.zeros_like(rows), None
+
+    oracle._get_per_token_logps_and_entropies = turn_by_turn
+    oracle.compute_loss(oracle.model, reference).backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in oracle.model.parameters()])
+    assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_rewritten_history_is_refused_with_the_padded_forward(build):  # noqa: F811
+    with pytest.raises(ValueError, match="leave `forward` at `tree`"):
+        build(history="strip_thinking", forward="padded")

@@ -15,6 +15,9 @@ from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
 if TYPE_CHECKING:
     from mt_grpo.rollout import Engine, Sampling
 
+HEADER_TOKENS = 32
+"""Upper bound of the tokens of an assistant's header, which a response parser reads to know where a turn begins."""
+
 
 class MultiTurnToolEnv:
     """
@@ -96,7 +99,8 @@ class MultiTurnToolEnv:
         Returns:
             `StopReason` that ends the conversation, or `None` when `turn.replies` are to be answered.
         """
-        context = trajectory.tree.path()[: -turn.num_tokens]
+        # the assistant's header is in there, and with it the `<think>` that some templates open themselves
+        context = trajectory.tree.tail(turn.num_tokens + HEADER_TOKENS)[: -turn.num_tokens]
         parsed = self.protocol.parse(text, tokenizer, context)
         turn.message, turn.tool_calls, turn.error = parsed.message, parsed.calls, parsed.error
         if parsed.answer is not None:

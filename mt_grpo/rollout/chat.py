@@ -44,7 +44,15 @@ class ChatRenderer:
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
         """Ids of a conversation up to where the assistant begins."""
-        return self._encode(self._render(messages, tools=self.tools))
+        return self.encode(self.prompt_text(messages))
+
+    def prompt_text(self, messages: list[Message]) -> str:
+        """The same as text."""
+        return self._render(messages, tools=self.tools)
+
+    def whole_text(self, messages: list[Message]) -> str:
+        """A finished conversation as text, no header of another turn behind it."""
+        return self._render(messages, tools=self.tools, header=False)
 
     def reply_ids(self, replies: list[Message], last_id: int) -> list[int]:
         """
@@ -63,22 +71,27 @@ class ChatRenderer:
         if by_tool:  # some templates write a call without its text
             words = max(words, text.find(_CALLED))
         begin = text.index(self.end_of_turn, words)
-        ids = self._encode(text[begin:])
+        ids = self.encode(text[begin:])
         return ids[1:] if ids[0] == last_id else ids
 
     def text(self, ids: list[int]) -> str:
         """What the model wrote: decoded with special tokens, less the one that ended the turn."""
         if ids and ids[-1] in (self.tokenizer.eos_token_id, self.end_id):
             ids = ids[:-1]
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return self.decode(ids)
 
     def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, header: bool = True) -> str:
         return self.tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=header, tokenize=False, **self.template_kwargs
         )
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Ids of rendered text, special tokens read as such."""
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids, special tokens shown."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _find_end_of_turn(self) -> int:
         """The special token the template writes after an assistant's words."""
@@ -86,7 +99,7 @@ class ChatRenderer:
         text = self._render(messages, header=False)  # the header of the next turn must not pass for the end of this
         if _ASSISTANT not in text:
             raise TemplateError("The chat template does not show assistant messages, so it holds no conversation.")
-        rest = self._encode(text[text.index(_ASSISTANT) + len(_ASSISTANT) :])
+        rest = self.encode(text[text.index(_ASSISTANT) + len(_ASSISTANT) :])
         special = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
         end_id = next((token for token in rest if token in special), None)
         if end_id is None:

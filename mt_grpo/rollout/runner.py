@@ -13,6 +13,8 @@ from typing import Any
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rollout.chat import ChatRenderer
 from mt_grpo.rollout.engine import Engine, EngineError, Sampling
+from mt_grpo.rollout.history import History, check_history
+from mt_grpo.rollout.sanity import SanityCheck
 from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
 
 if sys.version_info >= (3, 11):
@@ -68,6 +70,8 @@ class Completion:
         mask (`list[int]`): 1 for a sampled token, `env_mask` for one the environment wrote.
         turns (`list[int]`): Turn a token belongs to; a reply belongs to the turn it answers.
         logprobs (`list[float]`): As sampled; NaN for the environment's tokens.
+        parents (`list[int]`): Position of the token that each one follows: the one before it, except where the history
+            was rewritten; -1 is the last token of the prompt, -2 the one before, and so on.
     """
 
     prompt_ids: list[int]
@@ -75,6 +79,7 @@ class Completion:
     mask: list[int]
     turns: list[int]
     logprobs: list[float]
+    parents: list[int]
 
 
 class RolloutRunner:
@@ -86,6 +91,8 @@ class RolloutRunner:
         engine (`Engine`): Samples the turns.
         limits (`Limits`, *optional*): Bounds.
         template_kwargs (`dict`, *optional*): Variables for the chat template.
+        history (`str`, *optional*, defaults to `"keep"`), compact_every (`int`, *optional*): See `History`.
+        sanity_check_mode (`str`, *optional*, defaults to `"disable"`): See `SanityCheck`.
     """
 
     def __init__(
@@ -94,11 +101,17 @@ class RolloutRunner:
         engine: Engine,
         limits: Limits | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        history: str = "keep",
+        compact_every: int | None = None,
+        sanity_check_mode: str = "disable",
     ) -> None:
+        check_history(history, compact_every)
+        self.history, self.compact_every = history, compact_every
         self.env = env
         self.engine = engine
         self.limits = limits or Limits()
         self.renderer = ChatRenderer(engine.tokenizer, env.tool_schemas, template_kwargs)
+        self.sanity = SanityCheck(self.renderer, sanity_check_mode) if sanity_check_mode != "disable" else None
 
     async def run(
         self,
@@ -153,14 +166,21 @@ class RolloutRunner:
         finally:
             self.engine.release(request.session)
         trajectory.seconds = time.perf_counter() - start
+        if self.sanity is not None and self.history == "keep":
+            self.sanity.check(trajectory)
         return trajectory
 
     async def _take_turns(self, trajectory: Trajectory, sampling: Sampling, seed: int) -> StopReason:
-        suffix = self.renderer.prompt_ids(trajectory.prompt)
+        history = History(self.renderer, self.history, self.compact_every)
+        suffix = history.begin(trajectory.prompt)
         context: list[int] = []
+        rewritten: list[int] | None = None
         prompt_length = len(suffix)
         while True:
-            context += suffix
+            if rewritten is None:
+                context += suffix
+            else:
+                context = rewritten
             budget, exhausted = self._budget(len(context), len(context) - prompt_length)
             if budget < 1:
                 return exhausted
@@ -174,7 +194,11 @@ class RolloutRunner:
                 seed=derive_seed(seed, index),
             )
             sample = await self.engine.generate(context, drawing, trajectory.session)
-            trajectory.tree.extend(suffix, sample.ids, sample.logprobs)
+            length = len(context)
+            if rewritten is None:
+                trajectory.tree.extend(suffix, sample.ids, sample.logprobs)
+            else:
+                trajectory.tree.add_turn(context, sample.ids, sample.logprobs)
             context += sample.ids
             text = self.renderer.text(sample.ids)
             turn = Turn(
@@ -182,6 +206,7 @@ class RolloutRunner:
                 {"role": "assistant", "content": text},
                 finish_reason=sample.finish_reason,
                 num_tokens=len(sample.ids),
+                context_length=length,
                 seconds=time.perf_counter() - start,
                 weight_version=sample.weight_version,
             )
@@ -192,7 +217,7 @@ class RolloutRunner:
                 stop_reason = await self.env.step(turn, trajectory, text, self.engine.tokenizer)
                 if stop_reason is not None:
                     return stop_reason
-                suffix = self.renderer.reply_ids(turn.replies, sample.ids[-1])
+                suffix, rewritten = history.extend(trajectory, sample.ids)
             except Exception as error:  # an environment is the user's code: its failure ends this conversation only
                 trajectory.error = f"{type(error).__name__}: {error}"
                 return StopReason.ENV_ERROR
@@ -207,34 +232,33 @@ class RolloutRunner:
         return min(bounds, key=lambda bound: bound[0])
 
     def completion(self, trajectory: Trajectory) -> Completion:
-        """
-        The tokens of a trajectory that is one sequence.
-
-        Raises:
-            ValueError: If its history was rewritten, so that it is several sequences.
-        """
-        sequences = trajectory.tree.sequences()
-        if len(sequences) > 1:
-            raise ValueError(f"Trajectory {trajectory.session} is {len(sequences)} sequences, not one.")
-        if not sequences:
-            return Completion(self.renderer.prompt_ids(trajectory.prompt), [], [], [], [])
-        sequence = sequences[0]
-        begin = sequence.turns.index(0) if 0 in sequence.turns else len(sequence.turns)
-        turns, turn = [], 0
-        for token_turn in sequence.turns[begin:]:
-            turn = max(turn, token_turn)
-            turns.append(turn)
-        mask = sequence.mask[begin:]
-        return Completion(
-            sequence.tokens[:begin],
-            sequence.tokens[begin:],
-            [1 if trained else self.env.env_mask for trained in mask],
-            turns,
-            [
-                logprob if trained else float("nan")
-                for trained, logprob in zip(mask, sequence.logprobs[begin:], strict=True)
-            ],
-        )
+        """The tokens of a trajectory as one row: its tree depth-first, whatever its forks."""
+        tree = trajectory.tree
+        order = tree.depth_first()
+        first = next((index for index in order if tree.nodes[index].turn == 0), None)
+        if first is None:
+            return Completion(self.renderer.prompt_ids(trajectory.prompt), [], [], [], [], [])
+        prompt = tree.ancestors(first)[:-1]
+        prompt_ids = [token for index in prompt for token in tree.nodes[index].tokens]
+        ends = {-1: -len(prompt_ids) - 1}  # column of each node's last token; the prompt's are below 0
+        for index in prompt:
+            ends[index] = ends[tree.nodes[index].parent] + len(tree.nodes[index].tokens)
+        row = Completion(prompt_ids, [], [], [], [], [])
+        answered = {-1: 0} | dict.fromkeys(prompt, 0)  # latest turn on the path to each node
+        for index in order:
+            if index in ends:
+                continue
+            node = tree.nodes[index]
+            begin, size = len(row.ids), len(node.tokens)
+            trained = node.turn >= 0
+            answered[index] = max(node.turn, answered[node.parent])
+            row.ids += node.tokens
+            row.mask += [1 if trained else self.env.env_mask] * size
+            row.turns += [node.turn if trained else answered[index]] * size
+            row.logprobs += node.logprobs if trained else [float("nan")] * size
+            row.parents += [ends[node.parent], *range(begin, begin + size - 1)]
+            ends[index] = begin + size - 1
+        return row
 
 
 def derive_seed(*parts: object) -> int:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from trl import GRPOConfig
 
 from mt_grpo.credit import get_estimator
+from mt_grpo.plugins import nearest
+from mt_grpo.rollout.history import check_history
+from mt_grpo.rollout.sanity import MODES
 
 FORWARDS = ("tree", "padded")
 ATTENTIONS = ("auto", "segment", "flex", "dense")
@@ -40,6 +43,11 @@ class MTGRPOConfig(GRPOConfig):
         max_concurrent_rollouts (`int`, *optional*): Conversations under way at once; all where unset.
         tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take.
         rollout_timeout (`float`, *optional*): Seconds one conversation may take; no bound where unset.
+        history (`str`, *optional*, defaults to `"keep"`): What the model is shown of its past: `"keep"`,
+            `"strip_thinking"`, `"compact"` or `"template"`, see `mt_grpo.rollout.history`.
+        compact_every (`int`, *optional*): Turns between two compactions, for `history: compact`.
+        tokenization_sanity_check_mode (`str`, *optional*, defaults to `"strict"`): How each trajectory is held against
+            its full rendering: `"strict"`, `"ignore_strippable"` or `"disable"`, see `SanityCheck`.
         forward (`str`, *optional*, defaults to `"tree"`): How log-probs are computed in training: `"tree"` (every
             token once, shared prefixes shared) or `"padded"` (TRL's).
         tree_attention (`str`, *optional*, defaults to `"auto"`): Attention of the tree forward: `"auto"`, `"segment"`,
@@ -70,6 +78,13 @@ class MTGRPOConfig(GRPOConfig):
     tool_timeout: float | None = field(default=60.0, metadata={"help": "Seconds one tool call may take."})
     rollout_timeout: float | None = field(default=None, metadata={"help": "Seconds one conversation may take."})
 
+    history: str = field(
+        default="keep", metadata={"help": "'keep', 'strip_thinking', 'compact' or 'template': what stays of the past."}
+    )
+    compact_every: int | None = field(default=None, metadata={"help": "Turns between two compactions."})
+    tokenization_sanity_check_mode: str = field(
+        default="strict", metadata={"help": "'strict', 'ignore_strippable' or 'disable'."}
+    )
     forward: str = field(default="tree", metadata={"help": "'tree' (every token once) or 'padded' (TRL's)."})
     tree_attention: str = field(default="auto", metadata={"help": "'auto', 'segment', 'flex' or 'dense'."})
 
@@ -87,9 +102,20 @@ class MTGRPOConfig(GRPOConfig):
                 "`multi_objective_aggregation: normalize_then_sum` does not say which turn a reward belongs to; leave "
                 "it out, and weigh rewards with `reward_weights`."
             )
-        for name, known in (("forward", FORWARDS), ("tree_attention", ATTENTIONS)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
+        for name, known in (
+            ("forward", FORWARDS),
+            ("tree_attention", ATTENTIONS),
+            ("tokenization_sanity_check_mode", MODES),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"`{name}` is {value!r}{nearest(value, known)}: choose one of {', '.join(known)}.")
+        check_history(self.history, self.compact_every)
+        if self.history != "keep" and self.forward == "padded":
+            raise ConfigError(
+                f"`history: {self.history}` rewrites the past, so a trajectory is several sequences, which `forward: "
+                "padded` cannot train: leave `forward` at `tree`."
+            )
         self._check_batch_sizes()
         super().__post_init__()
 

@@ -102,7 +102,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if args.forward == "tree":
             for policy in filter(None, (self.model, self.ref_model)):
                 enable_trees(self.accelerator.unwrap_model(policy))
-        self._scored: torch.Tensor | None = None
+        self._scored: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.reward_func_names = [reward.name for reward in rewards]
         if args.reward_weights is None:
             self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float32)
@@ -126,6 +126,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 self.max_completion_length, args.max_turn_length, args.rollout_timeout, args.max_concurrent_rollouts
             ),
             self.chat_template_kwargs,
+            args.history,
+            args.compact_every,
+            args.tokenization_sanity_check_mode,
         )
         self.eval_trajectories: list[Trajectory] = []
         """Trajectories of this process in the latest evaluation."""
@@ -139,11 +142,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         for trajectory, completion in zip(trajectories, completions, strict=True):
             if not completion.ids:  # the conversation failed before its first token; a masked one keeps shapes valid
                 completion.ids, completion.logprobs = [self._tokenizer.pad_token_id], [float("nan")]
-                completion.mask, completion.turns = [0], [0]
+                completion.mask, completion.turns, completion.parents = [0], [0], [-1]
             elif self._mask_truncated and trajectory.stop_reason in UNFINISHED:
                 completion.mask = [0] * len(completion.mask)
-        self._turn_ids = [completion.turns for completion in completions]
-        self._masks = [completion.mask for completion in completions]
+        self._completions = completions
         prompt_ids = [completion.prompt_ids for completion in completions]
         self._log_rollouts(trajectories, prompt_ids, mode)
         return (
@@ -286,10 +288,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         local = advantages[first:][: len(inputs)]
         rows = torch.arange(first, first + len(inputs), device=self.accelerator.device)
         output["group_ids"] = rows // self._reward_batch.group_size
-        turn_ids = torch.zeros_like(output["completion_ids"])
-        for row, turns in enumerate(self._turn_ids):
-            turn_ids[row, : len(turns)] = torch.tensor(turns, device=turn_ids.device)
+        turn_ids = self._pad([completion.turns for completion in self._completions], output["completion_ids"])
         output["advantages"] = local.gather(1, turn_ids)
+        parents = self._parents(output["completion_ids"])
+        if parents is not None:
+            output["parents"] = parents
         if mode == "eval":
             self.eval_trajectories += self._trajectories
         return output
@@ -305,7 +308,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         return inputs
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._scored = inputs["completion_mask"] * inputs["tool_mask"]
+        self._scored = inputs["completion_mask"] * inputs["tool_mask"], inputs.get("parents")
         try:
             return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
@@ -326,13 +329,17 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
             )
-        scored = self._sampled_mask(input_ids, logits_to_keep) if self._scored is None else self._scored
+        scored, parents = self._scored or (
+            self._pad([completion.mask for completion in self._completions], input_ids[:, -logits_to_keep:]),
+            self._parents(input_ids[:, -logits_to_keep:]),
+        )
         columns = (
             input_ids[:, :-logits_to_keep],
             attention_mask[:, :-logits_to_keep],
             input_ids[:, -logits_to_keep:],
             attention_mask[:, -logits_to_keep:],
             scored,
+            *([] if parents is None else [parents]),
         )
         pieces = zip(*(column.split(batch_size or len(input_ids)) for column in columns), strict=True)
         with self.accelerator.autocast():
@@ -343,12 +350,19 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         logps, entropies = (torch.cat(tensors) for tensors in zip(*results, strict=True))
         return logps, entropies if compute_entropy else None, None
 
-    def _sampled_mask(self, input_ids: torch.Tensor, width: int) -> torch.Tensor:
-        """The completion mask of the batch that is being scored, `(B, T)`."""
-        mask = torch.zeros(len(input_ids), width, dtype=torch.long, device=input_ids.device)
-        for row, values in enumerate(self._masks):
-            mask[row, : len(values)] = torch.tensor(values, device=mask.device)
-        return mask
+    def _pad(self, rows: list[list[int]], like: torch.Tensor) -> torch.Tensor:
+        """Rows of integers as a tensor of the shape of `like`, `(B, T)`, padded with 0."""
+        padded = torch.zeros_like(like)
+        for row, values in enumerate(rows):
+            padded[row, : len(values)] = torch.tensor(values, device=like.device)
+        return padded
+
+    def _parents(self, completion_ids: torch.Tensor) -> torch.Tensor | None:
+        """The completion column that each token follows, `(B, T)`; `None` where no history was rewritten."""
+        rows = [completion.parents for completion in self._completions]
+        if all(parents == list(range(-1, len(parents) - 1)) for parents in rows):
+            return None
+        return self._pad(rows, completion_ids)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.eval_trajectories = []

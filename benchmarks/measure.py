@@ -1,0 +1,131 @@
+"""What the benchmarks share: interleaved timing, peak memory, the machine, tables and JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """What a result has to be read with."""
+    cpus = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    return {
+        "machine": torch.cuda.get_device_name() if device == "cuda" else (cpus or [platform.processor()])[0],
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl", "numpy")},
+    }
+
+
+def interleave(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each function, in turns, so that what disturbs one disturbs all; a first round is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for repeat in range(repeats + 1):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            if repeat:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], theirs: str, ours: str) -> dict[str, float]:
+    """Theirs over ours: of the medians, and of the minima."""
+    return {
+        "median": statistics.median(seconds[theirs]) / statistics.median(seconds[ours]),
+        "minimum": min(seconds[theirs]) / min(seconds[ours]),
+    }
+
+
+def peak_memory(function: Callable[[], Any], device: str) -> int:
+    """MiB a call adds at its peak to what was in use before."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return (torch.cuda.max_memory_allocated() - before) >> 20
+    CLEAR.write_text("5")  # resets the peak
+    before = _status("VmRSS")
+    function()
+    return (_status("VmHWM") - before) >> 10
+
+
+def _status(field: str) -> int:
+    return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(field))
+
+
+def write(name: str, result: dict[str, Any]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+# Workloads: rows of (tokens, trained), each one sequence, in groups that share a prompt
+
+Row = tuple[np.ndarray, np.ndarray]
+
+
+def extension_rows(
+    prompt: int, group: int, turns: int, seed: int = 0, action: int = 57, result: int = 56, vocabulary: int = 4000
+) -> list[list[Row]]:
+    """Trajectories whose history only grows: one sequence each."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, vocabulary, prompt)
+    rows = []
+    for _ in range(group):
+        tokens, trained = [shared], [np.zeros(prompt, dtype=bool)]
+        for turn in range(turns):
+            sizes = [_vary(rng, action), _vary(rng, result) if turn < turns - 1 else 0]
+            tokens.append(rng.integers(0, vocabulary, sum(sizes)))
+            trained.append(np.arange(sum(sizes)) < sizes[0])
+        rows.append([(np.concatenate(tokens), np.concatenate(trained))])
+    return rows
+
+
+def stripped_rows(
+    prompt: int,
+    group: int,
+    turns: int,
+    seed: int = 0,
+    thinking: int = 100,
+    answer: int = 24,
+    result: int = 32,
+    vocabulary: int = 4000,
+) -> list[list[Row]]:
+    """Trajectories whose past thinking is stripped: each turn is a sequence of its own."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, vocabulary, prompt)
+    rows = []
+    for _ in range(group):
+        context, sequences = shared, []
+        for _ in range(turns):
+            thought, said = (rng.integers(0, vocabulary, _vary(rng, size)) for size in (thinking, answer))
+            tokens = np.concatenate([context, thought, said])
+            sequences.append((tokens, np.arange(len(tokens)) >= len(context)))
+            context = np.concatenate([context, said, rng.integers(0, vocabulary, _vary(rng, result))])
+        rows.append(sequences)
+    return rows
+
+
+def _vary(rng: np.random.Generator, size: int) -> int:
+    return int(rng.integers(size * 3 // 4, size * 5 // 4 + 1))
+
+
+WORKLOADS: dict[str, Callable[[], list[list[Row]]]] = {
+    "prompt 512, group 8, 4 turns, extension holds": lambda: extension_rows(512, 8, 4),
+    "prompt 2048, group 8, 2 turns": lambda: extension_rows(2048, 8, 2),
+    "prompt 512, group 4, 4 turns, thinking stripped": lambda: stripped_rows(512, 4, 4),
+    "same, 12 turns": lambda: stripped_rows(512, 4, 12),
+    "prompt 4096, group 16, 2 turns": lambda: extension_rows(4096, 16, 2),
+}

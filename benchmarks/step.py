@@ -1,0 +1,200 @@
+"""
+A whole policy step, forward and backward: TRL's stock `_compute_loss` on padded rows against the packed tree on the same
+rows. Loss and gradient are compared first.
+
+    python benchmarks/step.py                        # small random model, CPU
+    python benchmarks/step.py --device cuda --shape 0.6b
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import torch
+from datasets import Dataset
+from measure import WORKLOADS, Row, interleave, machine, peak_memory, ratio, write
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from mt_grpo.data import embedded
+from mt_grpo.training.attention import TreeLayout
+from mt_grpo.training.forward import batch_logps, batch_trees, enable_trees
+from mt_grpo.training.packing import pack
+
+SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, head size, vocabulary
+    "cpu": (256, 768, 4, 4, 2, 64, 8192),
+    "0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
+    "1.7b": (2048, 6144, 28, 16, 8, 128, 151936),
+    "4b": (2560, 9728, 36, 32, 8, 128, 151936),
+}
+
+
+def build_model(shape: str, device: str) -> Qwen3ForCausalLM:
+    hidden, intermediate, layers, heads, groups, size, vocabulary = SHAPES[shape]
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=size,
+        vocab_size=vocabulary,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    )
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config)
+    return model.to(torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+def build_batch(rows: list[list[Row]], device: str) -> dict[str, Any]:
+    """TRL's batch: prompts padded on the left, completions on the right, an advantage for each token."""
+    sequences = [sequence for trajectory in rows for sequence in trajectory]
+    begins = [int(trained.argmax()) for _, trained in sequences]
+    prompts = [torch.from_numpy(tokens[:begin]) for (tokens, _), begin in zip(sequences, begins, strict=True)]
+    completions = [torch.from_numpy(tokens[begin:]) for (tokens, _), begin in zip(sequences, begins, strict=True)]
+    masks = [torch.from_numpy(trained[begin:]).long() for (_, trained), begin in zip(sequences, begins, strict=True)]
+
+    def pad(pieces: list[torch.Tensor], side: str) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_side=side).to(device)
+
+    tool_mask = pad(masks, "right")
+    torch.manual_seed(0)
+    return {
+        "prompt_ids": pad(prompts, "left"),
+        "prompt_mask": pad([torch.ones_like(piece) for piece in prompts], "left"),
+        "completion_ids": pad(completions, "right"),
+        "completion_mask": pad([torch.ones_like(piece) for piece in completions], "right"),
+        "tool_mask": tool_mask,
+        "advantages": torch.randn(tool_mask.shape).to(device),
+        "num_items_in_batch": tool_mask.sum(),
+    }
+
+
+class TreeTrainer(GRPOTrainer):
+    """TRL's trainer with its forward replaced."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        self._inputs = inputs
+        return super()._compute_loss(model, inputs)
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, None]:
+        inputs = self._inputs
+        with self.accelerator.autocast():
+            logps, entropies = batch_logps(
+                model,
+                inputs["prompt_ids"],
+                inputs["prompt_mask"],
+                inputs["completion_ids"],
+                inputs["completion_mask"],
+                inputs["completion_mask"] * inputs["tool_mask"],
+                temperature=self.temperature,
+            )
+        return logps, entropies, None
+
+
+def build_trainer(kind: type[GRPOTrainer], model: Qwen3ForCausalLM, device: str, folder: str) -> GRPOTrainer:
+    arguments = GRPOConfig(
+        folder, use_cpu=device == "cpu", bf16=device == "cuda", report_to=[], num_generations=2,
+        per_device_train_batch_size=2, loss_type="dapo", gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = kind(
+        model,
+        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+        args=arguments,
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * 2),
+        processing_class=AutoTokenizer.from_pretrained(Path(embedded.__file__).parent / "model"),
+    )
+    trainer.current_gradient_accumulation_steps = arguments.steps_per_generation = 1
+    return trainer
+
+
+def step(trainer: GRPOTrainer, batch: dict[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    trainer.model.zero_grad()
+    loss = trainer._compute_loss(trainer.model, batch)
+    loss.backward()
+    if loss.is_cuda:
+        torch.cuda.synchronize()
+    return loss.detach(), [parameter.grad for parameter in trainer.model.parameters()]
+
+
+def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """Relative to the norm of the whole gradient."""
+    gap = sum((a.double() - b.double()).norm() ** 2 for a, b in zip(ours, theirs, strict=True))
+    return float((gap / sum(b.double().norm() ** 2 for b in theirs)) ** 0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shape", choices=tuple(SHAPES))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    shape = args.shape or ("cpu" if args.device == "cpu" else "0.6b")
+    torch.set_num_threads(args.threads)
+    bound = 1e-5 if args.device == "cpu" else 5e-2
+    model = build_model(shape, args.device)
+    results = []
+    print("| workload | padded / unique | trained | TRL | tree | time ratio | ratio / limit | memory, MiB | gradient |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        stock = build_trainer(GRPOTrainer, copy.deepcopy(model), args.device, folder)
+        tree = build_trainer(TreeTrainer, model, args.device, folder)
+        enable_trees(model)
+        for name, make in WORKLOADS.items():
+            batch = build_batch(make(), args.device)
+            keys = ("prompt_ids", "prompt_mask", "completion_ids", "tool_mask", "completion_mask")
+            packed = pack(batch_trees(*(batch[key] for key in keys))[0])
+            padded = batch["prompt_ids"].numel() + batch["completion_ids"].numel()
+            (their_loss, theirs), (our_loss, ours) = step(stock, batch), step(tree, batch)
+            gap = difference(ours, theirs)
+            loss_gap = float((our_loss - their_loss).abs() / their_loss.abs())
+            if gap > bound:
+                raise SystemExit(f"{name}: the gradients differ by {gap:.1e}; a ratio would be void.")
+            del theirs, ours
+            memory = {
+                kind: peak_memory(lambda trainer=trainer: step(trainer, batch), args.device)
+                for kind, trainer in (("trl", stock), ("tree", tree))
+            }
+            seconds = interleave(
+                {"trl": lambda: step(stock, batch), "tree": lambda: step(tree, batch)}, args.repeats
+            )
+            speed, limit = ratio(seconds, "trl", "tree"), padded / len(packed.input_ids)
+            result = {
+                "workload": name,
+                "padded_tokens": padded,
+                "unique_tokens": len(packed.input_ids),
+                "trained_tokens": len(packed.label),
+                "attention": TreeLayout(packed, torch.device(args.device)).attention,
+                "seconds": seconds,
+                "ratio": speed,
+                "ratio_over_limit": {key: value / limit for key, value in speed.items()},
+                "peak_mib": memory,
+                "loss_difference": loss_gap,
+                "gradient_difference": gap,
+            }
+            results.append(result)
+            medians = {key: statistics.median(values) for key, values in seconds.items()}
+            print(
+                f"| {name} | {limit:.2f} | {len(packed.label) / padded:.0%} | {medians['trl']:.2f} s "
+                f"| {medians['tree']:.2f} s | {speed['median']:.2f} (min {speed['minimum']:.2f}) "
+                f"| {speed['median'] / limit:.2f} | {memory['trl']} / {memory['tree']} | {gap:.0e} |",
+                flush=True,
+            )
+    description = {**machine(args.device), "shape": shape, "seed": 0, "repeats": args.repeats}
+    write(f"step_{args.device}" + (f"_{shape}" if args.device == "cuda" else ""), {**description, "rows": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What the model is shown of its past: kept, stripped of its thinking, compacted, or as its template renders it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mt_grpo.plugins import nearest
+from mt_grpo.rollout.chat import ChatRenderer
+from mt_grpo.trajectory import Message, Trajectory
+
+HISTORIES = ("keep", "strip_thinking", "compact", "template")
+
+_THINKING = re.compile(r"^.*?</think>\s*", re.DOTALL)
+
+
+class History:
+    """
+    The context of each turn of one conversation.
+
+    - `"keep"`: everything stays as it was sampled, so each context extends the one before.
+    - `"strip_thinking"`: the reasoning of every earlier turn is removed, as models that think see it in production.
+    - `"compact"`: as `"keep"`, but every `compact_every` turns the reasoning of all earlier turns is removed at once.
+    - `"template"`: the conversation is rendered anew each turn by the model's own template, whatever it does.
+
+    A rendered history begins with the ids the model has seen, as far as the text is the same; only what differs is
+    encoded anew. So a policy that changes nothing costs nothing: the token tree sees an extension.
+
+    Args:
+        renderer (`ChatRenderer`): Renders the conversation.
+        policy (`str`, *optional*, defaults to `"keep"`): One of the above.
+        compact_every (`int`, *optional*): Turns between two compactions, for `"compact"`.
+
+    Raises:
+        ValueError: For an unknown policy, or `"compact"` without `compact_every`.
+    """
+
+    def __init__(self, renderer: ChatRenderer, policy: str = "keep", compact_every: int | None = None) -> None:
+        check_history(policy, compact_every)
+        self._renderer = renderer
+        self._policy = policy
+        self._compact_every = compact_every
+        self._pieces: list[tuple[str, list[int]]] = []
+
+    def begin(self, messages: list[Message]) -> list[int]:
+        """The first context: the prompt."""
+        ids = self._renderer.prompt_ids(messages)
+        if self._policy != "keep":
+            self._pieces = [(self._renderer.decode(ids), ids)]
+        return ids
+
+    def extend(self, trajectory: Trajectory, action: list[int]) -> tuple[list[int], list[int] | None]:
+        """
+        The context after the latest turn, which took `action` and was replied to.
+
+        Returns:
+            `(suffix, None)` where the context is what the model saw and sampled, plus `suffix`; `([], context)` where
+            it was rewritten.
+        """
+        suffix = self._renderer.reply_ids(trajectory.turns[-1].replies, action[-1])
+        if self._policy == "keep":
+            return suffix, None
+        self._pieces += [(self._renderer.decode(ids), ids) for ids in (action, suffix)]
+        if self._policy == "compact" and len(trajectory.turns) % self._compact_every:
+            return suffix, None
+        messages = trajectory.messages
+        if self._policy != "template":
+            messages = [strip_thinking(message) for message in messages]
+            if messages == trajectory.messages:
+                return suffix, None
+        text = self._renderer.prompt_text(messages)
+        kept, position = 0, 0
+        while kept < len(self._pieces) and text.startswith(self._pieces[kept][0], position):
+            position += len(self._pieces[kept][0])
+            kept += 1
+        if kept == len(self._pieces) and position == len(text):
+            return suffix, None
+        pieces = self._pieces[:kept] + [(text[position:], self._renderer.encode(text[position:]))]
+        self._pieces = pieces
+        return [], [token for _, ids in pieces for token in ids]
+
+
+def check_history(policy: str, compact_every: int | None) -> None:
+    """Raises `ValueError` for an unknown policy, or `"compact"` without its number of turns."""
+    if policy not in HISTORIES:
+        raise ValueError(f"`history` is {policy!r}{nearest(policy, HISTORIES)}: choose one of {', '.join(HISTORIES)}.")
+    if policy == "compact" and (compact_every is None or compact_every < 1):
+        raise ValueError("`history: compact` needs `compact_every`, the number of turns between two compactions.")
+
+
+def strip_thinking(message: Message) -> Message:
+    """An assistant message without its reasoning; any other message as it is."""
+    content: Any = message.get("content")
+    if message["role"] != "assistant" or ("reasoning_content" not in message and "</think>" not in (content or "")):
+        return message
+    stripped = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if content:
+        stripped["content"] = _THINKING.sub("", content)
+    return stripped

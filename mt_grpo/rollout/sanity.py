@@ -1,0 +1,113 @@
+"""Whether the ids that are trained are those of the conversation rendered as a whole, and where they are not."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+from mt_grpo.plugins import nearest
+from mt_grpo.rollout.chat import ChatRenderer
+from mt_grpo.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+MODES = ("strict", "ignore_strippable", "disable")
+SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Difference:
+    """
+    The first place at which the trained ids and the full rendering part.
+
+    Args:
+        cause (`str`): Short name of the cause: a message's role and whether text or only its tokens differ.
+        trained (`str`): What the model saw there.
+        rendered (`str`): What the template writes there.
+    """
+
+    cause: str
+    trained: str
+    rendered: str
+
+
+class SanityCheck:
+    """
+    Compares each trajectory with the full rendering of its messages. A difference is never fatal: it is counted, and
+    logged once for each cause.
+
+    Args:
+        renderer (`ChatRenderer`): Renders the conversation.
+        mode (`str`): `"strict"` compares ids; `"ignore_strippable"` compares text, white space left out.
+
+    Raises:
+        ValueError: For an unknown mode.
+    """
+
+    def __init__(self, renderer: ChatRenderer, mode: str) -> None:
+        if mode not in MODES:
+            known = ", ".join(MODES)
+            raise ValueError(
+                f"`tokenization_sanity_check_mode` is {mode!r}{nearest(mode, MODES)}: choose one of {known}."
+            )
+        self._renderer = renderer
+        self._mode = mode
+        self.causes: Counter[str] = Counter()
+        """How often each cause was met."""
+
+    def check(self, trajectory: Trajectory) -> Difference | None:
+        """Compares one trajectory; returns what was logged or counted, `None` where all is well."""
+        difference = self.difference(trajectory)
+        if difference is not None:
+            if difference.cause not in self.causes:
+                logger.warning(
+                    "What is trained differs from the conversation rendered as a whole (%s): trained %r, rendered %r. "
+                    "The model is trained on exactly what it saw; review the chat template if that is not meant.",
+                    difference.cause,
+                    difference.trained,
+                    difference.rendered,
+                )
+            self.causes[difference.cause] += 1
+        return difference
+
+    def difference(self, trajectory: Trajectory) -> Difference | None:
+        """The first difference of one trajectory, without counting it."""
+        if not trajectory.turns:
+            return None
+        last = trajectory.turns[-1]
+        messages = trajectory.prompt + [m for t in trajectory.turns[:-1] for m in (t.message, *t.replies)]
+        messages.append(last.message)
+        rendered = self._renderer.whole_text(messages)
+        ids = trajectory.tree.path()
+        trained = self._renderer.decode(ids)
+        if self._mode == "strict" and rendered.startswith(trained):
+            if self._renderer.encode(rendered)[: len(ids)] == ids or self._renderer.encode(trained) == ids:
+                return None
+            return Difference("the same text in other tokens", trained[-SHOWN:], trained[-SHOWN:])
+        left, right = trained, rendered
+        if self._mode == "ignore_strippable":
+            left, right = ("".join(text.split()) for text in (trained, rendered))
+        if right.startswith(left):
+            return None
+        place = next(i for i, (a, b) in enumerate(zip(left + "\0", right + "\0", strict=False)) if a != b)
+        return Difference(
+            f"text of the {self._role(messages, rendered, place)} message",
+            left[max(0, place - 10) : place + SHOWN],
+            right[max(0, place - 10) : place + SHOWN],
+        )
+
+    def _role(self, messages: list[dict], rendered: str, place: int) -> str:
+        """Role of the message in which a position of the rendering lies."""
+        if self._mode == "ignore_strippable":  # back to a position with white space
+            seen = 0
+            for index, character in enumerate(rendered):
+                seen += not character.isspace()
+                if seen > place:
+                    place = index
+                    break
+        for count in range(1, len(messages)):
+            begun = self._renderer.whole_text(messages[:count])
+            if len(begun) > place and messages[count - 1]["role"] != "system":
+                return messages[count - 1]["role"]
+        return messages[-1]["role"]
