@@ -68,6 +68,7 @@ class Turn:
         error (`str`, *optional*): Why the turn could not be parsed, where it could not.
         num_tokens (`int`): Tokens sampled.
         context_length (`int`): Tokens the model was given.
+        rewritten (`str`, *optional*): Why the context does not extend the one before, where it does not.
         seconds (`float`): Time the engine took.
         weight_version (`int`, *optional*): Optimiser step of the weights it was sampled with.
     """
@@ -80,6 +81,7 @@ class Turn:
     error: str | None = None
     num_tokens: int = 0
     context_length: int = 0
+    rewritten: str | None = None
     seconds: float = 0.0
     weight_version: int | None = None
 
@@ -275,6 +277,11 @@ class TokenTree:
         """Unique tokens: what has to be computed once."""
         return sum(len(node.tokens) for node in self.nodes)
 
+    @property
+    def num_sequences(self) -> int:
+        """Root-to-leaf paths: 1 where the extension property holds."""
+        return sum(not self._children[index] for index in range(len(self.nodes)))
+
     def actions(self) -> list[list[int]]:
         """The sampled ids of every turn, in order of the turns."""
         actions: list[list[int]] = [[] for _ in range(self.num_turns)]
@@ -339,6 +346,8 @@ class Trajectory:
         session (`str`): Identifier of the conversation, unique within a run.
         row (`dict`): The dataset row it answers.
         rewards (`dict`): Filled in by the trainer: outcome rewards by name, turn rewards by name as one list a turn.
+        tokenization (`str`, *optional*): How the trained ids differ from the conversation rendered as a whole, where
+            that was checked and they do.
         seconds (`float`): Wall time of the whole conversation.
     """
 
@@ -351,6 +360,7 @@ class Trajectory:
     session: str = ""
     row: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, Any] = field(default_factory=dict)
+    tokenization: str | None = None
     seconds: float = 0.0
 
     @property

@@ -100,9 +100,9 @@ def test_tokenizer_round_trip(tokenizer):
 
 
 def test_names_are_few_tokens(tokenizer):
-    for name in NAMES:
-        assert len(tokenizer.encode(name)) <= 3
-        assert len(tokenizer.encode(f" {name}")) <= 4
+    lengths = [len(tokenizer.encode(name)) for name in NAMES]
+    assert sum(length > 2 for length in lengths) <= len(lengths) / 100
+    assert max(lengths) <= 5
 
 
 def test_pieces_encode_like_the_whole(tokenizer):

@@ -167,7 +167,8 @@ class RolloutRunner:
             self.engine.release(request.session)
         trajectory.seconds = time.perf_counter() - start
         if self.sanity is not None and self.history == "keep":
-            self.sanity.check(trajectory)
+            difference = self.sanity.check(trajectory)
+            trajectory.tokenization = difference.cause if difference else None
         return trajectory
 
     async def _take_turns(self, trajectory: Trajectory, sampling: Sampling, seed: int) -> StopReason:
@@ -207,6 +208,7 @@ class RolloutRunner:
                 finish_reason=sample.finish_reason,
                 num_tokens=len(sample.ids),
                 context_length=length,
+                rewritten=None if rewritten is None else self.history,
                 seconds=time.perf_counter() - start,
                 weight_version=sample.weight_version,
             )

@@ -6,6 +6,8 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 
+from jinja2 import TemplateError as TemplateFailure
+
 from mt_grpo.plugins import nearest
 from mt_grpo.rollout.chat import ChatRenderer
 from mt_grpo.trajectory import Trajectory
@@ -75,11 +77,12 @@ class SanityCheck:
         """The first difference of one trajectory, without counting it."""
         if not trajectory.turns:
             return None
-        last = trajectory.turns[-1]
+        # The latest turn is compared as it is sampled, behind the assistant's header: what a template writes into a
+        # finished last turn (an empty thought, say) is nothing the model was ever asked for.
         messages = trajectory.prompt + [m for t in trajectory.turns[:-1] for m in (t.message, *t.replies)]
-        messages.append(last.message)
-        rendered = self._renderer.whole_text(messages)
         ids = trajectory.tree.path()
+        action = ids[len(ids) - trajectory.turns[-1].num_tokens :]
+        rendered = self._renderer.prompt_text(messages) + self._renderer.decode(action)
         trained = self._renderer.decode(ids)
         if self._mode == "strict" and rendered.startswith(trained):
             if self._renderer.encode(rendered)[: len(ids)] == ids or self._renderer.encode(trained) == ids:
@@ -111,3 +114,33 @@ class SanityCheck:
             if len(begun) > place and messages[count - 1]["role"] != "system":
                 return messages[count - 1]["role"]
         return messages[-1]["role"]
+
+
+def examine_template(renderer: ChatRenderer) -> str:
+    """
+    A short verdict on a chat template: whether it only appends after tool results and user replies, and what it does
+    to the thinking of earlier turns.
+    """
+    question, thinking = [{"role": "user", "content": "Question."}], "A thought."
+    call = {"type": "function", "function": {"name": "tool", "arguments": {}}}
+    answer = {"role": "assistant", "content": f"<think>\n{thinking}\n</think>\n\nAnswer."}
+    replies = {
+        "tool results": ({**answer, "tool_calls": [call]}, {"role": "tool", "name": "tool", "content": "Result."}),
+        "user replies": (answer, {"role": "user", "content": "Reply."}),
+    }
+    findings = []
+    for name, (turn, reply) in replies.items():
+        plain = {**turn, "content": "Answer."}
+        try:
+            appends = renderer.prompt_text([*question, plain, reply]).startswith(
+                renderer.prompt_text(question) + "Answer."
+            )
+            keeps = thinking in renderer.prompt_text([*question, turn, reply])
+        except TemplateFailure as error:
+            findings.append(f"refuses {name} ({error})")
+            continue
+        findings.append(
+            f"after {name} it {'appends' if appends else 'rewrites the assistant turn'} and "
+            f"{'keeps' if keeps else 'drops'} earlier thinking"
+        )
+    return f"Chat template: {'; '.join(findings)}."

@@ -59,33 +59,57 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
 
     Returns:
         `dict`: `turns/mean`; `tools/call_frequency` (a trajectory) and `tools/failure_frequency` (a call) as TRL
-        names them; `turn_K/length` (tokens), `turn_K/tool_calls` and `turn_K/failures` (a trajectory that has the
-        turn), K from 1; `stop/REASON`, shares that sum to 1.
+        names them; `sequences/mean`, `tokens/unique` and `tokens/turn_by_turn`, what a forward a turn would compute (a
+        trajectory); `turn_K/length` and `turn_K/context_length` (tokens), `turn_K/tool_calls` and `turn_K/failures` (a
+        trajectory that has the turn), K from 1; `stop/REASON`, shares that sum to 1; `forks/CAUSE` and
+        `tokenization/CAUSE` (a trajectory), where there are any.
     """
-    records = gather_object(
-        [
-            (
-                trajectory.stop_reason.value,
-                [(turn.num_tokens, turn.num_attempts, turn.num_failures) for turn in trajectory.turns],
-            )
-            for trajectory in trajectories
-        ]
-    )
+    records = gather_object([_record(trajectory) for trajectory in trajectories])
     count = len(records)
-    attempts = sum(turn[1] for _, turns in records for turn in turns)
-    failures = sum(turn[2] for _, turns in records for turn in turns)
+    turns = [turn for record in records for turn in record["turns"]]
+    attempts = sum(turn["tool_calls"] for turn in turns)
     metrics = {
-        "turns/mean": sum(len(turns) for _, turns in records) / count,
+        "turns/mean": len(turns) / count,
         "tools/call_frequency": attempts / count,
-        "tools/failure_frequency": failures / attempts if attempts else 0.0,
+        "tools/failure_frequency": sum(turn["failures"] for turn in turns) / attempts if attempts else 0.0,
+        "sequences/mean": sum(record["sequences"] for record in records) / count,
+        "tokens/unique": sum(record["unique"] for record in records) / count,
+        "tokens/turn_by_turn": sum(turn["context_length"] + turn["length"] for turn in turns) / count,
     }
-    for index in range(max(len(turns) for _, turns in records)):
-        rows = [turns[index] for _, turns in records if index < len(turns)]
-        for position, name in enumerate(("length", "tool_calls", "failures")):
-            metrics[f"turn_{index + 1}/{name}"] = sum(row[position] for row in rows) / len(rows)
-    for reason, number in sorted(Counter(reason for reason, _ in records).items()):
-        metrics[f"stop/{reason}"] = number / count
+    for index in range(max(len(record["turns"]) for record in records)):
+        rows = [record["turns"][index] for record in records if index < len(record["turns"])]
+        for name in TURN_METRICS:
+            metrics[f"turn_{index + 1}/{name}"] = sum(row[name] for row in rows) / len(rows)
+    for name, values in (
+        ("stop", [record["stop"] for record in records]),
+        ("tokenization", [record["tokenization"] for record in records]),
+        ("forks", [turn["rewritten"] for turn in turns]),
+    ):
+        for value, number in sorted(Counter(filter(None, values)).items()):
+            metrics[f"{name}/{value.replace(' ', '_')}"] = number / count
     return metrics
+
+
+TURN_METRICS = ("length", "context_length", "tool_calls", "failures")
+
+
+def _record(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "stop": trajectory.stop_reason.value,
+        "tokenization": trajectory.tokenization,
+        "sequences": trajectory.tree.num_sequences,
+        "unique": trajectory.tree.num_tokens,
+        "turns": [
+            {
+                "length": turn.num_tokens,
+                "context_length": turn.context_length,
+                "tool_calls": turn.num_attempts,
+                "failures": turn.num_failures,
+                "rewritten": turn.rewritten,
+            }
+            for turn in trajectory.turns
+        ],
+    }
 
 
 def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> dict[str, float]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.rule import Rule
 from transformers import PrinterCallback, ProgressCallback
 
+from mt_grpo.rollout.sanity import examine_template
 from mt_grpo.training import report
 from mt_grpo.training.progress import ProgressBar
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
@@ -44,6 +45,7 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ProgressBar(console))
+    console.print(examine_template(trainer.runner.renderer), highlight=False)
     start = time.perf_counter()
     evaluates = trainer.eval_dataset is not None
     summary_path = folder / "summary.json"
