@@ -1,10 +1,9 @@
-"""What the benchmarks share: interleaved timing, peak memory, the machine, tables and JSON."""
+"""Interleaved timing, peak memory and the workloads of the benchmarks of the forward."""
 
 from __future__ import annotations
 
-import importlib.metadata
+import ctypes
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -13,31 +12,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import RESULTS, machine
 
-RESULTS = Path(__file__).parent / "results"
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def machine(device: str = "cpu") -> dict[str, Any]:
-    """What a result has to be read with."""
-    cpus = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    return {
-        "machine": torch.cuda.get_device_name() if device == "cuda" else (cpus or [platform.processor()])[0],
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl", "numpy")},
-    }
-
-
-def interleave(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+def interleave(
+    functions: dict[str, Callable[[], Any]], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each function, in turns, so that what disturbs one disturbs all; a first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats + 1):
         for name, function in functions.items():
-            start = time.perf_counter()
+            start = clock()
             function()
             if repeat:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 
@@ -56,6 +46,7 @@ def peak_memory(function: Callable[[], Any], device: str) -> int:
         before = torch.cuda.memory_allocated()
         function()
         return (torch.cuda.max_memory_allocated() - before) >> 20
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before is no room for this call
     CLEAR.write_text("5")  # resets the peak
     before = _status("VmRSS")
     function()
@@ -66,9 +57,12 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(field))
 
 
-def write(name: str, result: dict[str, Any]) -> None:
+def write(name: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Writes `results/NAME.json` with the machine the rows were measured on."""
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    where = machine() | ({"gpu": torch.cuda.get_device_name()} if settings.get("device") == "cuda" else {})
+    content = {"machine": where, "settings": settings, "rows": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 # Workloads: rows of (tokens, trained), each one sequence, in groups that share a prompt
@@ -77,7 +71,7 @@ Row = tuple[np.ndarray, np.ndarray]
 
 
 def extension_rows(
-    prompt: int, group: int, turns: int, seed: int = 0, action: int = 57, result: int = 56, vocabulary: int = 4000
+    prompt: int, group: int, turns: int, seed: int = 0, action: int = 57, result: int = 56, vocabulary: int = 2000
 ) -> list[list[Row]]:
     """Trajectories whose history only grows: one sequence each."""
     rng = np.random.default_rng(seed)
@@ -101,7 +95,7 @@ def stripped_rows(
     thinking: int = 100,
     answer: int = 24,
     result: int = 32,
-    vocabulary: int = 4000,
+    vocabulary: int = 2000,
 ) -> list[list[Row]]:
     """Trajectories whose past thinking is stripped: each turn is a sequence of its own."""
     rng = np.random.default_rng(seed)

@@ -1,6 +1,6 @@
 """
-A whole policy step, forward and backward: TRL's stock `_compute_loss` on padded rows against the packed tree on the same
-rows. Loss and gradient are compared first.
+A whole policy step, forward and backward: TRL's stock `_compute_loss` on padded rows against the packed tree on the
+same rows. Loss and gradient are compared first.
 
     python benchmarks/step.py                        # small random model, CPU
     python benchmarks/step.py --device cuda --shape 0.6b
@@ -13,29 +13,32 @@ import copy
 import os
 import statistics
 import tempfile
-from pathlib import Path
+import time
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
+from common import build_tokenizer
 from datasets import Dataset
-from measure import WORKLOADS, Row, interleave, machine, peak_memory, ratio, write
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from measure import WORKLOADS, Row, interleave, peak_memory, ratio, write
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from mt_grpo.data import embedded
 from mt_grpo.training.attention import TreeLayout
 from mt_grpo.training.forward import batch_logps, batch_trees, enable_trees
 from mt_grpo.training.packing import pack
 
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, head size, vocabulary
-    "cpu": (256, 768, 4, 4, 2, 64, 8192),
+    "cpu": (128, 384, 2, 4, 2, 64, 2048),
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
     "1.7b": (2048, 6144, 28, 16, 8, 128, 151936),
     "4b": (2560, 9728, 36, 32, 8, 128, 151936),
 }
+
+BOUND = {"cpu": 1e-5, "cuda": 5e-2}
+"""Relative difference of the gradients above which a ratio is void: rounding of float32, of bfloat16."""
 
 
 def build_model(shape: str, device: str) -> Qwen3ForCausalLM:
@@ -113,7 +116,7 @@ def build_trainer(kind: type[GRPOTrainer], model: Qwen3ForCausalLM, device: str,
         reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
         args=arguments,
         train_dataset=Dataset.from_list([{"prompt": "a"}] * 2),
-        processing_class=AutoTokenizer.from_pretrained(Path(embedded.__file__).parent / "model"),
+        processing_class=build_tokenizer(),
     )
     trainer.current_gradient_accumulation_steps = arguments.steps_per_generation = 1
     return trainer
@@ -134,66 +137,69 @@ def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return float((gap / sum(b.double().norm() ** 2 for b in theirs)) ** 0.5)
 
 
+def compare(
+    name: str, batch: dict[str, Any], stock: GRPOTrainer, tree: GRPOTrainer, device: str, repeats: int
+) -> dict[str, Any]:
+    """Equality, memory and time of one workload; prints its row of the table."""
+    keys = ("prompt_ids", "prompt_mask", "completion_ids", "tool_mask", "completion_mask")
+    packed = pack(batch_trees(*(batch[key] for key in keys))[0])
+    padded = batch["prompt_ids"].numel() + batch["completion_ids"].numel()
+    (their_loss, theirs), (our_loss, ours) = step(stock, batch), step(tree, batch)
+    gap = difference(ours, theirs)
+    if gap > BOUND[device]:
+        raise SystemExit(f"{name}: the gradients differ by {gap:.1e}; a ratio would be void.")
+    del theirs, ours
+    functions = {"trl": lambda: step(stock, batch), "tree": lambda: step(tree, batch)}
+    memory = {kind: peak_memory(function, device) for kind, function in functions.items()}
+    # the processor's time on a CPU, whose cores may be shared with other work
+    seconds = interleave(functions, repeats, time.process_time if device == "cpu" else time.perf_counter)
+    speed, limit = ratio(seconds, "trl", "tree"), padded / len(packed.input_ids)
+    medians = {key: statistics.median(values) for key, values in seconds.items()}
+    print(
+        f"| {name} | {limit:.2f} | {len(packed.label) / padded:.0%} "
+        f"| {medians['trl']:.2f} s | {medians['tree']:.2f} s "
+        f"| {speed['median']:.2f} (min {speed['minimum']:.2f}) | {speed['median'] / limit:.2f} "
+        f"| {memory['trl']} / {memory['tree']} | {gap:.0e} |",
+        flush=True,
+    )
+    return {
+        "workload": name,
+        "padded_tokens": padded,
+        "unique_tokens": len(packed.input_ids),
+        "trained_tokens": len(packed.label),
+        "attention": TreeLayout(packed, torch.device(device)).attention,
+        "seconds": seconds,
+        "ratio": speed,
+        "ratio_over_limit": {key: value / limit for key, value in speed.items()},
+        "peak_mib": memory,
+        "loss_difference": float((our_loss - their_loss).abs() / their_loss.abs()),
+        "gradient_difference": gap,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shape", choices=tuple(SHAPES))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     shape = args.shape or ("cpu" if args.device == "cpu" else "0.6b")
     torch.set_num_threads(args.threads)
-    bound = 1e-5 if args.device == "cpu" else 5e-2
     model = build_model(shape, args.device)
     results = []
-    print("| workload | padded / unique | trained | TRL | tree | time ratio | ratio / limit | memory, MiB | gradient |")
+    print(
+        "| workload | padded / unique | trained | TRL | tree | time ratio | ratio / limit | memory, MiB | gradient |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         stock = build_trainer(GRPOTrainer, copy.deepcopy(model), args.device, folder)
         tree = build_trainer(TreeTrainer, model, args.device, folder)
         enable_trees(model)
         for name, make in WORKLOADS.items():
-            batch = build_batch(make(), args.device)
-            keys = ("prompt_ids", "prompt_mask", "completion_ids", "tool_mask", "completion_mask")
-            packed = pack(batch_trees(*(batch[key] for key in keys))[0])
-            padded = batch["prompt_ids"].numel() + batch["completion_ids"].numel()
-            (their_loss, theirs), (our_loss, ours) = step(stock, batch), step(tree, batch)
-            gap = difference(ours, theirs)
-            loss_gap = float((our_loss - their_loss).abs() / their_loss.abs())
-            if gap > bound:
-                raise SystemExit(f"{name}: the gradients differ by {gap:.1e}; a ratio would be void.")
-            del theirs, ours
-            memory = {
-                kind: peak_memory(lambda trainer=trainer: step(trainer, batch), args.device)
-                for kind, trainer in (("trl", stock), ("tree", tree))
-            }
-            seconds = interleave(
-                {"trl": lambda: step(stock, batch), "tree": lambda: step(tree, batch)}, args.repeats
-            )
-            speed, limit = ratio(seconds, "trl", "tree"), padded / len(packed.input_ids)
-            result = {
-                "workload": name,
-                "padded_tokens": padded,
-                "unique_tokens": len(packed.input_ids),
-                "trained_tokens": len(packed.label),
-                "attention": TreeLayout(packed, torch.device(args.device)).attention,
-                "seconds": seconds,
-                "ratio": speed,
-                "ratio_over_limit": {key: value / limit for key, value in speed.items()},
-                "peak_mib": memory,
-                "loss_difference": loss_gap,
-                "gradient_difference": gap,
-            }
-            results.append(result)
-            medians = {key: statistics.median(values) for key, values in seconds.items()}
-            print(
-                f"| {name} | {limit:.2f} | {len(packed.label) / padded:.0%} | {medians['trl']:.2f} s "
-                f"| {medians['tree']:.2f} s | {speed['median']:.2f} (min {speed['minimum']:.2f}) "
-                f"| {speed['median'] / limit:.2f} | {memory['trl']} / {memory['tree']} | {gap:.0e} |",
-                flush=True,
-            )
-    description = {**machine(args.device), "shape": shape, "seed": 0, "repeats": args.repeats}
-    write(f"step_{args.device}" + (f"_{shape}" if args.device == "cuda" else ""), {**description, "rows": results})
+            results.append(compare(name, build_batch(make(), args.device), stock, tree, args.device, args.repeats))
+    settings = {"device": args.device, "shape": shape, "seed": 0, "repeats": args.repeats, "threads": args.threads}
+    write(f"step_{args.device}" + (f"_{shape}" if args.device == "cuda" else ""), settings, results)
 
 
 if __name__ == "__main__":

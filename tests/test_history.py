@@ -120,12 +120,19 @@ def test_stripping_leaves_other_messages_alone():
     assert strip_thinking(message) == {"role": "assistant", "content": "b"}
 
 
+TEMPLATES = [
+    *("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"),
+    *("lfm2", "lfm2_2_5", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
+]
+
+
 @pytest.mark.parametrize("history", ["keep", "strip_thinking", "compact", "template"])
-@pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "qwen3_instruct_2507"])
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_the_engine_is_given_exactly_the_paths_of_the_tree(template, history):
     tokenizer = build_tokenizer(template)
+    tokenizer.bos_token = "<|endoftext|>"  # lfm2 writes one
     rng = random.Random(f"{template}/{history}")
-    for _ in range(170):
+    for _ in range(42):  # 2,016 conversations over all templates and policies
         count = rng.randint(1, 6)
         turns = [thought(rng.randint(1, 3)) if rng.random() < 0.6 else f"A{rng.randint(1, 3)}" for _ in range(count)]
         replies = [

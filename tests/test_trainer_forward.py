@@ -7,8 +7,6 @@ import torch
 from peft import LoraConfig
 from test_trainer import LOSS_TYPES, batch, build, conversation  # noqa: F401  (a fixture)
 
-from mt_grpo.training.logps import token_logps
-
 LAYOUTS = [
     {},
     {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8},
@@ -21,15 +19,16 @@ LAYOUTS = [
 def test_tree_and_padded_runs_are_the_same(build, model, tmp_path, options):  # noqa: F811
     model.save_pretrained(tmp_path / "model")
     runs = []
-    for forward in ("tree", "padded"):
+    for forward in ("tree", "padded", "turn_by_turn"):
         trainer = build(model=str(tmp_path / "model"), forward=forward, optim="sgd", max_steps=3, **options)
         torch.manual_seed(0)
         trainer.train()
         logged = [row for row in trainer.state.log_history if "loss" in row]
         runs.append(([[row["loss"], row["grad_norm"], row["entropy"]] for row in logged], trainer.model))
-    torch.testing.assert_close(torch.tensor(runs[0][0]), torch.tensor(runs[1][0]), rtol=1e-4, atol=1e-6)
-    for a, b in zip(runs[0][1].parameters(), runs[1][1].parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    for other in (1, 2):
+        torch.testing.assert_close(torch.tensor(runs[0][0]), torch.tensor(runs[other][0]), rtol=1e-4, atol=1e-6)
+        for a, b in zip(runs[0][1].parameters(), runs[other][1].parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -74,7 +73,7 @@ def test_the_rows_of_a_group_meet_in_one_micro_batch(build):  # noqa: F811
     ("history", "loss_type"),
     [*(("strip_thinking", loss_type) for loss_type in LOSS_TYPES), ("compact", "dapo"), ("template", "grpo")],
 )
-def test_rewritten_histories_have_the_loss_of_a_forward_per_turn(build, loss_type, history):  # noqa: F811
+def test_rewritten_histories_have_the_loss_of_a_forward_a_turn(build, loss_type, history):  # noqa: F811
     def script(session, turn):
         return "<think>well</think>" + conversation(session, turn)
 
@@ -85,21 +84,8 @@ def test_rewritten_histories_have_the_loss_of_a_forward_per_turn(build, loss_typ
     trainer.compute_loss(trainer.model, inputs).backward()
     gradient = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
 
-    oracle = build(script, **options)
-    reference = batch(oracle)
-
-    def turn_by_turn(model, *args, **kwargs):
-        turns = token_logps(model, [item.tree for item in oracle._trajectories], forward="turn_by_turn")
-        rows = torch.zeros(reference["completion_ids"].shape)
-        for row, completion in enumerate(oracle._completions):
-            for turn, values in enumerate(turns[row]):
-                pairs = zip(completion.turns, completion.mask, strict=True)
-                columns = [column for column, (index, mask) in enumerate(pairs) if index == turn and mask]
-                rows[row] = rows[row].index_put((torch.tensor(columns),), values)
-        return rows, torch.zeros_like(rows), None
-
-    oracle._get_per_token_logps_and_entropies = turn_by_turn
-    oracle.compute_loss(oracle.model, reference).backward()
+    oracle = build(script, **{**options, "forward": "turn_by_turn"})
+    oracle.compute_loss(oracle.model, batch(oracle)).backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in oracle.model.parameters()])
     assert (gradient - expected).norm() <= 1e-5 * expected.norm()
 

@@ -12,7 +12,7 @@ from mt_grpo.plugins import nearest
 from mt_grpo.rollout.history import check_history
 from mt_grpo.rollout.sanity import MODES
 
-FORWARDS = ("tree", "padded")
+FORWARDS = ("tree", "padded", "turn_by_turn")
 ATTENTIONS = ("auto", "segment", "flex", "dense")
 
 
@@ -49,7 +49,7 @@ class MTGRPOConfig(GRPOConfig):
         tokenization_sanity_check_mode (`str`, *optional*, defaults to `"strict"`): How each trajectory is held against
             its full rendering: `"strict"`, `"ignore_strippable"` or `"disable"`, see `SanityCheck`.
         forward (`str`, *optional*, defaults to `"tree"`): How log-probs are computed in training: `"tree"` (every
-            token once, shared prefixes shared) or `"padded"` (TRL's).
+            token once, shared prefixes shared), `"padded"` (TRL's) or `"turn_by_turn"` (each turn alone, the oracle).
         tree_attention (`str`, *optional*, defaults to `"auto"`): Attention of the tree forward: `"auto"`, `"segment"`,
             `"flex"` or `"dense"`.
     """
@@ -85,7 +85,10 @@ class MTGRPOConfig(GRPOConfig):
     tokenization_sanity_check_mode: str = field(
         default="strict", metadata={"help": "'strict', 'ignore_strippable' or 'disable'."}
     )
-    forward: str = field(default="tree", metadata={"help": "'tree' (every token once) or 'padded' (TRL's)."})
+    forward: str = field(
+        default="tree",
+        metadata={"help": "'tree' (every token once), 'padded' (TRL's) or 'turn_by_turn' (the oracle)."},
+    )
     tree_attention: str = field(default="auto", metadata={"help": "'auto', 'segment', 'flex' or 'dense'."})
 
     def __post_init__(self) -> None:

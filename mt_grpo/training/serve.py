@@ -16,27 +16,7 @@ import mt_grpo
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
 from mt_grpo.training.launch import resolve_model
 from mt_grpo.training.recipe import Recipe
-
-_EVERYWHERE = "0.0.0.0"
-
-
-def server_urls(args: MTGRPOConfig) -> list[str]:
-    """
-    Where a run finds its servers: `vllm_server_base_url`, several separated by commas, or
-    `vllm_server_host` and `vllm_server_port`.
-    """
-    if args.vllm_server_base_url:
-        return [url.strip().rstrip("/") for url in args.vllm_server_base_url.split(",")]
-    host = "127.0.0.1" if args.vllm_server_host == _EVERYWHERE else args.vllm_server_host
-    return [f"http://{host}:{args.vllm_server_port}"]
-
-
-def weight_transport(args: MTGRPOConfig) -> str:
-    """How weights reach the server: as `weight_sync` says; NCCL between GPUs, a file elsewhere, where it is `auto`."""
-    wanted = getattr(args, "weight_sync", "auto")
-    if wanted == "auto":
-        return "safetensors" if args.use_cpu or not torch.cuda.is_available() else "nccl"
-    return wanted
+from mt_grpo.training.servers import server_urls, weight_transport
 
 
 def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:

@@ -31,6 +31,7 @@ from mt_grpo.training.records import (
     credit_metrics,
     rollout_metrics,
 )
+from mt_grpo.training.turn_by_turn import turn_by_turn_logps
 from mt_grpo.trajectory import Trajectory
 
 Reward = str | Callable[..., Any] | RewardFunc
@@ -99,10 +100,12 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+        if args.forward == "turn_by_turn" and self.accelerator.num_processes > 1:
+            raise ConfigError("`forward: turn_by_turn` runs on one process only; set `forward: tree`.")
         if args.forward == "tree":
             for policy in filter(None, (self.model, self.ref_model)):
                 enable_trees(self.accelerator.unwrap_model(policy))
-        self._scored: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         self.reward_func_names = [reward.name for reward in rewards]
         if args.reward_weights is None:
             self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float32)
@@ -289,7 +292,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         rows = torch.arange(first, first + len(inputs), device=self.accelerator.device)
         output["group_ids"] = rows // self._reward_batch.group_size
         turn_ids = self._pad([completion.turns for completion in self._completions], output["completion_ids"])
-        output["advantages"] = local.gather(1, turn_ids)
+        output["turn_ids"], output["advantages"] = turn_ids, local.gather(1, turn_ids)
         parents = self._parents(output["completion_ids"])
         if parents is not None:
             output["parents"] = parents
@@ -308,7 +311,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         return inputs
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._scored = inputs["completion_mask"] * inputs["tool_mask"], inputs.get("parents")
+        mask = inputs["completion_mask"] * inputs["tool_mask"]
+        self._scored = mask, inputs["turn_ids"], inputs.get("parents")
         try:
             return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
@@ -329,25 +333,25 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
             )
-        scored, parents = self._scored or (
-            self._pad([completion.mask for completion in self._completions], input_ids[:, -logits_to_keep:]),
-            self._parents(input_ids[:, -logits_to_keep:]),
+        ids = input_ids[:, -logits_to_keep:]
+        scored, turn_ids, parents = self._scored or (
+            self._pad([completion.mask for completion in self._completions], ids),
+            self._pad([completion.turns for completion in self._completions], ids),
+            self._parents(ids),
         )
-        columns = (
-            input_ids[:, :-logits_to_keep],
-            attention_mask[:, :-logits_to_keep],
-            input_ids[:, -logits_to_keep:],
-            attention_mask[:, -logits_to_keep:],
-            scored,
-            *([] if parents is None else [parents]),
-        )
-        pieces = zip(*(column.split(batch_size or len(input_ids)) for column in columns), strict=True)
+        prompt_ids, prompt_mask = input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep]
+        mask = attention_mask[:, -logits_to_keep:]
         with self.accelerator.autocast():
-            results = [
-                batch_logps(model, *piece, attention=self.args.tree_attention, temperature=self.temperature)
-                for piece in pieces
-            ]
-        logps, entropies = (torch.cat(tensors) for tensors in zip(*results, strict=True))
+            if self.args.forward == "turn_by_turn":
+                logps, entropies = turn_by_turn_logps(
+                    model, prompt_ids, prompt_mask, ids, scored, turn_ids, parents, self.temperature
+                )
+            else:
+                columns = [prompt_ids, prompt_mask, ids, mask, scored, *([] if parents is None else [parents])]
+                pieces = zip(*(column.split(batch_size or len(ids)) for column in columns), strict=True)
+                options = {"attention": self.args.tree_attention, "temperature": self.temperature}
+                results = [batch_logps(model, *piece, **options) for piece in pieces]
+                logps, entropies = (torch.cat(tensors) for tensors in zip(*results, strict=True))
         return logps, entropies if compute_entropy else None, None
 
     def _pad(self, rows: list[list[int]], like: torch.Tensor) -> torch.Tensor:

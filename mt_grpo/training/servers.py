@@ -1,0 +1,86 @@
+"""What a trainer with `use_vllm: true` samples from, and how its weights get there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from mt_grpo.rollout.vllm_client import VLLMServerClient
+from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.training.weight_sync import WeightSync
+from mt_grpo.training.weight_transports import LoraSync, NcclSync, SafetensorsSync
+
+_EVERYWHERE = "0.0.0.0"
+
+
+def server_urls(args: MTGRPOConfig) -> list[str]:
+    """
+    Where a run finds its servers: `vllm_server_base_url`, several separated by commas, or
+    `vllm_server_host` and `vllm_server_port`.
+    """
+    if args.vllm_server_base_url:
+        return [url.strip().rstrip("/") for url in args.vllm_server_base_url.split(",")]
+    host = "127.0.0.1" if args.vllm_server_host == _EVERYWHERE else args.vllm_server_host
+    return [f"http://{host}:{args.vllm_server_port}"]
+
+
+def weight_transport(args: MTGRPOConfig) -> str:
+    """How weights reach the server: as `weight_sync` says; NCCL between GPUs, a file elsewhere, where it is `auto`."""
+    wanted = getattr(args, "weight_sync", "auto")
+    if wanted == "auto":
+        return "safetensors" if args.use_cpu or not torch.cuda.is_available() else "nccl"
+    return wanted
+
+
+def check_importance_sampling(args: MTGRPOConfig) -> None:
+    """
+    TRL's own check, which it makes only where it talks to the server itself.
+
+    Raises:
+        ConfigError: If the loss corrects for sampling token by token, and the correction asked for does not.
+    """
+    by_token = ("token_truncate", "token_mask")
+    if (
+        args.loss_type == "vespo"
+        and args.vllm_importance_sampling_correction
+        and args.vllm_importance_sampling_mode not in by_token
+    ):
+        raise ConfigError(
+            f"`loss_type: vespo` needs `vllm_importance_sampling_mode` to be one of {', '.join(by_token)}, not "
+            f"{args.vllm_importance_sampling_mode!r}."
+        )
+
+
+def server_client(args: MTGRPOConfig, tokenizer: Any, model: str) -> VLLMServerClient:
+    """
+    The client of a run's servers, not yet connected.
+
+    Args:
+        args (`MTGRPOConfig`): The run's options; the key is taken from the environment variable `VLLM_API_KEY`.
+        tokenizer: The trainer's tokenizer.
+        model (`str`): Name or path of the model the servers must hold.
+    """
+    return VLLMServerClient(
+        server_urls(args),
+        tokenizer,
+        model=model,
+        api_key=os.environ.get("VLLM_API_KEY"),
+        server_timeout=args.vllm_server_timeout,
+    )
+
+
+def weight_sync(
+    args: MTGRPOConfig, client: VLLMServerClient, get_model: Callable[[], Any], accelerator: Accelerator
+) -> WeightSync:
+    """The way from the trainer's weights to the servers that the options choose."""
+    transport = weight_transport(args)
+    options: dict[str, Any] = {"verify_every": getattr(args, "verify_sync_every", 50)}
+    if transport == "nccl":
+        return NcclSync(client, get_model, accelerator, group_port=args.vllm_group_port, **options)
+    folder = getattr(args, "weight_sync_folder", None)
+    kinds = {"safetensors": SafetensorsSync, "lora": LoraSync}
+    return kinds[transport](client, get_model, accelerator, folder=folder, **options)

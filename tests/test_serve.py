@@ -1,0 +1,95 @@
+"""The server's command follows the recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+
+from mt_grpo.cli import main
+from mt_grpo.training import serve
+from mt_grpo.training.config import ConfigError
+from mt_grpo.training.recipe import parse_recipe
+from mt_grpo.training.servers import check_importance_sampling, server_urls
+
+QUICKSTART = ["--config", "recipes/quickstart.yaml"]
+
+
+def command(*options, transport="auto"):
+    recipe = parse_recipe([*QUICKSTART, *options])
+    recipe.training.weight_sync = transport
+    words, environment = serve.server_command(recipe)
+    flags = {word: words[index + 1] for index, word in enumerate(words[:-1]) if word.startswith("--")}
+    return words, flags, environment
+
+
+def test_the_command_has_what_the_trainer_relies_on():
+    words, flags, environment = command("--vllm_server_port", "8123", "--vllm_max_model_length", "300")
+    assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert flags["--model"].endswith("embedded/model") and flags["--dtype"] == "float32"
+    assert flags["--port"] == "8123" and flags["--max-model-len"] == "300"
+    assert flags["--logprobs-mode"] == "processed_logprobs" and flags["--max-logprobs"] == "-1"
+    assert json.loads(flags["--weight-transfer-config"]) == {"backend": "safetensors"}
+    assert "--enable-prefix-caching" in words
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_each_server_has_an_identity_of_its_own():
+    identities = {command()[1]["--fingerprint-value"] for _ in range(2)}
+    assert len(identities) == 2
+
+
+def test_weights_by_nccl_and_by_adapter_change_the_flags():
+    assert json.loads(command(transport="nccl")[1]["--weight-transfer-config"]) == {"backend": "nccl"}
+    words, flags, environment = command("--lora_r", "20", transport="lora")
+    assert flags["--max-lora-rank"] == "32" and "--enable-lora" in words
+    assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+def test_the_key_is_on_no_command_line(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert "secret" not in " ".join(command()[0])
+
+
+def test_the_trainer_finds_the_server_where_the_recipe_puts_it():
+    def urls(*options):
+        return server_urls(parse_recipe([*QUICKSTART, *options]).training)
+
+    assert urls("--vllm_server_host", "10.0.0.2", "--vllm_server_port", "9") == ["http://10.0.0.2:9"]
+    assert urls("--vllm_server_host", "0.0.0.0") == ["http://127.0.0.1:8000"]
+    assert urls("--vllm_server_base_url", "http://a:1/, http://b:2") == ["http://a:1", "http://b:2"]
+
+
+def test_servers_on_other_machines_are_not_started_from_here():
+    with pytest.raises(ConfigError, match="start each on its own machine"):
+        command("--vllm_server_base_url", "http://a:1,http://b:2")
+    assert command("--vllm_server_base_url", "http://localhost:7001")[1]["--port"] == "7001"
+
+
+def test_serve_prints_the_command_and_becomes_it(monkeypatch, capsys):
+    became = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: became.append(arguments))
+    main(["serve", *QUICKSTART])
+    ((program, words, environment),) = became
+    assert program == words[0] and environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["PATH"]
+    printed = capsys.readouterr().out
+    assert "VLLM_SERVER_DEV_MODE=1" in printed and "vllm.entrypoints.openai.api_server --model" in printed
+
+
+def test_serve_says_in_one_sentence_what_is_wrong(capsys):
+    assert main(["serve", "--config", "nowhere.yaml"]) == 1
+    assert capsys.readouterr().err == "mt-grpo: The recipe 'nowhere.yaml' does not exist.\n"
+
+
+def test_the_interpreter_is_this_one_where_there_is_no_environment_for_the_server(monkeypatch, tmp_path):
+    monkeypatch.setattr(serve.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
+    assert command()[0][0] == sys.executable
+
+
+def test_a_loss_that_needs_a_correction_by_token_is_refused_another(tmp_path):
+    options = ["--loss_type", "vespo", "--vllm_importance_sampling_mode"]
+    with pytest.raises(ConfigError, match="token_truncate, token_mask"):
+        check_importance_sampling(parse_recipe([*QUICKSTART, *options, "sequence_mask"]).training)
+    check_importance_sampling(parse_recipe([*QUICKSTART, *options, "token_mask"]).training)

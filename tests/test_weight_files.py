@@ -1,0 +1,83 @@
+"""Weights as a file: complete or absent, and the walk over parameters always finished."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mt_grpo.training.weight_files import make_folder, write_weights
+
+TENSORS = {
+    "odd": torch.arange(3, dtype=torch.bfloat16),
+    "wide": torch.randn(5, 7, dtype=torch.float64),
+    "flags": torch.tensor([1, 2, 3], dtype=torch.uint8),
+    "matrix": torch.randn(4, 3),
+    "strided": torch.randn(6, 4).T,
+    "scalar": torch.tensor(2.0),
+}
+
+
+def layout():
+    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+
+
+def test_what_is_written_is_what_safetensors_reads(tmp_path):
+    path = write_weights(tmp_path / "w.safetensors", layout(), TENSORS.items())
+    read = load_file(path)
+    assert read.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+    assert [file.name for file in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+def test_a_failure_leaves_nothing_behind_and_the_walk_is_finished(tmp_path):
+    walked = []
+
+    def walk():
+        for name, tensor in TENSORS.items():
+            walked.append(name)
+            yield name, tensor if name != "flags" else torch.zeros(99)
+
+    with pytest.raises(RuntimeError, match="size"):
+        write_weights(tmp_path / "w.safetensors", layout(), walk())
+    assert walked == list(TENSORS) and not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_an_error_and_the_walk_is_finished(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    walk = iter(TENSORS.items())
+    with pytest.raises(OSError, match="No space left"):
+        write_weights(tmp_path / "w.safetensors", layout(), walk)
+    assert next(walk, None) is None and not list(tmp_path.iterdir())
+
+
+def test_a_file_is_not_there_under_its_name_before_it_is_complete(tmp_path):
+    path = tmp_path / "w.safetensors"
+
+    def walk():
+        for item in TENSORS.items():
+            assert not path.exists()
+            yield item
+
+    write_weights(path, layout(), walk())
+    assert path.exists()
+
+
+def test_what_a_killed_process_left_in_shared_memory_is_removed():
+    code = "import os; from mt_grpo.training.weight_files import make_folder as m; print(m(None)); os._exit(9)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    left = Path(run.stdout.strip())
+    (left / "weights.partial").write_bytes(b"half")
+    assert run.returncode == 9
+    own = make_folder(None)
+    assert own.exists() and not left.exists()
+    own.rmdir()
