@@ -8,6 +8,7 @@ import os
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import statistics
+import time
 
 import numpy as np
 import torch
@@ -51,7 +52,9 @@ def main() -> None:
         # TRL's tree has one more token at each fork; the scored ones must be the same
         assert len(packed.label) == len(reference["token_index"]), name
         seconds = interleave(
-            {"trl": theirs, "ours": lambda trees=trees: [pack(trees) for _ in range(CALLS)]}, args.repeats
+            {"trl": theirs, "ours": lambda trees=trees: [pack(trees) for _ in range(CALLS)]},
+            args.repeats,
+            time.process_time,
         )
         seconds["ours"] = [value / CALLS for value in seconds["ours"]]
         tokens = sum(len(tokens) for tokens, _ in rows)

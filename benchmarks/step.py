@@ -187,6 +187,7 @@ def main() -> None:
     shape = args.shape or ("cpu" if args.device == "cpu" else "0.6b")
     torch.set_num_threads(args.threads)
     model = build_model(shape, args.device)
+    settings = {"device": args.device, "shape": shape, "seed": 0, "repeats": args.repeats, "threads": args.threads}
     results = []
     print(
         "| workload | padded / unique | trained | TRL | tree | time ratio | ratio / limit | memory, MiB | gradient |"
@@ -198,8 +199,7 @@ def main() -> None:
         enable_trees(model)
         for name, make in WORKLOADS.items():
             results.append(compare(name, build_batch(make(), args.device), stock, tree, args.device, args.repeats))
-    settings = {"device": args.device, "shape": shape, "seed": 0, "repeats": args.repeats, "threads": args.threads}
-    write(f"step_{args.device}" + (f"_{shape}" if args.device == "cuda" else ""), settings, results)
+            write(f"step_{args.device}" + (f"_{shape}" if args.device == "cuda" else ""), settings, results)
 
 
 if __name__ == "__main__":

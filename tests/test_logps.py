@@ -66,7 +66,7 @@ def assert_equal(model, forest, bound=1e-6, **options):
 # Every way gives what one forward a turn gives
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(forests, st.sampled_from([1.0, 0.7]))
 def test_random_trees_score_as_one_forward_a_turn(shared_model, forest, temperature):
     if any(action for timesteps in forest for _, action in timesteps):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mt_grpo.training.weight_files import make_folder, write_weights
+from mt_grpo.training.weight_files import WeightFile, make_folder, write_weights
 
 TENSORS = {
     "odd": torch.arange(3, dtype=torch.bfloat16),
@@ -28,15 +28,20 @@ def layout():
 
 
 def test_what_is_written_is_what_safetensors_reads(tmp_path):
-    path = write_weights(tmp_path / "w.safetensors", layout(), TENSORS.items())
-    read = load_file(path)
-    assert read.keys() == TENSORS.keys()
-    for name, tensor in TENSORS.items():
-        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
-    assert [file.name for file in tmp_path.iterdir()] == ["w.safetensors"]
+    file = WeightFile(tmp_path / "0.partial", layout())
+    for factor in (1, 3):
+        tensors = {name: tensor * factor for name, tensor in TENSORS.items()}
+        file.withdraw()
+        assert not list(tmp_path.glob("*.safetensors"))
+        write_weights(file, tmp_path / f"{factor}.safetensors", tensors.items())
+        assert [entry.name for entry in tmp_path.iterdir()] == [f"{factor}.safetensors"]
+        read = load_file(file.path)
+        assert read.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
 
 
-def test_a_failure_leaves_nothing_behind_and_the_walk_is_finished(tmp_path):
+def test_a_failure_leaves_nothing_under_the_name_and_the_walk_is_finished(tmp_path):
     walked = []
 
     def walk():
@@ -45,19 +50,18 @@ def test_a_failure_leaves_nothing_behind_and_the_walk_is_finished(tmp_path):
             yield name, tensor if name != "flags" else torch.zeros(99)
 
     with pytest.raises(RuntimeError, match="size"):
-        write_weights(tmp_path / "w.safetensors", layout(), walk())
-    assert walked == list(TENSORS) and not list(tmp_path.iterdir())
+        write_weights(WeightFile(tmp_path / "0.partial", layout()), tmp_path / "w.safetensors", walk())
+    assert walked == list(TENSORS) and not (tmp_path / "w.safetensors").exists()
 
 
-def test_a_full_disk_is_an_error_and_the_walk_is_finished(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    walk = iter(TENSORS.items())
     with pytest.raises(OSError, match="No space left"):
-        write_weights(tmp_path / "w.safetensors", layout(), walk)
-    assert next(walk, None) is None and not list(tmp_path.iterdir())
+        WeightFile(tmp_path / "0.partial", layout())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_is_not_there_under_its_name_before_it_is_complete(tmp_path):
@@ -68,7 +72,7 @@ def test_a_file_is_not_there_under_its_name_before_it_is_complete(tmp_path):
             assert not path.exists()
             yield item
 
-    write_weights(path, layout(), walk())
+    write_weights(WeightFile(tmp_path / "0.partial", layout()), path, walk())
     assert path.exists()
 
 

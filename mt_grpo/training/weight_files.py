@@ -28,19 +28,19 @@ _DTYPES = {
 
 class WeightFile:
     """
-    A file that is filled tensor by tensor and appears under its name when it is complete.
+    A file that is filled tensor by tensor and appears under a name when it is complete. It can be filled again: fresh
+    memory costs several times what the copy does, so that two files taking turns are worth their room.
 
     Args:
-        path (`Path`): Where it will be.
+        partial (`Path`): Its name while it is not complete.
         layout (`list[tuple[str, torch.dtype, tuple]]`): Name, dtype and shape of every tensor.
 
     Raises:
         OSError: If there is no room for it; nothing is left behind.
     """
 
-    def __init__(self, path: Path, layout: Layout) -> None:
-        self.path = path
-        self._partial = path.with_suffix(".partial")
+    def __init__(self, partial: Path, layout: Layout) -> None:
+        self.path = self._partial = partial
         # wide dtypes first, so that every tensor begins at a multiple of its element's size
         ordered = sorted(layout, key=lambda entry: -entry[1].itemsize)
         header, offset, places = {}, 0, {}
@@ -51,17 +51,20 @@ class WeightFile:
             offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self.num_bytes = offset
         self._begin, self._places = 8 + len(text), places
         try:
-            with open(self._partial, "wb") as file:
+            with open(partial, "wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 # reserves the room: a full disk is an error here, not a bus error in the middle of a copy
                 os.posix_fallocate(file.fileno(), 0, self._begin + offset)
         except OSError:
-            self._partial.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise
-        self._bytes = torch.from_file(str(self._partial), shared=True, size=self._begin + offset, dtype=torch.uint8)
+        self._bytes = torch.from_file(str(partial), shared=True, size=self._begin + offset, dtype=torch.uint8)
+
+    def withdraw(self) -> None:
+        """Takes its name away, before it is filled again."""
+        self.path = self.path.replace(self._partial)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Copies one tensor to its place."""
@@ -69,42 +72,27 @@ class WeightFile:
         begin = self._begin + offset
         self._bytes[begin : begin + size].view(dtype).view(shape).copy_(tensor)
 
-    def finish(self) -> Path:
-        """Puts the complete file under its name, at once."""
-        del self._bytes
-        with open(self._partial, "rb") as file:
+    def publish(self, path: Path) -> None:
+        """Gives the complete file a name, at once."""
+        with open(self.path, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(self._partial, self.path)
-        return self.path
-
-    def discard(self) -> None:
-        """Removes what was written."""
-        del self._bytes
-        self._partial.unlink(missing_ok=True)
+        self.path = self.path.replace(path)
 
 
-def write_weights(path: Path, layout: Layout, tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
+def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """
-    Writes a file from a walk over parameters.
+    Fills a file without a name from a walk over parameters and names it `path`.
 
     The walk is always finished, even when writing fails: walking gathers parameters together with other processes, and
     merges an adapter that only the end of the walk takes out again.
-
-    Raises:
-        OSError: If the file cannot be written; nothing is left behind.
     """
     iterator = iter(tensors)
     try:
-        file = WeightFile(path, layout)
-        try:
-            for name, tensor in iterator:
-                file.write(name, tensor)
-        except BaseException:
-            file.discard()
-            raise
+        for name, tensor in iterator:
+            file.write(name, tensor)
+        file.publish(path)
     finally:
         exhaust(iterator)
-    return file.finish()
 
 
 def exhaust(iterator: Iterator[object]) -> None:

@@ -13,7 +13,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from mt_grpo.rollout.vllm_client import VLLMServerClient
 from mt_grpo.rollout.vllm_http import ServerControl
-from mt_grpo.training.weight_files import Layout, exhaust, make_folder, write_weights
+from mt_grpo.training.weight_files import Layout, WeightFile, exhaust, make_folder, write_weights
 from mt_grpo.training.weight_push import WeightSyncError, paused, push_adapter, push_file
 from mt_grpo.training.weight_sync import ServerSync
 
@@ -62,7 +62,7 @@ class SafetensorsSync(ServerSync):
         if accelerator.is_main_process:
             self._folder = make_folder(folder)
             atexit.register(self.close)
-        self._path: Path | None = None
+        self._files: list[WeightFile] = []
 
     def _gather(self, step: int) -> None:
         self._parameters.model = self.get_model()
@@ -71,13 +71,19 @@ class SafetensorsSync(ServerSync):
         if self._folder is None:
             exhaust(iter(self._parameters))
             return
-        path = self._folder / f"weights-{step:08d}.safetensors"
-        old, self._path = self._path, write_weights(path, self._layout, self._parameters)
-        if old is not None and old != self._path:
-            old.unlink()
+        tensors = iter(self._parameters)
+        try:
+            if len(self._files) < 2:
+                self._files.insert(0, WeightFile(self._folder / f"{len(self._files)}.partial", self._layout))
+            for file in self._files:
+                file.withdraw()
+            write_weights(self._files[0], self._folder / f"weights-{step:08d}.safetensors", tensors)
+        finally:
+            exhaust(tensors)
+        self._files.reverse()
 
     def _push(self, server: ServerControl, step: int) -> None:
-        push_file(server, self._path, step)
+        push_file(server, self._files[-1].path, step)
 
     def close(self) -> None:
         """Removes the weight file and its folder."""
