@@ -207,7 +207,7 @@ def lookup_nothing(query: str) -> str:
 def test_cancelling_a_request_aborts_it_on_the_server(tied):
     client, contexts = tied.client(), tied.prompts(16)
     finished = tied.server.metric("vllm:request_success_total")
-    sampling = Sampling(max_tokens=400, temperature=5.0)
+    sampling = Sampling(max_tokens=400, temperature=2.0)
     started, returned = 0, 0
 
     async def ask_on(index):
@@ -225,7 +225,7 @@ def test_cancelling_a_request_aborts_it_on_the_server(tied):
         for job in jobs:
             job.cancel()
         results = await asyncio.gather(*jobs, return_exceptions=True)
-        assert all(isinstance(result, asyncio.CancelledError) for result in results), results
+        assert not [result for result in results if not isinstance(result, asyncio.CancelledError)]
         for number in range(8):  # as long as what was cancelled: whatever still ran would be finished afterwards
             await client.generate(contexts[0], sampling, f"after-{number}")
         await client.close()

@@ -13,6 +13,7 @@ from mt_grpo.rollout.history import check_history
 from mt_grpo.rollout.sanity import MODES
 
 FORWARDS = ("tree", "padded", "turn_by_turn")
+WEIGHT_SYNCS = ("auto", "nccl", "safetensors", "lora")
 ATTENTIONS = ("auto", "segment", "flex", "dense")
 
 
@@ -43,6 +44,13 @@ class MTGRPOConfig(GRPOConfig):
         max_concurrent_rollouts (`int`, *optional*): Conversations under way at once; all where unset.
         tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take.
         rollout_timeout (`float`, *optional*): Seconds one conversation may take; no bound where unset.
+        vllm_mode (`str`, *optional*, defaults to `"server"`): A dedicated server, started by `mt-grpo serve`, is the
+            only mode.
+        vllm_server_host (`str`, *optional*, defaults to `"127.0.0.1"`): Where the server listens and is looked for.
+        weight_sync (`str`, *optional*, defaults to `"auto"`): How weights reach a vLLM server: `"nccl"` (between GPUs),
+            `"safetensors"` (a file), `"lora"` (the adapter only); `"auto"` takes NCCL on GPUs and a file elsewhere.
+        weight_sync_folder (`str`, *optional*): Folder of the file, shared between hosts; shared memory where unset.
+        verify_sync_every (`int`, *optional*, defaults to `50`): The first sync and then every so many are verified.
         history (`str`, *optional*, defaults to `"keep"`): What the model is shown of its past: `"keep"`,
             `"strip_thinking"`, `"compact"` or `"template"`, see `mt_grpo.rollout.history`.
         compact_every (`int`, *optional*): Turns between two compactions, for `history: compact`.
@@ -78,6 +86,11 @@ class MTGRPOConfig(GRPOConfig):
     tool_timeout: float | None = field(default=60.0, metadata={"help": "Seconds one tool call may take."})
     rollout_timeout: float | None = field(default=None, metadata={"help": "Seconds one conversation may take."})
 
+    vllm_mode: str = field(default="server", metadata={"help": "A dedicated server is the only mode."})
+    vllm_server_host: str = field(default="127.0.0.1", metadata={"help": "Host of the vLLM server."})
+    weight_sync: str = field(default="auto", metadata={"help": "'auto', 'nccl', 'safetensors' or 'lora'."})
+    weight_sync_folder: str | None = field(default=None, metadata={"help": "Folder shared with the vLLM server."})
+    verify_sync_every: int = field(default=50, metadata={"help": "Every so many weight syncs are verified."})
     history: str = field(
         default="keep", metadata={"help": "'keep', 'strip_thinking', 'compact' or 'template': what stays of the past."}
     )
@@ -96,7 +109,13 @@ class MTGRPOConfig(GRPOConfig):
             if isinstance(getattr(self, name), str):  # a recipe may give one name without a list
                 setattr(self, name, [getattr(self, name)])
         get_estimator(self.advantage_estimator)
-        for name in ("max_turn_length", "max_concurrent_rollouts", "rollout_timeout", "tool_timeout"):
+        for name in (
+            "max_turn_length",
+            "max_concurrent_rollouts",
+            "rollout_timeout",
+            "tool_timeout",
+            "verify_sync_every",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"`{name}` is {value}; set a number above 0, or leave it out.")
@@ -107,12 +126,18 @@ class MTGRPOConfig(GRPOConfig):
             )
         for name, known in (
             ("forward", FORWARDS),
+            ("weight_sync", WEIGHT_SYNCS),
             ("tree_attention", ATTENTIONS),
             ("tokenization_sanity_check_mode", MODES),
         ):
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"`{name}` is {value!r}{nearest(value, known)}: choose one of {', '.join(known)}.")
+        if self.use_vllm and self.vllm_mode != "server":
+            raise ConfigError(
+                f"`vllm_mode: {self.vllm_mode}` is not supported: leave it out, and start the server with "
+                "`mt-grpo serve`."
+            )
         check_history(self.history, self.compact_every)
         if self.history != "keep" and self.forward == "padded":
             raise ConfigError(

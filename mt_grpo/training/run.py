@@ -13,6 +13,7 @@ from rich.rule import Rule
 from transformers import PrinterCallback, ProgressCallback
 
 from mt_grpo.rollout.sanity import examine_template
+from mt_grpo.rollout.vllm_http import ServerGoneError
 from mt_grpo.training import report
 from mt_grpo.training.progress import ProgressBar
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
@@ -66,11 +67,17 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
         examples = trainer.eval_trajectories[:EXAMPLES]
     if main:
         report.write_json(summary_path, summary)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    except ServerGoneError:
+        trainer._save_checkpoint(trainer.model, trial=None)  # nothing that was learnt is lost
+        raise
     if evaluates:
         summary["after"] = _measure(trainer, console, "after")
     summary["seconds"] = round(time.perf_counter() - start, 1)
     summary["steps"] = trainer.state.global_step
+    if trainer.use_vllm:
+        trainer.weight_sync.close()
     trainer.save_model(args.output_dir)
     if not main:
         return

@@ -30,10 +30,9 @@ def server_urls(args: MTGRPOConfig) -> list[str]:
 
 def weight_transport(args: MTGRPOConfig) -> str:
     """How weights reach the server: as `weight_sync` says; NCCL between GPUs, a file elsewhere, where it is `auto`."""
-    wanted = getattr(args, "weight_sync", "auto")
-    if wanted == "auto":
+    if args.weight_sync == "auto":
         return "safetensors" if args.use_cpu or not torch.cuda.is_available() else "nccl"
-    return wanted
+    return args.weight_sync
 
 
 def check_importance_sampling(args: MTGRPOConfig) -> None:
@@ -78,9 +77,8 @@ def weight_sync(
 ) -> WeightSync:
     """The way from the trainer's weights to the servers that the options choose."""
     transport = weight_transport(args)
-    options: dict[str, Any] = {"verify_every": getattr(args, "verify_sync_every", 50)}
+    options: dict[str, Any] = {"verify_every": args.verify_sync_every}
     if transport == "nccl":
         return NcclSync(client, get_model, accelerator, group_port=args.vllm_group_port, **options)
-    folder = getattr(args, "weight_sync_folder", None)
     kinds = {"safetensors": SafetensorsSync, "lora": LoraSync}
-    return kinds[transport](client, get_model, accelerator, folder=folder, **options)
+    return kinds[transport](client, get_model, accelerator, folder=args.weight_sync_folder, **options)

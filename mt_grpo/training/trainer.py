@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from mt_grpo.training.records import (
     credit_metrics,
     rollout_metrics,
 )
+from mt_grpo.training.rows import scored_columns
+from mt_grpo.training.servers import check_importance_sampling, server_client, weight_sync
 from mt_grpo.training.turn_by_turn import turn_by_turn_logps
 from mt_grpo.trajectory import Trajectory
 
@@ -88,6 +91,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if not rewards:
             raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
         self.env = env or build_env(args)
+        # TRL's own transport is neither needed nor asked: the engine samples, and `weight_sync` brings it the weights
+        serves, args.use_vllm = args.use_vllm and engine is None, False
         super().__init__(
             model=model,
             reward_funcs=[reward.score for reward in rewards],  # TRL counts and names them; they are called here
@@ -114,6 +119,14 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         prepare_tokenizer(self._tokenizer, self.env)
         self._estimator = get_estimator(args.advantage_estimator)
         self._event_loop = asyncio.new_event_loop()
+        self.use_vllm = args.use_vllm = serves
+        self._last_loaded_step = -1
+        if serves:
+            check_importance_sampling(args)
+            name = model if isinstance(model, str) else model.config._name_or_path
+            engine = server_client(args, self._tokenizer, name)
+            self._event_loop.run_until_complete(engine.connect())
+            self.weight_sync = weight_sync(args, engine, lambda: self.model, self.accelerator)
         self._writer = TrajectoryWriter(args.output_dir, self.accelerator.process_index)
         self._sampling = Sampling(
             temperature=self.temperature,
@@ -173,11 +186,14 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             session = "-".join(f"{part:06d}" if isinstance(part, int) else part for part in (mode, *moment, number))
             seed = derive_seed(self.args.seed, mode, *moment, number, prompt)
             requests.append(RolloutRequest(prompt, session, columns, seed))
+        if self.use_vllm and self._last_loaded_step != step:
+            self.weight_sync.sync(step)
+            self._last_loaded_step = step
         training = self.model.training
         self.model.eval()  # dropout has no place in sampling
         try:
             with self._generation_model() as model:
-                if isinstance(self.runner.engine, TransformersEngine):
+                if model is not None:
                     self.runner.engine.model = model
                 return self._event_loop.run_until_complete(
                     self.runner.run(requests, self._sampling, on_finish=self._trajectories.append)
@@ -197,6 +213,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         return trajectories
 
     def _generation_model(self) -> Any:
+        """Context of the model an embedded engine samples from; of `None` where another engine does."""
+        if not isinstance(self.runner.engine, TransformersEngine):
+            return nullcontext()
         return unwrap_model_for_generation(
             self.model_wrapped,
             self.accelerator,
@@ -291,9 +310,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         local = advantages[first:][: len(inputs)]
         rows = torch.arange(first, first + len(inputs), device=self.accelerator.device)
         output["group_ids"] = rows // self._reward_batch.group_size
-        turn_ids = self._pad([completion.turns for completion in self._completions], output["completion_ids"])
+        _, turn_ids, parents = scored_columns(self._completions, output["completion_ids"])
         output["turn_ids"], output["advantages"] = turn_ids, local.gather(1, turn_ids)
-        parents = self._parents(output["completion_ids"])
         if parents is not None:
             output["parents"] = parents
         if mode == "eval":
@@ -334,11 +352,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
             )
         ids = input_ids[:, -logits_to_keep:]
-        scored, turn_ids, parents = self._scored or (
-            self._pad([completion.mask for completion in self._completions], ids),
-            self._pad([completion.turns for completion in self._completions], ids),
-            self._parents(ids),
-        )
+        scored, turn_ids, parents = self._scored or scored_columns(self._completions, ids)
         prompt_ids, prompt_mask = input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep]
         mask = attention_mask[:, -logits_to_keep:]
         with self.accelerator.autocast():
@@ -353,20 +367,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 results = [batch_logps(model, *piece, **options) for piece in pieces]
                 logps, entropies = (torch.cat(tensors) for tensors in zip(*results, strict=True))
         return logps, entropies if compute_entropy else None, None
-
-    def _pad(self, rows: list[list[int]], like: torch.Tensor) -> torch.Tensor:
-        """Rows of integers as a tensor of the shape of `like`, `(B, T)`, padded with 0."""
-        padded = torch.zeros_like(like)
-        for row, values in enumerate(rows):
-            padded[row, : len(values)] = torch.tensor(values, device=like.device)
-        return padded
-
-    def _parents(self, completion_ids: torch.Tensor) -> torch.Tensor | None:
-        """The completion column that each token follows, `(B, T)`; `None` where no history was rewritten."""
-        rows = [completion.parents for completion in self._completions]
-        if all(parents == list(range(-1, len(parents) - 1)) for parents in rows):
-            return None
-        return self._pad(rows, completion_ids)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.eval_trajectories = []

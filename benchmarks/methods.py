@@ -1,0 +1,360 @@
+"""
+Ways to compute the log-probs of a multi-turn rollout whose past thinking is stripped, against one forward for each
+turn: how far they are from it, and what they cost in time and memory over turns, lengths and batch sizes.
+
+    python benchmarks/methods.py [--quick]
+
+Prints two tables, writes `benchmarks/results/methods.json` and `docs/images/methods.png`. The measures are those of
+"Efficient Forward Pass for Agent RL" (part 1), whose `compare_logits` takes the same tolerances.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import matplotlib
+import numpy as np
+import torch
+from common import RESULTS, machine
+from measure import interleave, peak_memory
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import linear
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from mt_grpo.training import attention
+from mt_grpo.training.attention import TreeLayout
+from mt_grpo.training.forward import enable_trees
+from mt_grpo.training.head import score
+from mt_grpo.training.packing import pack
+from mt_grpo.trajectory import TokenTree, common_prefix
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
+
+VOCABULARY = 4096
+CHUNK = 512
+"""Positions whose whole distributions are compared at once."""
+
+RELATIVE, ABSOLUTE = 1e-1, 1e-2
+"""Logits further from the reference than `ABSOLUTE + RELATIVE * |reference|` are mismatched."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the model was given, what of it is new after the previous action, and what it sampled."""
+
+    context: list[int]
+    added: list[int]
+    action: list[int]
+
+
+Batch = list[list[Turn]]
+
+
+def build_batch(
+    size: int, turns: int, seed: int, prompt: int = 64, thinking: int = 32, answer: int = 8, result: int = 8
+) -> Batch:
+    """Conversations of random tokens that share a prompt; a context holds the earlier answers, not their thinking."""
+    rng = np.random.default_rng(seed)
+
+    def draw(mean: int) -> list[int]:
+        return rng.integers(0, VOCABULARY, rng.integers(mean * 3 // 4, mean * 5 // 4 + 1)).tolist()
+
+    shared, batch = draw(prompt), []
+    for _ in range(size):
+        context, added, conversation = shared, shared, []
+        for _ in range(turns):
+            thought, said = draw(thinking), draw(answer)
+            conversation.append(Turn(context, added, thought + said))
+            added = draw(result)
+            context = context + said + added
+        batch.append(conversation)
+    return batch
+
+
+def build_model() -> Qwen3ForCausalLM:
+    """A random Qwen3 in float32, its weights wide enough for peaked distributions (logits of deviation 3)."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=32768,
+        initializer_range=0.25,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    enable_trees(model)
+    return model
+
+
+# The methods: hidden states `(M, hidden)` that predict the action tokens, by conversation, turn and place
+
+
+def _forward(model: Qwen3ForCausalLM, ids: list[int], **kwargs: Any) -> Tensor:
+    kwargs.setdefault("use_cache", False)
+    return model.base_model(input_ids=torch.tensor([ids]), **kwargs).last_hidden_state[0]
+
+
+def turn_by_turn(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
+    turns = (turn for conversation in batch for turn in conversation)
+    return torch.cat([_forward(model, t.context + t.action)[len(t.context) - 1 : -1] for t in turns])
+
+
+def padded(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
+    """Each turn is a row of one batch, padded on the right."""
+    turns = [turn for conversation in batch for turn in conversation]
+    rows = [torch.tensor(turn.context + turn.action) for turn in turns]
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    hidden = model.base_model(
+        input_ids=pad_sequence(rows, batch_first=True), attention_mask=mask, use_cache=False
+    ).last_hidden_state
+    return torch.cat([hidden[i, len(t.context) - 1 : len(rows[i]) - 1] for i, t in enumerate(turns)])
+
+
+def kv_cache(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
+    """
+    Keys and values of the prefix that a turn shares with the one before are kept; no gradient can go through. The
+    stripped answer and what follows it are computed with the next turn.
+    """
+    states = []
+    for conversation in batch:
+        cache, cached = DynamicCache(config=model.config), []
+        for turn in conversation:
+            ids = turn.context + turn.action
+            kept = min(common_prefix(cached, ids, 0), len(turn.context) - 1)
+            if kept < len(cached):
+                cache.crop(kept - len(cached))
+            hidden = _forward(model, ids[kept:], past_key_values=cache, use_cache=True)
+            states.append(hidden[len(turn.context) - 1 - kept : -1])
+            cached = ids
+    return torch.cat(states)
+
+
+def naive_packing(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
+    """One causal row a conversation, in which all turns see all earlier thinking: not what was sampled from."""
+    states = []
+    for conversation in batch:
+        hidden = _forward(model, [token for turn in conversation for token in turn.added + turn.action])
+        end = 0
+        for turn in conversation:
+            begin, end = end + len(turn.added), end + len(turn.added) + len(turn.action)
+            states.append(hidden[begin - 1 : end - 1])
+    return torch.cat(states)
+
+
+def tree(kind: str) -> Callable[[Qwen3ForCausalLM, Batch], Tensor]:
+    """The packed tree of the whole batch, with attention `kind`."""
+
+    def method(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
+        trees = []
+        for conversation in batch:
+            trees.append(TokenTree())
+            for turn in conversation:
+                trees[-1].add_turn(turn.context, turn.action, [0.0] * len(turn.action))
+        packed = pack(trees)
+        hidden = _forward(
+            model,
+            packed.input_ids.tolist(),
+            position_ids=torch.from_numpy(packed.position_ids)[None],
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
+            tree_layout=TreeLayout(packed, model.device, kind),
+        )
+        return hidden[torch.from_numpy(packed.predictor[packed.turn_order])]
+
+    return method
+
+
+METHODS: dict[str, Callable[[Qwen3ForCausalLM, Batch], Tensor]] = {
+    "turn by turn": turn_by_turn,
+    "padded": padded,
+    "KV cache": kv_cache,
+    "tree, dense": tree("dense"),
+    "tree, segment": tree("segment"),
+    "tree, flex": tree("flex"),
+    "naive packing": naive_packing,
+}
+SCALED = ("turn by turn", "padded", "KV cache", "tree, segment", "tree, dense")
+"""Methods of the second table: without those that are wrong, or that a CPU only emulates."""
+
+
+def labels_of(batch: Batch) -> Tensor:
+    return torch.tensor([token for conversation in batch for turn in conversation for token in turn.action])
+
+
+def run(model: Qwen3ForCausalLM, name: str, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Hidden states, and the log-probs of the sampled tokens. The head is the same for all methods."""
+    hidden = METHODS[name](model, batch)
+    return hidden, score(hidden, model.lm_head.weight, None, labels_of(batch))[0]
+
+
+# Accuracy
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Iterator[Tensor]:
+    for part in hidden.split(CHUNK):
+        yield linear(part, weight).double()
+
+
+def rmse(ours: Tensor, reference: Tensor) -> float:
+    return float((ours.double() - reference.double()).square().mean().sqrt())
+
+
+def compare(ours: Tensor, reference: Tensor, weight: Tensor) -> dict[str, float]:
+    """Distances between the distributions that two sets of hidden states give."""
+    sums = dict.fromkeys(("squares", "forward", "reverse", "top-1", "top-8", "mismatched"), 0.0)
+    for a, b in zip(_logits(ours, weight), _logits(reference, weight), strict=True):
+        gap = (a - b).abs()
+        sums["squares"] += float(gap.square().sum())
+        sums["mismatched"] += float((gap > ABSOLUTE + RELATIVE * b.abs()).sum())
+        tops = [x.float().topk(8, dim=-1).indices for x in (a, b)]
+        sums["top-1"] += float((tops[0][:, 0] == tops[1][:, 0]).sum())
+        sums["top-8"] += float((tops[0][:, :, None] == tops[1][:, None, :]).any(dim=-1).sum())
+        p, q = b.log_softmax(dim=-1), a.log_softmax(dim=-1)  # p is the reference
+        sums["forward"] += float((p.exp() * (p - q)).sum())
+        sums["reverse"] += float((q.exp() * (q - p)).sum())
+    size, elements = len(ours), len(ours) * len(weight)
+    return {
+        "RMSE logits": (sums["squares"] / elements) ** 0.5,
+        "KL(ref‖it)": sums["forward"] / size,
+        "KL(it‖ref)": sums["reverse"] / size,
+        "summed KL(ref‖it)": sums["forward"],
+        "summed KL(it‖ref)": sums["reverse"],
+        "top-1": sums["top-1"] / size,
+        "top-8": sums["top-8"] / size / 8,
+        "mismatched": sums["mismatched"] / elements,
+    }
+
+
+def accuracy(exact: Qwen3ForCausalLM, batches: list[Batch]) -> list[dict[str, Any]]:
+    """The first table: each method against turn by turn in the same precision, and against it in float32."""
+    rows = []
+    truth = torch.cat([run(exact, "turn by turn", batch)[1] for batch in batches])
+    for dtype in (torch.bfloat16, torch.float32):
+        model = copy.deepcopy(exact).to(dtype)
+        pieces: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in METHODS}
+        seconds = dict.fromkeys(METHODS, 0.0)
+        for batch in batches:  # in turns, so that what disturbs one method disturbs all
+            for name in METHODS:
+                start = time.process_time()
+                pieces[name].append(run(model, name, batch))
+                seconds[name] += time.process_time() - start
+        found = {name: tuple(map(torch.cat, zip(*parts, strict=True))) for name, parts in pieces.items()}
+        reference = found["turn by turn"]
+        for name, (hidden, logps) in found.items():
+            rows.append(
+                {
+                    "method": name,
+                    "precision": str(dtype).removeprefix("torch."),
+                    "RMSE": rmse(logps, reference[1]),
+                    "RMSE to float32": rmse(logps, truth),
+                    **compare(hidden, reference[0], model.lm_head.weight),
+                    "CPU seconds": seconds[name],
+                }
+            )
+    return rows
+
+
+def scale(model: Qwen3ForCausalLM, quick: bool, repeats: int) -> list[dict[str, Any]]:
+    """The second table: over turns, then over batch sizes and lengths."""
+    sizes = [{"turns": turns, "batch": 1, "thinking": 32} for turns in ((2, 4) if quick else (2, 4, 8, 16, 32, 64))]
+    if not quick:
+        sizes += [{"turns": 8, "batch": b, "thinking": t} for b in (1, 4) for t in (32, 128) if (b, t) != (1, 32)]
+    rows = []
+    for size in sizes:
+        batch = build_batch(size["batch"], size["turns"], 1, thinking=size["thinking"])
+        functions = {name: lambda batch=batch, name=name: run(model, name, batch)[1] for name in SCALED}
+        logps = {name: function() for name, function in functions.items()}
+        memory = {name: peak_memory(function, "cpu") for name, function in functions.items()}
+        seconds = interleave(functions, repeats, time.process_time)
+        for name in SCALED:
+            error = rmse(logps[name], logps["turn by turn"])
+            rows.append(size | {"method": name, "RMSE": error, "peak MiB": memory[name], "CPU seconds": seconds[name]})
+    return rows
+
+
+# Output
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """One rich table; of repeated seconds the median."""
+    table = Table(title=title)
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column in ("method", "precision") else "right")
+    for row in rows:
+        table.add_row(*(_cell(column, value) for column, value in row.items()))
+    Console(width=180).print(table)
+
+
+def _cell(column: str, value: Any) -> str:
+    if isinstance(value, str | int):
+        return str(value)
+    if isinstance(value, list):
+        return f"{statistics.median(value):.3f}"
+    if column == "CPU seconds":
+        return f"{value:.2f}"
+    return f"{value:.2%}" if column in ("top-1", "top-8", "mismatched") else f"{value:.1e}"
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Time and memory over turns, one conversation."""
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    for name in SCALED:
+        points = [r for r in rows if r["method"] == name and (r["batch"], r["thinking"]) == (1, 32)]
+        turns = [row["turns"] for row in points]
+        panels[0].plot(turns, [statistics.median(row["CPU seconds"]) for row in points], marker="o", label=name)
+        panels[1].plot(turns, [max(1, row["peak MiB"]) for row in points], marker="o", label=name)
+    for panel, label in zip(panels, ("CPU seconds", "peak memory, MiB"), strict=True):
+        panel.set(xlabel="turns", ylabel=label, xscale="log", yscale="log")
+        panel.set_xticks(turns, turns)
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    panels[0].legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, to see that it runs; nothing is written")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # FlexAttention warns that it is not compiled
+    attention._compiled_flex_attention = lambda: flex_attention  # compiled on GPUs only
+    model, repeats = build_model(), 1 if quick else 3
+    batches = [build_batch(1, 2 if quick else 8, seed, 96, 84, 24, 24) for seed in range(1 if quick else 13)]
+    positions = sum(len(labels_of(batch)) for batch in batches)
+    with torch.no_grad():
+        table = accuracy(model, batches)
+        show(f"Against turn by turn, {positions} action positions", table)
+        scaling = scale(model, quick, repeats)
+        show("Time, memory and accuracy, float32, no gradient", scaling)
+    if not quick:
+        settings = {"positions": positions, "conversations": len(batches), "turns": 8, "vocabulary": VOCABULARY}
+        settings |= {"layers": 4, "hidden": 128, "seed": 0, "repeats": repeats, "threads": 1}
+        content = {"machine": machine(), "settings": settings, "rows": table, "scaling": scaling}
+        (RESULTS / "methods.json").write_text(json.dumps(content, indent=2) + "\n")
+        plot(scaling, Path(__file__).parents[1] / "docs" / "images" / "methods.png")
+
+
+if __name__ == "__main__":
+    main()
