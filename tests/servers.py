@@ -22,16 +22,6 @@ SERVER_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_LIMIT = 300.0
 """Seconds a real server may take to start: two cores, shared with whatever else runs."""
 
-_WITH_TRANSPORT = """
-import sys
-from mt_grpo.training.recipe import parse_recipe
-from mt_grpo.training.serve import serve
-
-recipe = parse_recipe(sys.argv[2:])
-recipe.training.weight_sync = sys.argv[1]
-serve(recipe)
-"""
-
 
 def free_port() -> int:
     with socket.socket() as sock:
@@ -55,9 +45,7 @@ class RealServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self._command = [sys.executable, "-m", "mt_grpo", "serve"]
-        if transport != "auto":
-            self._command = [sys.executable, "-c", _WITH_TRANSPORT, transport]
-        self._command += ["--config", "recipes/quickstart.yaml"]
+        self._command += ["--config", "recipes/quickstart.yaml", "--weight_sync", transport]
         self._command += ["--model_name_or_path", model, "--vllm_server_host", "127.0.0.1"]
         self._command += ["--vllm_server_port", str(self.port), *options]
         self._process: subprocess.Popen[bytes] | None = None
