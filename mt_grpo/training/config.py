@@ -48,7 +48,7 @@ class MTGRPOConfig(GRPOConfig):
             only mode.
         vllm_server_host (`str`, *optional*, defaults to `"127.0.0.1"`): Where the server listens and is looked for.
         weight_sync (`str`, *optional*, defaults to `"auto"`): How weights reach a vLLM server: `"nccl"` (from GPU to
-            GPU), `"safetensors"` (a file), `"lora"` (the adapter only); `"auto"` takes NCCL on GPUs and a file elsewhere.
+            GPU), `"safetensors"` (a file) or `"lora"` (the adapter only); `"auto"` is NCCL on GPUs, a file elsewhere.
         weight_sync_folder (`str`, *optional*): Folder of the file, shared between hosts; shared memory where unset.
         verify_sync_every (`int`, *optional*, defaults to `50`): The first sync and then every so many are verified.
         history (`str`, *optional*, defaults to `"keep"`): What the model is shown of its past: `"keep"`,
