@@ -21,5 +21,5 @@ FROM base AS server
 RUN TORCH="" scripts/install.sh /opt/venv ".[vllm]"
 COPY recipes recipes
 ENV PATH=/opt/venv/bin:$PATH
-ENTRYPOINT ["trl", "vllm-serve"]
-CMD ["--model", "Qwen/Qwen2.5-7B-Instruct"]
+ENTRYPOINT ["mt-grpo", "serve"]
+CMD ["--config", "recipes/Qwen/triviaqa_7b.yaml"]

@@ -12,6 +12,8 @@ import pytest
 from conftest import build_model
 from test_recipes import parse_for
 
+from mt_grpo.training.serve import server_command
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -29,7 +31,7 @@ def starting(word: str) -> list[str]:
 
 
 def test_no_command_is_left_untested():
-    assert len(starting("make")) + len(starting("mt-grpo")) + len(starting("accelerate")) == len(COMMANDS)
+    assert sum(len(starting(word)) for word in ("make", "mt-grpo", "accelerate", "python")) == len(COMMANDS)
 
 
 @pytest.mark.parametrize("command", starting("make"))
@@ -43,7 +45,24 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("command", starting("mt-grpo"))
+SERVE = [command for command in starting("mt-grpo") if shlex.split(command)[1] == "serve"]
+
+
+@pytest.mark.parametrize("command", SERVE)
+def test_serve_command_names_a_recipe(command):
+    """`test_vllm_server.py` starts a real server with this command; here its arguments are parsed."""
+    path = ROOT / command.split("--config ")[1].split()[0]
+    command, _ = server_command(parse_for(7 if path.parent.name == "Qwen" else 1, path))
+    assert "vllm.entrypoints.openai.api_server" in command
+
+
+@pytest.mark.parametrize("command", starting("python"))
+def test_benchmark_exists(command):
+    """`test_benchmarks.py` runs them."""
+    assert (ROOT / shlex.split(command)[1]).exists()
+
+
+@pytest.mark.parametrize("command", [command for command in starting("mt-grpo") if command not in SERVE])
 def test_mt_grpo_command_works(command, tmp_path):
     name, *arguments = shlex.split(command)[1:]
     arguments += [*shlex.split(SMALL[name]), "--output_dir", str(tmp_path / "run")]

@@ -83,6 +83,8 @@ def build_trainer(recipe: Recipe) -> MTGRPOEnvTrainer:
     renderer = ChatRenderer(tokenizer, env.tool_schemas, args.chat_template_kwargs)
     config = AutoConfig.from_pretrained(name, revision=model.model_revision, trust_remote_code=args.trust_remote_code)
     context_length = config.get_text_config().max_position_embeddings
+    if args.use_vllm and args.vllm_max_model_length:
+        context_length = min(context_length, args.vllm_max_model_length)
     train_dataset = drop_long_prompts(train_dataset, renderer, env, context_length)
     if eval_dataset is not None:
         eval_dataset = drop_long_prompts(eval_dataset, renderer, env, context_length)
