@@ -303,7 +303,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         table.add_column(column, justify="left" if column in ("method", "precision") else "right")
     for row in rows:
         table.add_row(*(_cell(column, value) for column, value in row.items()))
-    Console(width=180).print(table)
+    Console(width=200).print(table)
 
 
 def _cell(column: str, value: Any) -> str:
