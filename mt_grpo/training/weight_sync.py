@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -43,7 +44,7 @@ class WeightSync(Protocol):
         ...
 
 
-class ServerSync:
+class ServerSync(ABC):
     """
     What all ways have in common: rank 0 talks to the servers, every rank learns how it went.
 
@@ -116,9 +117,9 @@ class ServerSync:
     def _gather(self, step: int) -> None:
         """Every process: gets the weights ready to be sent."""
 
+    @abstractmethod
     def _push(self, server: ServerControl, step: int) -> None:
         """Main process: sends them to one server."""
-        raise NotImplementedError
 
     def _pushed(self, step: int) -> None:
         """Every process: all servers have them."""
