@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -44,7 +43,7 @@ class WeightSync(Protocol):
         ...
 
 
-class ServerSync(ABC):
+class ServerSync:
     """
     What all ways have in common: rank 0 talks to the servers, every rank learns how it went.
 
@@ -117,9 +116,9 @@ class ServerSync(ABC):
     def _gather(self, step: int) -> None:
         """Every process: gets the weights ready to be sent."""
 
-    @abstractmethod
     def _push(self, server: ServerControl, step: int) -> None:
         """Main process: sends them to one server."""
+        raise NotImplementedError
 
     def _pushed(self, step: int) -> None:
         """Every process: all servers have them."""
