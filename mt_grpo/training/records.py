@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather, gather_object
 from transformers import TrainerCallback
 
 from mt_grpo.credit import RewardBatch
@@ -128,6 +128,37 @@ def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> dict[str, fl
         exists = batch.turn_mask[:, index]
         if exists.any():
             metrics[f"turn_{index + 1}/advantage"] = advantages[exists, index].mean().item()
+    return metrics
+
+
+def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> dict[str, float]:
+    """
+    How far the engine's log-probs are from the trainer's, turn by turn; a collective call.
+
+    Args:
+        batch (`dict`): This process's batch: `old_per_token_logps`, `sampling_per_token_logps`, `completion_mask`,
+            `tool_mask` and `turn_ids`, each `(B, T)`.
+        num_turns (`int`): Turns of the longest trajectory of all processes.
+
+    Returns:
+        `turn_K/sampling_logp_difference/mean` and `.../max`, in nats a token, K from 1.
+    """
+    trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    turns = batch["turn_ids"][trained]
+    difference = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()[trained].float()
+    zeros = difference.new_zeros(num_turns)
+    largest = zeros.scatter_reduce(0, turns, difference, "amax")
+    totals = torch.stack(
+        [zeros.scatter_add(0, turns, difference), torch.bincount(turns, minlength=num_turns), largest]
+    )
+    total, count, largest = gather(totals.unsqueeze(0)).unbind(dim=1)
+    total, count, largest = total.sum(dim=0), count.sum(dim=0), largest.amax(dim=0)
+    metrics = {}
+    for index in range(num_turns):
+        if count[index]:
+            name = f"turn_{index + 1}/sampling_logp_difference"
+            metrics[f"{name}/mean"] = (total[index] / count[index]).item()
+            metrics[f"{name}/max"] = largest[index].item()
     return metrics
 
 

@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
-from mt_grpo.credit import RewardBatch, get_estimator
+from mt_grpo.credit import get_estimator
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, Limits, RolloutRequest, RolloutRunner, Sampling, derive_seed
@@ -30,11 +30,14 @@ from mt_grpo.training.records import (
     TrajectoryWriter,
     completion_metrics,
     credit_metrics,
+    mismatch_metrics,
     rollout_metrics,
 )
+from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.training.rows import scored_columns
 from mt_grpo.training.servers import check_importance_sampling, server_client, weight_sync
 from mt_grpo.training.turn_by_turn import turn_by_turn_logps
+from mt_grpo.training.weight_sync import WeightSync
 from mt_grpo.trajectory import Trajectory
 
 Reward = str | Callable[..., Any] | RewardFunc
@@ -53,7 +56,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             reward functions. Both default to those of `args`.
         args (`MTGRPOConfig`, *optional*): Configuration.
         train_dataset, eval_dataset (`Dataset`): Rows with a `prompt` (text or messages); other columns reach rewards.
-        engine (`Engine`, *optional*): Where completions come from; the model itself where none is given.
+        engine (`Engine`, *optional*): Where completions come from; where none is given, the server of `args` with
+            `use_vllm`, else the model itself. One that is given gets no weights; with `use_vllm` the loss corrects
+            for the difference between its log-probs and the model's.
         processing_class, callbacks, optimizers, quantization_config, peft_config: As in TRL.
 
     Raises:
@@ -92,7 +97,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
         self.env = env or build_env(args)
         # TRL's own transport is neither needed nor asked: the engine samples, and `weight_sync` brings it the weights
-        serves, args.use_vllm = args.use_vllm and engine is None, False
+        use_vllm, args.use_vllm = args.use_vllm, False
         super().__init__(
             model=model,
             reward_funcs=[reward.score for reward in rewards],  # TRL counts and names them; they are called here
@@ -119,10 +124,12 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         prepare_tokenizer(self._tokenizer, self.env)
         self._estimator = get_estimator(args.advantage_estimator)
         self._event_loop = asyncio.new_event_loop()
-        self.use_vllm = args.use_vllm = serves
+        self.use_vllm = args.use_vllm = use_vllm  # the loss corrects for what the engine computes otherwise
+        self.weight_sync: WeightSync | None = None
         self._last_loaded_step = -1
-        if serves:
+        if use_vllm:
             check_importance_sampling(args)
+        if use_vllm and engine is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             engine = server_client(args, self._tokenizer, name)
             self._event_loop.run_until_complete(engine.connect())
@@ -186,7 +193,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             session = "-".join(f"{part:06d}" if isinstance(part, int) else part for part in (mode, *moment, number))
             seed = derive_seed(self.args.seed, mode, *moment, number, prompt)
             requests.append(RolloutRequest(prompt, session, columns, seed))
-        if self.use_vllm and self._last_loaded_step != step:
+        if self.weight_sync is not None and self._last_loaded_step != step:
             self.weight_sync.sync(step)
             self._last_loaded_step = step
         training = self.model.training
@@ -257,36 +264,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[Any]
     ) -> torch.Tensor:
         """Scores turns and outcomes; returns what TRL expects: one column a reward, turn rewards summed over turns."""
-        scores = self._score(self._trajectories)
-        device = self.accelerator.device
-        num_turns = torch.tensor([len(trajectory.turns) for trajectory in self._trajectories], device=device)
-        longest = max(1, int(gather(num_turns).max()))
-        exists = torch.arange(longest, device=device) < num_turns.unsqueeze(1)
-        results = torch.zeros_like(exists)
-        for row, trajectory in enumerate(self._trajectories):
-            for turn in trajectory.turns:
-                results[row, turn.index] = turn.has_result
-        turn_scores = torch.full((len(prompts), longest, len(self.turn_reward_funcs)), torch.nan, device=device)
-        for column, rows in enumerate(scores.turn):
-            for row, values in enumerate(rows):
-                turn_scores[row, : len(values), column] = _tensor(values, device)
-        outcomes = (
-            torch.stack([_tensor(column, device) for column in scores.outcome], dim=1)
-            if scores.outcome
-            else (torch.empty(len(prompts), 0, device=device))
-        )
-        turn_scores, outcomes, exists, results = (gather(t) for t in (turn_scores, outcomes, exists, results))
-        weights = self.reward_weights.to(device)
-        split = len(self.turn_reward_funcs)
         generations = self.num_generations if self.model.training else self.num_generations_eval
-        self._reward_batch = RewardBatch(
-            _sum_present(turn_scores * weights[:split], dim=2),
-            _sum_present(outcomes * weights[split:], dim=1),
-            exists,
-            results,
-            generations,
-        )
-        return torch.cat([_sum_present(turn_scores, dim=1), outcomes], dim=1)
+        scores = self._score(self._trajectories)
+        weights = self.reward_weights.to(self.accelerator.device)
+        self._reward_batch, columns = gather_rewards(self._trajectories, scores, weights, generations)
+        return columns
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's, with the advantage of each trajectory replaced by one for each of its tokens, shape `(B, T)`."""
@@ -314,6 +296,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         output["turn_ids"], output["advantages"] = turn_ids, local.gather(1, turn_ids)
         if parents is not None:
             output["parents"] = parents
+        if "importance_sampling_ratio" in output:
+            self._record(mode, mismatch_metrics(output, advantages.shape[1]))
         if mode == "eval":
             self.eval_trajectories += self._trajectories
         return output
@@ -386,13 +370,3 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             path = Path(checkpoint) / f"rollouts-rank{self.accelerator.process_index}.pt"
             state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
             self._step, self._buffered_inputs = state["step"], state["buffered_inputs"]
-
-
-def _tensor(values: list[float | None], device: torch.device) -> torch.Tensor:
-    return torch.tensor([torch.nan if value is None else value for value in values], device=device)
-
-
-def _sum_present(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """The sum over the rewards that apply; NaN where none does."""
-    total = values.nansum(dim=dim)
-    return total.masked_fill(values.isnan().all(dim=dim), torch.nan)

@@ -1,0 +1,64 @@
+"""Scores of this process's trajectories, gathered to the rewards of all processes that credit works on."""
+
+from __future__ import annotations
+
+import torch
+from accelerate.utils import gather
+
+from mt_grpo.credit import RewardBatch
+from mt_grpo.rewards import Scores
+from mt_grpo.trajectory import Trajectory
+
+
+def gather_rewards(
+    trajectories: list[Trajectory], scores: Scores, weights: torch.Tensor, group_size: int
+) -> tuple[RewardBatch, torch.Tensor]:
+    """
+    A collective call: every process brings as many trajectories, whatever their numbers of turns.
+
+    Args:
+        trajectories (`list[Trajectory]`): This process's.
+        scores (`Scores`): Their scores.
+        weights (`torch.Tensor` of shape `(num_rewards,)`): Weights of turn rewards, then outcome rewards; results are
+            on their device.
+        group_size (`int`): Trajectories of one prompt.
+
+    Returns:
+        The weighted rewards of all processes, and their scores with a column for each reward, `(B, num_rewards)`: turn
+        rewards summed over turns, NaN where a reward does not apply.
+    """
+    device = weights.device
+    num_turns = torch.tensor([len(trajectory.turns) for trajectory in trajectories], device=device)
+    longest = max(1, int(gather(num_turns).max()))
+    exists = torch.arange(longest, device=device) < num_turns.unsqueeze(1)
+    results = torch.zeros_like(exists)
+    for row, trajectory in enumerate(trajectories):
+        for turn in trajectory.turns:
+            results[row, turn.index] = turn.has_result
+    turns = torch.full((len(trajectories), longest, len(scores.turn)), torch.nan, device=device)
+    for column, rows in enumerate(scores.turn):
+        for row, values in enumerate(rows):
+            turns[row, : len(values), column] = _tensor(values, device)
+    outcomes = torch.empty(len(trajectories), 0, device=device)
+    if scores.outcome:
+        outcomes = torch.stack([_tensor(column, device) for column in scores.outcome], dim=1)
+    turns, outcomes, exists, results = (gather(tensor) for tensor in (turns, outcomes, exists, results))
+    split = len(scores.turn)
+    batch = RewardBatch(
+        _sum_present(turns * weights[:split], dim=2),
+        _sum_present(outcomes * weights[split:], dim=1),
+        exists,
+        results,
+        group_size,
+    )
+    return batch, torch.cat([_sum_present(turns, dim=1), outcomes], dim=1)
+
+
+def _tensor(values: list[float | None], device: torch.device) -> torch.Tensor:
+    return torch.tensor([torch.nan if value is None else value for value in values], device=device)
+
+
+def _sum_present(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """The sum over the rewards that apply; NaN where none does."""
+    total = values.nansum(dim=dim)
+    return total.masked_fill(values.isnan().all(dim=dim), torch.nan)
