@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, RewardError, TurnReward
-from mt_grpo.rollout import EngineError, ScriptedEngine
+from mt_grpo.rollout import EngineError, RolloutError, ScriptedEngine
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
 
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
@@ -317,6 +317,13 @@ def test_a_conversation_that_never_began_neither_crashes_nor_trains(build):
     assert inputs["tool_mask"][1].mul(inputs["completion_mask"][1]).sum() == 0
     assert torch.isfinite(trainer._compute_loss(trainer.model, inputs))
     assert trainer._trajectories[1].stop_reason.value == "engine_error"
+
+
+def test_a_batch_in_which_every_conversation_fails_ends_the_run(build, tmp_path):
+    trainer = build(lambda session, turn: EngineError("HTTP 400: too many stop strings"))
+    with pytest.raises(RolloutError, match="Every conversation.*too many stop strings"):
+        trainer.train()
+    assert len((tmp_path / "trajectories.jsonl").read_text().splitlines()) == 4
 
 
 def test_a_reward_that_raises_names_itself_and_loses_no_trajectory(build, tmp_path):

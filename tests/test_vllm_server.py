@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from conftest import build_model, build_tokenizer
 from peft import LoraConfig, get_peft_model
-from servers import SERVER_PYTHON, RealServer
+from servers import ROOT, SERVER_PYTHON, RealServer
 from transformers import AutoTokenizer
 
 from mt_grpo.envs import MultiTurnToolEnv
@@ -22,7 +25,7 @@ from mt_grpo.rollout.vllm_client import VLLMServerClient
 from mt_grpo.rollout.vllm_http import ServerControl, ServerGoneError, ServerSetupError
 from mt_grpo.training.weight_push import WeightSyncError
 from mt_grpo.training.weight_transports import LoraSync, SafetensorsSync
-from mt_grpo.trajectory import StopReason
+from mt_grpo.trajectory import StopReason, TokenTree
 
 pytestmark = pytest.mark.skipif(
     not SERVER_PYTHON.exists(), reason="there is no .venv-vllm: make it with `make server-cpu`"
@@ -356,6 +359,38 @@ def test_a_failed_update_leaves_the_server_running_with_its_old_weights(trained,
     assert largest_difference(trained.model, contexts, samples) < TOLERANCE
     sync.sync(4)
     sync.close()
+
+
+@pytest.mark.parametrize("trained", ["tied"], indirect=True)
+def test_two_ranks_learn_from_the_server_what_one_learns(trained, tmp_path):
+    """Each rank drives conversations of its own; ranks differ in the number of turns they take."""
+    steps, weights, sampled, turns = {}, {}, {}, {}
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        launch = ["-m", "torch.distributed.run", "--nproc_per_node=2"] if processes == 2 else []
+        command = [sys.executable, *launch, str(ROOT / "tests" / "ranks_vllm.py"), str(folder), str(processes)]
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, trained.server.url, trained.path], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        result = torch.load(folder / "result.pt")
+        steps[processes], weights[processes] = torch.tensor(result["steps"]), result["weights"]
+        ranks = [[json.loads(line) for line in path.open()] for path in sorted(folder.glob("*.jsonl"))]
+        assert len(ranks) == processes + 1  # the metrics are the first
+        records = [record for rank in ranks[1:] for record in rank]
+        trees = {record["session"]: TokenTree.from_dict(record["tree"]) for record in records}
+        sampled[processes] = {session: tree.path() for session, tree in trees.items()}
+        turns[processes] = [
+            [sum(len(record["turns"]) for record in rank if record["step"] == step) for rank in ranks[1:]]
+            for step in range(3)
+        ]
+    assert all(first != second for first, second in turns[2])
+    assert sampled[1] == sampled[2] and len(sampled[1]) == 3 * 8
+    torch.testing.assert_close(steps[1][:, :2], steps[2][:, :2], rtol=1e-4, atol=1e-6)
+    assert max(steps[1][:, 2].max(), steps[2][:, 2].max()) < TOLERANCE
+    for name, weight in weights[1].items():
+        torch.testing.assert_close(weights[2][name], weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("trained", ["tied"], indirect=True)

@@ -1,7 +1,7 @@
 """Prompts in, trajectories out."""
 
 from mt_grpo.rollout.chat import ChatRenderer, TemplateError
-from mt_grpo.rollout.engine import Engine, EngineError, Sample, Sampling
+from mt_grpo.rollout.engine import Engine, EngineError, RolloutError, Sample, Sampling
 from mt_grpo.rollout.runner import Completion, Limits, RolloutRequest, RolloutRunner, derive_seed
 from mt_grpo.rollout.scripted import ScriptedEngine
 
@@ -11,6 +11,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "Limits",
+    "RolloutError",
     "RolloutRequest",
     "RolloutRunner",
     "Sample",

@@ -55,6 +55,10 @@ class EngineError(RuntimeError):
     """The engine could not serve a request, and a repeat would not help. It ends one conversation, not the run."""
 
 
+class RolloutError(RuntimeError):
+    """Every conversation of a batch failed: there is nothing to learn from, and the next batch would fail alike."""
+
+
 class Engine(Protocol):
     """
     Samples tokens. `generate` may be called by many conversations at once.

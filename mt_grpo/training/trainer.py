@@ -19,7 +19,7 @@ from trl.models import unwrap_model_for_generation
 from mt_grpo.credit import get_estimator
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
-from mt_grpo.rollout import Engine, Limits, RolloutRequest, RolloutRunner, Sampling, derive_seed
+from mt_grpo.rollout import Engine, Limits, RolloutError, RolloutRequest, RolloutRunner, Sampling, derive_seed
 from mt_grpo.rollout.transformers_engine import TransformersEngine
 from mt_grpo.training.build import build_env, prepare_tokenizer
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
@@ -63,6 +63,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     Raises:
         ConfigError: If there is no reward function at all, or no dataset.
+        RolloutError: In training, if every conversation of a batch fails.
     """
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
@@ -242,7 +243,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             self.state.num_input_tokens_seen += (prompt_lengths.sum() + lengths.sum()).item()
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
         self._record(mode, completion_metrics(lengths.cpu(), truncated.cpu()))
-        self._record(mode, rollout_metrics(trajectories))
+        metrics = rollout_metrics(trajectories)
+        self._record(mode, metrics)
+        if metrics.get("stop/engine_error", 0.0) + metrics.get("stop/env_error", 0.0) > 1 - 1e-9:  # on every rank
+            raise RolloutError(f"Every conversation of the batch failed, the first with: {trajectories[0].error}")
 
     def _record(self, mode: str, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
