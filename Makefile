@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
 
-test: lint
+test: lint server-cpu
 	$(BIN)/python -m pytest --cov=mt_grpo.trajectory --cov=mt_grpo.credit --cov=mt_grpo.rewards --cov-branch \
 		--cov-report=term-missing --cov-fail-under=100
 
