@@ -176,19 +176,22 @@ class TokenTree:
             ValueError: If `action` and `logprobs` differ in length.
         """
         tip, matched = self._match(context)
-        self._append(tip, context[matched:], action, logprobs)
+        self._append(tip, context[matched:], list(action), list(logprobs))
 
     def extend(self, suffix: list[int], action: list[int], logprobs: list[float]) -> None:
-        """Adds a timestep whose context is the latest path plus `suffix`; costs the added tokens only."""
+        """
+        Adds a timestep whose context is the latest path plus `suffix`. The lists are kept, not copied: that a group's
+        prompt is long costs its members nothing here.
+        """
         self._append(self._tip, suffix, action, logprobs)
 
     def _append(self, tip: int, suffix: list[int], action: list[int], logprobs: list[float]) -> None:
         if len(action) != len(logprobs):
             raise ValueError(f"An action of {len(action)} tokens came with {len(logprobs)} log-probabilities.")
         if suffix:
-            tip = self._add(Node(tip, list(suffix)))
+            tip = self._add(Node(tip, suffix))
         if action:
-            tip = self._add(Node(tip, list(action), self.num_turns, list(logprobs)))
+            tip = self._add(Node(tip, action, self.num_turns, logprobs))
         self._tip = tip
         self.num_turns += 1
 
@@ -233,13 +236,12 @@ class TokenTree:
         return [token for node in self._ancestry(self._tip if index is None else index) for token in node.tokens]
 
     def tail(self, length: int) -> list[int]:
-        """The last tokens of the latest path, at least `length` of them where there are as many; costs those only."""
-        pieces, index, count = [], self._tip, 0
-        while index >= 0 and count < length:
-            pieces.append(self.nodes[index].tokens)
-            count += len(pieces[-1])
+        """The last `length` tokens of the latest path, all where it has fewer; costs those only."""
+        tokens, index = [], self._tip
+        while index >= 0 and len(tokens) < length:
+            tokens = self.nodes[index].tokens[-(length - len(tokens)) :] + tokens
             index = self.nodes[index].parent
-        return [token for piece in pieces[::-1] for token in piece]
+        return tokens
 
     def ancestors(self, index: int) -> list[int]:
         """Indices of the nodes on the path from the root to a node, itself included."""

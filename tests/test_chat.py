@@ -95,6 +95,14 @@ def test_tools_are_written_into_the_prompt_once():
     assert chat.tokenizer.decode(ids).count("Looks up.") == 1
 
 
+def test_members_of_a_group_share_their_prompts_ids():
+    chat = renderer("qwen3")
+    assert chat.prompt_ids([USER]) is chat.prompt_ids([dict(USER)]) and chat.prompt_ids([USER]) == full_ids(
+        chat, [USER]
+    )
+    assert chat.prompt_ids([{**USER, "content": "other"}]) != chat.prompt_ids([USER])
+
+
 def test_an_end_token_the_model_sampled_is_not_doubled_and_a_missing_one_is_written():
     chat = renderer("qwen3")
     end = chat.tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from collections import defaultdict
 
 import pytest
@@ -22,6 +23,7 @@ from mt_grpo.rollout import (
     ScriptedEngine,
     derive_seed,
 )
+from mt_grpo.rollout.sanity import SanityCheck
 from mt_grpo.trajectory import StopReason, Trajectory
 
 CALL = '<tool>{"name": "lookup", "args": {"query": "Perú 🙂"}}</tool>'
@@ -354,6 +356,38 @@ def test_a_failure_that_is_nobodys_plan_reaches_the_caller_and_leaves_no_convers
         assert sorted(engine.released) == ["000", "001", "002"] and not engine.inside
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_check_of_a_long_context_holds_up_nobody_and_its_result_is_there_at_the_end(env, tokenizer):
+    ended, held_up = threading.Event(), []
+
+    class Check(SanityCheck):
+        def check(self, trajectory):
+            if trajectory.session == "000":
+                held_up.append(not ended.wait(20))
+            return super().check(trajectory)
+
+    def on_finish(trajectory: Trajectory) -> None:
+        if trajectory.session == "001":
+            ended.set()
+
+    def script(session: str, turn: int) -> str:
+        return ANSWER if session == "000" else [CALL, CALL, ANSWER][turn]
+
+    runner = RolloutRunner(env, ScriptedEngine(tokenizer, script), sanity_check_mode="strict")
+    runner.sanity = Check(runner.renderer, "strict")
+    trajectories = asyncio.run(runner.run(requests(2), Sampling(), on_finish))
+    assert held_up == [False]
+    # the call ends by a stop string, so the template's own end of turn is what follows it
+    assert [trajectory.tokenization for trajectory in trajectories] == [None, None]
+
+
+def test_what_a_check_finds_is_written_into_the_trajectory(env, tokenizer):
+    runner = RolloutRunner(
+        env, ScriptedEngine(tokenizer, [f"<think>T</think>\n\n{CALL}<|im_end|>", ANSWER]), sanity_check_mode="strict"
+    )
+    [trajectory] = asyncio.run(runner.run(requests(1), Sampling()))
+    assert trajectory.tokenization == "text of the assistant message"
 
 
 def test_nothing_to_run_is_no_conversation(env, tokenizer):

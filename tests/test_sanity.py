@@ -6,6 +6,8 @@ import logging
 
 import pytest
 from conftest import build_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_history import converse, user
 
 from mt_grpo.rollout import ChatRenderer
@@ -51,6 +53,27 @@ def test_the_same_text_in_other_tokens_is_told_apart_from_other_text():
     node.logprobs = [0.0] * len(node.tokens)
     assert SanityCheck(runner.renderer, "strict").check(trajectory).cause == "the same text in other tokens"
     assert SanityCheck(runner.renderer, "ignore_strippable").check(trajectory) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["qwen2_5", "qwen3"]),
+    st.sampled_from(["strict", "ignore_strippable"]),
+    st.lists(st.text("\n a<think>Limé", max_size=8), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_leaving_out_what_the_prompt_was_encoded_from_finds_the_same_differences(template, mode, turns, by_letter):
+    trajectory, runner, _ = converse(build_tokenizer(template), turns, [user("Q")] * (len(turns) - 1), "keep")
+    if by_letter:  # tokens that nothing but sampling would put together
+        for node in trajectory.tree.nodes:
+            if node.turn >= 0:
+                text = runner.renderer.decode(node.tokens)
+                node.tokens = [token for letter in text for token in runner.renderer.encode(letter)]
+                trajectory.turns[node.turn].num_tokens = len(node.tokens)
+    check, everything = (SanityCheck(runner.renderer, mode) for _ in range(2))
+    everything._known = lambda *_: (0, 0)
+    found, expected = (one.difference(trajectory) for one in (check, everything))
+    assert (found and found.cause) == (expected and expected.cause)
 
 
 def test_a_cause_is_logged_once_and_counted_each_time(tokenizer, caplog):

@@ -80,6 +80,23 @@ def test_paths_of_inner_nodes_end_at_the_node():
     assert [tree.path(index) for index in range(4)] == [[1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5]]
 
 
+@pytest.mark.parametrize("length", range(8))
+def test_the_tail_is_the_end_of_the_latest_path_as_long_as_asked(length):
+    tree = TokenTree()
+    tree.add_turn([1, 2, 3], [4, 5], [0.0, 0.0])
+    tree.add_turn([1, 2, 3, 4, 5, 6], [7], [0.0])
+    assert tree.tail(length) == [1, 2, 3, 4, 5, 6, 7][7 - length :]
+    assert tree.tail(100) == tree.path()
+
+
+def test_what_is_added_as_a_turn_may_be_changed_afterwards():
+    tree, context, action, logprobs = TokenTree(), [1, 2], [3], [-0.1]
+    tree.add_turn(context, action, logprobs)
+    for values in (context, action, logprobs):
+        values.append(9)
+    assert tree.path() == [1, 2, 3] and tree.sequences()[0].logprobs == [0.0, 0.0, -0.1]
+
+
 @pytest.mark.parametrize("add", ["add_turn", "extend"])
 def test_an_action_with_another_number_of_logprobs_is_refused_and_leaves_the_latest_path(add):
     tree = make_tree(([1, 2], [3, 4]))

@@ -21,34 +21,44 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
         timeout (`float`, *optional*): Seconds one call may take. A synchronous tool that exceeds it is abandoned, not
             killed: Python cannot stop its thread.
     """
-    await asyncio.gather(*(_execute(call, tools, timeout) for call in calls))
-
-
-async def _execute(call: ToolCall, tools: dict[str, Tool], timeout: float | None) -> None:
-    tool = tools.get(call.name)
-    if tool is None:
-        _fail(call, f"unknown tool {call.name!r}; the tools are: {', '.join(tools) or 'none'}.")
-        return
-    problem = tool.check(call.arguments)
-    if problem:
-        _fail(call, problem)
-        return
-    call.executed = True
     start = time.perf_counter()
-    running = asyncio.ensure_future(_call_async(tool, call)) if tool.is_async else _call_in_thread(tool, call)
+    running: dict[asyncio.Future[Any], ToolCall] = {}
+    ended: dict[asyncio.Future[Any], float] = {}
     try:
-        await asyncio.wait([running], timeout=timeout)
-        if not running.done():
-            _fail(call, f"{call.name} took longer than {timeout:g} s.")
-        elif running.cancelled():
-            _fail(call, f"{call.name} was cancelled.")
-        else:
-            call.result = tool.render(running.result())
-    except Exception as error:  # whatever a user's tool raises is the model's to read
-        _fail(call, f"{type(error).__name__}: {error}")
+        for call in calls:
+            tool = tools.get(call.name)
+            if tool is None:
+                problem = f"unknown tool {call.name!r}; the tools are: {', '.join(tools) or 'none'}."
+            else:
+                problem = tool.check(call.arguments)
+            if problem:
+                _fail(call, problem)
+                continue
+            call.executed = True
+            future = asyncio.ensure_future(_call_async(tool, call)) if tool.is_async else _call_in_thread(tool, call)
+            future.add_done_callback(lambda done: ended.setdefault(done, time.perf_counter()))
+            running[future] = call
+        if running:
+            await asyncio.wait(running, timeout=timeout)
+        for future, call in running.items():
+            call.seconds = ended.get(future, time.perf_counter()) - start
+            _read(call, future, timeout)
     finally:
-        running.cancel()
-    call.seconds = time.perf_counter() - start
+        for future in running:
+            future.cancel()
+
+
+def _read(call: ToolCall, future: asyncio.Future[Any], timeout: float | None) -> None:
+    """Writes what became of a call into it."""
+    if not future.done():
+        _fail(call, f"{call.name} took longer than {timeout:g} s.")
+    elif future.cancelled():
+        _fail(call, f"{call.name} was cancelled.")
+    else:
+        try:
+            call.result = Tool.render(future.result())
+        except Exception as error:  # whatever a user's tool raises is the model's to read
+            _fail(call, f"{type(error).__name__}: {error}")
 
 
 def _fail(call: ToolCall, error: str) -> None:

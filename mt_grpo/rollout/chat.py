@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
+from mt_grpo.rollout.frames import ReplyFrames
 from mt_grpo.trajectory import Message
 
 # An assistant turn to hang a reply on; only what the template writes after it is used.
 _ASSISTANT = "An assistant turn."
 _CALLED = "a_tool_it_calls"
+_PROMPTS_KEPT = 64
 
 
 class TemplateError(ValueError):
@@ -26,6 +29,7 @@ class ChatRenderer:
 
     Attributes:
         end_of_turn (`str`), end_id (`int`): The token the template ends an assistant's turn with.
+        special_ids (`set[int]`): The tokenizer's special tokens.
 
     Raises:
         TemplateError: If the tokenizer has no chat template, or one that cannot hold a conversation.
@@ -39,12 +43,16 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.tools = tools
         self.template_kwargs = template_kwargs or {}
+        added = tokenizer.added_tokens_decoder
+        self.special_ids = {token for token, content in added.items() if content.special}
         self.end_id = self._find_end_of_turn()
         self.end_of_turn = tokenizer.convert_ids_to_tokens(self.end_id)
+        self._prompt_ids = lru_cache(_PROMPTS_KEPT)(self.encode)
+        self._frames = ReplyFrames(tokenizer.get_chat_template(), self._reply_text)
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
-        """Ids of a conversation up to where the assistant begins."""
-        return self.encode(self.prompt_text(messages))
+        """Ids of a conversation up to where the assistant begins. A group shares the list: it is not to be changed."""
+        return self._prompt_ids(self.prompt_text(messages))
 
     def prompt_text(self, messages: list[Message]) -> str:
         """The same as text."""
@@ -62,6 +70,10 @@ class ChatRenderer:
             replies (`list[dict]`): The environment's messages.
             last_id (`int`): Last id the model sampled; an end-of-turn token it sampled itself is not written again.
         """
+        ids = self.encode(self._frames.text(replies))
+        return ids[1:] if ids[0] == last_id else ids
+
+    def _reply_text(self, replies: list[Message]) -> str:
         assistant: Message = {"role": "assistant", "content": _ASSISTANT}
         by_tool = replies[0]["role"] == "tool"
         if by_tool:
@@ -70,9 +82,7 @@ class ChatRenderer:
         words = text.find(_ASSISTANT)
         if by_tool:  # some templates write a call without its text
             words = max(words, text.find(_CALLED))
-        begin = text.index(self.end_of_turn, words)
-        ids = self.encode(text[begin:])
-        return ids[1:] if ids[0] == last_id else ids
+        return text[text.index(self.end_of_turn, words) :]
 
     def text(self, ids: list[int]) -> str:
         """What the model wrote: decoded with special tokens, less the one that ended the turn."""
@@ -100,8 +110,7 @@ class ChatRenderer:
         if _ASSISTANT not in text:
             raise TemplateError("The chat template does not show assistant messages, so it holds no conversation.")
         rest = self.encode(text[text.index(_ASSISTANT) + len(_ASSISTANT) :])
-        special = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
-        end_id = next((token for token in rest if token in special), None)
+        end_id = next((token for token in rest if token in self.special_ids), None)
         if end_id is None:
             raise TemplateError(
                 "The chat template ends assistant turns without a special token, which is unsupported."

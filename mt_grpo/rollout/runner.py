@@ -7,6 +7,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,7 +126,8 @@ class RolloutRunner:
         Args:
             requests (`list[RolloutRequest]`): What to run.
             sampling (`Sampling`): How tokens are drawn; budget, stop strings and seed are set for each turn.
-            on_finish (`Callable`, *optional*): Called with each trajectory as soon as it is finished.
+            on_finish (`Callable`, *optional*): Called with each trajectory as soon as it is finished; its
+                `tokenization` is checked after that.
 
         Returns:
             `list[Trajectory]` in the order of `requests`. A conversation that fails is among them, with its
@@ -133,21 +135,27 @@ class RolloutRunner:
         """
         trajectories: list[Trajectory | None] = [None] * len(requests)
         queue = iter(enumerate(requests))
+        loop = asyncio.get_running_loop()
+        checker, checks = ThreadPoolExecutor(1), []  # a check reads the whole context; nobody waits for it
 
         async def work(queue: Iterator[tuple[int, RolloutRequest]]) -> None:
             for index, request in queue:
                 trajectories[index] = await self._converse(request, sampling)
                 if on_finish is not None:
                     on_finish(trajectories[index])
+                if self.sanity is not None and self.history == "keep":
+                    checks.append(loop.run_in_executor(checker, self._check, trajectories[index]))
 
         workers = min(len(requests), self.limits.max_concurrent or len(requests))
         tasks = [asyncio.ensure_future(work(queue)) for _ in range(workers)]
         try:
             await asyncio.gather(*tasks)
+            await asyncio.gather(*checks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            checker.shutdown(wait=False, cancel_futures=True)
         return trajectories
 
     async def _converse(self, request: RolloutRequest, sampling: Sampling) -> Trajectory:
@@ -166,10 +174,11 @@ class RolloutRunner:
         finally:
             self.engine.release(request.session)
         trajectory.seconds = time.perf_counter() - start
-        if self.sanity is not None and self.history == "keep":
-            difference = self.sanity.check(trajectory)
-            trajectory.tokenization = difference.cause if difference else None
         return trajectory
+
+    def _check(self, trajectory: Trajectory) -> None:
+        difference = self.sanity.check(trajectory)
+        trajectory.tokenization = difference.cause if difference else None
 
     async def _take_turns(self, trajectory: Trajectory, sampling: Sampling, seed: int) -> StopReason:
         history = History(self.renderer, self.history, self.compact_every)
@@ -239,7 +248,7 @@ class RolloutRunner:
         order = tree.depth_first()
         first = next((index for index in order if tree.nodes[index].turn == 0), None)
         if first is None:
-            return Completion(self.renderer.prompt_ids(trajectory.prompt), [], [], [], [], [])
+            return Completion(list(self.renderer.prompt_ids(trajectory.prompt)), [], [], [], [], [])
         prompt = tree.ancestors(first)[:-1]
         prompt_ids = [token for index in prompt for token in tree.nodes[index].tokens]
         ends = {-1: -len(prompt_ids) - 1}  # column of each node's last token; the prompt's are below 0

@@ -83,22 +83,38 @@ class SanityCheck:
         ids = trajectory.tree.path()
         action = ids[len(ids) - trajectory.turns[-1].num_tokens :]
         rendered = self._renderer.prompt_text(messages) + self._renderer.decode(action)
+        known, begin = self._known(trajectory, ids, rendered)
+        ids, rest = ids[known:], rendered[begin:]
         trained = self._renderer.decode(ids)
-        if self._mode == "strict" and rendered.startswith(trained):
-            if self._renderer.encode(rendered)[: len(ids)] == ids or self._renderer.encode(trained) == ids:
+        if self._mode == "strict" and rest.startswith(trained):
+            if self._renderer.encode(rest)[: len(ids)] == ids or self._renderer.encode(trained) == ids:
                 return None
             return Difference("the same text in other tokens", trained[-SHOWN:], trained[-SHOWN:])
-        left, right = trained, rendered
+        left, right = trained, rest
         if self._mode == "ignore_strippable":
-            left, right = ("".join(text.split()) for text in (trained, rendered))
+            left, right = ("".join(text.split()) for text in (trained, rest))
+            begin = len("".join(rendered[:begin].split()))
         if right.startswith(left):
             return None
         place = next(i for i, (a, b) in enumerate(zip(left + "\0", right + "\0", strict=False)) if a != b)
         return Difference(
-            f"text of the {self._role(messages, rendered, place)} message",
+            f"text of the {self._role(messages, rendered, begin + place)} message",
             left[max(0, place - 10) : place + SHOWN],
             right[max(0, place - 10) : place + SHOWN],
         )
+
+    def _known(self, trajectory: Trajectory, ids: list[int], rendered: str) -> tuple[int, int]:
+        """
+        How many ids, and characters of the rendering, need no comparison: the prompt was encoded from that very text.
+        Its last piece is compared again with what follows it; pieces between special tokens are encoded by themselves.
+        """
+        prompt, text = self._renderer.prompt_ids(trajectory.prompt), self._renderer.prompt_text(trajectory.prompt)
+        special = self._renderer.special_ids
+        last = next((index for index in reversed(range(len(prompt))) if prompt[index] in special), 0)
+        piece = self._renderer.decode(prompt[last:])
+        if ids[: len(prompt)] == prompt and rendered.startswith(text) and text.endswith(piece):
+            return last, len(text) - len(piece)
+        return 0, 0
 
     def _role(self, messages: list[dict], rendered: str, place: int) -> str:
         """Role of the message in which a position of the rendering lies."""
