@@ -1,21 +1,34 @@
-"""A run of three steps on scripted conversations, for one process or several: `ranks.py OUTPUT_DIR`."""
+"""A run of three steps on scripted conversations, for one process or several: `ranks.py OUTPUT_DIR WORLD SCENARIO`."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import torch
+from accelerate.utils import DistributedType, gather
 from conftest import build_model, build_tokenizer
 from datasets import Dataset
+from peft import LoraConfig
+from torch.distributed.tensor import DTensor
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.forward import batch_logps
 
 BATCH = 8
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
+SCENARIOS = {
+    "plain": {},
+    # only the second rank's conversations are rewritten
+    "steps": {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "history": "strip_thinking"},
+    # the conversations of the second rank do not fit, so it has nothing to learn from
+    "adapter": {"max_completion_length": 150, "mask_truncated_completions": True},
+    "bf16": {"bf16": True},
+}
 
 
 def lookup(query: str) -> str:
@@ -29,10 +42,12 @@ def lookup(query: str) -> str:
 
 
 def conversation(session: str, turn: int) -> str:
-    """The second half of a batch, which is the second rank's, takes three turns more than the first."""
+    """The second half of a batch, which is the second rank's, thinks, and takes three turns more than the first."""
     number = int(session.rsplit("-", 1)[1])
-    turns = number % 2 + (3 if number >= BATCH // 2 else 0)
-    return SEARCH if turn < turns else f"<answer>Lima {'of Peru ' * (number % 3)}</answer>"
+    second = number >= BATCH // 2
+    turns = number % 2 + 3 * second
+    action = SEARCH if turn < turns else f"<answer>Lima {'of Peru ' * (number % 3)}</answer>"
+    return "<think>well</think>" * second + action
 
 
 class Searched(TurnReward):
@@ -45,27 +60,36 @@ class Length(OutcomeReward):
         return float(len(trajectory.answer or ""))
 
 
-def main(folder: str) -> None:
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def main(folder: str, world: int, scenario: str) -> None:
     tokenizer = build_tokenizer()
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
+    options = {"bf16": False, "max_completion_length": 480, **SCENARIOS[scenario]}
     args = MTGRPOConfig(
         folder,
         use_cpu=True,
-        bf16=False,
         gradient_checkpointing=False,
         report_to=[],
         disable_tqdm=True,
         logging_steps=1,
         save_strategy="no",
-        per_device_train_batch_size=BATCH // int(sys.argv[2]),
+        per_device_train_batch_size=BATCH // world // options.get("steps_per_generation", 1),
         num_generations=4,
-        max_completion_length=480,
         max_steps=3,
         learning_rate=0.1,
         optim="sgd",
+        **options,
     )
+    if os.environ.get("ACCELERATE_USE_FSDP"):  # accelerate shards on GPUs only, though torch does it on a CPU too
+        args.distributed_state.distributed_type = DistributedType.MULTI_GPU
+    adapter = None
+    if scenario == "adapter":
+        adapter = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
     trainer = MTGRPOEnvTrainer(
-        build_model(tokenizer, max_position_embeddings=1024),
+        build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None),
         MultiTurnToolEnv([lookup], system_prompt="", max_steps=6),
         [Searched()],
         [Length()],
@@ -73,15 +97,26 @@ def main(folder: str) -> None:
         Dataset.from_list(rows),
         engine=ScriptedEngine(tokenizer, conversation),
         processing_class=tokenizer,
+        peft_config=adapter,
     )
-    assert trainer.accelerator.num_processes == int(sys.argv[2])
+    assert trainer.accelerator.num_processes == world
     trainer.train()
+    ids = torch.tensor([[1, 2]])
+    with trainer.accelerator.autocast():
+        logps, _ = batch_logps(trainer.model, ids, ids > 0, ids, ids > 0, ids > 0)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    result = {
+        "sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        "turns": [row["turns/mean"] for row in logged],
+        "learnt": [[float(row["loss"]), float(row["grad_norm"])] for row in logged],
+        "weights": {name: whole(parameter).detach() for name, parameter in model.named_parameters()},
+        "dtype": logps.dtype,
+        "work": gather(torch.stack([part["completion_mask"].sum() for part in trainer._buffered_inputs])),
+    }
     if trainer.accelerator.is_main_process:
-        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-        turns = [row["turns/mean"] for row in trainer.state.log_history if "turns/mean" in row]
-        weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
-        torch.save({"losses": losses, "turns": turns, "weights": weights}, Path(folder) / "result.pt")
+        torch.save(result, Path(folder) / "result.pt")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

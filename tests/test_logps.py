@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from mt_grpo.training import head
 from mt_grpo.training.attention import UnsupportedModelError
-from mt_grpo.training.forward import batch_logps, enable_trees, regroup
+from mt_grpo.training.forward import batch_logps, enable_trees
 from mt_grpo.training.head import score
 from mt_grpo.training.logps import token_logps
 from mt_grpo.training.packing import flatten, unique_tokens
@@ -207,6 +207,17 @@ def test_the_head_holds_no_more_logits_than_a_chunk(monkeypatch):
     assert largest == 16
 
 
+def test_logits_in_float32_are_computed_outside_autocast(tokenizer):
+    model, seen = build_model(tokenizer), []
+    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].float()))
+    enable_trees(model, cast_head_to_fp32=True)
+    ids, ones = torch.tensor([[1, 2, 3]]), torch.ones(1, 3, dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        logps, _ = batch_logps(model, ids, ones, ids, ones, ones)
+    expected = (seen[0] @ model.lm_head.weight.T).log_softmax(dim=-1).gather(1, ids.T)[:, 0]
+    torch.testing.assert_close(logps[0], expected)
+
+
 def test_a_batch_with_nothing_to_score_has_a_gradient_of_zero(tokenizer):
     model = build_model(tokenizer)
     enable_trees(model)
@@ -263,29 +274,3 @@ def test_a_row_can_be_a_tree(tokenizer):
     expected = torch.cat(token_logps(model, [tree], forward="turn_by_turn")[0])
     order = torch.argsort(turns[0, prompt:][scored[0].bool()], stable=True)
     torch.testing.assert_close(logps[scored.bool()][order], expected)
-
-
-def batch_of(groups, start):
-    size = len(groups)
-    ones = torch.ones(size, 2, dtype=torch.long)
-    ids = torch.tensor([[group, group] for group in groups])
-    return {
-        "prompt_ids": ids,
-        "prompt_mask": ones,
-        "completion_ids": ids + torch.arange(start, start + size)[:, None],
-        "completion_mask": ones,
-        "group_ids": torch.tensor(groups),
-        "num_items_in_batch": torch.tensor(8),
-        "ref_per_token_logps": None,
-    }
-
-
-def test_members_of_a_group_meet_in_one_micro_batch_and_no_row_is_lost():
-    batches = [batch_of([1, 2, 3, 4], 10), batch_of([4, 3, 2, 1], 20)]
-    dealt = regroup(batches)
-    for batch in dealt:
-        assert len(set(batch["group_ids"].tolist())) == 2
-        assert batch["prompt_ids"][:, 0].equal(batch["group_ids"])
-        assert batch["num_items_in_batch"] == 8 and batch["ref_per_token_logps"] is None
-    before, after = (torch.cat([batch["completion_ids"] for batch in each])[:, 0] for each in (batches, dealt))
-    assert before.sort().values.equal(after.sort().values)

@@ -83,6 +83,20 @@ def test_nothing_packs_to_nothing():
         assert len(packed.input_ids) == len(packed.exit) == len(packed.label) == len(packed.offset) == 0
 
 
+def test_what_several_trees_sampled_alike_is_scored_for_each_at_one_place():
+    packed = pack([chain([1, 2, 3, 4], [1, 2, 3]), chain([1, 2, 3, 5], [1, 2, 3]), chain([1, 2], [1])])
+    assert packed.input_ids.tolist() == [1, 2, 3, 4, 5]
+    scored = zip(packed.tree.tolist(), packed.column.tolist(), packed.predictor.tolist(), strict=True)
+    assert sorted(scored) == [(0, 1, 0), (0, 2, 1), (0, 3, 2), (1, 1, 0), (1, 2, 1), (1, 3, 2), (2, 1, 0)]
+
+
+def test_trees_that_share_nothing_have_a_root_each():
+    packed = pack([chain([1, 2]), chain([3]), chain([1, 2])])
+    assert packed.input_ids.tolist() == [1, 2, 3]
+    assert packed.parent.tolist() == [-1, 0, -1]
+    assert packed.exit.tolist() == [1, 1, 2]
+
+
 @settings(max_examples=300, deadline=None)
 @given(forests)
 def test_every_prefix_is_forwarded_exactly_once_at_its_depth(forest):

@@ -6,6 +6,9 @@ import pytest
 import torch
 from peft import LoraConfig
 from test_trainer import LOSS_TYPES, batch, build, conversation  # noqa: F401  (a fixture)
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from mt_grpo.training.config import ConfigError
 
 LAYOUTS = [
     {},
@@ -55,6 +58,21 @@ def test_lora_and_gradient_checkpointing_go_through_the_tree(build):  # noqa: F8
         gradients.append([p.grad for p in trainer.model.parameters() if p.requires_grad])
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_balancing_experts_is_refused_and_experts_without_it_learn_as_with_padding(build, tokenizer, tmp_path):  # noqa: F811
+    size = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, **size, **heads))
+    with pytest.raises(ConfigError, match="set `router_aux_loss_coef: 0.0`, or `forward: padded`"):
+        build(model=model)
+    model.save_pretrained(tmp_path / "model")
+    gradients = []
+    for forward in ("tree", "padded"):
+        trainer = build(model=str(tmp_path / "model"), forward=forward, router_aux_loss_coef=0.0)
+        trainer.compute_loss(trainer.model, batch(trainer)).backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
 
 
 def test_the_rows_of_a_group_meet_in_one_micro_batch(build):  # noqa: F811

@@ -116,12 +116,10 @@ def test_flex_skips_the_blocks_of_other_branches():
     assert [mask.kv_indices[0, 0, row, 0].item() for row in range(5)] == [0, 1, 2, 3, 4]
 
 
-def test_auto_takes_segments_for_long_rows_and_the_mask_for_short_ones():
-    short = pack([make_tree([([1, 2], [3]), ([1, 4], [5])])])
-    long = pack([make_tree([([branch] * 400, [5])]) for branch in range(4)])
-    assert TreeLayout(short, CPU).attention == "dense"
-    assert TreeLayout(long, CPU).attention == "segment"
-    assert TreeLayout(short, torch.device("cuda")).attention == "flex"
+def test_auto_takes_segments_on_a_cpu_and_flex_on_a_gpu():
+    packed = pack([make_tree([([1, 2], [3]), ([1, 4], [5])])])
+    assert TreeLayout(packed, CPU).attention == "segment"
+    assert TreeLayout(packed, torch.device("cuda")).attention == "flex"
 
 
 # Which models are refused

@@ -24,9 +24,6 @@ from mt_grpo.training.packing import Packed
 BLOCK = 128
 """Side of a block of FlexAttention's mask, in tokens."""
 
-DENSE_PAIRS_PER_CHAIN = 20_000
-"""Masked-out pairs that cost about as much as the overhead of one more chain on a CPU."""
-
 
 class TreeLayout:
     """
@@ -46,24 +43,19 @@ class TreeLayout:
         """Layers whose attention this layout has reached."""
         indices = np.arange(self.size)
         # a chain goes on while the next token is the only child
-        begins = (packed.parent != indices - 1) | (self.exit != np.roll(self.exit, 1))
+        begins = packed.parent != indices - 1
+        begins[1:] |= self.exit[1:] != self.exit[:-1]
         begins[:1] = True
-        self.starts = np.flatnonzero(begins)
-        self.sizes = np.diff(self.starts, append=self.size)
+        self.starts = begins.nonzero()[0]
+        self.sizes = np.diff(np.array([*self.starts, self.size]))
         parents = packed.parent[self.starts]
         owners = np.searchsorted(self.starts, parents, side="right") - 1
         self.paths: list[list[int]] = []
         """For each chain the chains from the root to it, itself included."""
         for chain, (parent, owner) in enumerate(zip(parents.tolist(), owners.tolist(), strict=True)):
             self.paths.append([*(self.paths[owner] if parent >= 0 else []), chain])
-        self.attention = self._choose() if attention == "auto" else attention
+        self.attention = {"cuda": "flex"}.get(device.type, "segment") if attention == "auto" else attention
         self._cache: dict[Any, Any] = {}
-
-    def _choose(self) -> str:
-        if self.device.type == "cuda":
-            return "flex"
-        visible = int((self.depth + 1).sum())
-        return "dense" if self.size**2 - visible < DENSE_PAIRS_PER_CHAIN * len(self.starts) else "segment"
 
     def dense_mask(self, window: int | None) -> Tensor:
         """`(N, N)` bool, queries by keys."""

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from trl import GRPOTrainer
 
 from mt_grpo.training.attention import TreeLayout, UnsupportedModelError, check_model, register
+from mt_grpo.training.config import ConfigError
 from mt_grpo.training.head import score
-from mt_grpo.training.packing import FlatTree, Packed, balance, pack, unique_tokens
+from mt_grpo.training.packing import FlatTree, Packed, pack
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,38 @@ class TreeInput:
     temperature: float
 
 
-def enable_trees(model: PreTrainedModel | PeftModel) -> None:
+def prepare_forward(trainer: GRPOTrainer) -> None:
+    """
+    Readies the policy and the reference of a trainer for its `forward`.
+
+    Raises:
+        ConfigError: If `forward` cannot train with the other options.
+        UnsupportedModelError: If a model cannot run over packed trees.
+    """
+    args = trainer.args
+    if args.forward == "turn_by_turn" and trainer.accelerator.num_processes > 1:
+        raise ConfigError("`forward: turn_by_turn` runs on one process only; set `forward: tree`.")
+    if args.forward != "padded" and trainer.aux_loss_enabled:
+        raise ConfigError(
+            f"`forward: {args.forward}` has no loss that balances experts, because that depends on every token of a "
+            "batch; set `router_aux_loss_coef: 0.0`, or `forward: padded`."
+        )
+    if args.forward == "tree":
+        for policy in filter(None, (trainer.model, trainer.ref_model)):
+            enable_trees(trainer.accelerator.unwrap_model(policy), args.cast_lm_head_to_fp32)
+
+
+def keep_outputs_exact(accelerator: Accelerator) -> None:
+    """
+    Keeps FSDP2 from rounding what the model returns to the precision it computes in: log-probs in bfloat16 have three
+    digits, and the ratio of two of them is off by a percent.
+    """
+    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.mixed_precision_policy is not None:
+        plugin = accelerator.state.fsdp_plugin
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+
+
+def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool = False) -> None:
     """
     Teaches a causal language model to run over packed trees: `model(input_ids, position_ids, tree=TreeInput(...))`
     returns a tuple `(logps, entropies)`. Every other forward, and generation, is as before.
@@ -52,6 +84,11 @@ def enable_trees(model: PreTrainedModel | PeftModel) -> None:
     The forward itself is extended, not called around, so that whatever wraps the model (DDP's gradient hooks, FSDP's
     and ZeRO-3's gathering of weights, autocast) sees one ordinary forward. Backbone and head are looked up on each
     call, because wrappers replace them.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): The model, not wrapped for training yet.
+        cast_head_to_fp32 (`bool`, *optional*, defaults to `False`): Computes logits in float32, outside autocast, as
+            TRL's `cast_lm_head_to_fp32` does.
 
     Raises:
         UnsupportedModelError: If the model cannot run over packed trees.
@@ -89,16 +126,37 @@ def enable_trees(model: PreTrainedModel | PeftModel) -> None:
                 f"{missing} layers of {type(self).__name__} do not pass keyword arguments to their attention, so "
                 "trees cannot be packed for it; set `forward: padded`."
             )
-        head = _linear(self.get_output_embeddings())
-        weight, bias = (
-            parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            for parameter in (head.weight, head.bias)
-        )
         predictor = torch.from_numpy(tree.packed.predictor).to(hidden.device)
-        label = torch.from_numpy(tree.packed.label).to(weight.device)
-        return score(hidden.index_select(0, predictor).to(weight.device), weight, bias, label, tree.temperature)
+        scored = hidden.index_select(0, predictor)
+        return _through_head(self.get_output_embeddings(), scored, tree, cast_head_to_fp32)
 
     model.forward = types.MethodType(forward, model)
+
+
+def _through_head(module: nn.Module, hidden: Tensor, tree: TreeInput, cast_to_fp32: bool) -> tuple[Tensor, Tensor]:
+    """
+    Scores hidden states inside the output layer's own forward: a layer that is sharded by itself has its weights
+    gathered, and their gradients reduced, by hooks that only a call of the module fires.
+    """
+    head = _linear(module)
+
+    def scoring(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = hidden.to(head.weight.device)
+        label = torch.from_numpy(tree.packed.label).to(hidden.device)
+        if not cast_to_fp32:
+            return score(hidden, head.weight, head.bias, label, tree.temperature)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return score(hidden.float(), head.weight, head.bias, label, tree.temperature)
+
+    usual = vars(head).get("forward")
+    head.forward = scoring
+    try:
+        return module(hidden)
+    finally:
+        if usual is None:
+            del head.forward
+        else:
+            head.forward = usual
 
 
 def _linear(head: nn.Module) -> nn.Linear:
@@ -203,40 +261,3 @@ def batch_logps(
         for values in (scores.logps, scores.entropies)
     )
     return logps, entropies
-
-
-def regroup(batches: Sequence[dict[str, Any]], groups: str = "group_ids") -> list[dict[str, Any]]:
-    """
-    Deals the rows of micro-batches again so that the rows of a group meet in one micro-batch, where they share their
-    prompt, and so that the micro-batches hold about as many unique tokens.
-
-    Groups that do not fill whole micro-batches lie next to each other and are cut where a micro-batch ends.
-
-    Args:
-        batches (`list[dict]`): Micro-batches of equal size, as TRL buffers them: tensors whose first dimension is the
-            row, and anything else, which is left alone.
-        groups (`str`, *optional*, defaults to `"group_ids"`): Key of the `(B,)` tensor that numbers the groups.
-
-    Returns:
-        As many micro-batches, of the same rows.
-    """
-    ids = torch.cat([batch[groups] for batch in batches]).tolist()
-    size = len(batches[0][groups])
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(ids):
-        members.setdefault(group, []).append(row)
-    order = list(members)
-    if all(size % len(rows) == 0 for rows in members.values()) and len({len(r) for r in members.values()}) == 1:
-        keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        stacked = [torch.cat([batch[key] for batch in batches]) for key in keys]
-        trees, _ = batch_trees(stacked[0], stacked[1], stacked[2], stacked[3], stacked[3])
-        weights = [unique_tokens([trees[row] for row in members[group]]) for group in order]
-        order = [order[index] for bin in balance(weights, len(batches)) for index in bin]
-    rows = torch.tensor([row for group in order for row in members[group]], device=batches[0][groups].device)
-    dealt: list[dict[str, Any]] = [dict(batch) for batch in batches]
-    for key, value in batches[0].items():
-        if isinstance(value, Tensor) and value.dim() and len(value) == size:
-            whole = torch.cat([batch[key] for batch in batches])[rows]
-            for number, batch in enumerate(dealt):
-                batch[key] = whole[number * size : (number + 1) * size]
-    return dealt

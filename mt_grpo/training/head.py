@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 """Logits a chunk holds, by device: 64 MiB on a CPU, 1 GiB on a GPU in float32."""
@@ -49,7 +48,7 @@ class _Score(torch.autograd.Function):
         size = hidden.size(0)
         logps, entropies, normalisers = (torch.empty(size, dtype=dtype, device=hidden.device) for _ in range(3))
         logits = None
-        with maybe_gather_lm_head_ctx(weight, bias), torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False):
             matrix = weight.to(hidden.dtype)
             for start in range(0, size, chunk):
                 part = slice(start, start + chunk)
@@ -76,7 +75,7 @@ class _Score(torch.autograd.Function):
         hidden, weight, bias, labels, normalisers, entropies = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         size = hidden.size(0)
-        with maybe_gather_lm_head_ctx(weight, bias), torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False):
             grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
             grad_weight = (
                 torch.zeros(weight.shape, dtype=normalisers.dtype, device=hidden.device) if wants_weight else None

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from mt_grpo.training.forward import enable_trees, run
 from mt_grpo.training.packing import FlatTree, flatten, pack
+from mt_grpo.training.turn_by_turn import turn_by_turn_logps
 from mt_grpo.trajectory import TokenTree
 
 FORWARDS = ("tree", "padded", "turn_by_turn")
@@ -45,6 +46,8 @@ def token_logps(
     if forward not in FORWARDS:
         raise ValueError(f"`forward` is {forward!r}; choose one of {', '.join(FORWARDS)}.")
     flat = [flatten(tree) for tree in trees]
+    if any(((tree.turns >= 0) & (tree.parents < 0)).any() for tree in flat):
+        raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
     turns = [tree.num_turns for tree in trees]
     if forward == "tree":
         return _tree(model, flat, turns, attention, temperature)
@@ -84,7 +87,6 @@ def _padded(
         seen[number][path] = True
         for turn in sorted(set(turns[turns >= 0].tolist())):
             places = np.flatnonzero(turns == turn)
-            _check(places)
             found[number][turn].append(scores[row, torch.from_numpy(places - 1)])
     empty = scores.new_zeros(0)
     return [[torch.cat([empty, *pieces]) for pieces in tree] for tree in found]
@@ -96,31 +98,13 @@ def _turn_by_turn(
     device = next(model.parameters()).device
     found = []
     for tree, count in zip(flat, num_turns, strict=True):
-        paths = tree.paths()
-        tensors = []
-        for turn in range(count):
-            path = next((path for path in paths if _holds(tree, path, turn)), None)
-            if path is None:
-                tensors.append(torch.zeros(0, device=device))
-                continue
-            places = np.flatnonzero(tree.turns[path] == turn)
-            _check(places)
-            input_ids = torch.from_numpy(tree.tokens[path[: places[-1] + 1]]).to(device)[None]
-            logits = model(input_ids=input_ids, use_cache=False).logits[0, places[0] - 1 : -1]
-            tensors.append(_gather(logits, input_ids[0, places[0] :], temperature))
-        found.append(tensors)
+        tokens, turns, parents = (
+            torch.from_numpy(array).to(device)[None] for array in (tree.tokens, tree.turns, tree.parents)
+        )
+        prompt = tokens[:, :0]
+        logps, _ = turn_by_turn_logps(model, prompt, prompt, tokens, turns >= 0, turns, parents, temperature)
+        found.append([logps[0, turns[0] == turn] for turn in range(count)])
     return found
-
-
-def _holds(tree: FlatTree, path: np.ndarray, turn: int) -> bool:
-    """Whether a path holds the whole action of a turn: a later context may have cut it and left it half way."""
-    size = int((tree.turns == turn).sum())
-    return size > 0 and int((tree.turns[path] == turn).sum()) == size
-
-
-def _check(places: np.ndarray) -> None:
-    if places[0] == 0:
-        raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
 
 
 def _gather(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:

@@ -6,9 +6,11 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
+from mt_grpo.training import trie
 from mt_grpo.trajectory import TokenTree
 
 
@@ -119,104 +121,101 @@ def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
     history before a fork. A token sampled twice at the same place is forwarded once and scored twice.
 
     The sequences from the roots to the leaves are sorted, so that each adds to its predecessor's path what follows
-    their longest common prefix; that order is the depth-first order of the tree they form together.
+    their longest common prefix; that order is the depth-first order of the tree they form together. A numpy call costs
+    as much as hundreds of tokens, so Python counts sequences, and numpy the tokens of all sequences at once.
 
     Raises:
         ValueError: If a trained token has no token before it.
     """
-    flat = [flatten(tree) if isinstance(tree, TokenTree) else tree for tree in trees]
-    sequences, columns, owners = _sequences(flat)
-    order, shared = _sort(sequences)
-    lengths = np.array([len(sequences[index]) for index in order], dtype=np.int64)
-    added = lengths - shared
-    starts = np.cumsum(added) - added
-    total, longest = int(added.sum()), int(lengths.max(initial=0))
-    counter = np.arange(max(total, longest))
+    sequences = _sequences(trees)
+    order, shared = trie.sort([sequence.tokens for sequence in sequences])
+    sequences = [sequences[index] for index in order]
+    sizes = [len(sequence.tokens) for sequence in sequences]
+    shifts, above, exits = trie.nest(sizes, shared)
+    forks = {
+        shift + common: shifts[fork] + common - 1 if common else -1
+        for shift, fork, common, size in zip(shifts, above, shared, sizes, strict=True)
+        if common < size
+    }
+    indices = np.arange(len(exits))
+    parent = indices - 1
+    parent[list(forks)] = list(forks.values())
+    added = np.array(sizes, dtype=np.int64) - np.array(shared, dtype=np.int64)
+    input_ids = _join([sequence.tokens[common:] for sequence, common in zip(sequences, shared, strict=True)])
 
-    input_ids = np.empty(total, dtype=np.int64)
-    exits = np.empty(total, dtype=np.int64)
-    forks = np.full(len(order), -1, dtype=np.int64)
-    path = np.empty(longest, dtype=np.int64)
-    unseen = [tree.turns >= 0 for tree in flat]
-    scored: list[np.ndarray] = []
-    places: list[np.ndarray] = []
-    turns: list[np.ndarray] = []
-    for index, common, length, start in zip(order, shared.tolist(), lengths.tolist(), starts.tolist(), strict=True):
-        if common:
-            forks[len(scored)] = path[common - 1]
-        path[common:length] = counter[start : start + length - common]
-        input_ids[start : start + length - common] = sequences[index][common:]
-        pending, where = unseen[owners[index]], columns[index]
-        chosen = pending.nonzero()[0] if where is None else pending[where].nonzero()[0]
-        if len(chosen) and chosen[0] == 0:
-            raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
-        places.append(path[chosen])
-        scored.append(chosen if where is None else where[chosen])
-        turns.append(flat[owners[index]].turns[scored[-1]])
-        if where is not None:
-            pending[scored[-1]] = False
-    ends = np.full(longest, total, dtype=np.int64)  # for each depth, where its subtree stops
-    for common, length, start in zip(
-        shared[::-1].tolist(), lengths[::-1].tolist(), starts[::-1].tolist(), strict=True
-    ):
-        exits[start : start + length - common] = ends[common:length]
-        ends[common:] = start
-
-    parent = counter[:total] - 1
-    parent[starts[added > 0]] = forks[added > 0]
-    place = _join(places)
+    turns = _join([sequence.turns for sequence in sequences])
+    trained = (turns >= 0).nonzero()[0]
+    firsts, rows = [0], []
+    for sequence, size, shift, common in zip(sequences, sizes, shifts, shared, strict=True):
+        skipped = size - len(sequence.turns) - firsts[-1]  # from an index of `turns` to a depth
+        rows.append((shift + skipped, sequence.lead + skipped, sequence.tree, shift + common))
+        firsts.append(firsts[-1] + len(sequence.turns))
+    bounds = trained.searchsorted(firsts)
+    counts = bounds[1:] - bounds[:-1]
+    place, column, tree, start = np.array(rows, dtype=np.int64).reshape(-1, 4).T.repeat(counts, axis=1)
+    place += trained
+    column += trained
+    early = (place < start).nonzero()[0]
+    if len(early):  # in the common prefix, so an earlier sequence added them
+        number = np.arange(len(sequences)).repeat(counts)[early]
+        place[early] = trie.find(place[early] - np.array(shifts)[number], number, shifts, above, shared)
+    predictor = parent[place]
+    if len(predictor) and predictor.min() < 0:
+        raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
     return Packed(
         input_ids,
-        counter[:total] - np.repeat(starts - shared, added),
+        indices - np.array(shifts, dtype=np.int64).repeat(added),
         parent,
-        exits - 1,
-        parent[place],
+        exits,
+        predictor,
         input_ids[place],
-        np.repeat([owners[index] for index in order], [len(chosen) for chosen in scored]).astype(np.int64),
-        _join(scored),
-        _join(turns),
+        tree,
+        column,
+        turns[trained],
     )
+
+
+class _Sequence(NamedTuple):
+    """
+    A root-to-leaf sequence.
+
+    Args:
+        tokens (`np.ndarray`): Its token ids.
+        turns (`np.ndarray`): Turns of its last tokens: of the columns that no earlier sequence of its tree has.
+        tree (`int`): Its tree.
+        lead (`int`): What the column of such a token is ahead of its depth.
+    """
+
+    tokens: np.ndarray
+    turns: np.ndarray
+    tree: int
+    lead: int
+
+
+def _sequences(trees: Sequence[FlatTree | TokenTree]) -> list[_Sequence]:
+    sequences = []
+    for number, tree in enumerate(trees):
+        flat = flatten(tree) if isinstance(tree, TokenTree) else tree
+        if flat.parents is None:
+            if len(flat.tokens):
+                sequences.append(_Sequence(flat.tokens, flat.turns, number, 0))
+            continue
+        begin = 0
+        for path in flat.paths():
+            end = int(path[-1]) + 1
+            sequences.append(_Sequence(flat.tokens[path], flat.turns[begin:end], number, end - len(path)))
+            begin = end
+    return sequences
 
 
 def _join(pieces: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
 
-def _sequences(flat: list[FlatTree]) -> tuple[list[np.ndarray], list[np.ndarray | None], list[int]]:
-    """Root-to-leaf token sequences, their columns (`None`: all of the tree's) and the tree each belongs to."""
-    sequences, columns, owners = [], [], []
-    for owner, tree in enumerate(flat):
-        if tree.parents is None:
-            paths: list[np.ndarray | None] = [None] if len(tree.tokens) else []
-        else:
-            paths = list(tree.paths())
-        for path in paths:
-            sequences.append(tree.tokens if path is None else tree.tokens[path])
-            columns.append(path)
-            owners.append(owner)
-    return sequences, columns, owners
-
-
-def _sort(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
-    """An order that puts common prefixes side by side, and the length each sequence shares with the one before it."""
-    # bytes do not compare as the ids do, but any total order of the ids puts common prefixes side by side
-    keys = [sequence.tobytes() for sequence in sequences]
-    order = sorted(range(len(sequences)), key=keys.__getitem__)
-    shared = np.zeros(len(order), dtype=np.int64)
-    for place in range(1, len(order)):
-        before, after = sequences[order[place - 1]], sequences[order[place]]
-        limit = min(len(before), len(after))
-        differs = before[:limit] != after[:limit]
-        first = int(differs.argmax()) if limit else 0
-        shared[place] = first if limit and differs[first] else limit
-    return order, shared
-
-
 def unique_tokens(trees: Sequence[FlatTree | TokenTree]) -> int:
     """Tokens that `pack` would forward."""
-    flat = [flatten(tree) if isinstance(tree, TokenTree) else tree for tree in trees]
-    sequences = _sequences(flat)[0]
-    return sum(map(len, sequences)) - int(_sort(sequences)[1].sum())
+    tokens = [sequence.tokens for sequence in _sequences(trees)]
+    return sum(map(len, tokens)) - sum(trie.sort(tokens)[1])
 
 
 def split(trees: Sequence[FlatTree], groups: Sequence[int], budget: int) -> list[list[int]]:

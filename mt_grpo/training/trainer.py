@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather
+from accelerate.utils import gather, gather_object
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -21,9 +22,11 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, Limits, RolloutError, RolloutRequest, RolloutRunner, Sampling, derive_seed
 from mt_grpo.rollout.transformers_engine import TransformersEngine
+from mt_grpo.rollout.vllm_http import ServerGoneError
+from mt_grpo.training.balance import regroup
 from mt_grpo.training.build import build_env, prepare_tokenizer
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
-from mt_grpo.training.forward import batch_logps, enable_trees, regroup
+from mt_grpo.training.forward import batch_logps, keep_outputs_exact, prepare_forward
 from mt_grpo.training.records import (
     UNFINISHED,
     MetricsCallback,
@@ -37,6 +40,7 @@ from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.training.rows import scored_columns
 from mt_grpo.training.servers import check_importance_sampling, server_client, weight_sync
 from mt_grpo.training.turn_by_turn import turn_by_turn_logps
+from mt_grpo.training.weight_push import WeightSyncError
 from mt_grpo.training.weight_sync import WeightSync
 from mt_grpo.trajectory import Trajectory
 
@@ -111,11 +115,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
-        if args.forward == "turn_by_turn" and self.accelerator.num_processes > 1:
-            raise ConfigError("`forward: turn_by_turn` runs on one process only; set `forward: tree`.")
-        if args.forward == "tree":
-            for policy in filter(None, (self.model, self.ref_model)):
-                enable_trees(self.accelerator.unwrap_model(policy))
+        prepare_forward(self)
         self._scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         self.reward_func_names = [reward.name for reward in rewards]
         if args.reward_weights is None:
@@ -156,6 +156,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         )
         self.eval_trajectories: list[Trajectory] = []
         """Trajectories of this process in the latest evaluation."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        keep_outputs_exact(self.accelerator)
 
     # Rollout: replaces TRL's generation and its tool loop
 
@@ -203,11 +207,21 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             with self._generation_model() as model:
                 if model is not None:
                     self.runner.engine.model = model
-                return self._event_loop.run_until_complete(
-                    self.runner.run(requests, self._sampling, on_finish=self._trajectories.append)
-                )
+                return self._everywhere(self.runner.run(requests, self._sampling, on_finish=self._trajectories.append))
         finally:
             self.model.train(training)
+
+    def _everywhere(self, rollouts: Coroutine[Any, Any, list[Trajectory]]) -> list[Trajectory]:
+        """What a server takes from one process ends all: none is left waiting for it in a collective."""
+        lost: Exception | None = None
+        try:
+            trajectories = self._event_loop.run_until_complete(rollouts)
+        except (ServerGoneError, WeightSyncError) as error:
+            lost = error
+        messages = [message for message in gather_object([lost and str(lost)]) if message]
+        if messages:
+            raise lost or ServerGoneError(messages[0])
+        return trajectories
 
     def rollout(self, num_prompts: int) -> list[Trajectory]:
         """
@@ -312,7 +326,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self.args.forward == "tree" and self._buffered_inputs is not buffered:
-            self._buffered_inputs = regroup(self._buffered_inputs)
+            self._buffered_inputs = regroup(self._buffered_inputs, self.num_generations)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
@@ -363,10 +377,14 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     # Resuming: TRL drops the generated batch at a checkpoint, so a resumed run would sample another one
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         state = {"step": self._step, "buffered_inputs": self._buffered_inputs}
-        torch.save(state, folder / f"rollouts-rank{self.accelerator.process_index}.pt")
+        try:
+            super()._save_checkpoint(model, trial)
+            torch.save(state, folder / f"rollouts-rank{self.accelerator.process_index}.pt")
+        except BaseException:  # a checkpoint is whole or absent, whatever stops its writing
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
