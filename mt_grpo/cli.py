@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 USAGE = """usage: mt-grpo COMMAND --config RECIPE.yaml [--field value ...]
 
@@ -37,18 +39,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     return commands[arguments[0]](arguments[1:])
 
 
+def _interruptible(command: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """Ctrl-C and SIGTERM end a command with one line and the conventional status, after what it began was ended."""
+
+    @functools.wraps(command)
+    def run(arguments: list[str]) -> int:
+        before = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            return command(arguments)
+        except KeyboardInterrupt as error:
+            number = error.args[0] if error.args else signal.SIGINT
+            print(f"mt-grpo: ended by {signal.Signals(number).name}.", file=sys.stderr)
+            return 128 + number
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    return run
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(number)
+
+
+@_interruptible
 def train(arguments: list[str]) -> int:
     """`mt-grpo train`: trains an agent from a recipe."""
     trainer, resolved = _prepare(arguments)
     if trainer is None:
         return 1
-    from mt_grpo.training.run import run_training
+    from mt_grpo.training.run import FAILURES, run_training, tidied
 
-    run_training(trainer, resolved, _console(quiet=not trainer.accelerator.is_main_process))
+    try:
+        with tidied(trainer):
+            run_training(trainer, resolved, _console(quiet=not trainer.accelerator.is_main_process))
+    except FAILURES as error:
+        return _refuse(error)
     trainer.accelerator.end_training()
     return 0
 
 
+@_interruptible
 def rollout(arguments: list[str]) -> int:
     """`mt-grpo rollout`: prints conversations with their rewards."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -57,10 +87,16 @@ def rollout(arguments: list[str]) -> int:
     trainer, _ = _prepare(rest)
     if trainer is None:
         return 1
+    from mt_grpo.training.run import FAILURES, tidied
     from mt_grpo.viewer import render_trajectory
 
     console = _console()
-    for number, trajectory in enumerate(trainer.rollout(options.num_prompts)):
+    try:
+        with tidied(trainer):
+            trajectories = trainer.rollout(options.num_prompts)
+    except FAILURES as error:
+        return _refuse(error)
+    for number, trajectory in enumerate(trajectories):
         console.rule(f"conversation {number + 1}")
         console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
     return 0
@@ -75,7 +111,12 @@ def serve(arguments: list[str]) -> int:
     try:
         server.serve(parse_recipe(arguments))
     except (ValueError, OSError) as error:
-        print(f"mt-grpo: {' '.join(str(error).split())}", file=sys.stderr)
+        return _refuse(error)
+    return 1
+
+
+def _refuse(error: Exception) -> int:
+    print(f"mt-grpo: {' '.join(str(error).split())}", file=sys.stderr)
     return 1
 
 
@@ -88,6 +129,7 @@ def _console(quiet: bool = False):
 def _prepare(arguments: list[str]):
     """The trainer of a recipe and its resolved options; `(None, None)` after saying what is wrong with the input."""
     warnings.simplefilter("ignore", FutureWarning)  # libraries' notes to each other, not to the user
+    from mt_grpo.rollout.engine import EngineError
     from mt_grpo.training.launch import build_trainer
     from mt_grpo.training.recipe import parse_recipe
 
@@ -95,6 +137,6 @@ def _prepare(arguments: list[str]):
         recipe = parse_recipe(arguments)
         resolved = recipe.resolved()
         return build_trainer(recipe), resolved
-    except (ValueError, OSError) as error:  # every check of the input raises one of these, with a sentence
-        print(f"mt-grpo: {' '.join(str(error).split())}", file=sys.stderr)
+    except (ValueError, OSError, EngineError) as error:  # every check of the input raises one of these
+        _refuse(error)
         return None, None

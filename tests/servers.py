@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -158,3 +159,80 @@ class ScriptedServer:
     def asked(self, path: str) -> list[dict[str, Any]]:
         """Bodies of the requests for a path."""
         return [body for _, asked, body in self.requests if asked == path]
+
+
+Fault = Callable[[str, int, int], str | None]
+
+
+class Proxy:
+    """
+    A reverse proxy on loopback, between a client and a real server, that spoils what it is told to.
+
+    Args:
+        upstream: Base URL of the server.
+        fault: Function of a request's path, of the weight updates before it, and of the requests for that path since
+            the latest update; what happens to the request: `500`; `garbage`, half of the JSON as if it were all;
+            `cut`, the connection is closed in the middle of the answer; `closed`, without an answer; `dead`, the same
+            to all requests from here on; `hang`, nothing until `go` is set; `None`, the server answers.
+    """
+
+    def __init__(self, upstream: str, fault: Fault = lambda path, updates, number: None) -> None:
+        self.go = threading.Event()
+        self.contexts: list[list[int]] = []
+        self.faults: list[str] = []
+        self._updates, self._numbers, self._dead = 0, Counter(), False
+        outer, lock = self, threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _answer(self) -> None:
+                content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                path = self.path.split("?")[0]
+                with lock:
+                    kind = "closed" if outer._dead else fault(path, outer._updates, outer._numbers[path])
+                    if path == "/v1/completions":
+                        outer.contexts.append(json.loads(content)["prompt"])
+                    outer._numbers[path] += 1
+                    if path == "/update_weights":
+                        outer._updates, outer._numbers = outer._updates + 1, Counter()
+                    outer.faults += [kind] if kind else []
+                    outer._dead |= kind == "dead"
+                if kind == "hang":
+                    outer.go.wait()
+                status, answer = 500, b'{"error": {"message": "made to fail"}}'
+                if kind in (None, "garbage", "cut", "hang"):
+                    try:
+                        headers = {"Content-Type": "application/json"}
+                        url, limit = upstream + self.path, 300.0
+                        response = httpx.request(self.command, url, content=content, headers=headers, timeout=limit)
+                        status, answer = response.status_code, response.content
+                    except httpx.TransportError:  # the server is gone: so is the connection
+                        kind = "closed"
+                self.close_connection = kind in ("closed", "dead", "cut")
+                if kind in ("closed", "dead"):
+                    return
+                sent = answer[: len(answer) // 2] if kind in ("garbage", "cut") else answer
+                try:
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(answer if kind == "cut" else sent)))
+                    self.end_headers()
+                    self.wfile.write(sent)
+                except OSError:  # the client gave up
+                    self.close_connection = True
+
+            do_GET = do_POST = _answer
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.go.set()
+        self._server.shutdown()
+        self._server.server_close()

@@ -247,6 +247,13 @@ def test_later_turns_of_a_group_come_from_the_prefix_cache(tied):
     assert tied.server.metric("vllm:prefix_cache_hits_total") - hits >= 3 * (len(context) - 128)
 
 
+def test_more_prompt_tokens_than_one_step_holds_are_served(tied):
+    """vLLM's CPU build ends where a seeded prompt is split over two steps."""
+    contexts = [[10 + index] * (LENGTH - 8) for index in range(8)]
+    samples = generate(tied.client(), contexts, Sampling(max_tokens=2, seed=1))
+    assert all(sample.ids for sample in samples)
+
+
 def test_chat_answers_conversations_with_text_and_token_ids(tied):
     client = VLLMServerClient(tied.server.url, tied.tokenizer)
     conversations = [[{"role": "user", "content": f"What is {number}"}] for number in range(3)]

@@ -76,12 +76,14 @@ def test_a_file_is_not_there_under_its_name_before_it_is_complete(tmp_path):
     assert path.exists()
 
 
-def test_what_a_killed_process_left_in_shared_memory_is_removed():
-    code = "import os; from mt_grpo.training.weight_files import make_folder as m; print(m(None)); os._exit(9)"
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_a_killed_process_left_is_removed(shared, tmp_path):
+    root = str(tmp_path) if shared else None
+    code = f"import os; from mt_grpo.training.weight_files import make_folder as m; print(m({root!r})); os._exit(9)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     left = Path(run.stdout.strip())
     (left / "weights.partial").write_bytes(b"half")
     assert run.returncode == 9
-    own = make_folder(None)
+    own = make_folder(root)
     assert own.exists() and not left.exists()
     own.rmdir()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
+import orjson
 
 from mt_grpo.rollout.engine import Sample, Sampling
 from mt_grpo.rollout.vllm_chat import ChatReply, answer_all
@@ -20,16 +19,18 @@ from mt_grpo.rollout.vllm_http import (
     CONNECT_TIMEOUT,
     RequestFailed,
     ServerGoneError,
-    headers,
     no_answer,
+    open_session,
     read_answer,
 )
-from mt_grpo.rollout.vllm_pool import Server, ServerPool
+from mt_grpo.rollout.vllm_pool import Server, ServerPool, Wire
 from mt_grpo.trajectory import Message
 
 logger = logging.getLogger(__name__)
 
 START_COMMAND = "mt-grpo serve --config R.yaml"
+TOKEN_TIME = 0.1
+"""Seconds in which a busy server samples at least one token of a request."""
 _POLL = 0.5  # seconds between looks at a server that is down
 _LONGEST_BACKOFF = 8.0
 
@@ -40,15 +41,17 @@ class VLLMServerClient:
     answering is left out, and taken back when it answers and holds the weights of `weight_version`.
 
     A request that failed is repeated where a repeat can help (no answer, HTTP 5xx, 429, an answer that makes no
-    sense): sampling changes nothing on the server, so asking twice is safe. Cancelling `generate` closes the
-    connection, upon which the server aborts the request.
+    sense): sampling changes nothing on the server, so asking twice is safe. Whether the server is down is for its
+    health check to say: one request that hangs stops no other. Cancelling `generate` closes the connection, upon which
+    the server aborts the request.
 
     Args:
         base_urls (`str` or `list[str]`): Servers, e.g. `"http://127.0.0.1:8000"`.
         tokenizer: Tokenizer of the model; compared with the server's by `connect`.
         model (`str`, *optional*): Name or path of the model the server must hold; any where none is given.
         api_key (`str`, *optional*): Key of the servers.
-        request_timeout (`float`, *optional*, defaults to `600.0`): Seconds one request may take.
+        request_timeout (`float`, *optional*, defaults to `600.0`): Seconds one request may take, and `TOKEN_TIME` more
+            for each token it may sample.
         max_retries (`int`, *optional*, defaults to `4`): Repeats of a request after failures of the server.
         max_concurrent (`int`, *optional*, defaults to `1024`): Requests under way at once.
         server_timeout (`float`, *optional*, defaults to `240.0`): Seconds to wait for a server that is not up.
@@ -85,7 +88,7 @@ class VLLMServerClient:
         self.context_length = 0
         self.weight_version: int | None = None
         self.restore: Callable[[str], None] | None = None
-        self._wire: _Wire | None = None
+        self._wire: Wire | None = None
 
     @property
     def base_urls(self) -> list[str]:
@@ -145,8 +148,9 @@ class VLLMServerClient:
         """
         version = self.weight_version
         content = completion_request(self.model, context, sampling)
+        limit = self.request_timeout + TOKEN_TIME * sampling.max_tokens
         async with self._connection().gate:
-            return await self._ask(session, context, content, version)
+            return await self._ask(session, context, content, version, limit)
 
     def release(self, session: str) -> None:
         """Forgets where the conversation was served."""
@@ -171,18 +175,20 @@ class VLLMServerClient:
             for task in self._wire.watchers.values():
                 task.cancel()
             await asyncio.gather(*self._wire.watchers.values(), return_exceptions=True)
-            await self._wire.http.aclose()
+            await self._wire.http.close()
             self._wire = None
 
-    async def _ask(self, session: str, context: list[int], content: bytes, version: int | None) -> Sample:
+    async def _ask(
+        self, session: str, context: list[int], content: bytes, version: int | None, limit: float
+    ) -> Sample:
         failures = 0
         while True:
             server = await self._server(session, context)
             try:
-                answer = await self._call(server, "POST", "/v1/completions", content)
+                answer = await self._call(server, "POST", "/v1/completions", content, limit)
                 sample, fingerprint = read_sample(answer, f"POST {server.url}/v1/completions")
             except RequestFailed as error:
-                if error.unreachable:
+                if error.repeat and server.up and not await self._serves(server):
                     server.drop(str(error))
                 if not error.repeat or failures == self.max_retries:
                     raise
@@ -217,7 +223,7 @@ class VLLMServerClient:
                 raise ServerGoneError(self.gone())
             await asyncio.wait(wire.watchers.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _watch(self, server: Server, wire: _Wire) -> None:
+    async def _watch(self, server: Server, wire: Wire) -> None:
         """Takes a server back once it answers and holds the right weights."""
         while True:
             try:
@@ -235,6 +241,13 @@ class VLLMServerClient:
         logger.warning("The vLLM server at %s is back.", server.url)
         server.take_back()
 
+    async def _serves(self, server: Server) -> bool:
+        try:
+            await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
+            return await self._has_weights(server)
+        except RequestFailed:
+            return False
+
     async def _has_weights(self, server: Server) -> bool:
         if self.weight_version is None:
             return True
@@ -243,27 +256,31 @@ class VLLMServerClient:
 
     def _caller(self, server: Server, method: str) -> Callable[..., Any]:
         async def call(path: str, body: dict[str, Any] | None = None) -> Any:
-            return await self._call(server, method, path, None if body is None else json.dumps(body).encode())
+            return await self._call(server, method, path, None if body is None else orjson.dumps(body))
 
         return call
 
     async def _call(
         self, server: Server, method: str, path: str, content: bytes | None = None, timeout: float | None = None
     ) -> Any:
-        limit = httpx.Timeout(timeout or self.request_timeout, connect=CONNECT_TIMEOUT, pool=None)
+        limit = aiohttp.ClientTimeout(timeout or self.request_timeout, sock_connect=CONNECT_TIMEOUT)
+        request = f"{method} {server.url}{path}"
         try:
-            response = await self._connection().http.request(method, server.url + path, content=content, timeout=limit)
-        except httpx.TransportError as error:
-            raise no_answer(method, server.url + path, error) from error
-        return read_answer(response)
+            async with self._connection().http.request(
+                method, server.url + path, data=content, timeout=limit
+            ) as answer:
+                body = await answer.read()
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise no_answer(request, error) from error
+        return read_answer(request, answer.status, body)
 
-    def _connection(self) -> _Wire:
+    def _connection(self) -> Wire:
         """Connections of the running event loop; those of an earlier loop cannot be used in another."""
         loop = asyncio.get_running_loop()
         if self._wire is None or self._wire.loop is not loop:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.max_concurrent)
-            http = httpx.AsyncClient(headers=headers(self.api_key), limits=limits, trust_env=False)
-            self._wire = _Wire(loop, http, asyncio.Semaphore(self.max_concurrent), {})
+            if self._wire is not None:
+                asyncio.ensure_future(self._wire.http.close())
+            self._wire = Wire(loop, open_session(self.api_key), asyncio.Semaphore(self.max_concurrent), {})
         return self._wire
 
     def gone(self) -> str:
@@ -273,19 +290,3 @@ class VLLMServerClient:
             f"No vLLM server answered for {self.server_timeout:.0f} s at {', '.join(self.base_urls)}. {faults} Start "
             f"it with `{START_COMMAND}`, R.yaml being this run's recipe."
         )
-
-
-@dataclass
-class _Wire:
-    """What belongs to one event loop."""
-
-    loop: asyncio.AbstractEventLoop
-    http: httpx.AsyncClient
-    gate: asyncio.Semaphore
-    watchers: dict[str, asyncio.Future[None]]
-
-    def end_watch(self, server: Server, done: asyncio.Future[None]) -> None:
-        """A server whose weights cannot be brought back fails every conversation, and with them the run."""
-        self.watchers.pop(server.url, None)
-        if not done.cancelled():
-            server.failure = done.exception()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+import orjson
 
 from mt_grpo.rollout.engine import Sample, Sampling
 from mt_grpo.rollout.vllm_http import RequestFailed
@@ -29,7 +30,7 @@ def completion_request(model: str, context: list[int], sampling: Sampling) -> by
         # ids come with the log-probabilities; `return_token_ids` would send the whole prompt back as well
         "return_tokens_as_token_ids": True,
     }
-    return json.dumps(body, separators=(",", ":")).encode()
+    return orjson.dumps(body)
 
 
 def read_sample(answer: Any, request: str) -> tuple[Sample, str | None]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from typing import Any
 
+import aiohttp
 import httpx
+import orjson
 
 from mt_grpo.rollout.engine import EngineError
 
 CONNECT_TIMEOUT = 5.0
 """Seconds until a host that does not answer counts as unreachable."""
+KEEP_ALIVE = 4.0
+"""Seconds a connection is kept for the next turn: a little less than vLLM does, so that none is closed in use."""
 _REPEATABLE = {408, 425, 429}
+_LAST_WORDS = 10.0  # seconds for a call that tidies up after a failure
 
 
 class RequestFailed(EngineError):
@@ -44,35 +51,45 @@ def headers(api_key: str | None) -> dict[str, str]:
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
 
-def read_answer(response: httpx.Response) -> Any:
+def open_session(api_key: str | None) -> aiohttp.ClientSession:
+    """Connections of the running event loop to any number of servers, as many as are asked for."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE), headers=headers(api_key)
+    )
+
+
+def read_answer(request: str, status: int, body: bytes) -> Any:
     """
     The decoded JSON of an answer, `None` for an empty one.
+
+    Args:
+        request (`str`): Method and URL, for messages.
+        status (`int`): HTTP status of the answer.
+        body (`bytes`): Its body.
 
     Raises:
         RequestFailed: For any status but 200, and for a body that is not JSON.
     """
-    request = f"{response.request.method} {response.request.url}"
-    if response.status_code != 200:
-        status = response.status_code
+    if status != 200:
         raise RequestFailed(
-            f"{request} was answered with HTTP {status}: {_words(response)}",
+            f"{request} was answered with HTTP {status}: {_words(body)}",
             repeat=status >= 500 or status in _REPEATABLE,
             status=status,
         )
     try:
-        return json.loads(response.content) if response.content else None
+        return orjson.loads(body) if body else None
     except ValueError as error:
         raise RequestFailed(
-            f"{request} was answered with something that is not JSON: {_cut(response.text)}", True
-        ) from (error)
+            f"{request} was answered with something that is not JSON: {_cut(body.decode(errors='replace'))}", True
+        ) from error
 
 
-def no_answer(method: str, url: str, error: httpx.TransportError) -> RequestFailed:
+def no_answer(request: str, error: Exception) -> RequestFailed:
     """What a lost connection or a timeout is called."""
     words = str(error) or "nothing was said"
-    if isinstance(error, httpx.ReadTimeout):
+    if isinstance(error, (httpx.ReadTimeout, TimeoutError, asyncio.TimeoutError)):
         words = "it took longer than the time limit of a request"
-    return RequestFailed(f"{method} {url} got no answer ({type(error).__name__}: {words}).", True, unreachable=True)
+    return RequestFailed(f"{request} got no answer ({type(error).__name__}: {words}).", True, unreachable=True)
 
 
 class ServerControl:
@@ -99,26 +116,33 @@ class ServerControl:
         """POST, never repeated; see `read_answer` for what is returned and raised."""
         return self._call("POST", path, body, params)
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None, params: dict[str, Any]) -> Any:
+    def tidy_up(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """POST after a failure, which may be the server's: what comes of it does not matter, nor may it take long."""
+        with contextlib.suppress(RequestFailed):
+            self._call("POST", path, body, {}, timeout=httpx.Timeout(_LAST_WORDS, connect=CONNECT_TIMEOUT))
+
+    def _call(
+        self, method: str, path: str, body: dict[str, Any] | None, params: dict[str, Any], **options: Any
+    ) -> Any:
         try:
-            response = self._client.request(method, self.base_url + path, json=body, params=params)
+            response = self._client.request(method, self.base_url + path, json=body, params=params, **options)
         except httpx.TransportError as error:
-            raise no_answer(method, self.base_url + path, error) from error
+            raise no_answer(f"{method} {self.base_url}{path}", error) from error
         if path.endswith("_lora_adapter") and response.status_code == 200:  # vLLM answers these two in plain words
             return response.text
-        return read_answer(response)
+        return read_answer(f"{method} {response.request.url}", response.status_code, response.content)
 
     def close(self) -> None:
         """Closes the connection."""
         self._client.close()
 
 
-def _words(response: httpx.Response) -> str:
+def _words(body: bytes) -> str:
     """What the server said, out of whichever shape it said it in."""
     try:
-        answer = json.loads(response.content)
+        answer = orjson.loads(body)
     except ValueError:
-        return _cut(response.text)
+        return _cut(body.decode(errors="replace"))
     for key in ("error", "message", "detail"):
         if isinstance(answer, dict) and key in answer:
             answer = answer[key]

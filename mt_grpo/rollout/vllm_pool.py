@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
+
+import aiohttp
 
 
 @dataclass(eq=False)
@@ -96,3 +99,19 @@ class ServerPool:
         if not self._members[group]:
             del self._members[group]
             self._server_of_group.pop(group, None)
+
+
+@dataclass
+class Wire:
+    """What a client has that belongs to one event loop: connections, and tasks that wait for servers."""
+
+    loop: asyncio.AbstractEventLoop
+    http: aiohttp.ClientSession
+    gate: asyncio.Semaphore
+    watchers: dict[str, asyncio.Future[None]]
+
+    def end_watch(self, server: Server, done: asyncio.Future[None]) -> None:
+        """A server whose weights cannot be brought back fails every conversation, and with them the run."""
+        self.watchers.pop(server.url, None)
+        if not done.cancelled():
+            server.failure = done.exception()

@@ -44,5 +44,6 @@ class ProgressBar(TrainerCallback):
             self._progress.update(self._task, metrics=text)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._progress.stop()
-        self._task = None
+        if self._task is not None:  # `run_training` ends it as well, whatever ended the training
+            self._progress.stop()
+            self._task = None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -11,16 +14,35 @@ from accelerate.utils import gather_object
 from rich.console import Console
 from rich.rule import Rule
 from transformers import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.sanity import examine_template
 from mt_grpo.rollout.vllm_http import ServerGoneError
 from mt_grpo.training import report
 from mt_grpo.training.progress import ProgressBar
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
+from mt_grpo.training.weight_push import WeightSyncError
 from mt_grpo.trajectory import Trajectory
 from mt_grpo.viewer import render_trajectory
 
 EXAMPLES = 3
+FAILURES = (ServerGoneError, WeightSyncError, RolloutError)
+"""What ends a run with one sentence for the user instead of a traceback."""
+
+
+@contextlib.contextmanager
+def tidied(trainer: MTGRPOEnvTrainer) -> Iterator[None]:
+    """Cancels what an interrupted rollout left under way, upon which the server aborts its requests."""
+    try:
+        yield
+    finally:
+        loop = trainer._event_loop
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks))
 
 
 def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Console) -> None:
@@ -32,6 +54,10 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
         trainer (`MTGRPOEnvTrainer`): Ready to train; it is measured before and after where it has an evaluation set.
         resolved (`dict`): Every option with its value.
         console (`Console`): Where progress and results are shown.
+
+    Raises:
+        ServerGoneError, WeightSyncError, RolloutError: If nothing can be sampled any more; after a checkpoint was
+            written, which the message names, where training had begun.
     """
     args = trainer.args
     folder = Path(args.output_dir)
@@ -45,7 +71,8 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     trainer.accelerator.wait_for_everyone()
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(ProgressBar(console))
+    bar = ProgressBar(console)
+    trainer.add_callback(bar)
     console.print(examine_template(trainer.runner.renderer), highlight=False)
     start = time.perf_counter()
     evaluates = trainer.eval_dataset is not None
@@ -69,11 +96,16 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
         report.write_json(summary_path, summary)
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    except ServerGoneError:
-        trainer._save_checkpoint(trainer.model, trial=None)  # nothing that was learnt is lost
-        raise
-    if evaluates:
-        summary["after"] = _measure(trainer, console, "after")
+        if evaluates:
+            summary["after"] = _measure(trainer, console, "after")
+    except FAILURES as error:
+        checkpoint = _save(trainer)
+        raise type(error)(
+            f"{error} What was learnt up to step {trainer.state.global_step} is in {checkpoint}: go on with "
+            f"`--resume_from_checkpoint {checkpoint}`."
+        ) from error
+    finally:
+        bar.on_train_end(args, trainer.state, trainer.control)  # gives the terminal back, whatever ended the training
     summary["seconds"] = round(time.perf_counter() - start, 1)
     summary["steps"] = trainer.state.global_step
     if trainer.use_vllm:
@@ -94,6 +126,13 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:")
     for path in sorted(folder.iterdir()):
         console.print(f"  {path}", highlight=False)
+
+
+def _save(trainer: MTGRPOEnvTrainer) -> Path:
+    """A checkpoint from which a run goes on that failed while it sampled."""
+    trainer._step -= trainer._step % trainer.args.gradient_accumulation_steps  # an unfinished step begins again
+    trainer._save_checkpoint(trainer.model, trial=None)
+    return Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
 
 
 def _measure(trainer: MTGRPOEnvTrainer, console: Console, label: str) -> dict[str, float]:

@@ -56,7 +56,8 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
         command += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(_rank(model.lora_r))]
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if args.use_cpu or not torch.cuda.is_available():
-        command.append("--enforce-eager")
+        # a seeded prompt split over two steps ends vLLM's CPU build ("CPU Generator does not use offset")
+        command += ["--enforce-eager", "--no-enable-chunked-prefill"]
         environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
     return command, environment
 

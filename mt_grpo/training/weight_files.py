@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -104,15 +105,13 @@ def exhaust(iterator: Iterator[object]) -> None:
 def make_folder(shared: str | None) -> Path:
     """
     A folder of this process for weight files: in `shared`, or in shared memory where none is given. Folders there of
-    processes that are gone, which had no time to clean up, are removed.
+    processes of this machine that are gone, which had no time to clean up, are removed.
     """
-    if shared is not None:
-        root = Path(shared)
-        root.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="mt-grpo-weights-", dir=root))
-    root = Path("/dev/shm")
-    for folder in root.glob("mt-grpo-weights-*-*"):
-        owner = int(folder.name.split("-")[3])
-        if not Path(f"/proc/{owner}").exists():
+    root = Path("/dev/shm" if shared is None else shared)
+    root.mkdir(parents=True, exist_ok=True)
+    own = f"mt-grpo-weights-{socket.gethostname()}"
+    for folder in root.glob("mt-grpo-weights-*-*-*"):
+        machine, process, _ = folder.name.rsplit("-", 2)
+        if machine == own and not Path(f"/proc/{process}").exists():
             shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"mt-grpo-weights-{os.getpid()}-", dir=root))
+    return Path(tempfile.mkdtemp(prefix=f"{own}-{os.getpid()}-", dir=root))

@@ -20,8 +20,10 @@ def paused(server: ServerControl):
         yield
         if not server.post("/reset_prefix_cache", reset_running_requests="true")["success"]:
             raise WeightSyncError(f"The vLLM server at {server.base_url} could not empty its prefix cache.")
-    finally:
-        server.post("/resume")
+    except BaseException:  # Ctrl-C as well: a server that stays paused answers nobody
+        server.tidy_up("/resume")
+        raise
+    server.post("/resume")
 
 
 def push_file(server: ServerControl, path: Path, version: int) -> None:
@@ -40,9 +42,8 @@ def push_file(server: ServerControl, path: Path, version: int) -> None:
         _start(server)
         try:
             server.post("/update_weights", {"update_info": {"path": str(path)}})
-        except RequestFailed:
-            with contextlib.suppress(RequestFailed):  # the server may have ended it itself
-                server.post("/finish_weight_update", {})
+        except BaseException:
+            server.tidy_up("/finish_weight_update", {})
             raise
         server.post("/finish_weight_update", {"weight_version": str(version)})
 

@@ -35,7 +35,10 @@ class WeightSync(Protocol):
         ...
 
     def restore(self, base_url: str) -> None:
-        """Brings the weights of the latest `sync` to a server that was restarted. Called in the main process."""
+        """
+        Brings the weights of the latest `sync` to a server that was restarted, and verifies them. Called in the main
+        process.
+        """
         ...
 
     def close(self) -> None:
@@ -75,6 +78,8 @@ class ServerSync:
             tolerance = 1e-3 if next(get_model().parameters()).dtype.itemsize >= 4 else 0.1
         self.tolerance = tolerance
         self.num_syncs = 0
+        self._probe = probe_ids(accelerator.unwrap_model(get_model()).config.get_text_config().vocab_size)
+        self._expected: list[float] = []
         self._timeout = timeout
         if accelerator.is_main_process:
             client.restore = self.restore
@@ -86,8 +91,10 @@ class ServerSync:
         for server in self.client.pool.servers:
             server.fingerprint = None
         self._pushed(step)
+        # kept, so that a server that is restarted can be verified while other processes are busy
+        self._expected = trainer_logprobs(self.get_model(), self._probe)
         if self.num_syncs % self.verify_every == 0:
-            self.verify()
+            self._verify()
         self.num_syncs += 1
 
     def verify(self) -> None:
@@ -97,16 +104,18 @@ class ServerSync:
         Raises:
             WeightSyncError: In every process, if they differ by more than `tolerance`; with both numbers.
         """
-        config = self.accelerator.unwrap_model(self.get_model()).config.get_text_config()
-        ids = probe_ids(config.vocab_size)
-        expected = trainer_logprobs(self.get_model(), ids)
-        self._run(lambda: None, lambda: self._each_server(lambda control: self._compare(control, ids, expected)))
+        self._expected = trainer_logprobs(self.get_model(), self._probe)
+        self._verify()
+
+    def _verify(self) -> None:
+        self._run(lambda: None, lambda: self._each_server(self._compare))
 
     def restore(self, base_url: str) -> None:
         """See `WeightSync.restore`."""
         control = self._control(base_url)
         try:
             self._push(control, self.client.weight_version)
+            self._compare(control)
         finally:
             control.close()
 
@@ -123,13 +132,13 @@ class ServerSync:
     def _pushed(self, step: int) -> None:
         """Every process: all servers have them."""
 
-    def _compare(self, server: ServerControl, ids: list[int], expected: list[float]) -> None:
-        verdict = compare(server_logprobs(server, self.client.model, ids), expected)
+    def _compare(self, server: ServerControl) -> None:
+        verdict = compare(server_logprobs(server, self.client.model, self._probe), self._expected)
         logger.info("Weight sync verified at %s: %.2e nats a token.", server.base_url, verdict.difference)
         if verdict.difference > self.tolerance:
             raise WeightSyncError(
                 f"The vLLM server at {server.base_url} does not compute what the trainer computes: over the same "
-                f"{len(ids)} tokens the mean log-probability is {verdict.server:.4f} on the server and "
+                f"{len(self._probe)} tokens the mean log-probability is {verdict.server:.4f} on the server and "
                 f"{verdict.trainer:.4f} in the trainer; they differ by {verdict.difference:.2e} nats a token (at most "
                 f"{verdict.largest:.2e}), and {self.tolerance:.1e} is allowed. Likely causes: weights that did not "
                 "reach every layer (tied output embeddings, parameter names the server does not know), another run "

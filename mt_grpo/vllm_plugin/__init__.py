@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
+
 BACKEND = "safetensors"
 """Name of the weight-transfer engine, as in `--weight-transfer-config '{"backend": "safetensors"}'`."""
 
+SECONDS_TO_END = 3
+"""Seconds that requests under way have when the server is told to end."""
+
 
 def register() -> None:
-    """Makes the weight-transfer engine known to this process of the server; calling it again changes nothing."""
+    """
+    Makes the weight-transfer engine known to this process of the server, and its end a matter of seconds: told to end
+    in the middle of requests, vLLM waits for answers that its engine, which it has killed by then, never gives.
+    """
+    import uvicorn
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # vLLM loads plugins more than once in some processes
         WeightTransferEngineFactory.register_engine(
             BACKEND, "mt_grpo.vllm_plugin.engine", "SafetensorsWeightTransferEngine"
         )
+    uvicorn.Config.__init__ = partialmethod(uvicorn.Config.__init__, timeout_graceful_shutdown=SECONDS_TO_END)

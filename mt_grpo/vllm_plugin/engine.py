@@ -76,7 +76,7 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
 
     def _repack_output_layers(self) -> None:
         """On a CPU a layer multiplies with a packed copy; one that shares the embedding's weight got no new copy."""
-        if current_platform.is_cpu():
+        if current_platform.is_cpu() and self.model_config.hf_text_config.tie_word_embeddings:
             for module in self.model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
