@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BENCHMARKS := head history methods packing parity prefix_cache rollout step weight_sync
 
 .PHONY: quickstart test lint bench server-cpu warm-start clean
 
@@ -17,8 +18,9 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/rollout.py
+# Every benchmark that needs no GPU, one after another; each prints a table and writes benchmarks/results/.
+bench: $(VENV)/.installed server-cpu
+	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py; done
 
 # The environment of a vLLM server that runs on a CPU; tests and `mt-grpo serve` use it where it is there.
 server-cpu: .venv-vllm/.installed

@@ -4,7 +4,7 @@ turn: how far they are from it, and what they cost in time and memory over turns
 
     python benchmarks/methods.py [--quick]
 
-Prints two tables, writes `benchmarks/results/methods.json` and `docs/images/methods.png`. The measures are those of
+Prints three tables, writes `benchmarks/results/methods.json` and `docs/images/methods.png`. The measures are those of
 "Efficient Forward Pass for Agent RL" (part 1), whose `compare_logits` takes the same tolerances.
 """
 
@@ -17,15 +17,13 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import matplotlib
-import numpy as np
 import torch
 from common import RESULTS, machine
 from measure import interleave, peak_memory
@@ -34,20 +32,14 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import linear
-from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
+from ways import METHODS, VOCABULARY, Batch, build_batch, build_model, labels_of, run
 
 from mt_grpo.training import attention
-from mt_grpo.training.attention import TreeLayout
-from mt_grpo.training.forward import enable_trees
-from mt_grpo.training.head import score
-from mt_grpo.training.packing import pack
-from mt_grpo.trajectory import TokenTree, common_prefix
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
-VOCABULARY = 4096
 CHUNK = 512
 """Positions whose whole distributions are compared at once."""
 
@@ -55,157 +47,11 @@ RELATIVE, ABSOLUTE = 1e-1, 1e-2
 """Logits further from the reference than `ABSOLUTE + RELATIVE * |reference|` are mismatched."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What the model was given, what of it is new after the previous action, and what it sampled."""
+SCALED = ("turn by turn", "padded right", "KV cache", "tree, segment", "tree, dense")
+"""Methods of the scaling table: without those that are wrong, or that a CPU only emulates."""
 
-    context: list[int]
-    added: list[int]
-    action: list[int]
-
-
-Batch = list[list[Turn]]
-
-
-def build_batch(
-    size: int, turns: int, seed: int, prompt: int = 64, thinking: int = 32, answer: int = 8, result: int = 8
-) -> Batch:
-    """Conversations of random tokens that share a prompt; a context holds the earlier answers, not their thinking."""
-    rng = np.random.default_rng(seed)
-
-    def draw(mean: int) -> list[int]:
-        return rng.integers(0, VOCABULARY, rng.integers(mean * 3 // 4, mean * 5 // 4 + 1)).tolist()
-
-    shared, batch = draw(prompt), []
-    for _ in range(size):
-        context, added, conversation = shared, shared, []
-        for _ in range(turns):
-            thought, said = draw(thinking), draw(answer)
-            conversation.append(Turn(context, added, thought + said))
-            added = draw(result)
-            context = context + said + added
-        batch.append(conversation)
-    return batch
-
-
-def build_model() -> Qwen3ForCausalLM:
-    """A random Qwen3 in float32, its weights wide enough for peaked distributions (logits of deviation 3)."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=32768,
-        initializer_range=0.25,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    enable_trees(model)
-    return model
-
-
-# The methods: hidden states `(M, hidden)` that predict the action tokens, by conversation, turn and place
-
-
-def _forward(model: Qwen3ForCausalLM, ids: list[int], **kwargs: Any) -> Tensor:
-    kwargs.setdefault("use_cache", False)
-    return model.base_model(input_ids=torch.tensor([ids]), **kwargs).last_hidden_state[0]
-
-
-def turn_by_turn(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
-    turns = (turn for conversation in batch for turn in conversation)
-    return torch.cat([_forward(model, t.context + t.action)[len(t.context) - 1 : -1] for t in turns])
-
-
-def padded(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
-    """Each turn is a row of one batch, padded on the right."""
-    turns = [turn for conversation in batch for turn in conversation]
-    rows = [torch.tensor(turn.context + turn.action) for turn in turns]
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    hidden = model.base_model(
-        input_ids=pad_sequence(rows, batch_first=True), attention_mask=mask, use_cache=False
-    ).last_hidden_state
-    return torch.cat([hidden[i, len(t.context) - 1 : len(rows[i]) - 1] for i, t in enumerate(turns)])
-
-
-def kv_cache(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
-    """
-    Keys and values of the prefix that a turn shares with the one before are kept; no gradient can go through. The
-    stripped answer and what follows it are computed with the next turn.
-    """
-    states = []
-    for conversation in batch:
-        cache, cached = DynamicCache(config=model.config), []
-        for turn in conversation:
-            ids = turn.context + turn.action
-            kept = min(common_prefix(cached, ids, 0), len(turn.context) - 1)
-            if kept < len(cached):
-                cache.crop(kept - len(cached))
-            hidden = _forward(model, ids[kept:], past_key_values=cache, use_cache=True)
-            states.append(hidden[len(turn.context) - 1 - kept : -1])
-            cached = ids
-    return torch.cat(states)
-
-
-def naive_packing(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
-    """One causal row a conversation, in which all turns see all earlier thinking: not what was sampled from."""
-    states = []
-    for conversation in batch:
-        hidden = _forward(model, [token for turn in conversation for token in turn.added + turn.action])
-        end = 0
-        for turn in conversation:
-            begin, end = end + len(turn.added), end + len(turn.added) + len(turn.action)
-            states.append(hidden[begin - 1 : end - 1])
-    return torch.cat(states)
-
-
-def tree(kind: str) -> Callable[[Qwen3ForCausalLM, Batch], Tensor]:
-    """The packed tree of the whole batch, with attention `kind`."""
-
-    def method(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
-        trees = []
-        for conversation in batch:
-            trees.append(TokenTree())
-            for turn in conversation:
-                trees[-1].add_turn(turn.context, turn.action, [0.0] * len(turn.action))
-        packed = pack(trees)
-        hidden = _forward(
-            model,
-            packed.input_ids.tolist(),
-            position_ids=torch.from_numpy(packed.position_ids)[None],
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
-            tree_layout=TreeLayout(packed, model.device, kind),
-        )
-        return hidden[torch.from_numpy(packed.predictor[packed.turn_order])]
-
-    return method
-
-
-METHODS: dict[str, Callable[[Qwen3ForCausalLM, Batch], Tensor]] = {
-    "turn by turn": turn_by_turn,
-    "padded": padded,
-    "KV cache": kv_cache,
-    "tree, dense": tree("dense"),
-    "tree, segment": tree("segment"),
-    "tree, flex": tree("flex"),
-    "naive packing": naive_packing,
-}
-SCALED = ("turn by turn", "padded", "KV cache", "tree, segment", "tree, dense")
-"""Methods of the second table: without those that are wrong, or that a CPU only emulates."""
-
-
-def labels_of(batch: Batch) -> Tensor:
-    return torch.tensor([token for conversation in batch for turn in conversation for token in turn.action])
-
-
-def run(model: Qwen3ForCausalLM, name: str, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Hidden states, and the log-probs of the sampled tokens. The head is the same for all methods."""
-    hidden = METHODS[name](model, batch)
-    return hidden, score(hidden, model.lm_head.weight, None, labels_of(batch))[0]
+RIGHT = tuple(name for name in METHODS if name not in ("KV cache", "naive packing"))
+"""Methods between which rounding is compared: those that compute the same, with gradients."""
 
 
 # Accuracy
@@ -246,9 +92,14 @@ def compare(ours: Tensor, reference: Tensor, weight: Tensor) -> dict[str, float]
     }
 
 
-def accuracy(exact: Qwen3ForCausalLM, batches: list[Batch]) -> list[dict[str, Any]]:
-    """The first table: each method against turn by turn in the same precision, and against it in float32."""
-    rows = []
+def accuracy(
+    exact: Qwen3ForCausalLM, batches: list[Batch]
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+    """
+    Each method against turn by turn in the same precision, and against it in float32; and the distance between the
+    log-probs of every two methods in bfloat16.
+    """
+    rows, rounding = [], {}
     truth = torch.cat([run(exact, "turn by turn", batch)[1] for batch in batches])
     for dtype in (torch.bfloat16, torch.float32):
         model = copy.deepcopy(exact).to(dtype)
@@ -261,6 +112,8 @@ def accuracy(exact: Qwen3ForCausalLM, batches: list[Batch]) -> list[dict[str, An
                 seconds[name] += time.process_time() - start
         found = {name: tuple(map(torch.cat, zip(*parts, strict=True))) for name, parts in pieces.items()}
         reference = found["turn by turn"]
+        if dtype == torch.bfloat16:
+            rounding = {one: {other: rmse(found[one][1], found[other][1]) for other in RIGHT} for one in RIGHT}
         for name, (hidden, logps) in found.items():
             rows.append(
                 {
@@ -272,11 +125,11 @@ def accuracy(exact: Qwen3ForCausalLM, batches: list[Batch]) -> list[dict[str, An
                     "CPU seconds": seconds[name],
                 }
             )
-    return rows
+    return rows, rounding
 
 
 def scale(model: Qwen3ForCausalLM, quick: bool, repeats: int) -> list[dict[str, Any]]:
-    """The second table: over turns, then over batch sizes and lengths."""
+    """The third table: over turns, then over batch sizes and lengths."""
     sizes = [{"turns": turns, "batch": 1, "thinking": 32} for turns in ((2, 4) if quick else (2, 4, 8, 16, 32, 64))]
     if not quick:
         sizes += [{"turns": 8, "batch": b, "thinking": t} for b in (1, 4) for t in (32, 128) if (b, t) != (1, 32)]
@@ -313,7 +166,7 @@ def _cell(column: str, value: Any) -> str:
         return f"{statistics.median(value):.3f}"
     if column == "CPU seconds":
         return f"{value:.2f}"
-    return f"{value:.2%}" if column in ("top-1", "top-8", "mismatched") else f"{value:.1e}"
+    return f"{value:.2%}" if column in ("top-1", "top-8", "mismatched") else f"{value:.2e}"
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -344,14 +197,16 @@ def main() -> None:
     batches = [build_batch(1, 2 if quick else 8, seed, 96, 84, 24, 24) for seed in range(1 if quick else 13)]
     positions = sum(len(labels_of(batch)) for batch in batches)
     with torch.no_grad():
-        table = accuracy(model, batches)
+        table, rounding = accuracy(model, batches)
         show(f"Against turn by turn, {positions} action positions", table)
+        between = [{"method": name} | distances for name, distances in rounding.items()]
+        show("RMSE between the log-probs of two methods, bfloat16", between)
         scaling = scale(model, quick, repeats)
         show("Time, memory and accuracy, float32, no gradient", scaling)
     if not quick:
         settings = {"positions": positions, "conversations": len(batches), "turns": 8, "vocabulary": VOCABULARY}
         settings |= {"layers": 4, "hidden": 128, "seed": 0, "repeats": repeats, "threads": 1}
-        content = {"machine": machine(), "settings": settings, "rows": table, "scaling": scaling}
+        content = {"machine": machine(), "settings": settings, "rows": table, "rounding": rounding, "scaling": scaling}
         (RESULTS / "methods.json").write_text(json.dumps(content, indent=2) + "\n")
         plot(scaling, Path(__file__).parents[1] / "docs" / "images" / "methods.png")
 

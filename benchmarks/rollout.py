@@ -1,9 +1,16 @@
 """
-Rollouts against a scripted engine: what the host adds to the tools and the engine.
+Rollouts whose engine and tools take scripted times: what the host adds to them.
 
-1. Wall time of 256 conversations whose tool calls take log-normal times (sigma 1.5), over the longest single one.
-2. Host time of a turn, late over early in a conversation of 128 turns, and absolute.
-3. Event-loop lag while 256 conversations of 32k-token contexts are under way.
+1. Wall time of 256 conversations over the longest one's own time in engine and tools. Tools take log-normal times
+   (median 50 ms, sigma 1.5, four calls a conversation); the engine answers at once, so it hides nothing.
+2. Host time of a turn (25 tokens sampled, a reply of 22), late over early in a conversation, and absolute. CPU time of
+   the process, which does not depend on what else the machine does; wall time beside it.
+3. Event-loop lag once 256 conversations with prompts of 32,768 tokens (groups of 8) are under way: with an engine of
+   log-normal times (median 200 ms, sigma 0.5), and with the vLLM client against an HTTP server of such times in
+   another process. Lag is how late a timer due at any millisecond fires. The check of a finished trajectory's
+   tokenization, which runs in a thread of its own, is off.
+4. The same conversations through TRL's own tool loop: its time over ours, in one run, for equal tokens and masks. TRL
+   runs the tools of one conversation after another, so this is 32 conversations and a median of 10 ms.
 
     python benchmarks/rollout.py [--quick]
 
@@ -14,20 +21,30 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 import time
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
-from common import build_tokenizer, report
+from common import RESULTS, build_tokenizer, machine
+from rich.console import Console
+from rich.table import Table
+from rollout_trl import GROUP, compare
+from upstream import upstream
 
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.rollout import RolloutRequest, RolloutRunner, Sampling, ScriptedEngine
+from mt_grpo.rollout import Engine, RolloutRequest, RolloutRunner, Sample, Sampling
+from mt_grpo.rollout.vllm_client import VLLMServerClient
 
-CALL = '<tool>{"name": "wait", "args": {"seconds": SECONDS}}</tool>'
-ANSWER = "<answer>done</answer>"
+CALL = '<reasoning>look</reasoning>\n<tool>{"name": "wait", "args": {"seconds": %.4f}}</tool>'
+SIGMA = 1.5
+TURNS = 4
+UNBOUNDED = 1 << 20
 
 
-async def wait(seconds: float) -> str:
+async def wait(seconds: float):  # no `-> str`: TRL would show it to the model
     """
     Waits.
 
@@ -35,89 +52,130 @@ async def wait(seconds: float) -> str:
         seconds: How long.
     """
     await asyncio.sleep(seconds)
-    return "waited"
+    return "waited until the end"
 
 
-def tool_times(conversations: int, turns: int, seed: int) -> np.ndarray:
-    """Seconds of each tool call, shape (conversations, turns): log-normal, median 20 ms."""
-    return np.random.default_rng(seed).lognormal(np.log(0.02), 1.5, (conversations, turns))
+class TimedEngine:
+    """Returns ids that lie ready, after a while, and keeps nothing."""
+
+    context_length = UNBOUNDED
+
+    def __init__(self, tokenizer, times: np.ndarray, latency: Callable[[], float] = lambda: 0.0) -> None:
+        self.tokenizer = tokenizer
+        self._actions = [[tokenizer.encode(CALL % seconds) for seconds in row] for row in times]
+        self._answer = tokenizer.encode("<answer>done</answer>")
+        self._latency = latency
+        self._turns: Counter[str] = Counter()
+        self.stamps: list[tuple[float, float]] = []
+        """Wall and CPU seconds at which requests came."""
+
+    async def generate(self, context: list[int], sampling: Sampling, session: str) -> Sample:
+        self.stamps.append((time.perf_counter(), time.process_time()))
+        turn, actions = self._turns[session], self._actions[int(session)]
+        self._turns[session] += 1
+        if seconds := self._latency():
+            await asyncio.sleep(seconds)
+        ids = actions[turn] if turn < len(actions) else self._answer
+        return Sample(ids, [-0.1] * len(ids))
+
+    def release(self, session: str) -> None:
+        pass
 
 
-def wall_over_longest(tokenizer, conversations: int, turns: int, seed: int) -> tuple[float, float]:
-    """(wall seconds of all conversations at once, seconds of the one that takes longest alone)."""
-    times = tool_times(conversations, turns, seed)
-
-    def script(session: str, turn: int) -> str:
-        return CALL.replace("SECONDS", f"{times[int(session), turn]:.4f}") if turn < turns else ANSWER
-
-    def run(sessions: list[int]) -> float:
-        runner = RolloutRunner(MultiTurnToolEnv([wait], max_steps=turns), ScriptedEngine(tokenizer, script))
-        requests = [RolloutRequest("Wait.", f"{session:06d}") for session in sessions]
-        start = time.perf_counter()
-        asyncio.run(runner.run(requests, Sampling()))
-        return time.perf_counter() - start
-
-    return run(list(range(conversations))), run([int(times.sum(axis=1).argmax())])
+def tool_times(conversations: int, seed: int, median: float) -> np.ndarray:
+    """Seconds of each tool call, shape (conversations, turns)."""
+    return np.random.default_rng(seed).lognormal(np.log(median), SIGMA, (conversations, TURNS))
 
 
-def host_time_a_turn(tokenizer, turns: int) -> list[float]:
-    """Seconds the host spends on each turn of one long conversation, engine and tool taking none."""
-    stamps: list[float] = []
+def requests(conversations: int, prompt: str = "Wait") -> list[RolloutRequest]:
+    return [RolloutRequest(f"{prompt} {index // GROUP}.", f"{index:06d}") for index in range(conversations)]
 
-    async def nothing(query: str) -> str:
+
+def wall_over_longest(tokenizer, conversations: int, seed: int) -> float:
+    """Wall time of all conversations at once, over the scripted time of the longest."""
+    times = tool_times(conversations, seed, 0.05)
+    runner = RolloutRunner(MultiTurnToolEnv([wait], max_steps=TURNS), TimedEngine(tokenizer, times))
+    start = time.perf_counter()
+    asyncio.run(runner.run(requests(conversations), Sampling()))
+    return (time.perf_counter() - start) / times.round(4).sum(axis=1).max()
+
+
+def host_time_a_turn(tokenizer, turns: int) -> np.ndarray:
+    """Wall and CPU seconds of each turn of one conversation whose engine and tool take none, shape (turns, 2)."""
+
+    async def wait(seconds: float):
         """
         Answers at once.
 
         Args:
-            query: Anything.
+            seconds: Anything.
         """
-        return f"the passage about {query}"
+        return "the passage about Lima"
 
-    def script(session: str, turn: int) -> str:
-        stamps.append(time.perf_counter())
-        call = '<reasoning>look</reasoning>\n<tool>{"name": "nothing", "args": {"query": "Lima"}}</tool>'
-        return call if turn < turns else ANSWER
-
-    engine = ScriptedEngine(tokenizer, script, context_length=1 << 20)
-    engine.requests = _Forgetful()
-    runner = RolloutRunner(MultiTurnToolEnv([nothing], max_steps=turns), engine)
-    asyncio.run(runner.run([RolloutRequest("Go.", "000000")], Sampling()))
-    return list(np.diff(stamps))
-
-
-class _Forgetful(list):
-    """Keeps nothing: the engine's record of contexts is not part of what is measured."""
-
-    def append(self, item: object) -> None:
-        pass
-
-
-def event_loop_lag(tokenizer, conversations: int, context: int, turns: int) -> list[float]:
-    """Seconds by which a 1 ms timer fires late, sampled while conversations with long contexts run."""
-    long = [7] * context
-
-    def script(session: str, turn: int) -> str:
-        return CALL.replace("SECONDS", "0.05") if turn < turns else ANSWER
-
-    engine = ScriptedEngine(tokenizer, script, latency=lambda session, turn: 0.2 + int(session) / 1000)
-    engine.context_length = 1 << 20
-    engine.requests = _Forgetful()
+    engine = TimedEngine(tokenizer, np.ones((1, turns)))
     runner = RolloutRunner(MultiTurnToolEnv([wait], max_steps=turns), engine)
-    runner.renderer.prompt_ids = lambda messages: list(long)
-    lags: list[float] = []
+    asyncio.run(runner.run(requests(1), Sampling()))
+    return np.diff(np.array(engine.stamps), axis=0)
+
+
+def event_loop_lag(tokenizer, engine: Engine, conversations: int, context: int) -> tuple[float, float]:
+    """
+    99th percentile, in seconds, of how late a timer fires that is due at any millisecond: by the clock, and by the CPU
+    time that the loop's thread spent on other things, which the load of the machine does not change.
+    """
+    text = tokenizer.decode(tokenizer.encode("What is the capital of Peru? " * (context // 8))[:context])
+    runner = RolloutRunner(MultiTurnToolEnv([wait], max_steps=TURNS), engine)
+    lags: tuple[list[float], list[float]] = ([], [])
 
     async def measure() -> None:
-        requests = [RolloutRequest("Wait.", f"{session:06d}") for session in range(conversations)]
-        rollouts = asyncio.ensure_future(runner.run(requests, Sampling()))
-        await asyncio.sleep(0.15)  # every prompt is in place
+        rollouts = asyncio.ensure_future(runner.run(requests(conversations, text), Sampling(max_tokens=100)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # every prompt is rendered
+        due = time.perf_counter()
         while not rollouts.done():
-            start = time.perf_counter()
-            await asyncio.sleep(0.001)
-            lags.append(time.perf_counter() - start - 0.001)
+            used = time.thread_time()
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            late, used = time.perf_counter() - due, time.thread_time() - used
+            due += 0.001
+            for lag, values in zip((late, used), lags, strict=True):
+                values.append(lag)
+                values.extend(np.arange(lag - 0.001, 0.0, -0.001))  # timers that were due while this one was late
+            due = max(due, time.perf_counter())
         await rollouts
 
     asyncio.run(measure())
-    return lags
+    return tuple(float(np.percentile(values, 99)) for values in lags)
+
+
+def lag_with_engine(tokenizer, conversations: int, context: int, seed: int) -> tuple[float, float]:
+    rng = np.random.default_rng(seed)
+    times = tool_times(conversations, seed, 0.05)
+    engine = TimedEngine(tokenizer, times, lambda: float(rng.lognormal(np.log(0.2), 0.5)))
+    return event_loop_lag(tokenizer, engine, conversations, context)
+
+
+def lag_with_client(tokenizer, conversations: int, context: int) -> tuple[float, float]:
+    ids = tokenizer.encode(CALL % 0.05)
+    logprobs = {"tokens": [f"token_id:{token}" for token in ids], "token_logprobs": [-0.1] * len(ids)}
+    answer = {"choices": [{"finish_reason": "stop", "logprobs": logprobs}], "system_fingerprint": "upstream"}
+    with upstream(json.dumps(answer).encode(), 0.2, 0.5) as url:
+        client = VLLMServerClient(url, tokenizer)
+        client.context_length = UNBOUNDED  # `connect` would ask the server for it
+        return event_loop_lag(tokenizer, client, conversations, context)
+
+
+def report(rows: list[tuple[str, str, list[float]]], settings: dict[str, object]) -> None:
+    table = Table(title="rollout")
+    for column in ("", "asked", "median", "min", "max", "repeats"):
+        table.add_column(column, justify="right" if column else "left")
+    for label, asked, values in rows:
+        numbers = [f"{value:.3f}" for value in (statistics.median(values), min(values), max(values))]
+        table.add_row(label, asked, *numbers, str(len(values)))
+    Console(width=110).print(table)
+    if not settings["quick"]:
+        content = [{"label": label, "asked": asked, "values": values} for label, asked, values in rows]
+        written = json.dumps({"machine": machine(), "settings": settings, "rows": content}, indent=2)
+        (RESULTS / "rollout.json").write_text(written + "\n")
 
 
 def main() -> None:
@@ -125,19 +183,33 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smaller sizes, to see that it runs")
     quick = parser.parse_args().quick
     tokenizer = build_tokenizer()
-    conversations, repeats = (16, 1) if quick else (256, 5)
-    rows = {}
-    walls = [wall_over_longest(tokenizer, conversations, 4, seed) for seed in range(repeats)]
-    rows["wall / longest single conversation"] = [wall / longest for wall, longest in walls]
-    turns = 16 if quick else 130
-    host = [host_time_a_turn(tokenizer, turns) for _ in range(3 * repeats)]
-    early = [statistics.median(times[3:7]) for times in host]
-    late = [statistics.median(times[-4:]) for times in host]
-    rows["host time, turn 128 / turn 4"] = [b / a for a, b in zip(early, late, strict=True)]
-    rows["host time at turn 128, µs"] = [value * 1e6 for value in late]
-    lags = [event_loop_lag(tokenizer, conversations, 1024 if quick else 32768, 3) for _ in range(repeats)]
-    rows["event-loop lag p99, ms"] = [float(np.percentile(lag, 99)) * 1e3 for lag in lags]
-    report("rollout", rows, {"conversations": conversations, "quick": quick})
+    conversations, context, repeats = (16, 1024, 1) if quick else (256, 32768, 5)
+    host = [host_time_a_turn(tokenizer, 136) for _ in range(3 * repeats + 1)][1:]  # the first one warms up
+    early, late = (
+        np.array([np.median(times[turns], axis=0) for times in host]) for turns in (slice(2, 10), slice(124, 132))
+    )
+    walls = [wall_over_longest(tokenizer, conversations, seed) for seed in range(repeats)]
+    scripted = 1e3 * np.array(
+        [lag_with_engine(tokenizer, conversations, context, seed) for seed in range(min(3, repeats))]
+    )
+    client = 1e3 * np.array([lag_with_client(tokenizer, conversations, context)])
+    members = 8 if quick else 32
+    long = compare(wait, [tool_times(members, seed, 0.01) for seed in range(min(3, repeats) + 1)])
+    short = compare(wait, [np.full((members, 1), 0.05)] * (repeats + 1))
+    rows = [
+        ("wall / longest conversation", "<= 1.05", walls),
+        ("host time of a turn at turn 128, µs CPU", "<= 400", list(late[:, 1] * 1e6)),
+        ("the same, µs by the clock", "<= 400", list(late[:, 0] * 1e6)),
+        ("host time, turn 128 / turn 4, CPU", "<= 1.1", list(late[:, 1] / early[:, 1])),
+        ("event-loop lag p99, scripted engine, ms CPU", "<= 5", list(scripted[:, 1])),
+        ("the same, ms by the clock", "<= 5", list(scripted[:, 0])),
+        ("event-loop lag p99, client over HTTP, ms CPU", "<= 5", list(client[:, 1])),
+        ("the same, ms by the clock", "<= 5", list(client[:, 0])),
+        (f"rollouts, TRL / ours, {members} x {TURNS} log-normal tools", "", long["rollouts"]),
+        (f"rollouts, TRL / ours, {members} x one 50 ms tool", ">= 10", short["rollouts"]),
+        (f"whole step, TRL / ours, {members} x one 50 ms tool", ">= 10", short["step"]),
+    ]
+    report(rows, {"conversations": conversations, "context": context, "quick": quick})
 
 
 if __name__ == "__main__":

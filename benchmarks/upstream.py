@@ -1,0 +1,71 @@
+"""
+An HTTP server that answers every `/v1/completions` with the same action, each after a time of its own: what a client
+costs, with nothing behind it. It runs in a process of its own and prints its port.
+
+    python benchmarks/upstream.py ANSWER_FILE MEDIAN_SECONDS SIGMA
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Upstream(asyncio.Protocol):
+    """Reads requests off one connection; bodies are counted, not read."""
+
+    def __init__(self, answer: bytes, median: float, sigma: float, rng: random.Random) -> None:
+        self._answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(answer), answer)
+        self._seconds = lambda: median * rng.lognormvariate(0.0, sigma)
+        self._head = b""
+        self._left = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if not self._left:
+            self._head, end, data = (self._head + data).partition(b"\r\n\r\n")
+            if not end:
+                return
+            name = b"content-length:"
+            lines = self._head.lower().split(b"\r\n")
+            self._left = next(int(line[len(name) :]) for line in lines if line.startswith(name))
+            self._head = b""
+        self._left -= len(data)
+        if not self._left:
+            asyncio.get_running_loop().call_later(self._seconds(), self._write)
+
+    def _write(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(self._answer)
+
+
+async def serve(answer: bytes, median: float, sigma: float) -> None:
+    rng = random.Random(0)
+    server = await asyncio.get_running_loop().create_server(lambda: Upstream(answer, median, sigma, rng), "127.0.0.1")
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+@contextmanager
+def upstream(answer: bytes, median: float, sigma: float) -> Iterator[str]:
+    """URL of such a server while the context lasts."""
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(answer)
+        command = [sys.executable, __file__, file.name, str(median), str(sigma)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+            finally:
+                process.terminate()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1]).read_bytes(), float(sys.argv[2]), float(sys.argv[3])))
