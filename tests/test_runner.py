@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import threading
@@ -392,3 +393,27 @@ def test_what_a_check_finds_is_written_into_the_trajectory(env, tokenizer):
 
 def test_nothing_to_run_is_no_conversation(env, tokenizer):
     assert run(env, ScriptedEngine(tokenizer, []), 0) == []
+
+
+def test_no_full_garbage_collection_stops_the_conversations(env, tokenizer):
+    before, seen = gc.get_threshold(), []
+
+    def script(session, turn):
+        seen.append(gc.get_threshold())
+        raise RuntimeError("the engine is broken")
+
+    with pytest.raises(RuntimeError):
+        run(env, ScriptedEngine(tokenizer, script))
+    assert seen[0][2] > 1_000_000 and seen[0][:2] == before[:2] and gc.get_threshold() == before
+
+
+def test_the_engine_lets_go_when_a_batch_is_over(env, tokenizer):
+    class Engine(ScriptedEngine):
+        closed = 0
+
+        async def close(self):
+            self.closed += 1
+
+    engine = Engine(tokenizer, [CALL, ANSWER])
+    run(env, engine)
+    assert engine.closed == 1

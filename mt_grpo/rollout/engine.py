@@ -78,3 +78,7 @@ class Engine(Protocol):
     def release(self, session: str) -> None:
         """Tells that a conversation is over and will ask for nothing more."""
         ...
+
+    async def close(self) -> None:
+        """Lets go of what is held open while conversations run; the next ones open it again."""
+        ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import sys
 import time
@@ -146,6 +147,9 @@ class RolloutRunner:
                 if self.sanity is not None and self.history == "keep":
                     checks.append(loop.run_in_executor(checker, self._check, trajectories[index]))
 
+        # a full collection reads every token of every context, and stops all conversations for that long
+        thresholds = gc.get_threshold()
+        gc.set_threshold(*thresholds[:2], 1 << 30)
         workers = min(len(requests), self.limits.max_concurrent or len(requests))
         tasks = [asyncio.ensure_future(work(queue)) for _ in range(workers)]
         try:
@@ -156,6 +160,8 @@ class RolloutRunner:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             checker.shutdown(wait=False, cancel_futures=True)
+            gc.set_threshold(*thresholds)
+            await self.engine.close()
         return trajectories
 
     async def _converse(self, request: RolloutRequest, sampling: Sampling) -> Trajectory:

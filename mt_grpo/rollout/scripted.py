@@ -56,3 +56,6 @@ class ScriptedEngine:
     def release(self, session: str) -> None:
         """Lets a session of the same name start over."""
         del self._turns[session]
+
+    async def close(self) -> None:
+        """Holds nothing open."""

@@ -81,6 +81,9 @@ class TransformersEngine:
         self._waiting = [request for request in self._waiting if request.session != session]
         asyncio.get_running_loop().call_soon(self._start_batch)
 
+    async def close(self) -> None:
+        """Holds nothing open."""
+
     def _start_batch(self, patient: bool = True) -> None:
         """Starts a batch if none runs and every live conversation waits, or none of the others is waited for."""
         if self._running:

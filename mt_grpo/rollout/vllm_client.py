@@ -106,37 +106,17 @@ class VLLMServerClient:
             ServerGoneError: If none is up after `server_timeout` seconds; the message has the command that starts one.
             ServerSetupError: If a server is up but of no use to this run.
         """
-        start, told = time.monotonic(), 0.0
-        waiting = list(self.pool.servers)
-        while waiting:
-            for server in list(waiting):
-                try:
-                    await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
-                    waiting.remove(server)
-                except RequestFailed as error:
-                    server.fault = str(error)
-            waited = time.monotonic() - start
-            if waiting and waited >= self.server_timeout:
-                break
-            if waiting and waited >= told:
-                urls = ", ".join(server.url for server in waiting)
-                progress(f"Waiting for the vLLM server at {urls} ({waited:.0f} of {self.server_timeout:.0f} s).")
-                told += 5.0
-            if waiting:
-                await asyncio.sleep(min(_POLL, max(0.0, self.server_timeout - waited)))
-        if len(waiting) == len(self.pool.servers):
-            raise ServerGoneError(self.gone())
-        for server in waiting:
-            server.drop(server.fault)
-            progress(f"Going on without the vLLM server at {server.url}: {server.fault}")
-        lengths = []
-        for server in self.pool.servers:
-            if server.up:
-                get = self._caller(server, "GET")
-                post = self._caller(server, "POST")
-                self.model, length = await check_server(server.url, self.expected_model, self.tokenizer, get, post)
-                lengths.append(length)
-        self.context_length = min(lengths)
+        try:
+            await self._wait(progress)
+            lengths = []
+            for server in self.pool.servers:
+                if server.up:
+                    get, post = self._caller(server, "GET"), self._caller(server, "POST")
+                    self.model, length = await check_server(server.url, self.expected_model, self.tokenizer, get, post)
+                    lengths.append(length)
+            self.context_length = min(lengths)
+        finally:
+            await self.close()
 
     async def generate(self, context: list[int], sampling: Sampling, session: str) -> Sample:
         """
@@ -170,13 +150,39 @@ class VLLMServerClient:
         return asyncio.run(answer_all(self, messages_list, sampling_params or Sampling()))
 
     async def close(self) -> None:
-        """Closes the connections of the running event loop."""
+        """Closes the connections; a request opens them again. The server closes idle ones within seconds itself."""
         if self._wire is not None:
             for task in self._wire.watchers.values():
                 task.cancel()
             await asyncio.gather(*self._wire.watchers.values(), return_exceptions=True)
             await self._wire.http.close()
             self._wire = None
+
+    async def _wait(self, progress: Callable[[str], None]) -> None:
+        """Waits until all servers answer, or for `server_timeout` seconds for one of them."""
+        start, told = time.monotonic(), 0.0
+        waiting = list(self.pool.servers)
+        while waiting:
+            for server in list(waiting):
+                try:
+                    await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
+                    waiting.remove(server)
+                except RequestFailed as error:
+                    server.fault = str(error)
+            waited = time.monotonic() - start
+            if waiting and waited >= self.server_timeout:
+                break
+            if waiting and waited >= told:
+                urls = ", ".join(server.url for server in waiting)
+                progress(f"Waiting for the vLLM server at {urls} ({waited:.0f} of {self.server_timeout:.0f} s).")
+                told += 5.0
+            if waiting:
+                await asyncio.sleep(min(_POLL, max(0.0, self.server_timeout - waited)))
+        if len(waiting) == len(self.pool.servers):
+            raise ServerGoneError(self.gone())
+        for server in waiting:
+            server.drop(server.fault)
+            progress(f"Going on without the vLLM server at {server.url}: {server.fault}")
 
     async def _ask(
         self, session: str, context: list[int], content: bytes, version: int | None, limit: float
@@ -278,8 +284,6 @@ class VLLMServerClient:
         """Connections of the running event loop; those of an earlier loop cannot be used in another."""
         loop = asyncio.get_running_loop()
         if self._wire is None or self._wire.loop is not loop:
-            if self._wire is not None:
-                asyncio.ensure_future(self._wire.http.close())
             self._wire = Wire(loop, open_session(self.api_key), asyncio.Semaphore(self.max_concurrent), {})
         return self._wire
 
