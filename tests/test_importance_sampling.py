@@ -65,7 +65,9 @@ def train(tmp_path, tokenizer, questions):
         )
         trainer = MTGRPOEnvTrainer(
             model,
-            Spelling([lookup], system_prompt="", max_steps=2),  # no call parses, each is replied to
+            Spelling(
+                [lookup], system_prompt="", max_steps=2, env_mask=args.env_mask
+            ),  # no call parses, each is replied to
             [],
             [Length()],
             args,
@@ -121,6 +123,12 @@ def test_the_difference_is_reported_turn_by_turn(train):
         assert logged[f"{name}/max"] == pytest.approx(max(off), abs=1e-4)
         seen += len(ids)
     assert seen == trained.sum()
+
+
+def test_trained_tokens_of_the_environment_which_no_engine_scored_do_not_count(train):
+    trainer, _ = train(env_mask=1, vllm_importance_sampling_mode="token_truncate")
+    logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
+    assert 0 < logged["turn_1/sampling_logp_difference/mean"] < 0.3
 
 
 def test_without_the_correction_nothing_is_weighed(train):

@@ -86,6 +86,13 @@ def test_a_cause_is_logged_once_and_counted_each_time(tokenizer, caplog):
     assert sanity.causes["text of the assistant message"] == 3
 
 
+def test_a_template_that_refuses_what_a_model_wrote_ends_no_run(tokenizer):
+    trajectory, runner, _ = converse(tokenizer, ["A1", "A2"], [user("Q2")], "keep")
+    trajectory.turns[0].message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]}
+    difference = SanityCheck(runner.renderer, "strict").check(trajectory)
+    assert difference.cause == "the template refuses the conversation" and "TypeError" in difference.rendered
+
+
 def test_an_unknown_mode_is_refused(tokenizer):
     with pytest.raises(ValueError, match="'strict'"):
         SanityCheck(ChatRenderer(tokenizer), "strikt")

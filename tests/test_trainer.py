@@ -319,11 +319,11 @@ def test_a_conversation_that_never_began_neither_crashes_nor_trains(build):
     assert trainer._trajectories[1].stop_reason.value == "engine_error"
 
 
-def test_a_batch_in_which_every_conversation_fails_ends_the_run(build, tmp_path):
+def test_two_batches_in_which_every_conversation_fails_end_the_run(build, tmp_path):
     trainer = build(lambda session, turn: EngineError("HTTP 400: too many stop strings"))
     with pytest.raises(RolloutError, match="Every conversation.*too many stop strings"):
         trainer.train()
-    assert len((tmp_path / "trajectories.jsonl").read_text().splitlines()) == 4
+    assert len((tmp_path / "trajectories.jsonl").read_text().splitlines()) == 8
 
 
 def test_a_reward_that_raises_names_itself_and_loses_no_trajectory(build, tmp_path):

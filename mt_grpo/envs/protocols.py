@@ -158,9 +158,8 @@ class NativeProtocol:
             ):
                 message = {"role": "assistant", "content": text}
                 return ParsedTurn(message, error="a tool call needs a name and a JSON object of arguments.")
-            calls.append(
-                ToolCall(function["name"], function.get("arguments", {}), id=entry.get("id", f"call_{number}"))
-            )
+            function.setdefault("arguments", {})  # templates show them
+            calls.append(ToolCall(function["name"], function["arguments"], id=entry.get("id", f"call_{number}")))
         return ParsedTurn(message, calls, None if calls else (message.get("content") or "").strip())
 
     def replies(self, turn: Turn) -> list[Message]:

@@ -56,7 +56,7 @@ class EngineError(RuntimeError):
 
 
 class RolloutError(RuntimeError):
-    """Every conversation of a batch failed: there is nothing to learn from, and the next batch would fail alike."""
+    """No conversation can be held: all those of two batches in a row failed, and the next ones would fail alike."""
 
 
 class Engine(Protocol):

@@ -18,11 +18,12 @@ class ReplyFrames:
     """
     Renders the environment's replies of a turn, most of them without running the template.
 
-    A template can tell two contents apart only by the string constants it holds against them, by outer white space, or
-    by being empty. So replies are of one kind where they agree in role and name, in the template's constants found in
-    their content, and in which of those it begins and ends with. The first replies of a kind are rendered; so is a
-    probe of the same kind, made of the same contents and everything that templates escape. Where the probe shows the
-    contents as they are, and the text around them fits the first rendering, that text is the frame of the kind.
+    A template tells two contents apart by the string constants it holds against them, by outer white space, by being
+    empty, or by their length. So replies are of one kind where they agree in role and name, in the magnitude of their
+    length, in the template's constants found in their content, and in which of those it begins and ends with. The
+    first replies of a kind are rendered; so is a probe of the same kind, made of the same contents and everything that
+    templates escape, and longer than any reply of the kind. Where the probe shows the contents as they are, and the
+    text around them fits the first rendering, that text is the frame of the kind.
     Whatever is of no kind (white space around it, content that is no string) or fails the probe is rendered each time.
 
     Args:
@@ -54,7 +55,7 @@ class ReplyFrames:
             return None
         found = [constant for constant in self._constants if constant in content]
         edges = ((constant, content.startswith(constant), content.endswith(constant)) for constant in found)
-        return (reply["role"], reply.get("name"), reply.get("tool_call_id"), *edges)
+        return (reply["role"], reply.get("name"), reply.get("tool_call_id"), len(content).bit_length(), *edges)
 
     def _learn(self, kind: tuple, replies: list[Message]) -> str:
         text = self._render(replies)

@@ -25,6 +25,9 @@ else:
     from async_timeout import timeout as time_limit
 
 
+_NEVER = 1 << 30  # collections of a younger generation until a full one
+
+
 @dataclass(frozen=True)
 class Limits:
     """
@@ -149,7 +152,8 @@ class RolloutRunner:
 
         # a full collection reads every token of every context, and stops all conversations for that long
         thresholds = gc.get_threshold()
-        gc.set_threshold(*thresholds[:2], 1 << 30)
+        outermost = thresholds[2] != _NEVER
+        gc.set_threshold(*thresholds[:2], _NEVER)
         workers = min(len(requests), self.limits.max_concurrent or len(requests))
         tasks = [asyncio.ensure_future(work(queue)) for _ in range(workers)]
         try:
@@ -160,7 +164,8 @@ class RolloutRunner:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             checker.shutdown(wait=False, cancel_futures=True)
-            gc.set_threshold(*thresholds)
+            if outermost:
+                gc.set_threshold(*thresholds)
             await self.engine.close()
         return trajectories
 

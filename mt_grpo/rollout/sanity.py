@@ -60,7 +60,10 @@ class SanityCheck:
 
     def check(self, trajectory: Trajectory) -> Difference | None:
         """Compares one trajectory; returns what was logged or counted, `None` where all is well."""
-        difference = self.difference(trajectory)
+        try:
+            difference = self.difference(trajectory)
+        except Exception as error:  # a template may refuse what a model wrote
+            difference = Difference("the template refuses the conversation", "", f"{type(error).__name__}: {error}")
         if difference is not None:
             if difference.cause not in self.causes:
                 logger.warning(

@@ -190,6 +190,7 @@ class VLLMServerClient:
         failures = 0
         while True:
             server = await self._server(session, context)
+            drops = server.drops
             try:
                 answer = await self._call(server, "POST", "/v1/completions", content, limit)
                 sample, fingerprint = read_sample(answer, f"POST {server.url}/v1/completions")
@@ -201,6 +202,8 @@ class VLLMServerClient:
                 failures += 1
                 if server.up:
                     await asyncio.sleep(min(_LONGEST_BACKOFF, 0.25 * 2**failures))
+                continue
+            if server.drops != drops:  # left out meanwhile: what it sampled may come from other weights
                 continue
             if server.fingerprint not in (None, fingerprint):  # restarted between two requests: its weights are others
                 server.drop(f"The server at {server.url} was restarted.")
@@ -258,7 +261,7 @@ class VLLMServerClient:
         if self.weight_version is None:
             return True
         info = await self._call(server, "GET", "/weight_info", timeout=CONNECT_TIMEOUT)
-        return info["weight_version"] == str(self.weight_version)
+        return isinstance(info, dict) and info.get("weight_version") == str(self.weight_version)
 
     def _caller(self, server: Server, method: str) -> Callable[..., Any]:
         async def call(path: str, body: dict[str, Any] | None = None) -> Any:

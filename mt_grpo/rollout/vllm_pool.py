@@ -22,6 +22,7 @@ class Server:
         fault (`str`): What was seen when it stopped.
         fingerprint (`str`, *optional*): The identity its answers carry, once seen; a restarted server has another.
         failure (`BaseException`, *optional*): Why it can never be taken back, where that is so.
+        drops (`int`): How often it was left out.
         sessions (`set[str]`): Conversations under way on it.
     """
 
@@ -30,6 +31,7 @@ class Server:
     fault: str = ""
     fingerprint: str | None = None
     failure: BaseException | None = None
+    drops: int = 0
     sessions: set[str] = field(default_factory=set)
 
     @property
@@ -40,6 +42,7 @@ class Server:
         """Leaves it out until it is taken back."""
         if self.up:
             self.down_since, self.fault = time.monotonic(), fault
+            self.drops += 1
 
     def take_back(self) -> None:
         """Lets conversations go to it."""

@@ -144,6 +144,7 @@ def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> dict[str
         `turn_K/sampling_logp_difference/mean` and `.../max`, in nats a token, K from 1.
     """
     trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    trained &= ~batch["sampling_per_token_logps"].isnan()  # trained tokens of the environment, which no engine scored
     turns = batch["turn_ids"][trained]
     difference = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()[trained].float()
     zeros = difference.new_zeros(num_turns)

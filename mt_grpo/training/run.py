@@ -108,7 +108,7 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
         bar.on_train_end(args, trainer.state, trainer.control)  # gives the terminal back, whatever ended the training
     summary["seconds"] = round(time.perf_counter() - start, 1)
     summary["steps"] = trainer.state.global_step
-    if trainer.use_vllm:
+    if trainer.weight_sync is not None:
         trainer.weight_sync.close()
     trainer.save_model(args.output_dir)
     if not main:
@@ -130,9 +130,13 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
 
 def _save(trainer: MTGRPOEnvTrainer) -> Path:
     """A checkpoint from which a run goes on that failed while it sampled."""
-    trainer._step -= trainer._step % trainer.args.gradient_accumulation_steps  # an unfinished step begins again
-    trainer._save_checkpoint(trainer.model, trial=None)
-    return Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    folder = Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    saved = folder.exists()
+    trainer.accelerator.wait_for_everyone()  # every process looks before one writes
+    if not saved:
+        trainer._step -= trainer._step % trainer.args.gradient_accumulation_steps  # an unfinished step begins again
+        trainer._save_checkpoint(trainer.model, trial=None)
+    return folder
 
 
 def _measure(trainer: MTGRPOEnvTrainer, console: Console, label: str) -> dict[str, float]:

@@ -45,7 +45,7 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
         # answers carry it: a client sees by it that the server was restarted and has lost its weights
         *("--fingerprint-mode", "custom", "--fingerprint-value", f"mt-grpo-{uuid.uuid4().hex[:12]}"),
     ]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "MT_GRPO_SERVER": "1"}
     if args.vllm_max_model_length:
         command += ["--max-model-len", str(args.vllm_max_model_length)]
     if model.model_revision and model.model_revision != "main":

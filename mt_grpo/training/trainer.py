@@ -67,7 +67,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     Raises:
         ConfigError: If there is no reward function at all, or no dataset.
-        RolloutError: In training, if every conversation of a batch fails.
+        RolloutError: In training, if every conversation of two batches in a row fails.
     """
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
@@ -154,6 +154,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             args.compact_every,
             args.tokenization_sanity_check_mode,
         )
+        self._failed_batches = 0
         self.eval_trajectories: list[Trajectory] = []
         """Trajectories of this process in the latest evaluation."""
 
@@ -259,8 +260,12 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._record(mode, completion_metrics(lengths.cpu(), truncated.cpu()))
         metrics = rollout_metrics(trajectories)
         self._record(mode, metrics)
-        if metrics.get("stop/engine_error", 0.0) + metrics.get("stop/env_error", 0.0) > 1 - 1e-9:  # on every rank
-            raise RolloutError(f"Every conversation of the batch failed, the first with: {trajectories[0].error}")
+        if mode == "train":
+            failed = metrics.get("stop/engine_error", 0.0) + metrics.get("stop/env_error", 0.0) > 1 - 1e-9
+            self._failed_batches = self._failed_batches + 1 if failed else 0
+            if self._failed_batches == 2:  # on every rank, since metrics are of all; one alone may be a bad prompt
+                error = trajectories[0].error
+                raise RolloutError(f"Every conversation of two batches in a row failed, the last ones with: {error}")
 
     def _record(self, mode: str, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

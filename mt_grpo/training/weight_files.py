@@ -109,7 +109,8 @@ def make_folder(shared: str | None) -> Path:
     """
     root = Path("/dev/shm" if shared is None else shared)
     root.mkdir(parents=True, exist_ok=True)
-    own = f"mt-grpo-weights-{socket.gethostname()}"
+    # containers may share the host's name and memory, but then number their processes apart
+    own = f"mt-grpo-weights-{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
     for folder in root.glob("mt-grpo-weights-*-*-*"):
         machine, process, _ = folder.name.rsplit("-", 2)
         if machine == own and not Path(f"/proc/{process}").exists():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mt_grpo.rollout.vllm_http import ServerControl
+from mt_grpo.rollout.vllm_http import RequestFailed, ServerControl
 
 LENGTH = 64
 """Tokens of the probe sequence."""
@@ -38,10 +38,17 @@ def probe_ids(vocab_size: int, length: int = LENGTH) -> list[int]:
 
 
 def server_logprobs(server: ServerControl, model: str, ids: list[int]) -> list[float]:
-    """Log-probability of every token of `ids` but the first, at temperature 1, by the server."""
+    """Log-probability of every token of `ids` but the first, at temperature 1, by the server; or `RequestFailed`."""
     body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-    positions = server.post("/v1/completions", body)["choices"][0]["prompt_logprobs"]
-    return [entry[str(token)]["logprob"] for entry, token in zip(positions[1:], ids[1:], strict=True)]
+    answer = server.post("/v1/completions", body)
+    try:
+        positions = answer["choices"][0]["prompt_logprobs"]
+        return [entry[str(token)]["logprob"] for entry, token in zip(positions[1:], ids[1:], strict=True)]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        request, shown = f"POST {server.base_url}/v1/completions", str(answer)[:400]
+        raise RequestFailed(f"{request} was answered with something that is not a scored prompt: {shown}", True) from (
+            error
+        )
 
 
 @torch.no_grad()

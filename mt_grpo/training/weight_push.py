@@ -18,7 +18,7 @@ def paused(server: ServerControl):
     server.post("/pause", mode="keep")
     try:
         yield
-        if not server.post("/reset_prefix_cache", reset_running_requests="true")["success"]:
+        if server.post("/reset_prefix_cache", reset_running_requests="true") != {"success": True}:
             raise WeightSyncError(f"The vLLM server at {server.base_url} could not empty its prefix cache.")
     except BaseException:  # Ctrl-C as well: a server that stays paused answers nobody
         server.tidy_up("/resume")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from mt_grpo.rollout.vllm_client import VLLMServerClient
-from mt_grpo.rollout.vllm_http import RequestFailed, ServerControl, ServerGoneError
+from mt_grpo.rollout.vllm_http import CONNECT_TIMEOUT, RequestFailed, ServerControl, ServerGoneError
 from mt_grpo.rollout.vllm_pool import Server
 from mt_grpo.training.weight_probe import compare, probe_ids, server_logprobs, trainer_logprobs
 from mt_grpo.training.weight_push import WeightSyncError
@@ -56,9 +58,12 @@ class ServerSync:
         accelerator (`Accelerator`): Its accelerator.
         verify_every (`int`, *optional*, defaults to `50`): The first sync and then every so many are verified.
         tolerance (`float`, *optional*): Largest mean absolute difference of a probe token's log-probability, in nats;
-            1e-3 for float32 weights, 0.1 for narrower ones.
+            1e-3 where all is computed in float32, 0.1 elsewhere.
         timeout (`float`, *optional*, defaults to `300.0`): Seconds one call of a server may take.
     """
+
+    repeatable = True
+    """Whether the main process can send the weights again by itself."""
 
     def __init__(
         self,
@@ -75,27 +80,31 @@ class ServerSync:
         self.accelerator = accelerator
         self.verify_every = verify_every
         if tolerance is None:
-            tolerance = 1e-3 if next(get_model().parameters()).dtype.itemsize >= 4 else 0.1
+            wide = next(get_model().parameters()).dtype.itemsize >= 4 and accelerator.mixed_precision == "no"
+            tolerance = 1e-3 if wide else 0.1
         self.tolerance = tolerance
         self.num_syncs = 0
         self._probe = probe_ids(accelerator.unwrap_model(get_model()).config.get_text_config().vocab_size)
         self._expected: list[float] = []
         self._timeout = timeout
+        self._lock = threading.Lock()  # a server that is restarted is restored from another thread
         if accelerator.is_main_process:
             client.restore = self.restore
 
     def sync(self, step: int) -> None:
         """See `WeightSync.sync`."""
-        self._run(lambda: self._gather(step), lambda: self._each_server(lambda control: self._push(control, step)))
-        self.client.weight_version = step
-        for server in self.client.pool.servers:
-            server.fingerprint = None
-        self._pushed(step)
-        # kept, so that a server that is restarted can be verified while other processes are busy
-        self._expected = trainer_logprobs(self.get_model(), self._probe)
-        if self.num_syncs % self.verify_every == 0:
-            self._verify()
-        self.num_syncs += 1
+        with self._lock:
+            push = functools.partial(self._push, step=step)
+            self._run(lambda: self._gather(step), lambda: self._each_server(push, push))
+            self.client.weight_version = step
+            for server in self.client.pool.servers:
+                server.fingerprint = None
+            self._pushed(step)
+            # kept, so that a server that is restarted can be verified while other processes are busy
+            self._expected = trainer_logprobs(self.get_model(), self._probe)
+            if self.num_syncs % self.verify_every == 0:
+                self._verify()
+            self.num_syncs += 1
 
     def verify(self) -> None:
         """
@@ -104,18 +113,19 @@ class ServerSync:
         Raises:
             WeightSyncError: In every process, if they differ by more than `tolerance`; with both numbers.
         """
-        self._expected = trainer_logprobs(self.get_model(), self._probe)
-        self._verify()
+        with self._lock:
+            self._expected = trainer_logprobs(self.get_model(), self._probe)
+            self._verify()
 
     def _verify(self) -> None:
-        self._run(lambda: None, lambda: self._each_server(self._compare))
+        self._run(lambda: None, lambda: self._each_server(self._compare, self._push_and_compare))
 
     def restore(self, base_url: str) -> None:
         """See `WeightSync.restore`."""
         control = self._control(base_url)
         try:
-            self._push(control, self.client.weight_version)
-            self._compare(control)
+            with self._lock:
+                self._push_and_compare(control)
         finally:
             control.close()
 
@@ -131,6 +141,10 @@ class ServerSync:
 
     def _pushed(self, step: int) -> None:
         """Every process: all servers have them."""
+
+    def _push_and_compare(self, server: ServerControl) -> None:
+        self._push(server, self.client.weight_version)
+        self._compare(server)
 
     def _compare(self, server: ServerControl) -> None:
         verdict = compare(server_logprobs(server, self.client.model, self._probe), self._expected)
@@ -162,8 +176,11 @@ class ServerSync:
         if failure is not None or shared[0] is not None:
             raise WeightSyncError(shared[0] if failure is None else str(failure)) from failure
 
-    def _each_server(self, action: Any) -> None:
-        """Does something with every server that is up, at once; one that is down gets its weights when it is back."""
+    def _each_server(self, action: Any, again: Any = None) -> None:
+        """
+        Does something with every server that is up, at once; one that is down gets its weights when it is back. Where
+        all are lost meanwhile, `again` is done, once, with those that come back.
+        """
         self._wait_for_one()
         up = [server for server in self.client.pool.servers if server.up]
         if len(up) == 1:  # in this thread, which is the one that CUDA knows the device of
@@ -172,7 +189,9 @@ class ServerSync:
             with ThreadPoolExecutor(len(up)) as executor:
                 failures = list(executor.map(lambda server: self._attempt(server, action), up))
         if not any(server.up for server in self.client.pool.servers):
-            self._each_server(action)
+            if again is None or not self.repeatable:
+                raise failures[0]
+            return self._each_server(again)
         for failure in failures:
             if failure is not None and not failure.unreachable:
                 raise failure
@@ -194,7 +213,7 @@ class ServerSync:
         told = 0.0
         while not any(server.up for server in servers):
             for server in servers:
-                control = self._control(server.url)
+                control = ServerControl(server.url, self.client.api_key, CONNECT_TIMEOUT)
                 try:
                     control.get("/health")
                     server.take_back()

@@ -152,6 +152,8 @@ class NcclSync(ServerSync):
         group_port (`int`, *optional*, defaults to `51216`): Port of that process group.
     """
 
+    repeatable = False
+
     def __init__(
         self,
         client: VLLMServerClient,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partialmethod
 
 BACKEND = "safetensors"
@@ -23,4 +24,5 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "mt_grpo.vllm_plugin.engine", "SafetensorsWeightTransferEngine"
         )
-    uvicorn.Config.__init__ = partialmethod(uvicorn.Config.__init__, timeout_graceful_shutdown=SECONDS_TO_END)
+    if "MT_GRPO_SERVER" in os.environ:  # other servers of the same environment are left alone
+        uvicorn.Config.__init__ = partialmethod(uvicorn.Config.__init__, timeout_graceful_shutdown=SECONDS_TO_END)
