@@ -18,6 +18,7 @@ from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.forward import batch_logps
+from mt_grpo.training.weight_transports import Parameters
 
 BATCH = 8
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
@@ -101,6 +102,7 @@ def main(folder: str, world: int, scenario: str) -> None:
     )
     assert trainer.accelerator.num_processes == world
     trainer.train()
+    sent = {name: tensor.detach().clone() for name, tensor in Parameters(trainer.model, trainer.accelerator)}
     ids = torch.tensor([[1, 2]])
     with trainer.accelerator.autocast():
         logps, _ = batch_logps(trainer.model, ids, ids > 0, ids, ids > 0, ids > 0)
@@ -111,6 +113,7 @@ def main(folder: str, world: int, scenario: str) -> None:
         "turns": [row["turns/mean"] for row in logged],
         "learnt": [[float(row["loss"]), float(row["grad_norm"])] for row in logged],
         "weights": {name: whole(parameter).detach() for name, parameter in model.named_parameters()},
+        "sent": sent,
         "dtype": logps.dtype,
         "work": gather(torch.stack([part["completion_mask"].sum() for part in trainer._buffered_inputs])),
     }

@@ -38,9 +38,10 @@ def run(folder: Path, processes: int, scenario: str = "plain", **environment: st
 def assert_the_same_is_learnt(one: dict, two: dict) -> None:
     assert one["turns"] == two["turns"] and len(one["learnt"]) == 3
     torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)
-    assert one["weights"].keys() == two["weights"].keys()
-    for name, weight in one["weights"].items():
-        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=1e-5)
+    for kind in ("weights", "sent"):  # as trained, and as a server would get them
+        assert one[kind].keys() == two[kind].keys()
+        for name, weight in one[kind].items():
+            torch.testing.assert_close(two[kind][name], weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -374,7 +374,7 @@ def test_two_ranks_learn_from_the_server_what_one_learns(trained, tmp_path):
     steps, weights, sampled, turns = {}, {}, {}, {}
     for processes in (1, 2):
         folder = tmp_path / str(processes)
-        launch = ["-m", "torch.distributed.run", "--nproc_per_node=2"] if processes == 2 else []
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if processes == 2 else []
         command = [sys.executable, *launch, str(ROOT / "tests" / "ranks_vllm.py"), str(folder), str(processes)]
         environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
