@@ -10,7 +10,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
 
 test: lint server-cpu
-	$(BIN)/python -m pytest --cov=mt_grpo.trajectory --cov=mt_grpo.credit --cov=mt_grpo.rewards --cov-branch \
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --cov=mt_grpo.trajectory --cov=mt_grpo.credit --cov=mt_grpo.rewards --cov-branch \
 		--cov-report=term-missing --cov-fail-under=100
 
 lint: $(VENV)/.installed
