@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-BENCHMARKS := head history methods packing parity prefix_cache rollout step weight_sync
+BENCHMARKS := head history methods packing parity prefix_cache rollout step tree_row weight_sync
 
 .PHONY: quickstart test lint bench server-cpu warm-start clean
 
@@ -10,8 +10,8 @@ quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
 
 test: lint server-cpu
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --cov=mt_grpo.trajectory --cov=mt_grpo.credit --cov=mt_grpo.rewards --cov-branch \
-		--cov-report=term-missing --cov-fail-under=100
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --cov=mt_grpo.trajectory --cov=mt_grpo.credit \
+		--cov=mt_grpo.rewards --cov-branch --cov-report=term-missing --cov-fail-under=100
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -119,6 +119,7 @@ def main(folder: str, world: int, scenario: str) -> None:
     }
     if trainer.accelerator.is_main_process:
         torch.save(result, Path(folder) / "result.pt")
+    trainer.accelerator.end_training()  # a process that ends with its group open may be aborted
 
 
 if __name__ == "__main__":

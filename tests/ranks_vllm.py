@@ -77,6 +77,7 @@ def main(folder: str, processes: int, url: str, model: str) -> None:
         steps = [[row[name] for name in names] for row in trainer.state.log_history if "loss" in row]
         weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
         torch.save({"steps": steps, "weights": weights}, Path(folder) / "result.pt")
+    trainer.accelerator.end_training()  # a process that ends with its group open may be aborted
 
 
 if __name__ == "__main__":
