@@ -316,7 +316,8 @@ def test_requests_under_way_during_a_sync_are_finished(trained):
     async def ask_on(index):
         while not done.is_set():
             begin = time.monotonic()
-            sample = await client.generate(contexts[index], Sampling(max_tokens=200, temperature=0.0), str(index))
+            # hot enough for the end of a turn to be rare: a request lasts much longer than a pause takes to begin
+            sample = await client.generate(contexts[index], Sampling(max_tokens=200, temperature=2.0), str(index))
             assert sample.finish_reason in ("stop", "length") and len(sample.ids) == len(sample.logprobs)
             times.append((begin, time.monotonic()))
 
@@ -332,7 +333,7 @@ def test_requests_under_way_during_a_sync_are_finished(trained):
 
     asyncio.run(go())
     begin, end = moments
-    assert any(first < begin and last > end - 0.5 for first, last in times)
+    assert any(first < begin and last > end for first, last in times)
     sync.close()
 
 
