@@ -105,7 +105,11 @@ class ServerControl:
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 300.0) -> None:
         self.base_url = base_url.rstrip("/")
         self._client = httpx.Client(
-            headers=headers(api_key), timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT), trust_env=False
+            headers=headers(api_key),
+            timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT),
+            # a connection for each call: after an error the server closes it, perhaps under the next call
+            limits=httpx.Limits(max_keepalive_connections=0),
+            trust_env=False,
         )
 
     def get(self, path: str, **params: Any) -> Any:
