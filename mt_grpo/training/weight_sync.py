@@ -62,6 +62,9 @@ class ServerSync:
         timeout (`float`, *optional*, defaults to `300.0`): Seconds one call of a server may take.
     """
 
+    _push: Callable[..., None]
+    """Main process: sends the weights of `step` to `server`; each way's own method."""
+
     repeatable = True
     """Whether the main process can send the weights again by itself."""
 
@@ -134,10 +137,6 @@ class ServerSync:
 
     def _gather(self, step: int) -> None:
         """Every process: gets the weights ready to be sent."""
-
-    def _push(self, server: ServerControl, step: int) -> None:
-        """Main process: sends them to one server."""
-        raise NotImplementedError
 
     def _pushed(self, step: int) -> None:
         """Every process: all servers have them."""
