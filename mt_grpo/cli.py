@@ -67,14 +67,16 @@ def train(arguments: list[str]) -> int:
     trainer, resolved = _prepare(arguments)
     if trainer is None:
         return 1
-    from mt_grpo.training.run import FAILURES, run_training, tidied
+    from mt_grpo.training.run import FAILURES, leave_group, run_training, tidied
 
+    accelerator = trainer.accelerator
     try:
         with tidied(trainer):
-            run_training(trainer, resolved, _console(quiet=not trainer.accelerator.is_main_process))
+            run_training(trainer, resolved, _console(quiet=not accelerator.is_main_process))
     except FAILURES as error:
         return _refuse(error)
-    trainer.accelerator.end_training()
+    del trainer
+    leave_group(accelerator)
     return 0
 
 

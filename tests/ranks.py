@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather
 from conftest import build_model, build_tokenizer
 from datasets import Dataset
@@ -18,6 +19,7 @@ from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.forward import batch_logps
+from mt_grpo.training.run import leave_group
 from mt_grpo.training.weight_transports import Parameters
 
 BATCH = 8
@@ -65,7 +67,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def main(folder: str, world: int, scenario: str) -> None:
+def main(folder: str, world: int, scenario: str) -> Accelerator:
     tokenizer = build_tokenizer()
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
     options = {"bf16": False, "max_completion_length": 480, **SCENARIOS[scenario]}
@@ -119,8 +121,8 @@ def main(folder: str, world: int, scenario: str) -> None:
     }
     if trainer.accelerator.is_main_process:
         torch.save(result, Path(folder) / "result.pt")
-    trainer.accelerator.end_training()  # a process that ends with its group open may be aborted
+    return trainer.accelerator
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    leave_group(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))

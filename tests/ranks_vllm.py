@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.run import leave_group
 from mt_grpo.trajectory import StopReason
 
 BATCH = 8
@@ -35,7 +37,7 @@ class Length(OutcomeReward):
         return float(sum(turn.num_tokens for turn in trajectory.turns))
 
 
-def main(folder: str, processes: int, url: str, model: str) -> None:
+def main(folder: str, processes: int, url: str, model: str) -> Accelerator:
     rows = [
         {"prompt": [{"role": "user", "content": f"What is {number} of Peru"}], "replies": number}
         for number in range(6)
@@ -77,8 +79,8 @@ def main(folder: str, processes: int, url: str, model: str) -> None:
         steps = [[row[name] for name in names] for row in trainer.state.log_history if "loss" in row]
         weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
         torch.save({"steps": steps, "weights": weights}, Path(folder) / "result.pt")
-    trainer.accelerator.end_training()  # a process that ends with its group open may be aborted
+    return trainer.accelerator
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    leave_group(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))

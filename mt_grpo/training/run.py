@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
 from rich.rule import Rule
@@ -43,6 +45,17 @@ def tidied(trainer: MTGRPOEnvTrainer) -> Iterator[None]:
             task.cancel()
         if tasks:
             loop.run_until_complete(asyncio.wait(tasks))
+
+
+def leave_group(accelerator: Accelerator) -> None:
+    """
+    Leaves the group of processes. Call it once nothing refers to the trainer any more: a model that is wrapped for
+    several processes refers to the group, and where it is the last to do so, torch waits for gloo's threads while it
+    holds the interpreter's lock, for which they may be waiting.
+    """
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.end_training()
 
 
 def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Console) -> None:
