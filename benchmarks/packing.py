@@ -59,7 +59,7 @@ def main() -> None:
 
         def ours_with_layout(trees: list[FlatTree] = trees) -> None:
             for _ in range(CALLS):
-                TreeLayout(pack(trees), torch.device("cpu"), "segment")
+                TreeLayout(pack(trees), "segment")
 
         packed, reference = pack(trees), theirs()
         _check(packed, reference, [tokens for tokens, _ in rows], name)

@@ -167,7 +167,7 @@ def compare(
         "padded_tokens": padded,
         "unique_tokens": len(packed.input_ids),
         "trained_tokens": len(packed.label),
-        "attention": TreeLayout(packed, torch.device(device)).attention,
+        "attention": TreeLayout(packed).attention(torch.device(device)),
         "seconds": seconds,
         "ratio": speed,
         "ratio_over_limit": {key: value / limit for key, value in speed.items()},

@@ -154,7 +154,7 @@ def tree(kind: str) -> Callable[[Qwen3ForCausalLM, Batch], Tensor]:
             packed.input_ids.tolist(),
             position_ids=torch.from_numpy(packed.position_ids)[None],
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
-            tree_layout=TreeLayout(packed, model.device, kind),
+            tree_layout=TreeLayout(packed, kind),
         )
         return hidden[torch.from_numpy(packed.predictor[packed.turn_order])]
 

@@ -67,13 +67,15 @@ def train(arguments: list[str]) -> int:
     trainer, resolved = _prepare(arguments)
     if trainer is None:
         return 1
+    from mt_grpo.training.attention import UnsupportedModelError
+    from mt_grpo.training.config import ConfigError
     from mt_grpo.training.run import FAILURES, leave_group, run_training, tidied
 
     accelerator = trainer.accelerator
     try:
         with tidied(trainer):
             run_training(trainer, resolved, _console(quiet=not accelerator.is_main_process))
-    except FAILURES as error:
+    except (*FAILURES, ConfigError, UnsupportedModelError) as error:
         return _refuse(error)
     del trainer
     leave_group(accelerator)

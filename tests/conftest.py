@@ -20,6 +20,19 @@ torch.set_num_threads(2)
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 WORDS = "reasoning tool name search args query result answer capital of Peru Lima What is the add number user".split()
 
+CPU_RUN = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": [],
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+}
+"""Options of a trainer that does its few small steps in float32 on a CPU and leaves no checkpoints."""
+
 
 def build_tokenizer(template: str = "qwen3") -> PreTrainedTokenizerFast:
     """A byte-level BPE with ChatML tokens and one of TRL's bundled chat templates."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather
-from conftest import build_model, build_tokenizer
+from conftest import CPU_RUN, build_model, build_tokenizer, lookup
 from datasets import Dataset
 from peft import LoraConfig
 from torch.distributed.tensor import DTensor
@@ -27,21 +27,18 @@ SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
 SCENARIOS = {
     "plain": {},
     # only the second rank's conversations are rewritten
-    "steps": {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "history": "strip_thinking"},
+    "steps": {
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 2,
+        "history": "strip_thinking",
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "save_only_model": True,
+    },
     # the conversations of the second rank do not fit, so it has nothing to learn from
     "adapter": {"max_completion_length": 150, "mask_truncated_completions": True},
     "bf16": {"bf16": True},
 }
-
-
-def lookup(query: str) -> str:
-    """
-    Looks a query up.
-
-    Args:
-        query: What to look for.
-    """
-    return f"about {query}"
 
 
 def conversation(session: str, turn: int) -> str:
@@ -70,17 +67,10 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 def main(folder: str, world: int, scenario: str) -> Accelerator:
     tokenizer = build_tokenizer()
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
-    options = {"bf16": False, "max_completion_length": 480, **SCENARIOS[scenario]}
+    options = {**CPU_RUN, "max_completion_length": 480, **SCENARIOS[scenario]}
+    options["per_device_train_batch_size"] = BATCH // world // options.get("steps_per_generation", 1)
     args = MTGRPOConfig(
         folder,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        report_to=[],
-        disable_tqdm=True,
-        logging_steps=1,
-        save_strategy="no",
-        per_device_train_batch_size=BATCH // world // options.get("steps_per_generation", 1),
-        num_generations=4,
         max_steps=3,
         learning_rate=0.1,
         optim="sgd",

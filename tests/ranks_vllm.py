@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from conftest import CPU_RUN
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -44,15 +45,6 @@ def main(folder: str, processes: int, url: str, model: str) -> Accelerator:
     ]
     args = MTGRPOConfig(
         folder,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        disable_tqdm=True,
-        logging_steps=1,
-        save_strategy="no",
-        per_device_train_batch_size=BATCH // processes,
-        num_generations=4,
         max_completion_length=400,
         max_steps=3,
         learning_rate=0.05,
@@ -61,6 +53,7 @@ def main(folder: str, processes: int, url: str, model: str) -> Accelerator:
         vllm_server_base_url=url,
         vllm_importance_sampling_mode="token_truncate",
         verify_sync_every=1,
+        **CPU_RUN | {"per_device_train_batch_size": BATCH // processes},
     )
     trainer = MTGRPOEnvTrainer(
         AutoModelForCausalLM.from_pretrained(model),

@@ -76,3 +76,14 @@ def test_every_rank_gets_as_many_pieces_and_as_much_work():
     assert {len(bin) for step in plan for bin in step} == {8}
     loads = [sum(weights[piece] for step in plan for piece in step[rank]) for rank in range(4)]
     assert max(loads) < 1.05 * min(loads)
+
+
+def test_ratios_are_padded_with_one():
+    """TRL's VESPO multiplies the ratios of all columns."""
+    batches = [batch_of([1, 1, 2, 2], 10)]
+    batches[0]["completion_ids"] = torch.ones(4, 3, dtype=torch.long)
+    batches[0]["completion_mask"] = torch.tensor([[1, 1, 1]] * 2 + [[1, 0, 0]] * 2)
+    batches[0]["importance_sampling_ratio"] = torch.ones(4, 3)
+    (dealt,) = regroup(batches, 2)
+    assert dealt["completion_mask"].sum() == 8
+    assert dealt["importance_sampling_ratio"].eq(1).all()

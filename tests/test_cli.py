@@ -11,6 +11,7 @@ import yaml
 from conftest import build_model, build_tokenizer
 
 from mt_grpo.cli import main
+from mt_grpo.rewards import RewardError
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,23 @@ def test_the_same_seed_gives_the_same_run(recipe, tmp_path):
     assert runs[0] == runs[1]
 
 
+def test_a_run_is_resumed_from_its_latest_checkpoint(recipe, tmp_path):
+    save = ("--save_strategy", "steps", "--save_steps", "1", "--do_eval", "false")
+    assert main(["train", *recipe(), *save]) == 0
+    assert main(["train", *recipe(), *save, "--max_steps", "3", "--resume_from_checkpoint", "true"]) == 0
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open() if '"loss"' in line]
+    assert steps == [1, 2, 3]
+
+
+def test_a_reward_that_raises_later_leaves_a_checkpoint(recipe, tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARD)
+    broken = recipe(outcome_reward_funcs=[f"{tmp_path / 'rewards.py'}:Broken"])
+    with pytest.raises(RewardError, match="gold.*--resume_from_checkpoint"):
+        main(["train", *broken, "--do_eval", "false"])
+    assert (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
+    assert len((tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()) == 2 * 4
+
+
 def test_rollout_shows_conversations_and_trains_nothing(recipe, tmp_path, capsys):
     assert main(["rollout", *recipe(), "--num_prompts", "3"]) == 0
     printed = capsys.readouterr().out
@@ -96,6 +114,20 @@ def test_rollout_shows_conversations_and_trains_nothing(recipe, tmp_path, capsys
     assert "«" in printed and "outcome reward exact_match_reward_func: 0" in printed
     assert not (tmp_path / "run" / "summary.json").exists()
 
+
+REWARD = """
+from mt_grpo.rewards import OutcomeReward
+
+
+class Broken(OutcomeReward):
+    calls = 0
+
+    def score(self, trajectory, **row):
+        self.calls += 1
+        if self.calls > 4:
+            raise KeyError("gold")
+        return float(len(trajectory.turns[0].text))
+"""
 
 TOOLS = '''
 def undocumented(query: str) -> str:
@@ -129,6 +161,8 @@ def untyped(query):
         ({"external_plugins": ["missing_plugin.py"]}, "missing_plugin.py"),
         ({"model_name_or_path": "/no/such/model"}, "/no/such/model"),
         ({"system_prompt": "word " * 600}, "Every prompt is too long"),
+        ({"resume_from_checkpoint": "true"}, "There is no checkpoint in `output_dir"),
+        ({"resume_from_checkpoint": "/no/such/checkpoint"}, "is no folder"),
     ],
 )
 def test_bad_input_is_one_sentence_and_a_non_zero_exit(recipe, tmp_path, capsys, keys, message):

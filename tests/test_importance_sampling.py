@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import build_model, lookup
+from conftest import CPU_RUN, build_model, lookup
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
@@ -47,20 +47,12 @@ def train(tmp_path, tokenizer, questions):
         model = build_model(tokenizer)
         args = MTGRPOConfig(
             str(tmp_path),
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to=[],
-            disable_tqdm=True,
-            logging_steps=1,
-            save_strategy="no",
-            per_device_train_batch_size=4,
-            num_generations=4,
             max_completion_length=400,
             max_steps=1,
             use_vllm=True,
             vllm_importance_sampling_clip_min=LOW,
             vllm_importance_sampling_clip_max=HIGH,
+            **CPU_RUN,
             **options,
         )
         trainer = MTGRPOEnvTrainer(

@@ -274,3 +274,44 @@ def test_a_row_can_be_a_tree(tokenizer):
     expected = torch.cat(token_logps(model, [tree], forward="turn_by_turn")[0])
     order = torch.argsort(turns[0, prompt:][scored[0].bool()], stable=True)
     torch.testing.assert_close(logps[scored.bool()][order], expected)
+
+
+def test_trees_of_several_rows_come_back_in_their_order(tokenizer, monkeypatch):
+    model = build_model(tokenizer)
+    trees = [make_tree(timesteps) for timesteps in FOREST]
+    whole = token_logps(model, trees)
+    monkeypatch.setattr("mt_grpo.training.logps.ROW_TOKENS", 9)
+    for one, other in zip(whole, token_logps(model, trees), strict=True):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("forward", ["tree", "padded", "turn_by_turn"])
+def test_nothing_has_no_log_probabilities(tokenizer, forward):
+    assert token_logps(build_model(tokenizer), [], forward=forward) == []
+    assert token_logps(build_model(tokenizer), [TokenTree()], forward=forward) == [[]]
+
+
+def test_an_unknown_attention_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="`attention` is 'fast'; choose one of auto, segment"):
+        token_logps(build_model(tokenizer), [], attention="fast")
+
+
+def test_a_second_model_with_the_configuration_of_one_that_runs_over_trees_does_too(tokenizer):
+    """As the reference model that TRL makes from the policy's configuration."""
+    model = build_model(tokenizer)
+    trees = [make_tree(FOREST[0])]
+    first = token_logps(model, trees)
+    second = type(model)(model.config)
+    second.load_state_dict(model.state_dict())
+    for a, b in zip(first[0], token_logps(second, trees)[0], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_kernel_that_transformers_finds_by_its_name_gives_way_in_other_forwards(tokenizer):
+    model = build_model(tokenizer)
+    ids = torch.tensor([[1, 2, 3]])
+    expected = model(input_ids=ids).logits
+    model.config._attn_implementation = "flash_attention_2"
+    enable_trees(model)
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)

@@ -75,5 +75,7 @@ def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):
     one, two = run(tmp_path / "1", 1, "steps"), run(tmp_path / "2", 2, "steps")
     assert_the_same_is_learnt(one, two)
     assert sum(two["work"]) == sum(one["work"])
+    saved = {path.name for path in (tmp_path / "2" / "checkpoint-3").iterdir()}
+    assert saved >= {"model.safetensors", "rollouts-rank0.pt", "rollouts-rank1.pt"}
     first, second = two["work"].view(2, 2).sum(dim=1).tolist()  # a rank's micro-batches
     assert max(first, second) < 1.05 * min(first, second)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import build_model
+from conftest import CPU_RUN, build_model, lookup
 from datasets import Dataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
@@ -16,6 +17,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, RewardError, TurnReward
 from mt_grpo.rollout import EngineError, RolloutError, ScriptedEngine
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.resume import load_rollouts, save_rollouts
 
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
@@ -59,27 +61,10 @@ def conversation(session: str, turn: int) -> str:
 
 @pytest.fixture
 def build(tmp_path, tokenizer, questions) -> Callable[..., MTGRPOEnvTrainer]:
-    def lookup(query: str) -> str:
-        """
-        Looks a query up.
-
-        Args:
-            query: What to look for.
-        """
-        return f"about {query}"
-
     def build(script=conversation, model=None, rewards=None, peft_config=None, **options):
         options = {
             "output_dir": str(tmp_path),
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": [],
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "per_device_train_batch_size": 4,
-            "num_generations": 4,
+            **CPU_RUN,
             "max_completion_length": 400,
             "learning_rate": 1e-2,
             "max_steps": 2,
@@ -247,6 +232,14 @@ def test_a_resumed_run_takes_the_same_next_step(build, tmp_path, options):
         assert torch.equal(a, b)
 
 
+def test_a_checkpoint_of_another_number_of_processes_is_refused(tmp_path):
+    two, one = (SimpleNamespace(process_index=0, num_processes=count, device="cpu") for count in (2, 1))
+    save_rollouts(tmp_path, two, 3, [])
+    assert load_rollouts(tmp_path, two) == (3, [])
+    with pytest.raises(ConfigError, match="resume with as many as wrote it"):
+        load_rollouts(tmp_path, one)
+
+
 def test_sampled_log_probs_are_those_of_the_trained_model(build):
     trainer = build(None, temperature=0.7, max_turn_length=10)
     inputs = batch(trainer)
@@ -319,6 +312,13 @@ def test_a_conversation_that_never_began_neither_crashes_nor_trains(build):
     assert trainer._trajectories[1].stop_reason.value == "engine_error"
 
 
+@pytest.mark.parametrize("forward", ["tree", "padded", "turn_by_turn"])
+def test_a_batch_in_which_nothing_was_sampled_goes_through_the_backward(build, forward):
+    trainer = build(lambda session, turn: EngineError("the server is gone"), forward=forward)
+    trainer._compute_loss(trainer.model, batch(trainer)).backward()
+    assert all(not parameter.grad.any() for parameter in trainer.model.parameters() if parameter.grad is not None)
+
+
 def test_two_batches_in_which_every_conversation_fails_end_the_run(build, tmp_path):
     trainer = build(lambda session, turn: EngineError("HTTP 400: too many stop strings"))
     with pytest.raises(RolloutError, match="Every conversation.*too many stop strings"):
@@ -362,6 +362,8 @@ def test_without_any_reward_it_refuses(build):
         ({"max_turn_length": 0}, "`max_turn_length` is 0"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "normalize_then_sum"),
         ({"advantage_estimator": "mtgrpo"}, "mt_grpo"),
+        ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "`generation_kwargs` has no effect"),
+        ({"max_tool_calling_iterations": 3}, "set `max_env_steps`"),
     ],
 )
 def test_wrong_options_are_refused_with_the_mend(build, options, message):

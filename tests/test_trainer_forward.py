@@ -53,7 +53,10 @@ def test_lora_and_gradient_checkpointing_go_through_the_tree(build):  # noqa: F8
     for forward in ("tree", "padded"):
         torch.manual_seed(0)
         adapter = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        trainer = build(forward=forward, peft_config=adapter, gradient_checkpointing=forward == "tree")
+        trainer = build(forward=forward, peft_config=adapter)
+        if forward == "tree":
+            trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+            assert trainer.model.is_gradient_checkpointing
         trainer.compute_loss(trainer.model, batch(trainer)).backward()
         gradients.append([p.grad for p in trainer.model.parameters() if p.requires_grad])
     for a, b in zip(*gradients, strict=True):

@@ -5,10 +5,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    DogeConfig,
+    DogeForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+)
 
 from mt_grpo.training import attention
 from mt_grpo.training.attention import BLOCK, KERNELS, TreeLayout, UnsupportedModelError, check_model
+from mt_grpo.training.logps import token_logps
 from mt_grpo.training.packing import pack
 from mt_grpo.trajectory import TokenTree
 
@@ -32,7 +46,7 @@ def make_qkv(size, heads=4, groups=2, dim=8, dtype=torch.float64):
 
 
 def attend(kernel, packed, tensors, window):
-    output = KERNELS[kernel](TreeLayout(packed, CPU, kernel), *tensors, 0.3, window)
+    output = KERNELS[kernel](TreeLayout(packed, kernel), *tensors, 0.3, window)
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
     return output.detach(), *torch.autograd.grad((output * weights).sum(), tensors)
 
@@ -60,7 +74,7 @@ def test_the_whole_mask_shows_a_token_its_ancestors_in_the_window_and_nothing_el
             near = packed.position_ids[token] - packed.position_ids[ancestor] < (window or size)
             expected[token, ancestor] = bool(near)
             ancestor = packed.parent[ancestor]
-    assert torch.equal(TreeLayout(packed, CPU).dense_mask(window), expected)
+    assert torch.equal(TreeLayout(packed).dense_mask(CPU, window), expected)
 
 
 @settings(max_examples=15, deadline=None)
@@ -77,16 +91,16 @@ def test_flex_attends_as_the_whole_mask_does(seed, window, lengths):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(attention, "_compiled_flex_attention", lambda: flex_attention)  # compiled on GPUs only
-        ours = KERNELS["flex"](TreeLayout(packed, CPU, "flex"), *tensors, 0.3, window)
-    oracle = KERNELS["dense"](TreeLayout(packed, CPU, "dense"), *tensors, 0.3, window)
+        ours = KERNELS["flex"](TreeLayout(packed, "flex"), *tensors, 0.3, window)
+    oracle = KERNELS["dense"](TreeLayout(packed, "dense"), *tensors, 0.3, window)
     torch.testing.assert_close(ours, oracle, rtol=1e-4, atol=1e-5)
-    assert_blocks_agree(TreeLayout(packed, CPU), window)
+    assert_blocks_agree(TreeLayout(packed), window)
 
 
 def assert_blocks_agree(layout, window):
     """Blocks called full are visible to the last token, blocks left out hold nothing visible."""
-    mask = layout.block_mask(window)
-    dense = layout.dense_mask(window)
+    mask = layout.block_mask(CPU, window)
+    dense = layout.dense_mask(CPU, window)
     full, partial = (
         {
             (row, column)
@@ -110,16 +124,16 @@ def assert_blocks_agree(layout, window):
 def test_flex_skips_the_blocks_of_other_branches():
     prompt, branches = list(range(BLOCK)), 4
     trees = [make_tree([([*prompt, 1000 + branch], [7] * (BLOCK - 1))]) for branch in range(branches)]
-    mask = TreeLayout(pack(trees), CPU).block_mask(None)
+    mask = TreeLayout(pack(trees)).block_mask(CPU, None)
     assert mask.full_kv_num_blocks.flatten().tolist() == [0, 1, 1, 1, 1]  # the prompt
     assert mask.kv_num_blocks.flatten().tolist() == [1, 1, 1, 1, 1]  # its own branch
     assert [mask.kv_indices[0, 0, row, 0].item() for row in range(5)] == [0, 1, 2, 3, 4]
 
 
 def test_auto_takes_segments_on_a_cpu_and_flex_on_a_gpu():
-    packed = pack([make_tree([([1, 2], [3]), ([1, 4], [5])])])
-    assert TreeLayout(packed, CPU).attention == "segment"
-    assert TreeLayout(packed, torch.device("cuda")).attention == "flex"
+    layout = TreeLayout(pack([make_tree([([1, 2], [3]), ([1, 4], [5])])]))
+    assert layout.attention(CPU) == "segment"
+    assert layout.attention(torch.device("cuda")) == "flex"
 
 
 # Which models are refused
@@ -145,8 +159,22 @@ def test_a_decoder_with_plain_attention_is_accepted():
         (lambda: MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1)), "layers of type"),
         (lambda: Gemma2ForCausalLM(Gemma2Config(**TINY)), "caps its attention scores"),
         (lambda: LlamaForCausalLM(LlamaConfig(**TINY, attention_dropout=0.1)), "drops attention weights"),
+        (lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2)), "drops attention weights"),
     ],
 )
 def test_a_model_that_cannot_is_refused_with_the_reason_and_the_mend(build, reason):
     with pytest.raises(UnsupportedModelError, match=f"{reason}.*`forward: padded`"):
         check_model(build())
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: DogeForCausalLM(DogeConfig(**TINY)),
+        lambda: PhimoeForCausalLM(PhimoeConfig(**TINY, sliding_window=3, num_local_experts=2)),
+    ],
+    ids=["mask", "window"],
+)
+def test_a_layer_that_masks_by_itself_is_refused_by_the_first_forward(build):
+    with pytest.raises(UnsupportedModelError, match="of its own making.*`forward: padded`"):
+        token_logps(build(), [make_tree([([1, 2, 3, 4, 5], [6])])])

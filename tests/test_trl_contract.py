@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from conftest import CPU_RUN
 from trl import GRPOConfig, GRPOTrainer
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
@@ -49,12 +50,7 @@ def stock(tmp_path, model, tokenizer, questions):
     def build(**options):
         args = GRPOConfig(
             str(tmp_path),
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to=[],
-            per_device_train_batch_size=4,
-            num_generations=4,
+            **CPU_RUN,
             **options,
         )
         reward = lambda completions, **kwargs: [float(index) for index in range(len(completions))]  # noqa: E731

@@ -88,7 +88,7 @@ def test_ids_log_probabilities_and_reason_come_back_as_the_server_sampled_them(t
         7,
     )
     (body,) = server.asked("/v1/completions")
-    assert body["prompt"] == [1, 2, 3] and body["max_tokens"] == 8 and body["seed"] == 3 and body["model"] == "base"
+    assert body["prompt"] == [1, 2, 3] and body["max_tokens"] == 8 and body["seed"] == 3 and body["model"] == ""
     assert client.context_length == 64
 
 
@@ -338,3 +338,38 @@ def test_a_server_whose_weights_cannot_be_restored_ends_the_run(tokenizer, start
         await client.close()
 
     asyncio.run(go())
+
+
+def test_a_restart_shows_though_the_server_only_says_that_it_does_not_know_the_adapter(tokenizer, start):
+    held = ["7"]
+    unknown = (404, {"error": {"message": "The model `adapter-7` does not exist."}})
+    server = start(lambda number, body: completion(5) if held[0] == "7" else unknown, version=lambda: held[0])
+    client = client_of(tokenizer, server, server_timeout=20)
+    client.weight_version, client.model = 7, "adapter-7"
+    client.restore = lambda url: held.__setitem__(0, "7")
+
+    async def go():
+        await client.connect()
+        held[0] = "default"
+        assert (await client.generate([1], SAMPLING, "a")).ids == [5]
+        await client.close()
+
+    asyncio.run(go())
+
+
+def test_servers_may_keep_the_model_in_different_folders(tokenizer, start):
+    def only(name):
+        missing = (404, {"error": {"message": "The model does not exist."}})
+        return lambda number, body: completion(5) if body["model"] in ("", name) else missing
+
+    servers = [start(only(name), model=name) for name in ("/data/a/qwen", "/data/b/qwen")]
+    client = client_of(tokenizer, *servers, model="/home/me/qwen")
+
+    async def go():
+        await client.connect()
+        samples = await asyncio.gather(*(client.generate([number], SAMPLING, str(number)) for number in range(8)))
+        await client.close()
+        return samples
+
+    assert [sample.ids for sample in asyncio.run(go())] == [[5]] * 8
+    assert all(server.asked("/v1/completions") for server in servers)

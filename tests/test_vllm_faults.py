@@ -217,7 +217,7 @@ def test_a_request_that_hangs_is_repeated_where_it_hung_and_moves_no_conversatio
 
 def test_a_server_that_hangs_as_a_whole_is_waited_for(undisturbed, server):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    client = VLLMServerClient(server.url, tokenizer, request_timeout=1.0, max_retries=1)
+    client = VLLMServerClient(server.url, tokenizer, request_timeout=1.0)
     context = tokenizer.encode("user What is the capital of Peru")
 
     async def go() -> None:

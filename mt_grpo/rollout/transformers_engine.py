@@ -143,6 +143,7 @@ class TransformersEngine:
             ),
             logits_processor=LogitsProcessorList([*_warpers(drawing), recorder]),
             stopping_criteria=[_Finished(self, batch, recorder)],
+            synced_gpus=False,  # which ZeRO-3 would turn on; processes make different numbers of calls
         )
 
     def may_stop(self, token: int, stop: str) -> bool:

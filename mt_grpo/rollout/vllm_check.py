@@ -13,7 +13,7 @@ _PROBE = 'The 3 quick-brown foxes\n\tsaid: «naïve café» → 東京 {"x": 1.5
 Call = Callable[..., Awaitable[Any]]
 
 
-async def check_server(url: str, model: str | None, tokenizer: Any, get: Call, post: Call) -> tuple[str, int]:
+async def check_server(url: str, model: str | None, tokenizer: Any, get: Call, post: Call) -> int:
     """
     Compares a server with what the trainer expects.
 
@@ -24,7 +24,7 @@ async def check_server(url: str, model: str | None, tokenizer: Any, get: Call, p
         get, post (`Callable`): Coroutines that call an endpoint of the server by its path.
 
     Returns:
-        `tuple[str, int]`: The name requests ask for, and the server's context length in tokens.
+        `int`: The server's context length in tokens.
 
     Raises:
         ServerSetupError: If they do not fit together.
@@ -50,7 +50,7 @@ async def check_server(url: str, model: str | None, tokenizer: Any, get: Call, p
             "with the model and the tokenizer of this run's recipe."
         )
     await _check_flags(url, get)
-    return served["id"], served["max_model_len"]
+    return served["max_model_len"]
 
 
 async def _check_flags(url: str, get: Call) -> None:

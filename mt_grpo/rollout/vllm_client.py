@@ -58,7 +58,8 @@ class VLLMServerClient:
 
     Attributes:
         context_length (`int`): The shortest `max_model_len` among the servers; 0 before `connect`.
-        model (`str`): Name requests ask for; weight sync by adapter changes it.
+        model (`str`): Name requests ask for, empty for the model that a server was started with, whose name may differ
+            from server to server; weight sync by adapter sets it.
         weight_version (`int`, *optional*): Optimiser step of the servers' weights; set by weight sync.
         restore (`Callable[[str], None]`, *optional*): Called in a thread with the URL of a server that came back
             without those weights; must bring them there. Without it such a server is waited for.
@@ -79,7 +80,7 @@ class VLLMServerClient:
         self.pool = ServerPool([base_urls] if isinstance(base_urls, str) else list(base_urls))
         self.tokenizer = tokenizer
         self.expected_model = model
-        self.model = model or ""
+        self.model = ""
         self.api_key = api_key
         self.request_timeout = request_timeout
         self.max_retries = max_retries
@@ -112,8 +113,7 @@ class VLLMServerClient:
             for server in self.pool.servers:
                 if server.up:
                     get, post = self._caller(server, "GET"), self._caller(server, "POST")
-                    self.model, length = await check_server(server.url, self.expected_model, self.tokenizer, get, post)
-                    lengths.append(length)
+                    lengths.append(await check_server(server.url, self.expected_model, self.tokenizer, get, post))
             self.context_length = min(lengths)
         finally:
             await self.close()
@@ -195,9 +195,10 @@ class VLLMServerClient:
                 answer = await self._call(server, "POST", "/v1/completions", content, limit)
                 sample, fingerprint = read_sample(answer, f"POST {server.url}/v1/completions")
             except RequestFailed as error:
-                if error.repeat and server.up and not await self._serves(server):
+                # a server that was restarted knows no adapter, and says so with a 404
+                if (error.repeat or error.status == 404) and server.up and not await self._serves(server):
                     server.drop(str(error))
-                if not error.repeat or failures == self.max_retries:
+                if (server.up and not error.repeat) or failures == self.max_retries:
                     raise
                 failures += 1
                 if server.up:

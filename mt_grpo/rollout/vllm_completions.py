@@ -21,6 +21,8 @@ def completion_request(model: str, context: list[int], sampling: Sampling) -> by
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "seed": sampling.seed,
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),

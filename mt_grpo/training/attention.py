@@ -31,12 +31,12 @@ class TreeLayout:
 
     Args:
         packed (`Packed`): The row.
-        device (`torch.device`): Where the model runs.
         attention (`str`): `"auto"`, `"segment"`, `"flex"` or `"dense"`.
+
+    Masks are made where the queries are, which need not be one device for all layers, and kept.
     """
 
-    def __init__(self, packed: Packed, device: torch.device, attention: str = "auto") -> None:
-        self.device = device
+    def __init__(self, packed: Packed, attention: str = "auto") -> None:
         self.exit, self.depth = packed.exit, packed.position_ids
         self.size = len(packed.exit)
         self.layers: set[int] = set()
@@ -54,32 +54,35 @@ class TreeLayout:
         """For each chain the chains from the root to it, itself included."""
         for chain, (parent, owner) in enumerate(zip(parents.tolist(), owners.tolist(), strict=True)):
             self.paths.append([*(self.paths[owner] if parent >= 0 else []), chain])
-        self.attention = {"cuda": "flex"}.get(device.type, "segment") if attention == "auto" else attention
+        self._attention = attention
         self._cache: dict[Any, Any] = {}
 
-    def dense_mask(self, window: int | None) -> Tensor:
+    def attention(self, device: torch.device) -> str:
+        """The kernel for queries on `device`."""
+        if self._attention != "auto":
+            return self._attention
+        return "flex" if device.type == "cuda" else "segment"
+
+    def dense_mask(self, device: torch.device, window: int | None) -> Tensor:
         """`(N, N)` bool, queries by keys."""
-        key = ("dense", window)
+        key = ("dense", device, window)
         if key not in self._cache:
-            index, last, depth = self._vectors()
+            arrays = (np.arange(self.size), self.exit, self.depth)
+            index, last, depth = (torch.from_numpy(array).to(device) for array in arrays)
             mask = (index[:, None] >= index) & (index[:, None] <= last)
             if window is not None:
                 mask &= depth[:, None] - depth < window
             self._cache[key] = mask
         return self._cache[key]
 
-    def _vectors(self) -> tuple[Tensor, Tensor, Tensor]:
-        if "vectors" not in self._cache:
-            arrays = (np.arange(self.size), self.exit, self.depth)
-            self._cache["vectors"] = tuple(torch.from_numpy(array).to(self.device) for array in arrays)
-        return self._cache["vectors"]
-
-    def chain_mask(self, chain: int, first: int, dtype: torch.dtype, window: int | None) -> Tensor:
+    def chain_mask(
+        self, device: torch.device, chain: int, first: int, dtype: torch.dtype, window: int | None
+    ) -> Tensor:
         """
         Additive mask of a chain's queries over the keys of its path from depth `first` on. All chains share one
         matrix: a chain with `P` tokens before it reads the columns in which query `i` ends at `P + i`.
         """
-        key = ("chain", dtype, window)
+        key = ("chain", device, dtype, window)
         if key not in self._cache:
             begins = self.depth[self.starts]
             masked = (begins > 0) | (self.sizes > (window or self.size))
@@ -87,19 +90,19 @@ class TreeLayout:
             gap = before + torch.arange(rows)[:, None] - torch.arange(before + rows)
             hidden = (gap < 0) | (gap >= (window or self.size))
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-            self._cache[key] = (before, mask.to(self.device))
+            self._cache[key] = (before, mask.to(device))
         before, mask = self._cache[key]
         begin, size = int(self.depth[self.starts[chain]]), int(self.sizes[chain])
         return mask[:size, before - begin + first : before + size]
 
-    def block_mask(self, window: int | None) -> BlockMask:
+    def block_mask(self, device: torch.device, window: int | None) -> BlockMask:
         """FlexAttention's mask, from the extremes of the two vectors in each block; never `(N, N)`."""
-        key = ("block", window)
+        key = ("block", device, window)
         if key not in self._cache:
-            self._cache[key] = self._block_mask(window)
+            self._cache[key] = self._block_mask(device, window)
         return self._cache[key]
 
-    def _block_mask(self, window: int | None) -> BlockMask:
+    def _block_mask(self, device: torch.device, window: int | None) -> BlockMask:
         blocks = -(-self.size // BLOCK)
         padding = (0, blocks * BLOCK - self.size)
         last = np.pad(self.exit, padding, constant_values=-1).reshape(blocks, BLOCK)
@@ -115,9 +118,9 @@ class TreeLayout:
         for chosen in (some & ~every, every):
             lists.append(torch.from_numpy(chosen.sum(axis=1).astype(np.int32)))
             lists.append(torch.from_numpy(np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)))
-        tensors = [item[None, None].to(self.device) for item in lists]
-        exits = torch.from_numpy(last.reshape(-1)).to(self.device)
-        depths = torch.from_numpy(depth.reshape(-1)).to(self.device)
+        tensors = [item[None, None].to(device) for item in lists]
+        exits = torch.from_numpy(last.reshape(-1)).to(device)
+        depths = torch.from_numpy(depth.reshape(-1)).to(device)
 
         def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (k <= q) & (q <= exits[k])
@@ -159,7 +162,7 @@ def segment_attention(
                 break
         k, v = (torch.cat(part[::-1], dim=2) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
         causal = begin == 0 and size <= (window or size)
-        mask = None if causal else layout.chain_mask(chain, first, value.dtype, window)
+        mask = None if causal else layout.chain_mask(query.device, chain, first, value.dtype, window)
         outputs.append(
             F.scaled_dot_product_attention(
                 queries[chain], k, v, mask, is_causal=causal, scale=scaling, enable_gqa=query.size(1) != key.size(1)
@@ -173,7 +176,12 @@ def dense_attention(
 ) -> Tensor:
     """The same with the whole `(N, N)` mask."""
     return F.scaled_dot_product_attention(
-        query, key, value, layout.dense_mask(window), scale=scaling, enable_gqa=query.size(1) != key.size(1)
+        query,
+        key,
+        value,
+        layout.dense_mask(query.device, window),
+        scale=scaling,
+        enable_gqa=query.size(1) != key.size(1),
     )
 
 
@@ -190,7 +198,7 @@ def flex_block_attention(
         query,
         key,
         value,
-        block_mask=layout.block_mask(window),
+        block_mask=layout.block_mask(query.device, window),
         scale=scaling,
         enable_gqa=query.size(1) != key.size(1),
     )
@@ -202,8 +210,10 @@ KERNELS = {"segment": segment_attention, "flex": flex_block_attention, "dense": 
 def register(original: str) -> str:
     """
     Registers with transformers an attention that reads `tree_layout` where the forward is given one, and is `original`
-    (`"sdpa"`, `"flash_attention_2"`, ...) where it is not. Returns its name.
+    where it is not; `"sdpa"` for kernels that transformers looks up by the name of the model's attention, as it does
+    FlashAttention's. Returns its name.
     """
+    original = original if original == "flex_attention" else "sdpa"
     name = f"tree_or_{original}"
     if name in ALL_ATTENTION_FUNCTIONS:
         return name
@@ -221,21 +231,39 @@ def register(original: str) -> str:
     ) -> tuple[Tensor, Tensor | None]:
         if tree_layout is None:
             return plain(module, query, key, value, attention_mask, **kwargs)
+        _check_call(module, attention_mask, kwargs)
         tree_layout.layers.add(module.layer_idx)
         scaling = kwargs.get("scaling") or query.size(-1) ** -0.5
         # normalised queries and keys can be wider than values under autocast
         query, key = query.to(value.dtype), key.to(value.dtype)
-        output = KERNELS[tree_layout.attention](tree_layout, query, key, value, scaling, kwargs.get("sliding_window"))
+        kernel = KERNELS[tree_layout.attention(query.device)]
+        output = kernel(tree_layout, query, key, value, scaling, kwargs.get("sliding_window"))
         return output.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(name, attention)
-    if original in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
     return name
 
 
 class UnsupportedModelError(ValueError):
     """The model cannot run over packed trees."""
+
+
+def _check_call(module: torch.nn.Module, mask: Tensor | None, options: dict[str, Any]) -> None:
+    """Refuses a layer that attends otherwise than its configuration says: its tokens would not see their history."""
+    config = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    slides = types is None or types[module.layer_idx] == "sliding_attention"
+    window = getattr(config, "sliding_window", None) if slides else None
+    if (
+        (mask is not None and mask.numel() > 1)
+        or options.get("dropout")
+        or (window and not options.get("sliding_window"))
+    ):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has a mask, a window or dropout of its own making, so trees cannot be packed "
+            "for it; set `forward: padded`."
+        )
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -269,8 +297,9 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         return "has attention sinks"
     if config.is_encoder_decoder or model.config is not config:
         return "is more than a text decoder"
-    if getattr(config, "attention_dropout", 0.0):
-        return "drops attention weights (`attention_dropout`)"
+    for name, value in config.to_dict().items():
+        if "att" in name and "drop" in name and value:
+            return f"drops attention weights (`{name}`)"
     scales = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
     changed = [name for name in scales if getattr(config, name, None) not in (None, 1, 1.0)]
     if changed:

@@ -135,17 +135,24 @@ def _join(pieces: list[Rows]) -> Rows:
         for piece in pieces:
             chain = torch.arange(piece["completion_ids"].size(1), device=piece["completion_ids"].device) - 1
             piece.setdefault("parents", chain.expand_as(piece["completion_ids"]))
-    return {key: _stack([piece[key] for piece in pieces], key.startswith("prompt_")) for key in pieces[0]}
+    # TRL pads ratios with 1, and its VESPO multiplies those of the padding too
+    fills = {"importance_sampling_ratio": 1.0}
+    return {
+        key: _stack([piece[key] for piece in pieces], key.startswith("prompt_"), fills.get(key, 0.0))
+        for key in pieces[0]
+    }
 
 
-def _stack(parts: list[Tensor], left: bool) -> Tensor:
-    """Rows below each other; what is narrower is padded with 0, prompts on the left."""
+def _stack(parts: list[Tensor], left: bool, fill: float) -> Tensor:
+    """Rows below each other; what is narrower is padded with `fill`, prompts on the left."""
     if parts[0].dim() == 1:
         return torch.cat(parts)
     width = max(part.size(1) for part in parts)
     return torch.cat(
         [
-            torch.nn.functional.pad(part, ((width - part.size(1)) * left, (width - part.size(1)) * (not left)))
+            torch.nn.functional.pad(
+                part, ((width - part.size(1)) * left, (width - part.size(1)) * (not left)), value=fill
+            )
             for part in parts
         ]
     )

@@ -48,7 +48,7 @@ class MTGRPOConfig(GRPOConfig):
             only mode.
         vllm_server_host (`str`, *optional*, defaults to `"127.0.0.1"`): Where the server listens and is looked for.
         weight_sync (`str`, *optional*, defaults to `"auto"`): How weights reach a vLLM server: `"nccl"` (from GPU to
-            GPU), `"safetensors"` (a file) or `"lora"` (the adapter only); `"auto"` is NCCL on GPUs, a file elsewhere.
+            GPU), `"safetensors"` (a file; what `"auto"` is) or `"lora"` (the adapter only).
         weight_sync_folder (`str`, *optional*): Folder of the file, shared between hosts; shared memory where unset.
         verify_sync_every (`int`, *optional*, defaults to `50`): The first sync and then every so many are verified.
         history (`str`, *optional*, defaults to `"keep"`): What the model is shown of its past: `"keep"`,
@@ -133,6 +133,19 @@ class MTGRPOConfig(GRPOConfig):
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"`{name}` is {value!r}{nearest(value, known)}: choose one of {', '.join(known)}.")
+        for name in (
+            "cache_implementation",
+            "generation_kwargs",
+            "max_tool_calling_iterations",
+            "use_transformers_continuous_batching",
+            "use_transformers_paged",
+            "vllm_structured_outputs_regex",
+        ):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"`{name}` has no effect on rollouts of many turns: leave it out"
+                    f"{', and set `max_env_steps`' if name == 'max_tool_calling_iterations' else ''}."
+                )
         if self.use_vllm and self.vllm_mode != "server":
             raise ConfigError(
                 f"`vllm_mode: {self.vllm_mode}` is not supported: leave it out, and start the server with "

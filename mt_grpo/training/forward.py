@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,9 @@ from mt_grpo.training.attention import TreeLayout, UnsupportedModelError, check_
 from mt_grpo.training.config import ConfigError
 from mt_grpo.training.head import score
 from mt_grpo.training.packing import FlatTree, Packed, pack
+
+_HEADS: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+"""The models that run over packed trees, and whether their logits are computed in float32."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +105,12 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool = F
             )
         model = model.get_base_model()
     check_model(model)
-    original = model.config._attn_implementation
-    if original.startswith("tree_or_"):
+    enabled = model in _HEADS
+    _HEADS[model] = cast_head_to_fp32
+    if enabled:
         return
-    model.config._attn_implementation = register("sdpa" if original == "eager" else original)
+    # a reference model is made with the policy's configuration, where the name may be ours already
+    model.config._attn_implementation = register(model.config._attn_implementation.removeprefix("tree_or_"))
     plain = model.forward
 
     @functools.wraps(type(model).forward)  # `generate` validates its arguments against the signature
@@ -128,7 +134,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool = F
             )
         predictor = torch.from_numpy(tree.packed.predictor).to(hidden.device)
         scored = hidden.index_select(0, predictor)
-        return _through_head(self.get_output_embeddings(), scored, tree, cast_head_to_fp32)
+        return _through_head(self.get_output_embeddings(), scored, tree, _HEADS[model])
 
     model.forward = types.MethodType(forward, model)
 
@@ -181,7 +187,7 @@ def run(model: nn.Module, packed: Packed, attention: str = "auto", temperature: 
         temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
     """
     device = next(model.parameters()).device
-    layout = TreeLayout(packed, device, attention)
+    layout = TreeLayout(packed, attention)
     input_ids, position_ids = (
         torch.from_numpy(array).to(device)[None] for array in (packed.input_ids, packed.position_ids)
     )

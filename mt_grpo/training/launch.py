@@ -18,6 +18,7 @@ from mt_grpo.rollout import ChatRenderer
 from mt_grpo.training.build import build_env, prepare_tokenizer
 from mt_grpo.training.config import ConfigError
 from mt_grpo.training.recipe import Recipe
+from mt_grpo.training.resume import find_checkpoint
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ def drop_long_prompts(dataset: Dataset, renderer: ChatRenderer, env: MultiTurnTo
 def build_trainer(recipe: Recipe) -> MTGRPOEnvTrainer:
     """Everything a recipe names, checked and put together; bad input is refused with one sentence."""
     args, model = recipe.training, recipe.model
+    args.resume_from_checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     datasets.disable_progress_bars()
     for plugin in args.external_plugins or []:
         import_file(plugin)

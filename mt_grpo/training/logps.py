@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mt_grpo.training.config import ATTENTIONS, FORWARDS
 from mt_grpo.training.forward import enable_trees, run
-from mt_grpo.training.packing import FlatTree, flatten, pack
+from mt_grpo.training.packing import FlatTree, flatten, pack, split
 from mt_grpo.training.turn_by_turn import turn_by_turn_logps
 from mt_grpo.trajectory import TokenTree
 
-FORWARDS = ("tree", "padded", "turn_by_turn")
+ROW_TOKENS = 65_536
+"""Unique tokens that one forward of `"tree"` packs into its row, where a tree has no more by itself."""
 
 
 def token_logps(
@@ -41,14 +43,17 @@ def token_logps(
 
     Raises:
         UnsupportedModelError: If the model cannot run over packed trees and `forward` is `"tree"`.
-        ValueError: If `forward` is unknown, or an action has no context.
+        ValueError: If `forward` or `attention` is unknown, or an action has no context.
     """
-    if forward not in FORWARDS:
-        raise ValueError(f"`forward` is {forward!r}; choose one of {', '.join(FORWARDS)}.")
+    for name, value, known in (("forward", forward, FORWARDS), ("attention", attention, ATTENTIONS)):
+        if value not in known:
+            raise ValueError(f"`{name}` is {value!r}; choose one of {', '.join(known)}.")
     flat = [flatten(tree) for tree in trees]
     if any(((tree.turns >= 0) & (tree.parents < 0)).any() for tree in flat):
         raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
     turns = [tree.num_turns for tree in trees]
+    if not any(len(tree.tokens) for tree in flat):
+        return [[torch.empty(0)] * count for count in turns]
     if forward == "tree":
         return _tree(model, flat, turns, attention, temperature)
     return (_padded if forward == "padded" else _turn_by_turn)(model, flat, turns, temperature)
@@ -58,14 +63,18 @@ def _tree(
     model: PreTrainedModel, flat: list[FlatTree], num_turns: list[int], attention: str, temperature: float
 ) -> list[list[Tensor]]:
     enable_trees(model)
-    packed = pack(flat)
-    logps = run(model, packed, attention, temperature).logps
-    order = packed.turn_order
-    logps = logps[torch.from_numpy(order).to(logps.device)]
-    bases = np.cumsum([0, *num_turns])
-    sizes = np.bincount(bases[packed.tree] + packed.turn, minlength=bases[-1])
-    pieces = iter(logps.split(sizes.tolist()))
-    return [[next(pieces) for _ in range(count)] for count in num_turns]
+    found: list[list[Tensor]] = [[] for _ in flat]
+    for row in split(flat, ROW_TOKENS):
+        packed = pack([flat[index] for index in row])
+        logps = run(model, packed, attention, temperature).logps
+        order = packed.turn_order
+        logps = logps[torch.from_numpy(order).to(logps.device)]
+        bases = np.cumsum([0, *(num_turns[index] for index in row)])
+        sizes = np.bincount(bases[packed.tree] + packed.turn, minlength=bases[-1])
+        pieces = iter(logps.split(sizes.tolist()))
+        for index in row:
+            found[index] = [next(pieces) for _ in range(num_turns[index])]
+    return found
 
 
 def _padded(

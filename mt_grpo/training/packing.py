@@ -105,15 +105,6 @@ class Packed:
         """`(M,)` order that sorts the scored tokens by tree, turn and place in the turn."""
         return np.lexsort((self.position_ids[self.predictor], self.turn, self.tree))
 
-    @cached_property
-    def offset(self) -> np.ndarray:
-        """`(M,)` place of a scored token among those of its turn."""
-        order = self.turn_order
-        begins = np.flatnonzero(np.diff(self.tree[order], prepend=-1) | np.diff(self.turn[order], prepend=-1))
-        offset = np.empty_like(order)
-        offset[order] = np.arange(len(order)) - np.repeat(begins, np.diff(begins, append=len(order)))
-        return offset
-
 
 def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
     """
@@ -218,41 +209,31 @@ def unique_tokens(trees: Sequence[FlatTree | TokenTree]) -> int:
     return sum(map(len, tokens)) - sum(trie.sort(tokens)[1])
 
 
-def split(trees: Sequence[FlatTree], groups: Sequence[int], budget: int) -> list[list[int]]:
+def split(trees: Sequence[FlatTree], budget: int) -> list[list[int]]:
     """
-    Distributes trees over rows of at most `budget` unique tokens. Trees of one group share a row if they fit in one;
-    a tree that is larger than the budget has a row of its own.
+    Distributes trees over rows of at most `budget` unique tokens; a tree that is larger has a row of its own. Trees
+    that begin alike are next to each other, so that few rows repeat what they share.
 
     Args:
         trees (`list[FlatTree]`): The trees.
-        groups (`list[int]`): Group of each tree.
         budget (`int`): Unique tokens a row may hold.
 
     Returns:
         `list[list[int]]`: indices of the trees in each row.
     """
-    members: dict[int, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
-    pieces: list[tuple[int, list[int]]] = []
-    for indices in members.values():
-        piece: list[int] = []
-        size = 0
-        for index in sorted(indices, key=lambda index: trees[index].tokens.tolist()):
-            grown = unique_tokens([trees[i] for i in [*piece, index]])
-            if piece and grown > budget:
-                pieces.append((size, piece))
-                piece, grown = [], unique_tokens([trees[index]])
-            piece, size = [*piece, index], grown
-        pieces.append((size, piece))
-    rows: list[tuple[int, list[int]]] = []
-    for size, piece in sorted(pieces, key=lambda piece: -piece[0]):
-        place = next((i for i, (used, _) in enumerate(rows) if used + size <= budget), None)
-        if place is None:
-            rows.append((size, piece))
+    rows: list[list[int]] = []
+    size = 0
+    for index in sorted(range(len(trees)), key=lambda index: trees[index].tokens.tolist()):
+        own = unique_tokens([trees[index]])
+        previous = [trees[rows[-1][-1]]] if rows else []
+        grown = size + unique_tokens([*previous, trees[index]]) - unique_tokens(previous)
+        if rows and grown <= budget:
+            rows[-1].append(index)
+            size = grown
         else:
-            rows[place] = (rows[place][0] + size, rows[place][1] + piece)
-    return [indices for _, indices in rows]
+            rows.append([index])
+            size = own
+    return rows
 
 
 def balance(weights: Sequence[float], num_bins: int) -> list[list[int]]:

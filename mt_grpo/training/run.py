@@ -18,6 +18,7 @@ from rich.rule import Rule
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.sanity import examine_template
 from mt_grpo.rollout.vllm_http import ServerGoneError
@@ -71,6 +72,7 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     Raises:
         ServerGoneError, WeightSyncError, RolloutError: If nothing can be sampled any more; after a checkpoint was
             written, which the message names, where training had begun.
+        RewardError: If a reward fails; likewise.
     """
     args = trainer.args
     folder = Path(args.output_dir)
@@ -111,7 +113,7 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         if evaluates:
             summary["after"] = _measure(trainer, console, "after")
-    except FAILURES as error:
+    except (*FAILURES, RewardError) as error:  # the last keeps its traceback, which is of the user's code
         checkpoint = _save(trainer)
         raise type(error)(
             f"{error} What was learnt up to step {trainer.state.global_step} is in {checkpoint}: go on with "

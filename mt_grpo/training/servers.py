@@ -1,4 +1,4 @@
-"""What a trainer with `use_vllm: true` samples from, and how its weights get there."""
+"""What a trainer samples from: its own model or servers, and how its weights get to these."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from accelerate import Accelerator
+from trl.distributed import DistributedBackend
 
+from mt_grpo.rollout.transformers_engine import TransformersEngine
 from mt_grpo.rollout.vllm_client import VLLMServerClient
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
 from mt_grpo.training.weight_sync import WeightSync
@@ -29,10 +30,8 @@ def server_urls(args: MTGRPOConfig) -> list[str]:
 
 
 def weight_transport(args: MTGRPOConfig) -> str:
-    """How weights reach the server: as `weight_sync` says; NCCL between GPUs, a file elsewhere, where it is `auto`."""
-    if args.weight_sync == "auto":
-        return "safetensors" if args.use_cpu or not torch.cuda.is_available() else "nccl"
-    return args.weight_sync
+    """How weights reach the server: as `weight_sync` says; where it is `auto`, the way that works everywhere."""
+    return "safetensors" if args.weight_sync == "auto" else args.weight_sync
 
 
 def check_importance_sampling(args: MTGRPOConfig) -> None:
@@ -52,6 +51,24 @@ def check_importance_sampling(args: MTGRPOConfig) -> None:
             f"`loss_type: vespo` needs `vllm_importance_sampling_mode` to be one of {', '.join(by_token)}, not "
             f"{args.vllm_importance_sampling_mode!r}."
         )
+
+
+def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Accelerator) -> TransformersEngine:
+    """
+    Samples from the trainer's own model.
+
+    Raises:
+        ConfigError: If its weights are sharded: each forward is then a collective, and processes take different
+            numbers of turns.
+    """
+    backend = DistributedBackend(accelerator)
+    sharded = backend.is_fsdp or (backend.is_zero3 and not args.ds3_gather_for_generation)
+    if sharded and accelerator.num_processes > 1:
+        raise ConfigError(
+            "A model with sharded weights cannot sample by itself, since processes take different numbers of turns: "
+            "set `use_vllm: true`, or shard with DeepSpeed ZeRO-3 and `ds3_gather_for_generation: true`."
+        )
+    return TransformersEngine(accelerator.unwrap_model(model), tokenizer)
 
 
 def server_client(args: MTGRPOConfig, tokenizer: Any, model: str) -> VLLMServerClient:

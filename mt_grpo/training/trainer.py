@@ -19,7 +19,7 @@ from trl.models import unwrap_model_for_generation
 
 from mt_grpo.credit import get_estimator
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
+from mt_grpo.rewards import RewardError, RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, Limits, RolloutError, RolloutRequest, RolloutRunner, Sampling, derive_seed
 from mt_grpo.rollout.transformers_engine import TransformersEngine
 from mt_grpo.rollout.vllm_http import ServerGoneError
@@ -36,9 +36,10 @@ from mt_grpo.training.records import (
     mismatch_metrics,
     rollout_metrics,
 )
+from mt_grpo.training.resume import load_rollouts, save_rollouts
 from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.training.rows import scored_columns
-from mt_grpo.training.servers import check_importance_sampling, server_client, weight_sync
+from mt_grpo.training.servers import check_importance_sampling, own_engine, server_client, weight_sync
 from mt_grpo.training.turn_by_turn import turn_by_turn_logps
 from mt_grpo.training.weight_push import WeightSyncError
 from mt_grpo.training.weight_sync import WeightSync
@@ -145,7 +146,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         )
         self.runner = RolloutRunner(
             self.env,
-            engine or TransformersEngine(self.accelerator.unwrap_model(self.model), self._tokenizer),
+            engine or own_engine(args, self._tokenizer, self.model, self.accelerator),
             Limits(
                 self.max_completion_length, args.max_turn_length, args.rollout_timeout, args.max_concurrent_rollouts
             ),
@@ -212,17 +213,18 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         finally:
             self.model.train(training)
 
-    def _everywhere(self, rollouts: Coroutine[Any, Any, list[Trajectory]]) -> list[Trajectory]:
-        """What a server takes from one process ends all: none is left waiting for it in a collective."""
-        lost: Exception | None = None
+    def _everywhere(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """A failure that ends one process ends all: none is left waiting for it in a collective."""
+        failure: Exception | None = None
         try:
-            trajectories = self._event_loop.run_until_complete(rollouts)
-        except (ServerGoneError, WeightSyncError) as error:
-            lost = error
-        messages = [message for message in gather_object([lost and str(lost)]) if message]
-        if messages:
-            raise lost or ServerGoneError(messages[0])
-        return trajectories
+            result = self._event_loop.run_until_complete(work)
+        except (ServerGoneError, WeightSyncError, RewardError) as error:
+            failure = error
+        failures = [entry for entry in gather_object([failure and (type(failure), str(failure))]) if entry]
+        if failures:
+            kind, message = failures[0]
+            raise failure or kind(message)
+        return result
 
     def rollout(self, num_prompts: int) -> list[Trajectory]:
         """
@@ -279,7 +281,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             "log_extra": self._log_completion_extra,
             "log_metric": self._log_metric,
         }
-        return self._event_loop.run_until_complete(
+        return self._everywhere(
             score_trajectories(self.turn_reward_funcs, self.outcome_reward_funcs, trajectories, extra)
         )
 
@@ -383,10 +385,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        state = {"step": self._step, "buffered_inputs": self._buffered_inputs}
         try:
             super()._save_checkpoint(model, trial)
-            torch.save(state, folder / f"rollouts-rank{self.accelerator.process_index}.pt")
+            save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs)
         except BaseException:  # a checkpoint is whole or absent, whatever stops its writing
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -394,6 +395,4 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            path = Path(checkpoint) / f"rollouts-rank{self.accelerator.process_index}.pt"
-            state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-            self._step, self._buffered_inputs = state["step"], state["buffered_inputs"]
+            self._step, self._buffered_inputs = load_rollouts(Path(checkpoint), self.accelerator)

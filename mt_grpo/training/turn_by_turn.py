@@ -51,7 +51,9 @@ def turn_by_turn_logps(
             columns += action
     index = (torch.tensor(rows), torch.tensor(columns))
     empty = torch.zeros(completion_ids.shape, device=completion_ids.device)
-    if not logps:
+    if not logps:  # a backward needs something to go through all the same
+        if completion_ids.numel():
+            empty = empty + 0.0 * model(input_ids=completion_ids[:1, :1], use_cache=False).logits.sum()
         return empty, empty.clone()
     return empty.index_put(index, torch.cat(logps)), empty.index_put(index, torch.cat(entropies))
 

@@ -58,9 +58,13 @@ class WeightFile:
                 file.write(len(text).to_bytes(8, "little") + text)
                 # reserves the room: a full disk is an error here, not a bus error in the middle of a copy
                 os.posix_fallocate(file.fileno(), 0, self._begin + offset)
-        except OSError:
+        except OSError as error:
             partial.unlink(missing_ok=True)
-            raise
+            raise OSError(
+                f"There is no room for {(self._begin + offset) / 1e9:.1f} GB of weights in {partial.parent} "
+                f"({error.strerror}): free some (two such files are kept), or set `weight_sync_folder` to another "
+                "folder that the server sees too."
+            ) from error
         self._bytes = torch.from_file(str(partial), shared=True, size=self._begin + offset, dtype=torch.uint8)
 
     def withdraw(self) -> None:

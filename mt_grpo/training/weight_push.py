@@ -15,8 +15,8 @@ class WeightSyncError(RuntimeError):
 @contextlib.contextmanager
 def paused(server: ServerControl):
     """Requests under way wait inside and go on afterwards; cached prefixes, computed with other weights, go."""
-    server.post("/pause", mode="keep")
     try:
+        server.post("/pause", mode="keep")
         yield
         if server.post("/reset_prefix_cache", reset_running_requests="true") != {"success": True}:
             raise WeightSyncError(f"The vLLM server at {server.base_url} could not empty its prefix cache.")

@@ -38,8 +38,8 @@ class WeightSync(Protocol):
 
     def restore(self, base_url: str) -> None:
         """
-        Brings the weights of the latest `sync` to a server that was restarted, and verifies them. Called in the main
-        process.
+        Brings the weights of the latest `sync` to a server that was restarted, and verifies them. Any process calls
+        it, whenever it finds such a server: the others may be waiting for it in a collective.
         """
         ...
 
@@ -50,10 +50,10 @@ class WeightSync(Protocol):
 
 class ServerSync:
     """
-    What all ways have in common: rank 0 talks to the servers, every rank learns how it went.
+    What all ways have in common: rank 0 talks to the servers, every rank learns how it went and who is left out.
 
     Args:
-        client (`VLLMServerClient`): Its servers are synced; its version, and `restore` in the main process, are set.
+        client (`VLLMServerClient`): Its servers are synced; its version and `restore` are set.
         get_model (`Callable[[], PreTrainedModel]`): Returns the trainer's model as it is wrapped at the moment.
         accelerator (`Accelerator`): Its accelerator.
         verify_every (`int`, *optional*, defaults to `50`): The first sync and then every so many are verified.
@@ -63,10 +63,10 @@ class ServerSync:
     """
 
     _push: Callable[..., None]
-    """Main process: sends the weights of `step` to `server`; each way's own method."""
+    """Sends the weights of `step` to `server`; each way's own method."""
 
     repeatable = True
-    """Whether the main process can send the weights again by itself."""
+    """Whether one process can send the weights again by itself."""
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class ServerSync:
         self._expected: list[float] = []
         self._timeout = timeout
         self._lock = threading.Lock()  # a server that is restarted is restored from another thread
-        if accelerator.is_main_process:
-            client.restore = self.restore
+        client.restore = self.restore
 
     def sync(self, step: int) -> None:
         """See `WeightSync.sync`."""
         with self._lock:
+            self.accelerator.wait_for_everyone()  # until no process brings a server the weights of before
             push = functools.partial(self._push, step=step)
             self._run(lambda: self._gather(step), lambda: self._each_server(push, push))
             self.client.weight_version = step
@@ -159,7 +159,10 @@ class ServerSync:
             )
 
     def _run(self, everywhere: Any, main: Any) -> None:
-        """Runs `everywhere` in every process, then `main` in the main one; a failure is raised in all of them."""
+        """
+        Runs `everywhere` in every process, then `main` in the main one; a failure is raised in all of them, and a
+        server that the main one lost is left out by all: it may hold other weights than the rest.
+        """
         failure = None
         try:
             everywhere()
@@ -167,9 +170,13 @@ class ServerSync:
                 main()
         except (RequestFailed, WeightSyncError, OSError) as error:
             failure = error
-        shared = [None if failure is None else str(failure)]
+        servers = self.client.pool.servers
+        shared = [None if failure is None else str(failure), [(server.up, server.fault) for server in servers]]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(shared)
+        for server, (up, fault) in zip(servers, shared[1], strict=True):
+            if server.up and not up:
+                server.drop(fault)
         if isinstance(failure, (WeightSyncError, ServerGoneError)):
             raise failure
         if failure is not None or shared[0] is not None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, is_peft_model
+from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.import_utils import is_vllm_available
 
 from mt_grpo.rollout.vllm_client import VLLMServerClient
 from mt_grpo.rollout.vllm_http import ServerControl
+from mt_grpo.training.config import ConfigError
 from mt_grpo.training.weight_files import Layout, WeightFile, exhaust, make_folder, write_weights
 from mt_grpo.training.weight_push import WeightSyncError, paused, push_adapter, push_file
 from mt_grpo.training.weight_sync import ServerSync
@@ -38,6 +43,14 @@ class Parameters(VLLMGeneration):
         return self._iter_named_params()
 
 
+def shared_folder(folder: str | None, accelerator: Accelerator) -> Path:
+    """The folder for weight files that the main process makes, and every process can name to a server."""
+    made = [str(make_folder(folder)) if accelerator.is_main_process else None]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(made)
+    return Path(made[0])
+
+
 class SafetensorsSync(ServerSync):
     """
     By a file, in shared memory on one host or in a folder that all hosts see. Works on every device.
@@ -58,37 +71,38 @@ class SafetensorsSync(ServerSync):
         super().__init__(client, get_model, accelerator, **options)
         self._parameters = Parameters(get_model(), accelerator)
         self._layout: Layout | None = None
-        self._folder: Path | None = None
-        if accelerator.is_main_process:
-            self._folder = make_folder(folder)
-            atexit.register(self.close)
+        self._folder = shared_folder(folder, accelerator)
         self._files: list[WeightFile] = []
+        atexit.register(self.close)
 
     def _gather(self, step: int) -> None:
         self._parameters.model = self.get_model()
         if self._layout is None:
             self._layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._parameters]
-        if self._folder is None:
-            exhaust(iter(self._parameters))
-            return
         tensors = iter(self._parameters)
+        if not self.accelerator.is_main_process:
+            exhaust(tensors)
+            return
         try:
             if len(self._files) < 2:
                 self._files.insert(0, WeightFile(self._folder / f"{len(self._files)}.partial", self._layout))
             for file in self._files:
                 file.withdraw()
-            write_weights(self._files[0], self._folder / f"weights-{step:08d}.safetensors", tensors)
+            write_weights(self._files[0], self._file(step), tensors)
         finally:
             exhaust(tensors)
         self._files.reverse()
 
     def _push(self, server: ServerControl, step: int) -> None:
-        push_file(server, self._files[-1].path, step)
+        push_file(server, self._file(step), step)
+
+    def _file(self, step: int) -> Path:
+        return self._folder / f"weights-{step:08d}.safetensors"
 
     def close(self) -> None:
         """Removes the weight file and its folder."""
         atexit.unregister(self.close)
-        if self._folder is not None:
+        if self.accelerator.is_main_process:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -110,16 +124,22 @@ class LoraSync(ServerSync):
         folder: str | None = None,
         **options: Any,
     ) -> None:
+        if not is_peft_model(accelerator.unwrap_model(get_model())):
+            raise ConfigError("`weight_sync: lora` sends an adapter, and there is none: set `use_peft: true`.")
         super().__init__(client, get_model, accelerator, **options)
-        self._folder = make_folder(folder) if accelerator.is_main_process else None
+        self._folder = shared_folder(folder, accelerator)
         self._previous: Path | None = None
         atexit.register(self.close)
 
     def _gather(self, step: int) -> None:
         model = self.accelerator.unwrap_model(self.get_model())
-        state = self.accelerator.get_state_dict(self.get_model())  # gathers what is sharded
-        if self._folder is not None:
-            model.save_pretrained(self._adapter(step), state_dict=state)
+        backend = DistributedBackend(self.accelerator)
+        # under DeepSpeed accelerate gathers through the engine only, and the whole model
+        state = self.accelerator.get_state_dict(self.get_model()) if backend.is_fsdp else None
+        with backend.gather_params([parameter for parameter in model.parameters() if parameter.requires_grad]):
+            if self.accelerator.is_main_process:
+                # embeddings that are trained are saved all the same; to guess whether others changed asks the Hub
+                model.save_pretrained(self._adapter(step), state_dict=state, save_embedding_layers=False)
 
     def _push(self, server: ServerControl, step: int) -> None:
         adapter = self._adapter(step)
@@ -127,11 +147,10 @@ class LoraSync(ServerSync):
         push_adapter(server, adapter.name, adapter, step, previous)
 
     def _pushed(self, step: int) -> None:
-        self.client.model = f"adapter-{step:08d}"
-        if self._folder is not None:
-            if self._previous is not None and self._previous != self._adapter(step):
-                shutil.rmtree(self._previous)
-            self._previous = self._adapter(step)
+        self.client.model = self._adapter(step).name
+        if self.accelerator.is_main_process and self._previous not in (None, self._adapter(step)):
+            shutil.rmtree(self._previous)
+        self._previous = self._adapter(step)
 
     def _adapter(self, step: int) -> Path:
         return self._folder / f"adapter-{step:08d}"
@@ -139,17 +158,21 @@ class LoraSync(ServerSync):
     def close(self) -> None:
         """Removes the adapter's files."""
         atexit.unregister(self.close)
-        if self._folder is not None:
+        if self.accelerator.is_main_process:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class NcclSync(ServerSync):
     """
-    By NCCL broadcast between GPUs, TRL's own. The server joins a process group when the run begins, so that one which
-    is restarted cannot be given its weights again: the run ends, and is resumed from its checkpoint.
+    By NCCL broadcast between GPUs, TRL's own, which needs vLLM in the trainer's environment too. The server joins a
+    process group when the run begins, so that one which is restarted cannot be given its weights again: the run ends,
+    and is resumed from its checkpoint.
 
     Args:
         group_port (`int`, *optional*, defaults to `51216`): Port of that process group.
+
+    Raises:
+        ConfigError: If TRL's client cannot talk to the servers: no vLLM here, several of them, or a key.
     """
 
     repeatable = False
@@ -163,11 +186,14 @@ class NcclSync(ServerSync):
         group_port: int = 51216,
         **options: Any,
     ) -> None:
+        for fault, hindrance in (
+            ("needs vLLM in the trainer's environment too, where it is not installed", not is_vllm_available()),
+            ("reaches one server, and several are named", len(client.base_urls) > 1),
+            ("cannot send an API key, and `VLLM_API_KEY` is set", client.api_key is not None),
+        ):
+            if hindrance:
+                raise ConfigError(f"`weight_sync: nccl` {fault}: mend that, or choose `weight_sync: safetensors`.")
         super().__init__(client, get_model, accelerator, **options)
-        if len(client.base_urls) > 1:
-            raise WeightSyncError(
-                "Weight sync by NCCL reaches one server: name one, or choose `weight_sync: safetensors`."
-            )
         self._generation = VLLMGeneration(
             get_model(),
             accelerator,
@@ -179,13 +205,20 @@ class NcclSync(ServerSync):
         )
 
     def _gather(self, step: int) -> None:
-        if not self.accelerator.is_main_process:
-            self._generation.sync_weights()
+        server = self._control(self.client.base_urls[0])
+        with contextlib.closing(server), contextlib.ExitStack() as pause:
+            # before anyone walks over the parameters, which all must do or none
+            self._run(lambda: None, lambda: (self._wait_for_one(), pause.enter_context(paused(server))))
+            self._generation.model = self.get_model()
+            try:
+                self._generation.sync_weights()
+            except Exception as error:  # TRL raises it bare
+                raise WeightSyncError(f"TRL could not send the weights by NCCL: {error}") from error
+            if self.accelerator.is_main_process:
+                server.post("/update_weight_version", {"new_version": str(step)})
 
     def _push(self, server: ServerControl, step: int) -> None:
-        with paused(server):
-            self._generation.sync_weights()
-            server.post("/update_weight_version", {"new_version": str(step)})
+        """Sent already: every process takes part in it."""
 
     def restore(self, base_url: str) -> None:
         raise WeightSyncError(

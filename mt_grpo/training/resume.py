@@ -1,0 +1,72 @@
+"""What TRL leaves out of a checkpoint, and a resumed run needs: the rollouts that are still to be trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers.trainer_utils import get_last_checkpoint
+
+from mt_grpo.training.config import ConfigError
+
+
+def save_rollouts(folder: Path, accelerator: Accelerator, step: int, batches: Any) -> None:
+    """
+    Saves what this process has still to train on.
+
+    Args:
+        folder (`Path`): The checkpoint.
+        accelerator (`Accelerator`): The run's.
+        step (`int`): Micro-batches trained so far.
+        batches (`list[dict]`): Micro-batches of the latest rollouts.
+    """
+    state = {"step": step, "buffered_inputs": batches, "processes": accelerator.num_processes}
+    folder.mkdir(parents=True, exist_ok=True)  # where only the model is saved, the main process alone has made it
+    torch.save(state, _path(folder, accelerator))
+
+
+def load_rollouts(folder: Path, accelerator: Accelerator) -> tuple[int, Any]:
+    """
+    The step and the micro-batches that `save_rollouts` saved for this process.
+
+    Raises:
+        ConfigError: If the checkpoint is of another number of processes, or not of this trainer.
+    """
+    path = _path(folder, accelerator)
+    state = torch.load(path, map_location=accelerator.device, weights_only=True) if path.exists() else None
+    if state is None or state["processes"] != accelerator.num_processes:
+        count = len(list(folder.glob("rollouts-rank*.pt")))
+        raise ConfigError(
+            f"The checkpoint {folder} has the rollouts of {count} processes, and this run has "
+            f"{accelerator.num_processes}: resume with as many as wrote it, or begin a run with its model "
+            "(`model_name_or_path`)."
+        )
+    return state["step"], state["buffered_inputs"]
+
+
+def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
+    """
+    The folder that `resume_from_checkpoint` means: the latest one in `output_dir` where it is `true`.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if wanted is None or str(wanted).lower() == "false":
+        return None
+    latest = str(wanted).lower() == "true"
+    folder = (Path(output_dir).is_dir() and get_last_checkpoint(output_dir)) if latest else wanted
+    if latest and not folder:
+        raise ConfigError(
+            f"There is no checkpoint in `output_dir: {output_dir}` to resume from; `save_strategy: steps` leaves some."
+        )
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"`resume_from_checkpoint: {wanted}` is no folder: name one, or `true` for the latest in `output_dir`."
+        )
+    return str(folder)
+
+
+def _path(folder: Path, accelerator: Accelerator) -> Path:
+    return folder / f"rollouts-rank{accelerator.process_index}.pt"

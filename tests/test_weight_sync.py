@@ -1,0 +1,212 @@
+"""Weight sync to several servers, from several processes, and what each way refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from accelerate import Accelerator
+from conftest import build_model
+from safetensors.torch import load_file
+from servers import ScriptedServer
+
+from mt_grpo.rollout.vllm_client import VLLMServerClient
+from mt_grpo.rollout.vllm_http import ServerControl
+from mt_grpo.training import MTGRPOConfig
+from mt_grpo.training.config import ConfigError
+from mt_grpo.training.servers import own_engine
+from mt_grpo.training.weight_probe import trainer_logprobs
+from mt_grpo.training.weight_push import WeightSyncError, paused
+from mt_grpo.training.weight_transports import LoraSync, NcclSync
+
+TESTS = Path(__file__).parent
+
+
+class Replica:
+    """
+    A scripted server that loads weight files, scores prompts with them, and samples its weights' version as a token.
+
+    Args:
+        lost (`int`): The first so many updates break the connection.
+    """
+
+    def __init__(self, tokenizer, lost: int = 0) -> None:
+        self.tokenizer, self.lost = tokenizer, lost
+        self.model, self.version, self.updates = build_model(tokenizer, seed=9), "0", 0
+        self.http = ScriptedServer(self.answer)
+
+    def answer(self, method, path, body):
+        if path == "/update_weights":
+            self.updates += 1
+            if self.updates <= self.lost:
+                return None
+            self.model.load_state_dict(load_file(body["update_info"]["path"]), strict=False)
+        if path == "/finish_weight_update":
+            self.version = body.get("weight_version", self.version)
+        if path == "/v1/completions":
+            return 200, self.scored(body["prompt"]) if "prompt_logprobs" in body else self.sampled()
+        entry = {"id": "base", "root": "base", "max_model_len": 64}
+        return 200, {
+            "/v1/models": {"data": [entry]},
+            "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}},
+            "/weight_info": {"weight_version": self.version},
+            "/tokenize": {"tokens": self.tokenizer.encode(body.get("prompt", ""), add_special_tokens=False)},
+            "/reset_prefix_cache": {"success": True},
+        }.get(path, {})
+
+    def scored(self, prompt):
+        logprobs = trainer_logprobs(self.model, prompt)
+        rows = [{str(token): {"logprob": value}} for token, value in zip(prompt[1:], logprobs, strict=True)]
+        return {"choices": [{"prompt_logprobs": [None, *rows]}]}
+
+    def sampled(self):
+        tokens = {"tokens": [f"token_id:{self.version}"], "token_logprobs": [-0.5]}
+        return {"choices": [{"logprobs": tokens, "finish_reason": "stop"}], "system_fingerprint": self.http.url}
+
+
+@pytest.fixture
+def replicas(tokenizer):
+    pair = [Replica(tokenizer), Replica(tokenizer, lost=1)]
+    yield pair
+    for replica in pair:
+        replica.http.stop()
+
+
+@pytest.fixture
+def client(tokenizer, replicas):
+    return VLLMServerClient(replicas[0].http.url, tokenizer)
+
+
+def test_a_server_that_missed_an_update_is_left_out_by_every_rank_until_one_of_them_brings_it_the_weights(
+    tmp_path, replicas
+):
+    """Rank 0 loses the second server in the middle of an update; then only rank 1 has anything to sample."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    urls = [replica.http.url for replica in replicas]
+    command = [sys.executable, *launch, str(TESTS / "ranks_sync.py"), str(tmp_path), *urls]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first["up"] == second["up"] == [True, False]
+    assert second["up_afterwards"] == [True, True]
+    assert second["sampled"] and {tuple(sample) for sample in second["sampled"]} == {(1, 1)}
+    assert [replica.version for replica in replicas] == ["1", "1"]
+    assert replicas[1].http.asked("/v1/completions")
+    assert not list(tmp_path.glob("mt-grpo-weights-*"))
+
+
+class Generation:
+    """TRL's side of the NCCL transfer, which needs GPUs: says when it is asked."""
+
+    fault: Exception | None = None
+
+    def __init__(self, *args, **kwargs):
+        self.server = None
+
+    def sync_weights(self):
+        ServerControl(self.server).post("/walked")
+        if self.fault is not None:
+            raise self.fault
+
+
+@pytest.fixture
+def nccl(tokenizer, client, monkeypatch):
+    monkeypatch.setattr("mt_grpo.training.weight_transports.is_vllm_available", lambda: True)
+    monkeypatch.setattr("mt_grpo.training.weight_transports.VLLMGeneration", Generation)
+    model = build_model(tokenizer)
+    sync = NcclSync(client, lambda: model, Accelerator(cpu=True), verify_every=50)
+    sync.num_syncs = 1  # what arrives by NCCL is not there to be verified
+    sync._generation.server = client.base_urls[0]
+    return sync
+
+
+def calls(replica) -> list[str]:
+    return [path for method, path, _ in replica.http.requests if method == "POST"]
+
+
+def test_by_nccl_the_server_is_paused_while_the_weights_travel(nccl, replicas):
+    nccl.sync(3)
+    assert calls(replicas[0]) == ["/pause", "/walked", "/update_weight_version", "/reset_prefix_cache", "/resume"]
+    assert nccl.client.weight_version == 3
+
+
+def test_by_nccl_no_rank_walks_over_the_parameters_unless_the_server_is_paused(nccl, replicas):
+    replicas[0].answer = None
+    replicas[0].http.stop()
+    nccl.client.server_timeout = 0.5
+    with pytest.raises(Exception, match="/pause|No vLLM server"):
+        nccl.sync(3)
+    assert "/walked" not in calls(replicas[0])
+
+
+def test_a_transfer_by_nccl_that_fails_ends_the_run_and_resumes_the_server(nccl, replicas):
+    nccl._generation.fault = Exception("Request failed: 500")
+    with pytest.raises(WeightSyncError, match="Request failed: 500"):
+        nccl.sync(3)
+    assert calls(replicas[0]) == ["/pause", "/walked", "/resume"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "urls", "key", "words"),
+    [(False, 1, None, "needs vLLM"), (True, 2, None, "one server"), (True, 1, "secret", "API key")],
+)
+def test_what_nccl_cannot_do_is_said_at_the_start(tokenizer, monkeypatch, installed, urls, key, words):
+    monkeypatch.setattr("mt_grpo.training.weight_transports.is_vllm_available", lambda: installed)
+    client = VLLMServerClient([f"http://127.0.0.1:{port}" for port in range(1, 1 + urls)], tokenizer, api_key=key)
+    with pytest.raises(ConfigError, match=f"{words}.*weight_sync: safetensors"):
+        NcclSync(client, lambda: build_model(tokenizer), Accelerator(cpu=True))
+
+
+def test_sync_by_adapter_needs_an_adapter(tokenizer, client):
+    with pytest.raises(ConfigError, match="use_peft: true"):
+        LoraSync(client, lambda: build_model(tokenizer), Accelerator(cpu=True))
+
+
+def test_a_server_is_resumed_though_the_pause_itself_was_interrupted():
+    class Interrupted:
+        base_url, said = "", []
+
+        def post(self, path, **params):
+            self.said.append(path)
+            raise KeyboardInterrupt
+
+        def tidy_up(self, path):
+            self.said.append(path)
+
+    with pytest.raises(KeyboardInterrupt), paused(Interrupted()):
+        pass
+    assert Interrupted.said == ["/pause", "/resume"]
+
+
+def test_control_calls_send_the_key(replicas):
+    ServerControl(replicas[0].http.url, "secret").post("/pause")
+    assert replicas[0].http.last_headers["Authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize(
+    ("plugins", "gathers", "refused"),
+    [
+        ({"fsdp_plugin": SimpleNamespace(fsdp_version=2)}, True, True),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, False, True),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, True, False),
+        ({}, True, False),
+    ],
+    ids=["FSDP", "ZeRO-3", "ZeRO-3 that gathers", "whole"],
+)
+def test_sharded_weights_do_not_sample_by_themselves(tmp_path, tokenizer, plugins, gathers, refused):
+    """Each forward would be a collective, and ranks do not make the same number of them."""
+    args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, ds3_gather_for_generation=gathers)
+    state = SimpleNamespace(**{"deepspeed_plugin": None, "fsdp_plugin": None, **plugins})
+    accelerator = SimpleNamespace(state=state, num_processes=2, unwrap_model=lambda model: model)
+    model = build_model(tokenizer)
+    if refused:
+        with pytest.raises(ConfigError, match="use_vllm: true"):
+            own_engine(args, tokenizer, model, accelerator)
+    else:
+        assert own_engine(args, tokenizer, model, accelerator).model is model
