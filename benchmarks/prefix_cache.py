@@ -38,7 +38,7 @@ from mt_grpo.rollout.vllm_client import VLLMServerClient
 from mt_grpo.rollout.vllm_http import ServerControl
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
-ASKED = 0.99
+TARGET = 0.99
 LENGTH = 4096
 SUBJECTS = ("river", "mountain", "moon", "country", "capital", "writer", "element", "state")
 
@@ -155,11 +155,11 @@ def show(rows: list[dict[str, Any]]) -> None:
     """Tokens, and shares of the reusable ones."""
     table = Table(title="Prompt tokens from the server's prefix cache")
     columns = ("block", "conversations", "turns each", "prompt tokens", "reusable", "in whole blocks")
-    for column in (*columns, "from the cache", "share of blocks", "asked", "share of tokens", "wall, s"):
+    for column in (*columns, "from the cache", "share of blocks", "target", "share of tokens", "wall, s"):
         table.add_column(column, justify="right")
     for row in rows:
         cells = [row["block"], row["conversations"], f"{row['turns']:.1f}", row["context"], row["tokens"]]
-        cells += [row["blocks"], row["hits"], f"{row['of_blocks']:.4f}", f">= {ASKED}", f"{row['of_tokens']:.4f}"]
+        cells += [row["blocks"], row["hits"], f"{row['of_blocks']:.4f}", f">= {TARGET}", f"{row['of_tokens']:.4f}"]
         table.add_row(*map(str, cells), f"{row['seconds']:.1f}")
     Console(width=170).print(table)
 
@@ -179,11 +179,11 @@ def main() -> None:
                 rows.append(run(url, folder, groups, members, turns))
                 show(rows)
     if not quick:
-        settings = {"groups": groups, "members": members, "turns": turns, "seed": 0, "asked": ASKED, "vllm": version}
+        settings = {"groups": groups, "members": members, "turns": turns, "seed": 0, "target": TARGET, "vllm": version}
         write("prefix_cache", settings, rows)
     least = min(row["of_blocks"] for row in rows)
-    if least < ASKED:
-        raise SystemExit(f"The cache served {least:.4f} of what it could; asked: {ASKED}.")
+    if least < TARGET:
+        raise SystemExit(f"The cache served {least:.4f} of what it could; target: {TARGET}.")
 
 
 if __name__ == "__main__":

