@@ -96,6 +96,7 @@ def test_the_same_seed_gives_the_same_run(recipe, tmp_path):
 def test_a_run_is_resumed_from_its_latest_checkpoint(recipe, tmp_path):
     save = ("--save_strategy", "steps", "--save_steps", "1", "--do_eval", "false")
     assert main(["train", *recipe(), *save]) == 0
+    (tmp_path / "run" / "checkpoint-9").mkdir()  # of a run that was killed while it wrote it
     assert main(["train", *recipe(), *save, "--max_steps", "3", "--resume_from_checkpoint", "true"]) == 0
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open() if '"loss"' in line]
     assert steps == [1, 2, 3]

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mt_grpo.training.config import ConfigError
 
 
 def save_rollouts(folder: Path, accelerator: Accelerator, step: int, batches: Any) -> None:
     """
-    Saves what this process has still to train on.
+    Saves what this process has still to train on. It comes last, so that a checkpoint that has it is whole.
 
     Args:
         folder (`Path`): The checkpoint.
@@ -24,7 +24,10 @@ def save_rollouts(folder: Path, accelerator: Accelerator, step: int, batches: An
     """
     state = {"step": step, "buffered_inputs": batches, "processes": accelerator.num_processes}
     folder.mkdir(parents=True, exist_ok=True)  # where only the model is saved, the main process alone has made it
-    torch.save(state, _path(folder, accelerator))
+    path = _path(folder, accelerator)
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)
 
 
 def load_rollouts(folder: Path, accelerator: Accelerator) -> tuple[int, Any]:
@@ -48,24 +51,25 @@ def load_rollouts(folder: Path, accelerator: Accelerator) -> tuple[int, Any]:
 
 def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
     """
-    The folder that `resume_from_checkpoint` means: the latest one in `output_dir` where it is `true`.
+    The folder that `resume_from_checkpoint` means: the latest whole one in `output_dir` where it is `true`.
 
     Raises:
         ConfigError: If there is none.
     """
     if wanted is None or str(wanted).lower() == "false":
         return None
-    latest = str(wanted).lower() == "true"
-    folder = (Path(output_dir).is_dir() and get_last_checkpoint(output_dir)) if latest else wanted
-    if latest and not folder:
+    if str(wanted).lower() != "true":
+        if not Path(str(wanted)).is_dir():
+            raise ConfigError(
+                f"`resume_from_checkpoint: {wanted}` is no folder: name one, or `true` for the latest in `output_dir`."
+            )
+        return str(wanted)
+    whole = [path.parent for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/rollouts-rank0.pt")]
+    if not whole:
         raise ConfigError(
             f"There is no checkpoint in `output_dir: {output_dir}` to resume from; `save_strategy: steps` leaves some."
         )
-    if not Path(folder).is_dir():
-        raise ConfigError(
-            f"`resume_from_checkpoint: {wanted}` is no folder: name one, or `true` for the latest in `output_dir`."
-        )
-    return str(folder)
+    return str(max(whole, key=lambda folder: int(folder.name.rsplit("-", 1)[1])))
 
 
 def _path(folder: Path, accelerator: Accelerator) -> Path:
