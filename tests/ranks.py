@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType, gather
 from conftest import CPU_RUN, build_model, build_tokenizer, lookup
 from datasets import Dataset
 from peft import LoraConfig
+from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 from mt_grpo.envs import MultiTurnToolEnv
@@ -19,7 +20,7 @@ from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.forward import batch_logps
-from mt_grpo.training.run import leave_group
+from mt_grpo.training.run import leave_group, run_training
 from mt_grpo.training.weight_transports import Parameters
 
 BATCH = 8
@@ -38,6 +39,7 @@ SCENARIOS = {
     # the conversations of the second rank do not fit, so it has nothing to learn from
     "adapter": {"max_completion_length": 150, "mask_truncated_completions": True},
     "bf16": {"bf16": True},
+    "measured": {"do_eval": True, "per_device_eval_batch_size": 3, "num_generations_eval": 1},
 }
 
 
@@ -88,12 +90,16 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         [Length()],
         args,
         Dataset.from_list(rows),
+        Dataset.from_list(rows) if scenario == "measured" else None,
         engine=ScriptedEngine(tokenizer, conversation),
         processing_class=tokenizer,
         peft_config=adapter,
     )
     assert trainer.accelerator.num_processes == world
-    trainer.train()
+    if scenario == "measured":
+        run_training(trainer, {}, Console(quiet=True))
+    else:
+        trainer.train()
     sent = {name: tensor.detach().clone() for name, tensor in Parameters(trainer.model, trainer.accelerator)}
     ids = torch.tensor([[1, 2]])
     with trainer.accelerator.autocast():

@@ -37,7 +37,7 @@ def main(folder: str, *urls: str) -> Accelerator:
     sync.sync(1)
     seen = {"up": [server.up for server in client.pool.servers]}
     if not accelerator.is_main_process:
-        seen["sampled"] = asyncio.run(sample(client))
+        seen["sampled"] = asyncio.run(asyncio.wait_for(sample(client), 60))
         seen["up_afterwards"] = [server.up for server in client.pool.servers]
     (Path(folder) / f"rank{accelerator.process_index}.json").write_text(json.dumps(seen))
     accelerator.wait_for_everyone()

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from conftest import build_model
@@ -315,3 +317,26 @@ def test_a_kernel_that_transformers_finds_by_its_name_gives_way_in_other_forward
     model.config._attn_implementation = "flash_attention_2"
     enable_trees(model)
     torch.testing.assert_close(model(input_ids=ids).logits, expected)
+
+
+def test_empty_trees_among_several_rows_have_no_log_probabilities(tokenizer, monkeypatch):
+    monkeypatch.setattr("mt_grpo.training.logps.ROW_TOKENS", 5)
+    empty, found, _ = token_logps(build_model(tokenizer), [TokenTree(), make_tree(FOREST[0]), TokenTree()])
+    assert empty == [] and [len(turn) for turn in found] == [2, 1, 3]
+
+
+def test_a_deep_copy_of_a_model_that_runs_over_trees_has_weights_of_its_own(tokenizer):
+    model = build_model(tokenizer)
+    enable_trees(model)
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert not twin(input_ids=torch.tensor([[1, 2, 3]])).logits.any()
+    assert token_logps(twin, [make_tree(FOREST[0])])[0][0].unique().numel() == 1
+
+
+def test_log_probs_between_two_steps_leave_the_precision_of_the_head_as_it_was(tokenizer):
+    model = build_model(tokenizer)
+    enable_trees(model, cast_head_to_fp32=True)
+    token_logps(model, [make_tree(FOREST[0])])
+    assert model._head_in_float32

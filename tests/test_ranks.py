@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -58,6 +59,13 @@ def test_two_ranks_with_sharded_weights_learn_what_one_learns(tmp_path, alone):
     two = run(tmp_path, 2, **SHARDED)
     assert two["sharded"] and not alone["sharded"]
     assert_the_same_is_learnt(alone, two)
+
+
+def test_measuring_before_training_leaves_sharded_weights_to_be_trained(tmp_path, alone):
+    """FSDP and DeepSpeed wrap a model once, with its optimiser: an evaluation must not do it first."""
+    assert_the_same_is_learnt(alone, run(tmp_path, 2, "measured", **SHARDED))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["before"]["questions"] == summary["after"]["questions"] == 6 and summary["steps"] == 3
 
 
 def test_a_trained_output_layer_is_learnt_from_all_ranks_though_one_has_nothing_to_learn_from(tmp_path):

@@ -373,3 +373,10 @@ def test_servers_may_keep_the_model_in_different_folders(tokenizer, start):
 
     assert [sample.ids for sample in asyncio.run(go())] == [[5]] * 8
     assert all(server.asked("/v1/completions") for server in servers)
+
+
+def test_a_server_that_was_lost_long_ago_is_asked_before_it_is_given_up(tokenizer, start):
+    """Nobody looks for it between two batches of rollouts."""
+    client = client_of(tokenizer, start())
+    client.pool.servers[0].down_since = time.monotonic() - 1000
+    assert ask(client, connect=False).ids == [5, 6]

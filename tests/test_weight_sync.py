@@ -22,7 +22,7 @@ from mt_grpo.training.config import ConfigError
 from mt_grpo.training.servers import own_engine
 from mt_grpo.training.weight_probe import trainer_logprobs
 from mt_grpo.training.weight_push import WeightSyncError, paused
-from mt_grpo.training.weight_transports import LoraSync, NcclSync
+from mt_grpo.training.weight_transports import LoraSync, NcclSync, Transfer
 
 TESTS = Path(__file__).parent
 
@@ -36,11 +36,13 @@ class Replica:
     """
 
     def __init__(self, tokenizer, lost: int = 0) -> None:
-        self.tokenizer, self.lost = tokenizer, lost
+        self.tokenizer, self.lost, self.refused = tokenizer, lost, None
         self.model, self.version, self.updates = build_model(tokenizer, seed=9), "0", 0
         self.http = ScriptedServer(self.answer)
 
     def answer(self, method, path, body):
+        if path == self.refused:
+            return 500, "no"
         if path == "/update_weights":
             self.updates += 1
             if self.updates <= self.lost:
@@ -101,24 +103,27 @@ def test_a_server_that_missed_an_update_is_left_out_by_every_rank_until_one_of_t
     assert not list(tmp_path.glob("mt-grpo-weights-*"))
 
 
-class Generation:
-    """TRL's side of the NCCL transfer, which needs GPUs: says when it is asked."""
+class Scripted(Transfer):
+    """TRL's side of the NCCL transfer, which needs GPUs: says when it is asked, and walks over three parameters."""
 
     fault: Exception | None = None
+    server = ""
 
     def __init__(self, *args, **kwargs):
-        self.server = None
+        pass
 
     def sync_weights(self):
         ServerControl(self.server).post("/walked")
-        if self.fault is not None:
-            raise self.fault
+        self.walk = iter("abc")
+        for _ in self.walk:
+            if self.fault is not None:
+                raise self.fault
 
 
 @pytest.fixture
 def nccl(tokenizer, client, monkeypatch):
     monkeypatch.setattr("mt_grpo.training.weight_transports.is_vllm_available", lambda: True)
-    monkeypatch.setattr("mt_grpo.training.weight_transports.VLLMGeneration", Generation)
+    monkeypatch.setattr("mt_grpo.training.weight_transports.Transfer", Scripted)
     model = build_model(tokenizer)
     sync = NcclSync(client, lambda: model, Accelerator(cpu=True), verify_every=50)
     sync.num_syncs = 1  # what arrives by NCCL is not there to be verified
@@ -137,19 +142,19 @@ def test_by_nccl_the_server_is_paused_while_the_weights_travel(nccl, replicas):
 
 
 def test_by_nccl_no_rank_walks_over_the_parameters_unless_the_server_is_paused(nccl, replicas):
-    replicas[0].answer = None
-    replicas[0].http.stop()
-    nccl.client.server_timeout = 0.5
-    with pytest.raises(Exception, match="/pause|No vLLM server"):
+    replicas[0].refused = "/pause"
+    with pytest.raises(WeightSyncError, match="/pause.*HTTP 500"):
         nccl.sync(3)
     assert "/walked" not in calls(replicas[0])
 
 
-def test_a_transfer_by_nccl_that_fails_ends_the_run_and_resumes_the_server(nccl, replicas):
+def test_a_transfer_by_nccl_that_fails_ends_the_run_after_its_walk_and_resumes_the_server(nccl, replicas):
+    """The other processes walk to the end, so that this one must: gathering a parameter takes all of them."""
     nccl._generation.fault = Exception("Request failed: 500")
     with pytest.raises(WeightSyncError, match="Request failed: 500"):
         nccl.sync(3)
     assert calls(replicas[0]) == ["/pause", "/walked", "/resume"]
+    assert not list(nccl._generation.walk)
 
 
 @pytest.mark.parametrize(

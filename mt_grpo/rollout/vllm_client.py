@@ -58,8 +58,7 @@ class VLLMServerClient:
 
     Attributes:
         context_length (`int`): The shortest `max_model_len` among the servers; 0 before `connect`.
-        model (`str`): Name requests ask for, empty for the model that a server was started with, whose name may differ
-            from server to server; weight sync by adapter sets it.
+        model (`str`): Name requests ask for; empty for each server's own model; weight sync by adapter sets it.
         weight_version (`int`, *optional*): Optimiser step of the servers' weights; set by weight sync.
         restore (`Callable[[str], None]`, *optional*): Called in a thread with the URL of a server that came back
             without those weights; must bring them there. Without it such a server is waited for.
@@ -274,11 +273,9 @@ class VLLMServerClient:
         self, server: Server, method: str, path: str, content: bytes | None = None, timeout: float | None = None
     ) -> Any:
         limit = aiohttp.ClientTimeout(timeout or self.request_timeout, sock_connect=CONNECT_TIMEOUT)
-        request = f"{method} {server.url}{path}"
+        url, request = server.url + path, f"{method} {server.url}{path}"
         try:
-            async with self._connection().http.request(
-                method, server.url + path, data=content, timeout=limit
-            ) as answer:
+            async with self._connection().http.request(method, url, data=content, timeout=limit) as answer:
                 body = await answer.read()
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             raise no_answer(request, error) from error
@@ -289,6 +286,7 @@ class VLLMServerClient:
         loop = asyncio.get_running_loop()
         if self._wire is None or self._wire.loop is not loop:
             self._wire = Wire(loop, open_session(self.api_key), asyncio.Semaphore(self.max_concurrent), {})
+            self.pool.wait_anew()
         return self._wire
 
     def gone(self) -> str:

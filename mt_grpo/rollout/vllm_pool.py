@@ -90,6 +90,12 @@ class ServerPool:
         chosen.sessions.add(session)
         return chosen
 
+    def wait_anew(self) -> None:
+        """Servers that are down are looked for from now on: nobody did while nothing was sampled."""
+        for server in self.servers:
+            if not server.up:
+                server.down_since = time.monotonic()
+
     def release(self, session: str) -> None:
         """Forgets a conversation, and its group with the last of its members."""
         group = self._group.pop(session, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +20,6 @@ from mt_grpo.training.attention import TreeLayout, UnsupportedModelError, check_
 from mt_grpo.training.config import ConfigError
 from mt_grpo.training.head import score
 from mt_grpo.training.packing import FlatTree, Packed, pack
-
-_HEADS: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
-"""The models that run over packed trees, and whether their logits are computed in float32."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ def keep_outputs_exact(accelerator: Accelerator) -> None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
-def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool = False) -> None:
+def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | None = None) -> None:
     """
     Teaches a causal language model to run over packed trees: `model(input_ids, position_ids, tree=TreeInput(...))`
     returns a tuple `(logps, entropies)`. Every other forward, and generation, is as before.
@@ -91,8 +87,8 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool = F
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): The model, not wrapped for training yet.
-        cast_head_to_fp32 (`bool`, *optional*, defaults to `False`): Computes logits in float32, outside autocast, as
-            TRL's `cast_lm_head_to_fp32` does.
+        cast_head_to_fp32 (`bool`, *optional*): Computes logits in float32, outside autocast, as TRL's
+            `cast_lm_head_to_fp32` does; unset it stays as it was, at first `False`.
 
     Raises:
         UnsupportedModelError: If the model cannot run over packed trees.
@@ -105,18 +101,19 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool = F
             )
         model = model.get_base_model()
     check_model(model)
-    enabled = model in _HEADS
-    _HEADS[model] = cast_head_to_fp32
+    enabled = "_forward_without_trees" in vars(model)
+    if cast_head_to_fp32 is not None or not enabled:
+        model._head_in_float32 = bool(cast_head_to_fp32)
     if enabled:
         return
     # a reference model is made with the policy's configuration, where the name may be ours already
     model.config._attn_implementation = register(model.config._attn_implementation.removeprefix("tree_or_"))
-    plain = model.forward
+    model._forward_without_trees = model.forward  # a bound method: a deep copy of the model has its own
 
     @functools.wraps(type(model).forward)  # `generate` validates its arguments against the signature
     def forward(self: PreTrainedModel, *args: Any, tree: TreeInput | None = None, **kwargs: Any) -> Any:
         if tree is None:
-            return plain(*args, **kwargs)
+            return self._forward_without_trees(*args, **kwargs)
         device = kwargs["input_ids"].device
         hidden = self.base_model(
             input_ids=kwargs["input_ids"],
@@ -134,7 +131,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool = F
             )
         predictor = torch.from_numpy(tree.packed.predictor).to(hidden.device)
         scored = hidden.index_select(0, predictor)
-        return _through_head(self.get_output_embeddings(), scored, tree, _HEADS[model])
+        return _through_head(self.get_output_embeddings(), scored, tree, self._head_in_float32)
 
     model.forward = types.MethodType(forward, model)
 

@@ -63,8 +63,10 @@ def _tree(
     model: PreTrainedModel, flat: list[FlatTree], num_turns: list[int], attention: str, temperature: float
 ) -> list[list[Tensor]]:
     enable_trees(model)
-    found: list[list[Tensor]] = [[] for _ in flat]
-    for row in split(flat, ROW_TOKENS):
+    found = [[torch.empty(0)] * count for count in num_turns]
+    full = [index for index, tree in enumerate(flat) if len(tree.tokens)]
+    for part in split([flat[index] for index in full], ROW_TOKENS):
+        row = [full[place] for place in part]
         packed = pack([flat[index] for index in row])
         logps = run(model, packed, attention, temperature).logps
         order = packed.turn_order

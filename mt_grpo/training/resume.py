@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mt_grpo.training.config import ConfigError
@@ -14,7 +15,7 @@ from mt_grpo.training.config import ConfigError
 
 def save_rollouts(folder: Path, accelerator: Accelerator, step: int, batches: Any) -> None:
     """
-    Saves what this process has still to train on. It comes last, so that a checkpoint that has it is whole.
+    Saves what this process has still to train on; the last that it writes to a checkpoint.
 
     Args:
         folder (`Path`): The checkpoint.
@@ -64,12 +65,21 @@ def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
                 f"`resume_from_checkpoint: {wanted}` is no folder: name one, or `true` for the latest in `output_dir`."
             )
         return str(wanted)
-    whole = [path.parent for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/rollouts-rank0.pt")]
-    if not whole:
+    folders = [path.parent for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/rollouts-rank0.pt")]
+    folders.sort(key=lambda folder: int(folder.name.rsplit("-", 1)[1]), reverse=True)
+    latest = next(filter(_whole, folders), None)
+    if latest is None:
         raise ConfigError(
             f"There is no checkpoint in `output_dir: {output_dir}` to resume from; `save_strategy: steps` leaves some."
         )
-    return str(max(whole, key=lambda folder: int(folder.name.rsplit("-", 1)[1])))
+    return str(latest)
+
+
+def _whole(folder: Path) -> bool:
+    """Whether every process had finished writing."""
+    processes = torch.load(folder / "rollouts-rank0.pt", map_location="cpu", weights_only=True)["processes"]
+    files = [TRAINER_STATE_NAME, *(f"rollouts-rank{rank}.pt" for rank in range(processes))]
+    return all((folder / name).exists() for name in files)
 
 
 def _path(folder: Path, accelerator: Accelerator) -> Path:

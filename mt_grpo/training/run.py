@@ -7,7 +7,7 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.console import Console
 from rich.rule import Rule
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mt_grpo.rewards import RewardError
@@ -94,8 +94,6 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     trainer.accelerator.wait_for_everyone()
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
-    bar = ProgressBar(console)
-    trainer.add_callback(bar)
     console.print(examine_template(trainer.runner.renderer), highlight=False)
     start = time.perf_counter()
     evaluates = trainer.eval_dataset is not None
@@ -110,18 +108,26 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
         "versions": report.versions(),
     }
     examples: list[Trajectory] = []
-    if evaluates and args.resume_from_checkpoint and summary_path.exists():
+    if args.resume_from_checkpoint and summary_path.exists():
         summary["before"] = json.loads(summary_path.read_text(encoding="utf-8"))["before"]
-    elif evaluates:
-        summary["before"] = _measure(trainer, console, "before")
-        examples = trainer.eval_trajectories[:EXAMPLES]
-    if main:
-        report.write_json(summary_path, summary)
+
+    def measure_before() -> None:
+        if evaluates and not summary["before"]:
+            summary["before"] = _measure(trainer, console, "before")
+            examples.extend(trainer.eval_trajectories[:EXAMPLES])
+        if main:
+            report.write_json(summary_path, summary)
+
+    bar = ProgressBar(console)
+    trainer.add_callback(_AtTheBeginning(measure_before))
+    trainer.add_callback(bar)
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         if evaluates:
             summary["after"] = _measure(trainer, console, "after")
     except (*FAILURES, RewardError) as error:  # the last keeps its traceback, which is of the user's code
+        if not trainer.state.global_step:
+            raise
         checkpoint = _save(trainer)
         raise type(error)(
             f"{error} What was learnt up to step {trainer.state.global_step} is in {checkpoint}: go on with "
@@ -149,6 +155,19 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:")
     for path in sorted(folder.iterdir()):
         console.print(f"  {path}", highlight=False)
+
+
+class _AtTheBeginning(TrainerCallback):
+    """
+    Calls `action` once the model is wrapped for training: FSDP and DeepSpeed wrap it together with its optimiser, and
+    only once, so that an evaluation must not come before.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._action()
 
 
 def _save(trainer: MTGRPOEnvTrainer) -> Path:

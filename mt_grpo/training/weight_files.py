@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -100,7 +100,7 @@ def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, tor
         exhaust(iterator)
 
 
-def exhaust(iterator: Iterator[object]) -> None:
+def exhaust(iterator: Iterable[object]) -> None:
     """Takes part in a walk without looking at it."""
     for _ in iterator:
         pass

@@ -161,7 +161,8 @@ class ServerSync:
     def _run(self, everywhere: Any, main: Any) -> None:
         """
         Runs `everywhere` in every process, then `main` in the main one; a failure is raised in all of them, and a
-        server that the main one lost is left out by all: it may hold other weights than the rest.
+        server that the main one lost is left out by all: it may hold other weights than the rest. One that it took
+        back, with its weights, is taken back by all.
         """
         failure = None
         try:
@@ -177,6 +178,8 @@ class ServerSync:
         for server, (up, fault) in zip(servers, shared[1], strict=True):
             if server.up and not up:
                 server.drop(fault)
+            elif up and not server.up:
+                server.take_back()
         if isinstance(failure, (WeightSyncError, ServerGoneError)):
             raise failure
         if failure is not None or shared[0] is not None:

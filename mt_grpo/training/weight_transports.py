@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, is_peft_model
+from safetensors import SafetensorError
+from torch.distributed.fsdp import FSDPModule
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
@@ -23,7 +25,21 @@ from mt_grpo.training.weight_push import WeightSyncError, paused, push_adapter, 
 from mt_grpo.training.weight_sync import ServerSync
 
 
-class Parameters(VLLMGeneration):
+class Transfer(VLLMGeneration):
+    """TRL's transfer by NCCL, with a walk over the parameters that every process can finish."""
+
+    walk: Iterable[Any] = ()
+    """The walk under way."""
+
+    def _iter_named_params(self) -> Any:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward without a backward leaves the outermost weights gathered
+        self.walk = super()._iter_named_params()
+        return self.walk
+
+
+class Parameters(Transfer):
     """
     TRL's walk over a trainer's parameters, full and under the names vLLM loads, for FSDP, DeepSpeed ZeRO and adapters
     (merged while the walk lasts). Iterating is a collective operation: every process must, to the end.
@@ -139,7 +155,13 @@ class LoraSync(ServerSync):
         with backend.gather_params([parameter for parameter in model.parameters() if parameter.requires_grad]):
             if self.accelerator.is_main_process:
                 # embeddings that are trained are saved all the same; to guess whether others changed asks the Hub
-                model.save_pretrained(self._adapter(step), state_dict=state, save_embedding_layers=False)
+                try:
+                    model.save_pretrained(self._adapter(step), state_dict=state, save_embedding_layers=False)
+                except SafetensorError as error:
+                    raise OSError(
+                        f"The adapter could not be written to {self._folder} ({error}): free some room, or set "
+                        "`weight_sync_folder` to another folder that the server sees too."
+                    ) from error
 
     def _push(self, server: ServerControl, step: int) -> None:
         adapter = self._adapter(step)
@@ -194,7 +216,7 @@ class NcclSync(ServerSync):
             if hindrance:
                 raise ConfigError(f"`weight_sync: nccl` {fault}: mend that, or choose `weight_sync: safetensors`.")
         super().__init__(client, get_model, accelerator, **options)
-        self._generation = VLLMGeneration(
+        self._generation = Transfer(
             get_model(),
             accelerator,
             client.tokenizer,
@@ -212,7 +234,8 @@ class NcclSync(ServerSync):
             self._generation.model = self.get_model()
             try:
                 self._generation.sync_weights()
-            except Exception as error:  # TRL raises it bare
+            except Exception as error:  # TRL raises it bare, perhaps in the middle of the walk
+                exhaust(self._generation.walk)
                 raise WeightSyncError(f"TRL could not send the weights by NCCL: {error}") from error
             if self.accelerator.is_main_process:
                 server.post("/update_weight_version", {"new_version": str(step)})
