@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from rich.console import Console
 from rich.rule import Rule
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
@@ -108,8 +108,10 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
         "versions": report.versions(),
     }
     examples: list[Trajectory] = []
-    if args.resume_from_checkpoint and summary_path.exists():
+    if main and args.resume_from_checkpoint and summary_path.exists():
         summary["before"] = json.loads(summary_path.read_text(encoding="utf-8"))["before"]
+    if trainer.accelerator.num_processes > 1:  # others may not see the file, and must measure, or not, with the first
+        summary = broadcast_object_list([summary])[0]
 
     def measure_before() -> None:
         if evaluates and not summary["before"]:
