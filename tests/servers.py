@@ -52,7 +52,7 @@ class RealServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, wait: bool = True) -> RealServer:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
                 self._command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True

@@ -36,6 +36,17 @@ def test_the_command_has_what_the_trainer_relies_on():
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
 
 
+def test_the_environment_decides_how_a_cpu_is_used_and_where_it_is_silent_no_core_is_kept(monkeypatch):
+    names = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(serve.torch, "get_num_threads", lambda: 8)
+    assert [command()[2][name] for name in names] == ["nobind", "7"]
+    for name in names:
+        monkeypatch.setenv(name, "0-3")
+    assert [command()[2][name] for name in names] == ["0-3", "0-3"]
+
+
 def test_each_server_has_an_identity_of_its_own():
     identities = {command()[1]["--fingerprint-value"] for _ in range(2)}
     assert len(identities) == 2

@@ -279,7 +279,7 @@ def test_a_dead_server_among_several_is_left_out_and_taken_back(tokenizer, start
         assert back.asked("/v1/completions")
         await client.close()
 
-    asyncio.run(go())
+    asyncio.run(asyncio.wait_for(go(), 60))
 
 
 def test_all_servers_gone_ends_the_run_with_the_command(tokenizer, start):

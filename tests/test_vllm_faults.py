@@ -228,6 +228,10 @@ def test_a_server_that_hangs_as_a_whole_is_waited_for(undisturbed, server):
     client = VLLMServerClient(server.url, tokenizer, request_timeout=1.0)
     context = tokenizer.encode("user What is the capital of Peru")
 
+    async def dropped(one) -> None:
+        while one.up:
+            await asyncio.sleep(0.02)
+
     async def go() -> None:
         await client.connect()
         (one,) = client.pool.servers
@@ -235,8 +239,7 @@ def test_a_server_that_hangs_as_a_whole_is_waited_for(undisturbed, server):
         os.killpg(group, signal.SIGSTOP)
         try:
             asking = asyncio.ensure_future(client.generate(context, Sampling(max_tokens=4), "a"))
-            while one.up:
-                await asyncio.sleep(0.02)
+            await asyncio.wait_for(dropped(one), 60)
         finally:
             os.killpg(group, signal.SIGCONT)
         assert (await asking).ids and one.up
@@ -423,14 +426,14 @@ def test_an_interrupted_server_leaves_no_process_though_it_was_at_work(undisturb
     client = VLLMServerClient(server.url, tokenizer, server_timeout=0.5, request_timeout=60.0)
     group = server._process.pid
 
+    async def ask_on(index: int) -> None:
+        while True:
+            await client.generate([index] * 8, Sampling(max_tokens=200), str(index))
+
     async def go() -> list:
         await client.connect()
-        jobs = [
-            asyncio.ensure_future(client.generate([index] * 8, Sampling(max_tokens=200), str(index)))
-            for index in range(32)
-        ]
-        while not server.metric("vllm:num_requests_running"):
-            await asyncio.sleep(0.01)
+        jobs = [asyncio.ensure_future(ask_on(index)) for index in range(32)]
+        await asyncio.to_thread(until, lambda: server.metric("vllm:num_requests_running"))
         os.kill(group, signal.SIGINT)
         return await asyncio.gather(*jobs, return_exceptions=True)
 

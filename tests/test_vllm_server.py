@@ -208,6 +208,17 @@ def lookup_nothing(query: str) -> str:
     return query
 
 
+def test_a_server_keeps_no_core_to_itself(tied):
+    """Two servers bound to one core, where their threads spin, can keep a third process off it for ever."""
+    group, seen = tied.server._process.pid, 0
+    for task in Path("/proc").glob("[0-9]*/task/[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(int(task.parts[2])) == group:
+                assert os.sched_getaffinity(int(task.name)) == os.sched_getaffinity(0)
+                seen += 1
+    assert seen > 3
+
+
 def test_cancelling_a_request_aborts_it_on_the_server(tied):
     client, contexts = tied.client(), tied.prompts(16)
     finished = tied.server.metric("vllm:request_success_total")

@@ -58,7 +58,8 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
     if args.use_cpu or not torch.cuda.is_available():
         # a seeded prompt split over two steps ends vLLM's CPU build ("CPU Generator does not use offset")
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
-        environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+        for name, value in _cpu_defaults().items():
+            environment[name] = os.environ.get(name, value)
     return command, environment
 
 
@@ -85,6 +86,18 @@ def _address(args: MTGRPOConfig) -> tuple[str, int]:
 def _interpreter() -> Path:
     own = Path(mt_grpo.__file__).parents[1] / ".venv-vllm" / "bin" / "python"
     return own if own.exists() else Path(sys.executable)
+
+
+def _cpu_defaults() -> dict[str, str]:
+    """
+    How a server uses a CPU machine where the user's environment does not say it. vLLM would bind the threads of every
+    server to the same cores, and there they spin: whatever else the kernel puts on such a core may never run.
+    """
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() - 1)),
+    }
 
 
 def _rank(rank: int) -> int:
