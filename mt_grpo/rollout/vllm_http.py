@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import ssl
 from typing import Any
 
 import aiohttp
@@ -109,6 +111,7 @@ class ServerControl:
             timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT),
             # a connection for each call: after an error the server closes it, perhaps under the next call
             limits=httpx.Limits(max_keepalive_connections=0),
+            verify=_certificates(),
             trust_env=False,
         )
 
@@ -139,6 +142,12 @@ class ServerControl:
     def close(self) -> None:
         """Closes the connection."""
         self._client.close()
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """What servers are known by; read once, which takes longer than a call."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def _words(body: bytes) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from trl.distributed import DistributedBackend
 
 from mt_grpo.rollout.vllm_client import VLLMServerClient
 from mt_grpo.rollout.vllm_http import CONNECT_TIMEOUT, RequestFailed, ServerControl, ServerGoneError
@@ -89,6 +90,9 @@ class ServerSync:
         self.num_syncs = 0
         self._probe = probe_ids(accelerator.unwrap_model(get_model()).config.get_text_config().vocab_size)
         self._expected: list[float] = []
+        backend = DistributedBackend(accelerator)
+        # elsewhere a forward takes every process, or a thread that knows its device, and costs little
+        self._scores_late = accelerator.device.type == "cpu" and not (backend.is_fsdp or backend.is_zero3)
         self._timeout = timeout
         self._lock = threading.Lock()  # a server that is restarted is restored from another thread
         client.restore = self.restore
@@ -103,9 +107,11 @@ class ServerSync:
             for server in self.client.pool.servers:
                 server.fingerprint = None
             self._pushed(step)
-            # kept, so that a server that is restarted can be verified while other processes are busy
-            self._expected = trainer_logprobs(self.get_model(), self._probe)
-            if self.num_syncs % self.verify_every == 0:
+            self._expected = []
+            due = self.num_syncs % self.verify_every == 0
+            if due or not self._scores_late:  # a server that is restarted is verified while other processes are busy
+                self._expected = trainer_logprobs(self.get_model(), self._probe)
+            if due:
                 self._verify()
             self.num_syncs += 1
 
@@ -146,6 +152,8 @@ class ServerSync:
         self._compare(server)
 
     def _compare(self, server: ServerControl) -> None:
+        if not self._expected:
+            self._expected = trainer_logprobs(self.accelerator.unwrap_model(self.get_model()), self._probe)
         verdict = compare(server_logprobs(server, self.client.model, self._probe), self._expected)
         logger.info("Weight sync verified at %s: %.2e nats a token.", server.base_url, verdict.difference)
         if verdict.difference > self.tolerance:
