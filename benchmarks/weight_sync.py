@@ -8,9 +8,9 @@ Weight sync by file, against a memory copy of the same bytes, into a real vLLM s
 
     python benchmarks/weight_sync.py [--quick] [--threads 1]
 
-Trainer and server compute with `--threads` and, as vLLM decides it, all cores but one. Beside the time that passes
-stands that of the processors in trainer and worker, which other work on the machine disturbs less. Needs `.venv-vllm`
-(`make server-cpu`). Prints a table and writes `benchmarks/results/weight_sync.json`.
+Trainer and server compute with `--threads` and, as `mt-grpo serve` decides it, a thread for each core but one. Beside
+the time that passes stands that of the processors in trainer and worker, which other work on the machine disturbs
+less. Needs `.venv-vllm` (`make server-cpu`). Prints a table and writes `benchmarks/results/weight_sync.json`.
 """
 
 from __future__ import annotations
