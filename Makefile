@@ -10,8 +10,8 @@ quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
 
 test: lint server-cpu
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --cov=mt_grpo.trajectory --cov=mt_grpo.credit \
-		--cov=mt_grpo.rewards --cov-branch --cov-report=term-missing --cov-fail-under=100
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --max-worker-restart=0 --cov=mt_grpo.trajectory \
+		--cov=mt_grpo.credit --cov=mt_grpo.rewards --cov-branch --cov-report=term-missing --cov-fail-under=100
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
