@@ -22,7 +22,7 @@ from mt_grpo.training.config import ConfigError
 from mt_grpo.training.servers import own_engine
 from mt_grpo.training.weight_probe import trainer_logprobs
 from mt_grpo.training.weight_push import WeightSyncError, paused
-from mt_grpo.training.weight_transports import LoraSync, NcclSync, Transfer
+from mt_grpo.training.weight_transports import LoraSync, NcclSync, SafetensorsSync, Transfer
 
 TESTS = Path(__file__).parent
 
@@ -101,6 +101,21 @@ def test_a_server_that_missed_an_update_is_left_out_by_every_rank_until_one_of_t
     assert [replica.version for replica in replicas] == ["1", "1"]
     assert replicas[1].http.asked("/v1/completions")
     assert not list(tmp_path.glob("mt-grpo-weights-*"))
+
+
+def test_a_restored_server_is_verified_though_the_latest_sync_was_not(tokenizer, replicas, client):
+    model, replica = build_model(tokenizer), replicas[0]
+    sync = SafetensorsSync(client, lambda: model, Accelerator(cpu=True))
+    sync.sync(0)
+    model.model.embed_tokens.weight.data *= 1.5
+    sync.sync(1)
+    assert len(replica.http.asked("/v1/completions")) == 1  # of the first sync
+    sync.restore(replica.http.url)
+    replica.model = build_model(tokenizer, seed=9)
+    replica.model.load_state_dict = lambda *args, **kwargs: None
+    with pytest.raises(WeightSyncError, match="does not compute what the trainer computes"):
+        sync.restore(replica.http.url)
+    sync.close()
 
 
 class Scripted(Transfer):
