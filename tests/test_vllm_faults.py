@@ -228,10 +228,6 @@ def test_a_server_that_hangs_as_a_whole_is_waited_for(undisturbed, server):
     client = VLLMServerClient(server.url, tokenizer, request_timeout=1.0)
     context = tokenizer.encode("user What is the capital of Peru")
 
-    async def dropped(one) -> None:
-        while one.up:
-            await asyncio.sleep(0.02)
-
     async def go() -> None:
         await client.connect()
         (one,) = client.pool.servers
@@ -239,7 +235,7 @@ def test_a_server_that_hangs_as_a_whole_is_waited_for(undisturbed, server):
         os.killpg(group, signal.SIGSTOP)
         try:
             asking = asyncio.ensure_future(client.generate(context, Sampling(max_tokens=4), "a"))
-            await asyncio.wait_for(dropped(one), 60)
+            await asyncio.to_thread(until, lambda: not one.up, 60.0)
         finally:
             os.killpg(group, signal.SIGCONT)
         assert (await asking).ids and one.up
