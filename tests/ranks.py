@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather
 from conftest import CPU_RUN, build_model, build_tokenizer, lookup
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from rich.console import Console
 from torch.distributed.tensor import DTensor
@@ -40,6 +40,8 @@ SCENARIOS = {
     "adapter": {"max_completion_length": 150, "mask_truncated_completions": True},
     "bf16": {"bf16": True},
     "measured": {"do_eval": True, "per_device_eval_batch_size": 3, "num_generations_eval": 1},
+    # ten evaluated conversations, eight to a batch: of the second batch the second rank has none
+    "uneven": {"do_eval": True, "num_generations_eval": 2},
 }
 
 
@@ -71,6 +73,8 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
     options = {**CPU_RUN, "max_completion_length": 480, **SCENARIOS[scenario]}
     options["per_device_train_batch_size"] = BATCH // world // options.get("steps_per_generation", 1)
+    if scenario == "uneven":
+        options["per_device_eval_batch_size"] = BATCH // world
     args = MTGRPOConfig(
         folder,
         max_steps=3,
@@ -90,16 +94,21 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         [Length()],
         args,
         Dataset.from_list(rows),
-        Dataset.from_list(rows) if scenario == "measured" else None,
+        Dataset.from_list(rows[: 5 if scenario == "uneven" else 6]) if options.get("do_eval") else None,
         engine=ScriptedEngine(tokenizer, conversation),
         processing_class=tokenizer,
         peft_config=adapter,
     )
     assert trainer.accelerator.num_processes == world
-    if scenario == "measured":
+    if scenario in ("measured", "uneven"):
         run_training(trainer, {}, Console(quiet=True))
     else:
         trainer.train()
+    evaluations = []
+    if scenario == "uneven":
+        stream = IterableDataset.from_generator(lambda: iter(rows[:5]))
+        for dataset in (None, stream):
+            evaluations.append(trainer.evaluate(dataset))
     sent = {name: tensor.detach().clone() for name, tensor in Parameters(trainer.model, trainer.accelerator)}
     ids = torch.tensor([[1, 2]])
     with trainer.accelerator.autocast():
@@ -113,6 +122,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         "weights": {name: whole(parameter).detach() for name, parameter in model.named_parameters()},
         "sent": sent,
         "dtype": logps.dtype,
+        "evaluations": evaluations,
         "work": gather(torch.stack([part["completion_mask"].sum() for part in trainer._buffered_inputs])),
     }
     if trainer.accelerator.is_main_process:

@@ -87,3 +87,21 @@ def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):
     assert saved >= {"model.safetensors", "rollouts-rank0.pt", "rollouts-rank1.pt"}
     first, second = two["work"].view(2, 2).sum(dim=1).tolist()  # a rank's micro-batches
     assert max(first, second) < 1.05 * min(first, second)
+
+
+def test_rows_that_only_fill_up_the_last_batch_are_not_counted(tmp_path):
+    one, two = run(tmp_path / "1", 1, "uneven"), run(tmp_path / "2", 2, "uneven")
+    for alone, shared in zip(one["evaluations"], two["evaluations"], strict=True):
+        assert alone.keys() == shared.keys()
+        for name in alone:
+            kind = name.removeprefix("eval_").split("/")[0]
+            if kind in ("stop", "turns", "tools", "tokens", "reward") or kind.startswith("turn_"):
+                assert shared[name] == pytest.approx(alone[name], rel=1e-4), name
+            if name.startswith(("eval_rewards/", "eval_completions/")) and "/mean" in name:
+                assert shared[name] == pytest.approx(alone[name], rel=1e-4), name
+        assert sum(value for name, value in shared.items() if name.startswith("eval_stop/")) == pytest.approx(1)
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in "12"]
+    assert [summary[moment]["questions"] for summary in summaries for moment in ("before", "after")] == [10] * 4
+    assert summaries[0]["before"] == pytest.approx(summaries[1]["before"])
+    lines = [json.loads(line) for path in (tmp_path / "2").glob("trajectories*.jsonl") for line in path.open()]
+    assert sum(line["mode"] == "eval" for line in lines) == 4 * 10

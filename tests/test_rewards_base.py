@@ -84,6 +84,11 @@ def test_scores_are_indexed_by_reward_trajectory_and_turn_and_recorded():
     assert batch[1].rewards == {"outcome": {"num_turns": 3.0, "Returns": None}, "turn": {"Length": [1.0]}}
 
 
+def test_a_batch_without_a_trajectory_calls_no_reward():
+    scores = score([Length()], [NumTurns(), FunctionReward(len)], [])
+    assert scores.turn == [[]] and scores.outcome == [[], []]
+
+
 def test_without_rewards_there_are_no_scores():
     trajectory = make_trajectory("a")
     scores = score([], [], [trajectory])

@@ -275,8 +275,9 @@ def test_metrics_are_logged_by_turn(build, tmp_path):
     build(max_steps=1).train()
     logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert logged["turns/mean"] == (3 + 2 + 1 + 3) / 4
-    assert logged["tools/call_frequency"] == 5 / 4 and logged["tools/failure_frequency"] == 1 / 5
-    assert logged["turn_1/tool_calls"] == 3 / 4 and logged["turn_1/failures"] == 1 / 4
+    assert logged["tools/call_frequency"] == 4 / 4 and logged["tools/failure_frequency"] == 0
+    assert logged["tools/malformed_frequency"] == logged["turn_1/malformed"] == 1 / 4
+    assert logged["turn_1/tool_calls"] == 2 / 4 and logged["turn_1/failures"] == 0
     assert logged["turn_1/reward"] == pytest.approx(2 / 3) and logged["turn_2/reward"] == 1.0
     assert "turn_3/advantage" in logged and "turn_3/reward" not in logged
     assert logged["stop/answered"] == 1.0

@@ -104,6 +104,8 @@ async def _score_turn_func(func: TurnReward, trajectories: list[Trajectory]) -> 
 async def _score_outcome_func(
     func: OutcomeReward, trajectories: list[Trajectory], extra: dict[str, Any] | None
 ) -> list[float | None]:
+    if not trajectories:
+        return []
     if not isinstance(func, FunctionReward):
         return await _gather([_score_one(func, trajectory, trajectory) for trajectory in trajectories])
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ from accelerate.utils import gather, gather_object
 from transformers import TrainerCallback
 
 from mt_grpo.credit import RewardBatch
+from mt_grpo.training.jsonl import to_json
+from mt_grpo.training.tally import Tally
 from mt_grpo.trajectory import StopReason, Trajectory
 
 UNFINISHED = {StopReason.LENGTH, StopReason.TOKEN_BUDGET, StopReason.CONTEXT_FULL, StopReason.TIMEOUT}
@@ -34,10 +34,7 @@ class TrajectoryWriter:
     def write(self, trajectories: list[Trajectory], mode: str, step: int) -> None:
         """Appends trajectories with the mode (`"train"` or `"eval"`) and the optimiser step they belong to."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [
-            json.dumps({"step": step, "mode": mode, **trajectory.to_dict()}, ensure_ascii=False, default=str)
-            for trajectory in trajectories
-        ]
+        lines = [to_json({"step": step, "mode": mode, **trajectory.to_dict()}) for trajectory in trajectories]
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(line + "\n" for line in lines))
 
@@ -50,52 +47,63 @@ class MetricsCallback(TrainerCallback):
             path = Path(args.output_dir) / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}, default=str) + "\n")
+                file.write(to_json({"step": state.global_step, **logs}) + "\n")
 
 
-def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
     """
     Metrics of the conversations of all ranks; a collective call.
 
     Returns:
-        `dict`: `turns/mean`; `tools/call_frequency` (a trajectory) and `tools/failure_frequency` (a call) as TRL
-        names them; `sequences/mean`, `tokens/unique` and `tokens/turn_by_turn`, what a forward a turn would compute (a
-        trajectory); `turn_K/length` and `turn_K/context_length` (tokens), `turn_K/tool_calls` and `turn_K/failures` (a
-        trajectory that has the turn), K from 1; `stop/REASON`, shares that sum to 1; `forks/CAUSE` and
-        `tokenization/CAUSE` (a trajectory), where there are any.
+        `Tally`: TRL's `completions/*` in tokens sampled; `turns/mean`; `tools/call_frequency` (calls, a trajectory),
+        `tools/failure_frequency` (a call) and `tools/malformed_frequency` (turns with neither a call that could be
+        read nor an answer, a trajectory);
+        `sequences/mean`, `tokens/unique` and `tokens/turn_by_turn`, what a forward a turn would compute (a
+        trajectory); `turn_K/length` and `turn_K/context_length` (tokens), `turn_K/tool_calls`, `turn_K/failures` and
+        `turn_K/malformed` (a trajectory that has the turn), K from 1; `stop/REASON` for every reason, shares that sum
+        to 1; `forks/CAUSE` and `tokenization/CAUSE` (a trajectory), where there are any.
     """
     records = gather_object([_record(trajectory) for trajectory in trajectories])
-    count = len(records)
     turns = [turn for record in records for turn in record["turns"]]
-    attempts = sum(turn["tool_calls"] for turn in turns)
-    metrics = {
-        "turns/mean": len(turns) / count,
-        "tools/call_frequency": attempts / count,
-        "tools/failure_frequency": sum(turn["failures"] for turn in turns) / attempts if attempts else 0.0,
-        "sequences/mean": sum(record["sequences"] for record in records) / count,
-        "tokens/unique": sum(record["unique"] for record in records) / count,
-        "tokens/turn_by_turn": sum(turn["context_length"] + turn["length"] for turn in turns) / count,
-    }
+    tally = Tally()
+    tally.count("trajectory", len(records))
+    lengths = [(sum(turn["length"] for turn in record["turns"]), record["ended"]) for record in records]
+    _count_completions(tally, [length for length, _ in lengths], [length for length, ended in lengths if ended])
+    tally.count("call", sum(turn["tool_calls"] for turn in turns))
+    for name, total in (
+        ("turns/mean", len(turns)),
+        ("tools/call_frequency", sum(turn["tool_calls"] for turn in turns)),
+        ("tools/malformed_frequency", sum(turn["malformed"] for turn in turns)),
+        ("sequences/mean", sum(record["sequences"] for record in records)),
+        ("tokens/unique", sum(record["unique"] for record in records)),
+        ("tokens/turn_by_turn", sum(turn["context_length"] + turn["length"] for turn in turns)),
+    ):
+        tally.add(name, total, per="trajectory")
+    tally.add("tools/failure_frequency", sum(turn["failures"] for turn in turns), per="call")
     for index in range(max(len(record["turns"]) for record in records)):
         rows = [record["turns"][index] for record in records if index < len(record["turns"])]
+        tally.count(f"turn {index + 1}", len(rows))
         for name in TURN_METRICS:
-            metrics[f"turn_{index + 1}/{name}"] = sum(row[name] for row in rows) / len(rows)
-    for name, values in (
-        ("stop", [record["stop"] for record in records]),
-        ("tokenization", [record["tokenization"] for record in records]),
-        ("forks", [turn["rewritten"] for turn in turns]),
+            tally.add(f"turn_{index + 1}/{name}", sum(row[name] for row in rows), per=f"turn {index + 1}")
+    stops = Counter({reason.value: 0 for reason in StopReason})
+    stops.update(record["stop"] for record in records)
+    for name, numbers in (
+        ("stop", stops),
+        ("tokenization", Counter(record["tokenization"] for record in records if record["tokenization"])),
+        ("forks", Counter(turn["rewritten"] for turn in turns if turn["rewritten"])),
     ):
-        for value, number in sorted(Counter(filter(None, values)).items()):
-            metrics[f"{name}/{value.replace(' ', '_')}"] = number / count
-    return metrics
+        for value, number in sorted(numbers.items()):
+            tally.add(f"{name}/{value.replace(' ', '_')}", number, per="trajectory")
+    return tally
 
 
-TURN_METRICS = ("length", "context_length", "tool_calls", "failures")
+TURN_METRICS = ("length", "context_length", "tool_calls", "failures", "malformed")
 
 
 def _record(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "stop": trajectory.stop_reason.value,
+        "ended": trajectory.stop_reason not in UNFINISHED,
         "tokenization": trajectory.tokenization,
         "sequences": trajectory.tree.num_sequences,
         "unique": trajectory.tree.num_tokens,
@@ -103,8 +111,9 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
             {
                 "length": turn.num_tokens,
                 "context_length": turn.context_length,
-                "tool_calls": turn.num_attempts,
-                "failures": turn.num_failures,
+                "tool_calls": len(turn.tool_calls),
+                "failures": sum(call.error is not None for call in turn.tool_calls),
+                "malformed": int(turn.error is not None),
                 "rewritten": turn.rewritten,
             }
             for turn in trajectory.turns
@@ -112,26 +121,48 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> dict[str, float]:
+def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
     """
-    Mean reward and advantage of each turn.
+    Mean reward (of the trajectories to which one applies) and advantage of each turn.
 
     Args:
         batch (`RewardBatch`): Rewards of all ranks.
         advantages (`torch.Tensor` of shape `(B, K)`): Their advantages.
     """
-    metrics = {}
+    tally = Tally()
     for index in range(advantages.shape[1]):
-        reward = batch.turn_rewards[:, index].nanmean().item()
-        if not math.isnan(reward):
-            metrics[f"turn_{index + 1}/reward"] = reward
+        rewards = batch.turn_rewards[:, index]
+        rewards = rewards[~rewards.isnan()]
         exists = batch.turn_mask[:, index]
-        if exists.any():
-            metrics[f"turn_{index + 1}/advantage"] = advantages[exists, index].mean().item()
-    return metrics
+        for name, values in (("reward", rewards), ("advantage", advantages[exists, index])):
+            if len(values):
+                tally.count(f"{name} of turn {index + 1}", len(values))
+                tally.add(f"turn_{index + 1}/{name}", values.sum().item(), per=f"{name} of turn {index + 1}")
+    return tally
 
 
-def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> dict[str, float]:
+def reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str]) -> Tally:
+    """
+    Means of the rewards over the trajectories to which they apply.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(B, num_rewards)`): Rewards of all ranks; NaN where one does not apply.
+        weights (`torch.Tensor` of shape `(num_rewards,)`): Their weights.
+        names (`list[str]`): Their names.
+    """
+    totals = (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    tally = Tally()
+    for name, values in zip(
+        ["reward", *(f"rewards/{name}/mean" for name in names)], [totals, *rewards.T], strict=True
+    ):
+        values = values[~values.isnan()]
+        if len(values):
+            tally.count(name, len(values))
+            tally.add(name, values.sum().item(), per=name)
+    return tally
+
+
+def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> Tally:
     """
     How far the engine's log-probs are from the trainer's, turn by turn; a collective call.
 
@@ -154,32 +185,22 @@ def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> dict[str
     )
     total, count, largest = gather(totals.unsqueeze(0)).unbind(dim=1)
     total, count, largest = total.sum(dim=0), count.sum(dim=0), largest.amax(dim=0)
-    metrics = {}
+    tally = Tally()
     for index in range(num_turns):
         if count[index]:
             name = f"turn_{index + 1}/sampling_logp_difference"
-            metrics[f"{name}/mean"] = (total[index] / count[index]).item()
-            metrics[f"{name}/max"] = largest[index].item()
-    return metrics
+            tally.count(f"trained token of turn {index + 1}", count[index].item())
+            tally.add(f"{name}/mean", total[index].item(), per=f"trained token of turn {index + 1}")
+            tally.largest(f"{name}/max", largest[index].item())
+    return tally
 
 
-def completion_metrics(lengths: torch.Tensor, truncated: torch.Tensor) -> dict[str, float]:
-    """
-    TRL's `completions/*` metrics.
-
-    Args:
-        lengths (`torch.Tensor` of shape `(B,)`): Sampled tokens of each completion of all ranks.
-        truncated (`torch.Tensor` of shape `(B,)`, bool): Whether it was cut off.
-    """
-    ended = lengths[~truncated].float()
-    ended = ended if len(ended) else torch.zeros(1)
-    lengths = lengths.float()
-    return {
-        "completions/mean_length": lengths.mean().item(),
-        "completions/min_length": lengths.min().item(),
-        "completions/max_length": lengths.max().item(),
-        "completions/clipped_ratio": truncated.float().mean().item(),
-        "completions/mean_terminated_length": ended.mean().item(),
-        "completions/min_terminated_length": ended.min().item(),
-        "completions/max_terminated_length": ended.max().item(),
-    }
+def _count_completions(tally: Tally, lengths: list[int], ended: list[int]) -> None:
+    """TRL's `completions/*`: the shortest and the longest are means over batches, as there."""
+    tally.count("batch", 1)
+    tally.count("ended trajectory", len(ended))
+    tally.add("completions/clipped_ratio", len(lengths) - len(ended), per="trajectory")
+    for infix, unit, values in (("", "trajectory", lengths), ("terminated_", "ended trajectory", ended)):
+        tally.add(f"completions/mean_{infix}length", sum(values), per=unit)
+        tally.add(f"completions/min_{infix}length", min(values, default=0), per="batch")
+        tally.add(f"completions/max_{infix}length", max(values, default=0), per="batch")

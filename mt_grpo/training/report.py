@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -16,6 +15,7 @@ from matplotlib import pyplot
 from rich.table import Table
 
 from mt_grpo.rewards import RewardFunc
+from mt_grpo.training.jsonl import to_json
 from mt_grpo.trajectory import Trajectory
 
 PACKAGES = ("mt-grpo", "trl", "transformers", "accelerate", "torch", "datasets", "peft")
@@ -56,7 +56,7 @@ def versions() -> dict[str, str]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes JSON so that a crash leaves the old file or the whole new one."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(to_json(content, indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 

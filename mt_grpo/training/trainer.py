@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather, gather_object
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
 from mt_grpo.credit import get_estimator
@@ -26,18 +25,21 @@ from mt_grpo.rollout.vllm_http import ServerGoneError
 from mt_grpo.training.balance import regroup
 from mt_grpo.training.build import build_env, prepare_tokenizer
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.training.counted import CountedTrainer
+from mt_grpo.training.evaluation import counted, spread, spread_scores
 from mt_grpo.training.forward import batch_logps, keep_outputs_exact, prepare_forward
 from mt_grpo.training.records import (
     UNFINISHED,
     MetricsCallback,
     TrajectoryWriter,
-    completion_metrics,
     credit_metrics,
     mismatch_metrics,
+    reward_metrics,
     rollout_metrics,
 )
 from mt_grpo.training.resume import load_rollouts, save_rollouts
 from mt_grpo.training.reward_batch import gather_rewards
+from mt_grpo.training.reward_columns import check_reward_columns
 from mt_grpo.training.rows import scored_columns
 from mt_grpo.training.servers import check_importance_sampling, own_engine, server_client, weight_sync
 from mt_grpo.training.turn_by_turn import turn_by_turn_logps
@@ -48,7 +50,7 @@ from mt_grpo.trajectory import Trajectory
 Reward = str | Callable[..., Any] | RewardFunc
 
 
-class MTGRPOEnvTrainer(GRPOTrainer):
+class MTGRPOEnvTrainer(CountedTrainer):
     """
     Trains an agent over many turns: rollouts in an environment, rewards for turns and outcomes, and credit that
     reaches the tokens of the turn that earned it. Loss, buffering, sampling, checkpoints and logging are TRL's.
@@ -67,7 +69,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         processing_class, callbacks, optimizers, quantization_config, peft_config: As in TRL.
 
     Raises:
-        ConfigError: If there is no reward function at all, or no dataset.
+        ConfigError: If there is no reward function at all, no dataset, or a reward needs a column that one lacks.
         RolloutError: In training, if every conversation of two batches in a row fails.
     """
 
@@ -101,6 +103,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         rewards = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
         if not rewards:
             raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
+        check_reward_columns(rewards, train_dataset, eval_dataset)
         self.env = env or build_env(args)
         # TRL's own transport is neither needed nor asked: the engine samples, and `weight_sync` brings it the weights
         use_vllm, args.use_vllm = args.use_vllm, False
@@ -199,7 +202,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             columns = {name: value for name, value in row.items() if name != "prompt"}
             session = "-".join(f"{part:06d}" if isinstance(part, int) else part for part in (mode, *moment, number))
             seed = derive_seed(self.args.seed, mode, *moment, number, prompt)
-            requests.append(RolloutRequest(prompt, session, columns, seed))
+            if not self._fills[index]:
+                requests.append(RolloutRequest(prompt, session, columns, seed))
         if self.weight_sync is not None and self._last_loaded_step != step:
             self.weight_sync.sync(step)
             self._last_loaded_step = step
@@ -209,9 +213,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             with self._generation_model() as model:
                 if model is not None:
                     self.runner.engine.model = model
-                return self._everywhere(self.runner.run(requests, self._sampling, on_finish=self._trajectories.append))
+                run = self._everywhere(self.runner.run(requests, self._sampling, on_finish=self._trajectories.append))
         finally:
             self.model.train(training)
+        return spread(run, self._fills, lambda index: Trajectory(self.env.start(prompts[index])))
 
     def _everywhere(self, work: Coroutine[Any, Any, Any]) -> Any:
         """A failure that ends one process ends all: none is left waiting for it in a collective."""
@@ -233,6 +238,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         """
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         self._rows, self._trajectories = list(dataset.take(num_prompts)), []
+        self._fills = [False] * len(self._rows)
         trajectories = self._rollout([row["prompt"] for row in self._rows], "eval")
         self._score(trajectories)
         return trajectories
@@ -249,41 +255,31 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         )
 
     def _log_rollouts(self, trajectories: list[Trajectory], prompt_ids: list[list[int]], mode: str) -> None:
-        device = self.accelerator.device
-        lengths = [sum(turn.num_tokens for turn in trajectory.turns) for trajectory in trajectories]
-        truncated = [trajectory.stop_reason in UNFINISHED for trajectory in trajectories]
-        lengths, truncated, prompt_lengths = (
-            gather(torch.tensor(values, device=device))
-            for values in (lengths, truncated, [len(p) for p in prompt_ids])
-        )
         if mode == "train":
-            self.state.num_input_tokens_seen += (prompt_lengths.sum() + lengths.sum()).item()
+            tokens = sum(map(len, prompt_ids)) + sum(turn.num_tokens for row in trajectories for turn in row.turns)
+            self.state.num_input_tokens_seen += sum(gather_object([tokens]))
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-        self._record(mode, completion_metrics(lengths.cpu(), truncated.cpu()))
-        metrics = rollout_metrics(trajectories)
+        metrics = rollout_metrics(counted(trajectories))
         self._record(mode, metrics)
         if mode == "train":
-            failed = metrics.get("stop/engine_error", 0.0) + metrics.get("stop/env_error", 0.0) > 1 - 1e-9
+            means = metrics.means()
+            failed = means["stop/engine_error"] + means["stop/env_error"] > 1 - 1e-9
             self._failed_batches = self._failed_batches + 1 if failed else 0
             if self._failed_batches == 2:  # on every rank, since metrics are of all; one alone may be a bad prompt
                 error = trajectories[0].error
                 raise RolloutError(f"Every conversation of two batches in a row failed, the last ones with: {error}")
-
-    def _record(self, mode: str, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics[mode][name].append(value)
 
     # Rewards and credit
 
     def _score(self, trajectories: list[Trajectory]) -> Scores:
         extra = {
             "trainer_state": self.state,
-            "log_extra": self._log_completion_extra,
+            "log_extra": lambda name, values: self._log_completion_extra(name, spread(values, self._fills)),
             "log_metric": self._log_metric,
         }
-        return self._everywhere(
-            score_trajectories(self.turn_reward_funcs, self.outcome_reward_funcs, trajectories, extra)
-        )
+        funcs = self.turn_reward_funcs, self.outcome_reward_funcs
+        scores = self._everywhere(score_trajectories(*funcs, counted(trajectories), extra))
+        return spread_scores(scores, self._fills)
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[Any]
@@ -293,16 +289,19 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         scores = self._score(self._trajectories)
         weights = self.reward_weights.to(self.accelerator.device)
         self._reward_batch, columns = gather_rewards(self._trajectories, scores, weights, generations)
+        if not self.model.training:  # its batches differ in size
+            self._record("eval", reward_metrics(columns, weights, self.reward_func_names))
         return columns
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's, with the advantage of each trajectory replaced by one for each of its tokens, shape `(B, T)`."""
         mode = "train" if self.model.training else "eval"
         self._rows, self._trajectories = inputs, []
+        self._fills = self._filling(mode, len(inputs))
         try:
             output = super()._generate_and_score_completions(inputs)
         finally:  # whatever fails, conversations that were finished before are not lost
-            self._writer.write(self._trajectories, mode, self.state.global_step)
+            self._writer.write(counted(self._trajectories), mode, self.state.global_step)
         advantages = self._estimator(
             self._reward_batch, turn_coef=self.args.turn_advantage_coef, scale_rewards=self.scale_rewards
         )
@@ -324,7 +323,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if "importance_sampling_ratio" in output:
             self._record(mode, mismatch_metrics(output, advantages.shape[1]))
         if mode == "eval":
-            self.eval_trajectories += self._trajectories
+            self.eval_trajectories += counted(self._trajectories)
         return output
 
     # Forward: every token once, and the rows of a group in one micro-batch, where they share their prompt

@@ -1,0 +1,42 @@
+"""What makes a training impossible, found before any work."""
+
+from __future__ import annotations
+
+from datasets import Dataset, IterableDataset
+
+from mt_grpo.training.config import ConfigError, MTGRPOConfig
+
+
+def check_training(args: MTGRPOConfig, dataset: Dataset | IterableDataset, dropped: int = 0) -> None:
+    """
+    Whether training can take a step.
+
+    Args:
+        args (`MTGRPOConfig`): The options.
+        dataset (`Dataset` or `IterableDataset`): Rows to train on; as many as one batch needs are read of a stream.
+        dropped (`int`, *optional*, defaults to `0`): Rows left out because their prompts are too long.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    if not args.temperature > 0:
+        raise ConfigError(
+            f"`temperature: {args.temperature}` cannot be trained, since log-probs are those of the logits divided by "
+            "it: set a number above 0, such as 1.0."
+        )
+    if args.max_steps == 0:
+        raise ConfigError("`max_steps` is 0, so nothing is trained: set a number above 0, or leave it out.")
+    if args.max_steps < 0 and not args.num_train_epochs > 0:
+        raise ConfigError(
+            f"`num_train_epochs` is {args.num_train_epochs}, so nothing is trained: set a number above 0."
+        )
+    needed = args.generation_batch_size // args.num_generations
+    rows = sum(1 for _ in dataset.take(needed)) if isinstance(dataset, IterableDataset) else len(dataset)
+    if rows < needed:
+        left = f" left ({dropped} were dropped, whose prompts are too long)" if dropped else ""
+        raise ConfigError(
+            f"The training dataset has {rows} rows{left}, and one batch takes {needed} prompts "
+            f"({args.generation_batch_size} completions, {args.num_generations} for each prompt): give it more rows, "
+            "or make the batch smaller (`per_device_train_batch_size`, `steps_per_generation` or "
+            "`gradient_accumulation_steps`), or raise `num_generations`."
+        )

@@ -1,0 +1,109 @@
+"""TRL's trainer with an account that adds up: means over what they say, evaluated rows once, no run without a step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from accelerate.utils import gather
+from datasets import Dataset, IterableDataset
+from torch.utils.data import DataLoader
+from trl import GRPOTrainer
+
+from mt_grpo.training.checks import check_training
+from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.training.evaluation import EvaluationRows
+from mt_grpo.training.finite import check_weights
+from mt_grpo.training.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+
+class CountedTrainer(GRPOTrainer):
+    """TRL's `GRPOTrainer`; takes the same arguments."""
+
+    args: MTGRPOConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tallies = {"train": Tally(), "eval": Tally()}
+        self._evaluation: EvaluationRows | None = None
+        self._evaluated: list[int] = []
+        """Rows that count in each batch of the latest evaluation."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Trains as TRL does.
+
+        Raises:
+            ConfigError: If the options or the rows do not suffice for one step, or the rows end before it.
+            NonFiniteError: If weights hold NaN or infinity at a checkpoint or at the end.
+        """
+        check_training(self.args, self.train_dataset)
+        result = super().train(*args, **kwargs)
+        if self._initial_global_step == self.state.global_step < self.state.max_steps:
+            raise ConfigError(
+                f"The dataset ended before step {self.state.global_step + 1} of {self.state.max_steps}, so nothing "
+                "was trained: give it more rows."
+            )
+        check_weights(self.model, self.accelerator, self.state.global_step)
+        return result
+
+    def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *args: Any) -> tuple[int, int]:
+        """TRL's trainer would take one step more where a run that is resumed has taken all of them."""
+        begin = super()._init_training_state(max_steps, updates, num_epochs, *args)
+        if self.state.global_step < max_steps:
+            return begin
+        if self.is_world_process_zero():
+            logger.warning(
+                "The run had finished: it is at step %d of %d, and takes no further step. Raise `max_steps` to train "
+                "on.",
+                self.state.global_step,
+                max_steps,
+            )
+        return num_epochs, 0
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        check_weights(self.model, self.accelerator, self.state.global_step)
+        super()._save_checkpoint(model, trial)
+
+    # Metrics: TRL's are means over batches, ours are sums until they are logged
+
+    def _record(self, mode: str, metrics: Tally) -> None:
+        self._tallies[mode].merge(metrics)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
+        if mode == "eval":  # batches of an evaluation differ in size
+            for name, values in metrics.items():
+                if len(values) == len(self._evaluated):
+                    metrics[name] = [_weighted_mean(values, self._evaluated)]
+        metrics.update({name: [value] for name, value in self._tallies[mode].means().items()})
+        self._tallies[mode] = Tally()
+        super().log(logs, start_time)
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        rows = self._evaluation = EvaluationRows(dataset, self.num_generations_eval, self.accelerator)
+        self._evaluated = []
+        return super().get_eval_dataloader(eval_dataset if rows.dataset is dataset else rows.dataset)
+
+    def _filling(self, mode: str, size: int) -> list[bool]:
+        """For each of this process's rows of a batch, whether it only fills up the last one of an evaluation."""
+        if mode == "train" or self._evaluation is None:
+            return [False] * size
+        fills = self._evaluation.fills(size)
+        counts = gather(torch.tensor([size - sum(fills)], device=self.accelerator.device))
+        self._evaluated.append(int(counts.sum()))
+        return fills
+
+
+def _weighted_mean(values: list[float], weights: list[int]) -> float:
+    """NaN, which says that a metric does not apply to a batch, is left out."""
+    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if not math.isnan(value)]
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / total if total else math.nan
