@@ -19,6 +19,7 @@ from mt_grpo.training.build import build_env, prepare_tokenizer
 from mt_grpo.training.config import ConfigError
 from mt_grpo.training.recipe import Recipe
 from mt_grpo.training.resume import find_checkpoint
+from mt_grpo.training.reward_columns import check_reward_columns
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ def build_trainer(recipe: Recipe) -> MTGRPOEnvTrainer:
     turn_rewards = load_rewards(args.turn_reward_funcs or [], "turn")
     outcome_rewards = load_rewards(args.outcome_reward_funcs or [], "outcome")
     train_dataset, eval_dataset = load_datasets(recipe)
+    check_reward_columns([*turn_rewards, *outcome_rewards], train_dataset, eval_dataset)
     name = resolve_model(model.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(
         name, revision=model.model_revision, trust_remote_code=args.trust_remote_code
