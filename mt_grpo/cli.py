@@ -88,7 +88,7 @@ def rollout(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num_prompts", type=int, default=4)
     options, rest = parser.parse_known_args(arguments)
-    trainer, _ = _prepare(rest)
+    trainer, _ = _prepare(rest, trains=False)
     if trainer is None:
         return 1
     from mt_grpo.training.run import FAILURES, tidied
@@ -130,7 +130,7 @@ def _console(quiet: bool = False):
     return Console(soft_wrap=True, quiet=quiet)
 
 
-def _prepare(arguments: list[str]):
+def _prepare(arguments: list[str], trains: bool = True):
     """The trainer of a recipe and its resolved options; `(None, None)` after saying what is wrong with the input."""
     warnings.simplefilter("ignore", FutureWarning)  # libraries' notes to each other, not to the user
     from mt_grpo.rollout.engine import EngineError
@@ -140,7 +140,7 @@ def _prepare(arguments: list[str]):
     try:
         recipe = parse_recipe(arguments)
         resolved = recipe.resolved()
-        return build_trainer(recipe), resolved
+        return build_trainer(recipe, trains), resolved
     except (ValueError, OSError, EngineError) as error:  # every check of the input raises one of these
         _refuse(error)
         return None, None

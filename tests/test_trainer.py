@@ -17,7 +17,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, RewardError, TurnReward
 from mt_grpo.rollout import EngineError, RolloutError, ScriptedEngine
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.resume import load_rollouts, save_rollouts
+from mt_grpo.training.resume import batch_options, check_checkpoint, load_rollouts, save_rollouts
 
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
@@ -232,12 +232,14 @@ def test_a_resumed_run_takes_the_same_next_step(build, tmp_path, options):
         assert torch.equal(a, b)
 
 
-def test_a_checkpoint_of_another_number_of_processes_is_refused(tmp_path):
-    two, one = (SimpleNamespace(process_index=0, num_processes=count, device="cpu") for count in (2, 1))
-    save_rollouts(tmp_path, two, 3, [])
+def test_a_checkpoint_of_another_number_of_processes_is_refused(tmp_path, build):
+    options = batch_options(build().args)
+    two = SimpleNamespace(process_index=0, num_processes=2, device="cpu")
+    save_rollouts(tmp_path, two, 3, [], options)
+    check_checkpoint(tmp_path, options, 0, 2)
     assert load_rollouts(tmp_path, two) == (3, [])
     with pytest.raises(ConfigError, match="resume with as many as wrote it"):
-        load_rollouts(tmp_path, one)
+        check_checkpoint(tmp_path, options, 0, 1)
 
 
 def test_sampled_log_probs_are_those_of_the_trained_model(build):

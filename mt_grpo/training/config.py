@@ -60,6 +60,8 @@ class MTGRPOConfig(GRPOConfig):
             token once, shared prefixes shared), `"padded"` (TRL's) or `"turn_by_turn"` (each turn alone, the oracle).
         tree_attention (`str`, *optional*, defaults to `"auto"`): Attention of the tree forward: `"auto"`, `"segment"`,
             `"flex"` or `"dense"`.
+        overwrite_output_dir (`bool`, *optional*, defaults to `False`): Whether `mt-grpo train` removes what an earlier
+            run left in `output_dir`, instead of refusing to begin there; it has no effect on a run that is resumed.
     """
 
     env: str | None = field(default=None, metadata={"help": "Dotted path of an environment class."})
@@ -103,6 +105,9 @@ class MTGRPOConfig(GRPOConfig):
         metadata={"help": "'tree' (every token once), 'padded' (TRL's) or 'turn_by_turn' (the oracle)."},
     )
     tree_attention: str = field(default="auto", metadata={"help": "'auto', 'segment', 'flex' or 'dense'."})
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Remove what an earlier run left in `output_dir`."}
+    )
 
     def __post_init__(self) -> None:
         for name in ("tools", "external_plugins", "turn_reward_funcs", "outcome_reward_funcs"):

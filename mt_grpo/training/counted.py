@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from mt_grpo.training.checks import check_training
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
 from mt_grpo.training.evaluation import EvaluationRows
 from mt_grpo.training.finite import check_weights
+from mt_grpo.training.folder import left_by_runs
+from mt_grpo.training.resume import batch_options, check_checkpoint
 from mt_grpo.training.tally import Tally
 
 logger = logging.getLogger(__name__)
@@ -28,21 +31,32 @@ class CountedTrainer(GRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._earlier = left_by_runs(self.args.output_dir)
         self._tallies = {"train": Tally(), "eval": Tally()}
         self._evaluation: EvaluationRows | None = None
         self._evaluated: list[int] = []
         """Rows that count in each batch of the latest evaluation."""
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
-        Trains as TRL does.
+        Trains as TRL does; where the folder has records of an earlier run that is not resumed, appends to them and
+        warns.
 
         Raises:
             ConfigError: If the options or the rows do not suffice for one step, or the rows end before it.
             NonFiniteError: If weights hold NaN or infinity at a checkpoint or at the end.
         """
         check_training(self.args, self.train_dataset)
-        result = super().train(*args, **kwargs)
+        earlier = [path.name for path in self._earlier if path.exists()]
+        if earlier and not resume_from_checkpoint and self.is_world_process_zero():
+            logger.warning(
+                "`output_dir: %s` holds an earlier run (%s), to whose records this one appends: give each run an "
+                "`output_dir` of its own.",
+                self.args.output_dir,
+                ", ".join(earlier[:3]),
+            )
+        self._earlier = []
+        result = super().train(resume_from_checkpoint, *args, **kwargs)
         if self._initial_global_step == self.state.global_step < self.state.max_steps:
             raise ConfigError(
                 f"The dataset ended before step {self.state.global_step + 1} of {self.state.max_steps}, so nothing "
@@ -50,6 +64,12 @@ class CountedTrainer(GRPOTrainer):
             )
         check_weights(self.model, self.accelerator, self.state.global_step)
         return result
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+            check_checkpoint(Path(checkpoint), batch_options(self.args), rank, processes)
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *args: Any) -> tuple[int, int]:
         """TRL's trainer would take one step more where a run that is resumed has taken all of them."""

@@ -16,9 +16,11 @@ from mt_grpo.plugins import import_file
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.training.build import build_env, prepare_tokenizer
+from mt_grpo.training.checks import check_training
 from mt_grpo.training.config import ConfigError
+from mt_grpo.training.folder import check_folder
 from mt_grpo.training.recipe import Recipe
-from mt_grpo.training.resume import find_checkpoint
+from mt_grpo.training.resume import batch_options, check_checkpoint, find_checkpoint
 from mt_grpo.training.reward_columns import check_reward_columns
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
@@ -67,10 +69,22 @@ def drop_long_prompts(dataset: Dataset, renderer: ChatRenderer, env: MultiTurnTo
     return dataset.select(keep)
 
 
-def build_trainer(recipe: Recipe) -> MTGRPOEnvTrainer:
-    """Everything a recipe names, checked and put together; bad input is refused with one sentence."""
+def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
+    """
+    Everything a recipe names, checked and put together; bad input is refused with one sentence.
+
+    Args:
+        recipe (`Recipe`): What to build.
+        trains (`bool`, *optional*, defaults to `True`): Whether it is to be trained, so that what only training needs
+            is checked as well.
+    """
     args, model = recipe.training, recipe.model
     args.resume_from_checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    if trains and args.resume_from_checkpoint is not None:
+        folder = Path(args.resume_from_checkpoint)
+        check_checkpoint(folder, batch_options(args), args.process_index, args.world_size)
+    if trains:
+        check_folder(args, model.model_name_or_path)
     datasets.disable_progress_bars()
     for plugin in args.external_plugins or []:
         import_file(plugin)
@@ -79,6 +93,8 @@ def build_trainer(recipe: Recipe) -> MTGRPOEnvTrainer:
     outcome_rewards = load_rewards(args.outcome_reward_funcs or [], "outcome")
     train_dataset, eval_dataset = load_datasets(recipe)
     check_reward_columns([*turn_rewards, *outcome_rewards], train_dataset, eval_dataset)
+    if trains:
+        check_training(args, train_dataset)
     name = resolve_model(model.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(
         name, revision=model.model_revision, trust_remote_code=args.trust_remote_code
@@ -89,7 +105,10 @@ def build_trainer(recipe: Recipe) -> MTGRPOEnvTrainer:
     context_length = config.get_text_config().max_position_embeddings
     if args.use_vllm and args.vllm_max_model_length:
         context_length = min(context_length, args.vllm_max_model_length)
-    train_dataset = drop_long_prompts(train_dataset, renderer, env, context_length)
+    rows = train_dataset
+    train_dataset = drop_long_prompts(rows, renderer, env, context_length)
+    if trains and not isinstance(rows, IterableDataset):
+        check_training(args, train_dataset, dropped=len(rows) - len(train_dataset))
     if eval_dataset is not None:
         eval_dataset = drop_long_prompts(eval_dataset, renderer, env, context_length)
     args.model_init_kwargs = {

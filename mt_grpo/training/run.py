@@ -24,14 +24,17 @@ from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.sanity import examine_template
 from mt_grpo.rollout.vllm_http import ServerGoneError
 from mt_grpo.training import report
+from mt_grpo.training.finite import NonFiniteError
+from mt_grpo.training.folder import check_folder, clear_folder
 from mt_grpo.training.progress import ProgressBar
+from mt_grpo.training.resume import is_whole
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.training.weight_push import WeightSyncError
 from mt_grpo.trajectory import Trajectory
 from mt_grpo.viewer import render_trajectory
 
 EXAMPLES = 3
-FAILURES = (ServerGoneError, WeightSyncError, RolloutError)
+FAILURES = (ServerGoneError, WeightSyncError, RolloutError, NonFiniteError)
 """What ends a run with one sentence for the user instead of a traceback."""
 
 
@@ -78,18 +81,19 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
         console (`Console`): Where progress and results are shown.
 
     Raises:
+        ConfigError: If `output_dir` holds another run, or the rows do not suffice for a step.
         ServerGoneError, WeightSyncError, RolloutError: If nothing can be sampled any more; after a checkpoint was
             written, which the message names, where training had begun.
+        NonFiniteError: If numbers of the training are NaN or infinite; likewise, unless the weights are.
         RewardError: If a reward fails; likewise.
     """
     args = trainer.args
     folder = Path(args.output_dir)
     main = trainer.accelerator.is_main_process
+    check_folder(args, trainer.model.config._name_or_path)
     if main:
         folder.mkdir(parents=True, exist_ok=True)
-        if not args.resume_from_checkpoint:
-            for path in [*folder.glob("metrics.jsonl"), *folder.glob("trajectories*.jsonl")]:
-                path.unlink()
+        clear_folder(args)
         (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
     trainer.accelerator.wait_for_everyone()
     trainer.remove_callback(ProgressCallback)
@@ -175,7 +179,7 @@ class _AtTheBeginning(TrainerCallback):
 def _save(trainer: MTGRPOEnvTrainer) -> Path:
     """A checkpoint from which a run goes on that failed while it sampled."""
     folder = Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    saved = folder.exists()
+    saved = is_whole(folder)
     trainer.accelerator.wait_for_everyone()  # every process looks before one writes
     if not saved:
         trainer._step -= trainer._step % trainer.args.gradient_accumulation_steps  # an unfinished step begins again

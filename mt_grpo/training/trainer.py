@@ -37,7 +37,7 @@ from mt_grpo.training.records import (
     reward_metrics,
     rollout_metrics,
 )
-from mt_grpo.training.resume import load_rollouts, save_rollouts
+from mt_grpo.training.resume import batch_options, load_rollouts, save_rollouts
 from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.training.reward_columns import check_reward_columns
 from mt_grpo.training.rows import scored_columns
@@ -386,7 +386,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         try:
             super()._save_checkpoint(model, trial)
-            save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs)
+            options = batch_options(self.args)
+            save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, options)
         except BaseException:  # a checkpoint is whole or absent, whatever stops its writing
             shutil.rmtree(folder, ignore_errors=True)
             raise

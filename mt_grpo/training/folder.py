@@ -1,0 +1,88 @@
+"""The output folder: what an earlier run left there is neither mixed with another run nor lost unasked."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from accelerate.utils import broadcast_object_list
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+
+from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.training.resume import is_whole
+
+RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_curve.png")
+MODEL = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "adapter_config.json")
+CHECKPOINT = re.compile(r"checkpoint-\d+")
+
+
+def left_by_runs(output_dir: str) -> list[Path]:
+    """Records, checkpoints and models in a folder."""
+    folder = Path(output_dir)
+    found = [path for pattern in (*RECORDS, *MODEL) for path in sorted(folder.glob(pattern))]
+    return found + [path for path in sorted(folder.glob("checkpoint-*")) if _is_checkpoint(path)]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether this trainer wrote it, wholly or partly."""
+    marks = [path / TRAINER_STATE_NAME, *path.glob("rollouts-rank*.pt")]
+    return CHECKPOINT.fullmatch(path.name) is not None and any(mark.exists() for mark in marks)
+
+
+def check_folder(args: MTGRPOConfig, model: str) -> None:
+    """
+    Whether a run can begin in its `output_dir`; a collective call, the main process looks.
+
+    Args:
+        args (`MTGRPOConfig`): The options; a run that goes on from a checkpoint in the folder may.
+        model (`str`): Name or folder of the model it begins with.
+
+    Raises:
+        ConfigError: If an earlier run is there, and neither resumed nor to be overwritten; if overwriting would remove
+            the model it begins with.
+    """
+    message = [_refusal(args, model) if args.process_index == 0 else None]
+    if args.world_size > 1:
+        broadcast_object_list(message)
+    if message[0] is not None:
+        raise ConfigError(message[0])
+
+
+def _refusal(args: MTGRPOConfig, model: str) -> str | None:
+    found = [] if _resumes_here(args) else left_by_runs(args.output_dir)
+    if not found:
+        return None
+    if args.overwrite_output_dir:
+        if not Path(model).resolve().is_relative_to(Path(args.output_dir).resolve()):
+            return None
+        return (
+            f"The model {model} is in `output_dir: {args.output_dir}`, which `overwrite_output_dir: true` clears: "
+            "choose another `output_dir`."
+        )
+    names = ", ".join(path.name for path in found[:3]) + (", ..." if len(found) > 3 else "")
+    resume = "go on with it (`--resume_from_checkpoint true`), " if any(map(is_whole, found)) else ""
+    return (
+        f"`output_dir: {args.output_dir}` holds an earlier run ({names}): {resume}remove it and begin anew "
+        "(`--overwrite_output_dir true`), or choose another `output_dir`."
+    )
+
+
+def _resumes_here(args: MTGRPOConfig) -> bool:
+    checkpoint = args.resume_from_checkpoint
+    return checkpoint is not None and Path(checkpoint).resolve().parent == Path(args.output_dir).resolve()
+
+
+def clear_folder(args: MTGRPOConfig) -> None:
+    """
+    Removes what earlier runs left, unless one is resumed: their records, their checkpoints, and the model where a
+    trainer saved it. Everything else stays.
+    """
+    if _resumes_here(args):
+        return
+    saved = Path(args.output_dir, TRAINING_ARGS_NAME).exists()
+    for path in left_by_runs(args.output_dir):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif saved or not any(path.match(pattern) for pattern in MODEL):
+            path.unlink()
