@@ -20,6 +20,17 @@ def test_the_overridden_methods_keep_their_signatures():
         "_compute_loss": ["self", "model", "inputs"],
         "_save_checkpoint": ["self", "model", "trial"],
         "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+        "_init_training_state": [
+            "self",
+            "max_steps",
+            "num_update_steps_per_epoch",
+            "num_train_epochs",
+            "resume_from_checkpoint",
+            "trial",
+        ],
+        "get_eval_dataloader": ["self", "eval_dataset"],
+        "log": ["self", "logs", "start_time"],
+        "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     }
     for name, expected in parameters.items():
         assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == expected
