@@ -87,3 +87,10 @@ def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):
     assert saved >= {"model.safetensors", "rollouts-rank0.pt", "rollouts-rank1.pt"}
     first, second = two["work"].view(2, 2).sum(dim=1).tolist()  # a rank's micro-batches
     assert max(first, second) < 1.05 * min(first, second)
+
+
+@pytest.mark.parametrize("scenario", ["outcomes", "turns"])
+def test_one_kind_of_reward_is_enough_where_ranks_gather_as_nccl_does(tmp_path, scenario):
+    """NCCL's branch of accelerate cannot gather a tensor without elements; gloo's can."""
+    one, two = run(tmp_path / "1", 1, scenario), run(tmp_path / "2", 2, scenario, GATHER_AS_NCCL="1")
+    torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)

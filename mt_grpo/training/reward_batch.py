@@ -35,15 +35,17 @@ def gather_rewards(
     for row, trajectory in enumerate(trajectories):
         for turn in trajectory.turns:
             results[row, turn.index] = turn.has_result
-    turns = torch.full((len(trajectories), longest, len(scores.turn)), torch.nan, device=device)
+    split = len(scores.turn)
+    # at least one column each: NCCL's way of gathering fails on a tensor without elements
+    turns = torch.full((len(trajectories), longest, max(1, split)), torch.nan, device=device)
+    outcomes = torch.full((len(trajectories), max(1, len(scores.outcome))), torch.nan, device=device)
     for column, rows in enumerate(scores.turn):
         for row, values in enumerate(rows):
             turns[row, : len(values), column] = _tensor(values, device)
-    outcomes = torch.empty(len(trajectories), 0, device=device)
-    if scores.outcome:
-        outcomes = torch.stack([_tensor(column, device) for column in scores.outcome], dim=1)
+    for column, values in enumerate(scores.outcome):
+        outcomes[:, column] = _tensor(values, device)
     turns, outcomes, exists, results = (gather(tensor) for tensor in (turns, outcomes, exists, results))
-    split = len(scores.turn)
+    turns, outcomes = turns[:, :, :split], outcomes[:, : len(scores.outcome)]
     batch = RewardBatch(
         _sum_present(turns * weights[:split], dim=2),
         _sum_present(outcomes * weights[split:], dim=1),
