@@ -62,7 +62,8 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         names them; `sequences/mean`, `tokens/unique` and `tokens/turn_by_turn`, what a forward a turn would compute (a
         trajectory); `turn_K/length` and `turn_K/context_length` (tokens), `turn_K/tool_calls` and `turn_K/failures` (a
         trajectory that has the turn), K from 1; `stop/REASON`, shares that sum to 1; `forks/CAUSE` and
-        `tokenization/CAUSE` (a trajectory), where there are any.
+        `tokenization/CAUSE` (a trajectory), where there are any; `rollouts/failed`, the share that the engine or the
+        environment ended, which is left out of loss, baseline and rewards.
     """
     records = gather_object([_record(trajectory) for trajectory in trajectories])
     count = len(records)
@@ -70,6 +71,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     attempts = sum(turn["tool_calls"] for turn in turns)
     metrics = {
         "turns/mean": len(turns) / count,
+        "rollouts/failed": sum(record["failed"] for record in records) / count,
         "tools/call_frequency": attempts / count,
         "tools/failure_frequency": sum(turn["failures"] for turn in turns) / attempts if attempts else 0.0,
         "sequences/mean": sum(record["sequences"] for record in records) / count,
@@ -96,6 +98,7 @@ TURN_METRICS = ("length", "context_length", "tool_calls", "failures")
 def _record(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "stop": trajectory.stop_reason.value,
+        "failed": trajectory.failed,
         "tokenization": trajectory.tokenization,
         "sequences": trajectory.tree.num_sequences,
         "unique": trajectory.tree.num_tokens,

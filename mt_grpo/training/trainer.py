@@ -19,7 +19,7 @@ from trl.models import unwrap_model_for_generation
 
 from mt_grpo.credit import get_estimator
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.rewards import RewardError, RewardFunc, Scores, load_rewards, score_trajectories
+from mt_grpo.rewards import RewardError, RewardFunc, Scores, load_rewards, score_trajectories, spread
 from mt_grpo.rollout import Engine, Limits, RolloutError, RolloutRequest, RolloutRunner, Sampling, derive_seed
 from mt_grpo.rollout.transformers_engine import TransformersEngine
 from mt_grpo.rollout.vllm_http import ServerGoneError
@@ -37,8 +37,8 @@ from mt_grpo.training.records import (
     rollout_metrics,
 )
 from mt_grpo.training.resume import load_rollouts, save_rollouts
-from mt_grpo.training.reward_batch import gather_rewards
-from mt_grpo.training.rows import scored_columns
+from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
+from mt_grpo.training.rows import leave_out, scored_columns
 from mt_grpo.training.servers import check_importance_sampling, own_engine, server_client, weight_sync
 from mt_grpo.training.turn_by_turn import turn_by_turn_logps
 from mt_grpo.training.weight_push import WeightSyncError
@@ -169,12 +169,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         trajectories = self._trajectories = self._rollout(prompts, mode)
         completions = [self.runner.completion(trajectory) for trajectory in trajectories]
-        for trajectory, completion in zip(trajectories, completions, strict=True):
-            if not completion.ids:  # the conversation failed before its first token; a masked one keeps shapes valid
-                completion.ids, completion.logprobs = [self._tokenizer.pad_token_id], [float("nan")]
-                completion.mask, completion.turns, completion.parents = [0], [0], [-1]
-            elif self._mask_truncated and trajectory.stop_reason in UNFINISHED:
-                completion.mask = [0] * len(completion.mask)
+        leave_out(trajectories, completions, self._tokenizer.pad_token_id, self._mask_truncated)
         self._completions = completions
         prompt_ids = [completion.prompt_ids for completion in completions]
         self._log_rollouts(trajectories, prompt_ids, mode)
@@ -263,8 +258,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         metrics = rollout_metrics(trajectories)
         self._record(mode, metrics)
         if mode == "train":
-            failed = metrics.get("stop/engine_error", 0.0) + metrics.get("stop/env_error", 0.0) > 1 - 1e-9
-            self._failed_batches = self._failed_batches + 1 if failed else 0
+            self._failed_batches = self._failed_batches + 1 if metrics["rollouts/failed"] == 1 else 0
             if self._failed_batches == 2:  # on every rank, since metrics are of all; one alone may be a bad prompt
                 error = trajectories[0].error
                 raise RolloutError(f"Every conversation of two batches in a row failed, the last ones with: {error}")
@@ -278,7 +272,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     def _score(self, trajectories: list[Trajectory]) -> Scores:
         extra = {
             "trainer_state": self.state,
-            "log_extra": self._log_completion_extra,
+            "log_extra": lambda name, values: self._log_completion_extra(name, spread(values, trajectories)),
             "log_metric": self._log_metric,
         }
         return self._everywhere(
@@ -293,6 +287,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         scores = self._score(self._trajectories)
         weights = self.reward_weights.to(self.accelerator.device)
         self._reward_batch, columns = gather_rewards(self._trajectories, scores, weights, generations)
+        self._equal_groups = share_of_equal_groups(columns, weights, generations)
         return columns
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -307,6 +302,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             self._reward_batch, turn_coef=self.args.turn_advantage_coef, scale_rewards=self.scale_rewards
         )
         self._record(mode, credit_metrics(self._reward_batch, advantages))
+        self._metrics[mode]["frac_reward_zero_std"][-1] = self._equal_groups
         turns = self._reward_batch.turn_mask
         means = (advantages * turns).sum(dim=1) / turns.sum(dim=1).clamp(min=1)
         shown = self._logs["advantages"]  # the table of completions shows the advantage that is trained
