@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
@@ -21,6 +22,7 @@ from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.forward import batch_logps
+from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.run import leave_group, run_training
 from mt_grpo.training.weight_transports import Parameters
 
@@ -42,6 +44,7 @@ SCENARIOS = {
     "bf16": {"bf16": True},
     "outcomes": {"max_steps": 1},
     "turns": {"max_steps": 1},
+    "spoilt": {},  # the second rank's loss is not finite
     "measured": {"do_eval": True, "per_device_eval_batch_size": 3, "num_generations_eval": 1},
 }
 
@@ -107,7 +110,14 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         peft_config=adapter,
     )
     assert trainer.accelerator.num_processes == world
-    if scenario == "measured":
+    if scenario == "spoilt":
+        if trainer.accelerator.process_index == 1:
+            trainer.model.get_input_embeddings().register_forward_hook(
+                lambda module, inputs, output: output * torch.nan
+            )
+        with pytest.raises(NonFiniteError, match="loss of step 1 is nan"):
+            trainer.train()
+    elif scenario == "measured":
         run_training(trainer, {}, Console(quiet=True))
     else:
         trainer.train()

@@ -94,3 +94,8 @@ def test_one_kind_of_reward_is_enough_where_ranks_gather_as_nccl_does(tmp_path, 
     """NCCL's branch of accelerate cannot gather a tensor without elements; gloo's can."""
     one, two = run(tmp_path / "1", 1, scenario), run(tmp_path / "2", 2, scenario, GATHER_AS_NCCL="1")
     torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_both(tmp_path):
+    two = run(tmp_path, 2, "spoilt", **SHARDED)
+    assert two["sharded"] and not two["learnt"]

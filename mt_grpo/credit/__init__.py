@@ -1,5 +1,6 @@
 """Rewards in, advantages out."""
 
+from mt_grpo.credit.check import CreditError, estimate
 from mt_grpo.credit.estimators import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
@@ -14,8 +15,10 @@ from mt_grpo.credit.estimators import (
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "AdvantageEstimator",
+    "CreditError",
     "RewardBatch",
     "advantage_estimator",
+    "estimate",
     "get_estimator",
     "grpo_mr",
     "grpo_or",

@@ -19,6 +19,7 @@ from rich.rule import Rule
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from mt_grpo.credit import CreditError
 from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.sanity import examine_template
@@ -31,7 +32,7 @@ from mt_grpo.trajectory import Trajectory
 from mt_grpo.viewer import render_trajectory
 
 EXAMPLES = 3
-FAILURES = (ServerGoneError, WeightSyncError, RolloutError)
+FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError)
 """What ends a run with one sentence for the user instead of a traceback."""
 
 
@@ -78,8 +79,9 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
         console (`Console`): Where progress and results are shown.
 
     Raises:
-        ServerGoneError, WeightSyncError, RolloutError: If nothing can be sampled any more; after a checkpoint was
-            written, which the message names, where training had begun.
+        ServerGoneError, WeightSyncError, RolloutError, CreditError: If nothing can be sampled or credited any more;
+            after a checkpoint was written, which the message names, where training had begun.
+        NonFiniteError: If a loss, a gradient or a weight is not finite; nothing is saved.
         RewardError: If a reward fails; likewise.
     """
     args = trainer.args

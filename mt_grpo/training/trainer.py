@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from accelerate.utils import gather, gather_object
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
-from mt_grpo.credit import get_estimator
+from mt_grpo.credit import estimate
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import RewardError, RewardFunc, Scores, load_rewards, score_trajectories, spread
 from mt_grpo.rollout import Engine, Limits, RolloutError, RolloutRequest, RolloutRunner, Sampling, derive_seed
@@ -27,6 +27,7 @@ from mt_grpo.training.balance import regroup
 from mt_grpo.training.build import build_env, prepare_tokenizer
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
 from mt_grpo.training.forward import batch_logps, keep_outputs_exact, prepare_forward
+from mt_grpo.training.nonfinite import FiniteTrainer
 from mt_grpo.training.records import (
     UNFINISHED,
     MetricsCallback,
@@ -48,7 +49,7 @@ from mt_grpo.trajectory import Trajectory
 Reward = str | Callable[..., Any] | RewardFunc
 
 
-class MTGRPOEnvTrainer(GRPOTrainer):
+class MTGRPOEnvTrainer(FiniteTrainer):
     """
     Trains an agent over many turns: rollouts in an environment, rewards for turns and outcomes, and credit that
     reaches the tokens of the turn that earned it. Loss, buffering, sampling, checkpoints and logging are TRL's.
@@ -69,6 +70,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     Raises:
         ConfigError: If there is no reward function at all, or no dataset.
         RolloutError: In training, if every conversation of two batches in a row fails.
+        CreditError: In training, if the credit rule returns what nothing can be trained with.
+        NonFiniteError: In training, before a loss, a gradient or a weight that is not finite is stepped or saved.
     """
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
@@ -124,7 +127,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         # TRL recognises a truncated completion by its last token; here the stop reason says it
         self._mask_truncated, self.mask_truncated_completions = self.mask_truncated_completions, False
         prepare_tokenizer(self._tokenizer, self.env)
-        self._estimator = get_estimator(args.advantage_estimator)
+        self._estimator = partial(estimate, args.advantage_estimator)
         self._event_loop = asyncio.new_event_loop()
         self.use_vllm = args.use_vllm = use_vllm  # the loss corrects for what the engine computes otherwise
         self.weight_sync: WeightSync | None = None
