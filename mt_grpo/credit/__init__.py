@@ -10,6 +10,7 @@ from mt_grpo.credit.estimators import (
     grpo_mr,
     grpo_or,
     mt_grpo,
+    splits_turns,
 )
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "grpo_mr",
     "grpo_or",
     "mt_grpo",
+    "splits_turns",
 ]

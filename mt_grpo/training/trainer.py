@@ -97,6 +97,7 @@ class MTGRPOEnvTrainer(FiniteTrainer):
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = MTGRPOConfig(f"{Path(name).name}-MT-GRPO")
+        args.check_credit()
         turn_rewards = args.turn_reward_funcs if turn_reward_funcs is None else turn_reward_funcs
         outcome_rewards = args.outcome_reward_funcs if outcome_reward_funcs is None else outcome_reward_funcs
         self.turn_reward_funcs = load_rewards(list(turn_rewards or []), "turn")
