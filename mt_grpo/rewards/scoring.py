@@ -51,7 +51,8 @@ async def score_trajectories(
         `Scores`: One value for each reward and trajectory (and turn).
 
     Raises:
-        RewardError: If a reward raises, or returns what is not a number or is infinite. NaN counts as `None`.
+        RewardError: If a reward raises, or returns what is not a finite number; only `None` says that it does not
+            apply.
     """
     judged = [trajectory for trajectory in trajectories if not trajectory.failed]
     turn, outcome = await _gather(
@@ -147,11 +148,13 @@ def _number(func: RewardFunc, value: Any, trajectory: Trajectory) -> float | Non
         return None
     try:
         number = float(value)
+        if math.isnan(number):
+            raise ValueError("it returned nan: return `None` where it does not apply")
         if math.isinf(number):
             raise ValueError(f"it returned {number}, which is not a finite number")
     except Exception as error:  # whatever the user's value raises
         raise _failure(func, error, trajectory) from error
-    return None if math.isnan(number) else number
+    return number
 
 
 def _failure(func: RewardFunc, error: Exception, trajectory: Trajectory, scope: str = "") -> RewardError:

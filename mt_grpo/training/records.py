@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,17 @@ def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> dict[str, fl
         if exists.any():
             metrics[f"turn_{index + 1}/advantage"] = advantages[exists, index].mean().item()
     return metrics
+
+
+def show_advantages(shown: deque[float], batch: RewardBatch, advantages: torch.Tensor) -> None:
+    """
+    Puts the advantages that are trained, `(B, K)`, as means over turns, in the place of TRL's in its table of
+    completions.
+    """
+    means = advantages.sum(dim=1) / batch.turn_mask.sum(dim=1).clamp(min=1)
+    for _ in range(min(len(means), len(shown))):
+        shown.pop()
+    shown.extend(means.tolist())
 
 
 def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> dict[str, float]:

@@ -36,12 +36,14 @@ from mt_grpo.training.records import (
     credit_metrics,
     mismatch_metrics,
     rollout_metrics,
+    show_advantages,
 )
 from mt_grpo.training.resume import load_rollouts, save_rollouts
 from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
 from mt_grpo.training.rows import leave_out, scored_columns
 from mt_grpo.training.servers import check_importance_sampling, own_engine, server_client, weight_sync
 from mt_grpo.training.turn_by_turn import turn_by_turn_logps
+from mt_grpo.training.watch import RewardWatch
 from mt_grpo.training.weight_push import WeightSyncError
 from mt_grpo.training.weight_sync import WeightSync
 from mt_grpo.trajectory import Trajectory
@@ -105,6 +107,7 @@ class MTGRPOEnvTrainer(FiniteTrainer):
         rewards = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
         if not rewards:
             raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
+        self._watch = RewardWatch([reward.name for reward in rewards])
         self.env = env or build_env(args)
         # TRL's own transport is neither needed nor asked: the engine samples, and `weight_sync` brings it the weights
         use_vllm, args.use_vllm = args.use_vllm, False
@@ -115,7 +118,7 @@ class MTGRPOEnvTrainer(FiniteTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[*(callbacks or []), MetricsCallback()],
+            callbacks=[*(callbacks or []), MetricsCallback(), self._watch],
             optimizers=optimizers,
             quantization_config=quantization_config,
             peft_config=peft_config,
@@ -292,6 +295,7 @@ class MTGRPOEnvTrainer(FiniteTrainer):
         weights = self.reward_weights.to(self.accelerator.device)
         self._reward_batch, columns = gather_rewards(self._trajectories, scores, weights, generations)
         self._equal_groups = share_of_equal_groups(columns, weights, generations)
+        self._reward_columns = columns
         return columns
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -307,12 +311,9 @@ class MTGRPOEnvTrainer(FiniteTrainer):
         )
         self._record(mode, credit_metrics(self._reward_batch, advantages))
         self._metrics[mode]["frac_reward_zero_std"][-1] = self._equal_groups
-        turns = self._reward_batch.turn_mask
-        means = (advantages * turns).sum(dim=1) / turns.sum(dim=1).clamp(min=1)
-        shown = self._logs["advantages"]  # the table of completions shows the advantage that is trained
-        for _ in range(min(len(means), len(shown))):
-            shown.pop()
-        shown.extend(means.tolist())
+        if mode == "train":
+            self._watch.observe(self._reward_columns, advantages, self.accelerator.is_main_process)
+        show_advantages(self._logs["advantages"], self._reward_batch, advantages)
         first = self.accelerator.process_index * len(inputs)
         local = advantages[first:][: len(inputs)]
         rows = torch.arange(first, first + len(inputs), device=self.accelerator.device)
