@@ -60,6 +60,8 @@ class MTGRPOConfig(GRPOConfig):
             its full rendering: `"strict"`, `"ignore_strippable"` or `"disable"`, see `SanityCheck`.
         forward (`str`, *optional*, defaults to `"tree"`): How log-probs are computed in training: `"tree"` (every
             token once, shared prefixes shared), `"padded"` (TRL's) or `"turn_by_turn"` (each turn alone, the oracle).
+        disable_dropout (`bool`, *optional*, defaults to `True`): TRL's option with another default, since sampling has
+            no dropout. With `False` it is in the loss, never in old and reference log-probs.
         tree_attention (`str`, *optional*, defaults to `"auto"`): Attention of the tree forward: `"auto"`, `"segment"`,
             `"flex"` or `"dense"`.
     """
@@ -88,6 +90,9 @@ class MTGRPOConfig(GRPOConfig):
     tool_timeout: float | None = field(default=60.0, metadata={"help": "Seconds one tool call may take."})
     rollout_timeout: float | None = field(default=None, metadata={"help": "Seconds one conversation may take."})
 
+    disable_dropout: bool = field(
+        default=True, metadata={"help": "No dropout in training, an adapter's included; sampling has none either."}
+    )
     vllm_mode: str = field(default="server", metadata={"help": "A dedicated server is the only mode."})
     vllm_server_host: str = field(default="127.0.0.1", metadata={"help": "Host of the vLLM server."})
     weight_sync: str = field(default="auto", metadata={"help": "'auto', 'nccl', 'safetensors' or 'lora'."})

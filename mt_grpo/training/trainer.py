@@ -26,6 +26,7 @@ from mt_grpo.rollout.vllm_http import ServerGoneError
 from mt_grpo.training.balance import regroup
 from mt_grpo.training.build import build_env, prepare_tokenizer
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.training.dropout import disable_dropout, without_dropout
 from mt_grpo.training.forward import batch_logps, keep_outputs_exact, prepare_forward
 from mt_grpo.training.nonfinite import FiniteTrainer
 from mt_grpo.training.records import (
@@ -123,6 +124,8 @@ class MTGRPOEnvTrainer(FiniteTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+        if args.disable_dropout:
+            disable_dropout(self.model)
         prepare_forward(self)
         self._scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         self.reward_func_names = [reward.name for reward in rewards]
@@ -205,15 +208,10 @@ class MTGRPOEnvTrainer(FiniteTrainer):
         if self.weight_sync is not None and self._last_loaded_step != step:
             self.weight_sync.sync(step)
             self._last_loaded_step = step
-        training = self.model.training
-        self.model.eval()  # dropout has no place in sampling
-        try:
-            with self._generation_model() as model:
-                if model is not None:
-                    self.runner.engine.model = model
-                return self._everywhere(self.runner.run(requests, self._sampling, on_finish=self._trajectories.append))
-        finally:
-            self.model.train(training)
+        with without_dropout(self.model, True), self._generation_model() as model:
+            if model is not None:
+                self.runner.engine.model = model
+            return self._everywhere(self.runner.run(requests, self._sampling, on_finish=self._trajectories.append))
 
     def _everywhere(self, work: Coroutine[Any, Any, Any]) -> Any:
         """A failure that ends one process ends all: none is left waiting for it in a collective."""
@@ -293,10 +291,9 @@ class MTGRPOEnvTrainer(FiniteTrainer):
         generations = self.num_generations if self.model.training else self.num_generations_eval
         scores = self._score(self._trajectories)
         weights = self.reward_weights.to(self.accelerator.device)
-        self._reward_batch, columns = gather_rewards(self._trajectories, scores, weights, generations)
-        self._equal_groups = share_of_equal_groups(columns, weights, generations)
-        self._reward_columns = columns
-        return columns
+        self._reward_batch, self._columns = gather_rewards(self._trajectories, scores, weights, generations)
+        self._equal_groups = share_of_equal_groups(self._columns, weights, generations)
+        return self._columns
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's, with the advantage of each trajectory replaced by one for each of its tokens, shape `(B, T)`."""
@@ -312,7 +309,7 @@ class MTGRPOEnvTrainer(FiniteTrainer):
         self._record(mode, credit_metrics(self._reward_batch, advantages))
         self._metrics[mode]["frac_reward_zero_std"][-1] = self._equal_groups
         if mode == "train":
-            self._watch.observe(self._reward_columns, advantages, self.accelerator.is_main_process)
+            self._watch.observe(self._columns, advantages, self.accelerator.is_main_process)
         show_advantages(self._logs["advantages"], self._reward_batch, advantages)
         first = self.accelerator.process_index * len(inputs)
         local = advantages[first:][: len(inputs)]
@@ -356,16 +353,17 @@ class MTGRPOEnvTrainer(FiniteTrainer):
         compute_entropy: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's, `(B, T)`, with log-probs and entropies computed at the trained tokens only and 0 elsewhere."""
+        """TRL's, `(B, T)`, 0 where a token is not trained; old and reference log-probs without dropout."""
         if self.args.forward == "padded":
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
-            )
+            with without_dropout(model, self._scored is None):
+                return super()._get_per_token_logps_and_entropies(
+                    model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+                )
         ids = input_ids[:, -logits_to_keep:]
         scored, turn_ids, parents = self._scored or scored_columns(self._completions, ids)
         prompt_ids, prompt_mask = input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep]
         mask = attention_mask[:, -logits_to_keep:]
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), without_dropout(model, self._scored is None):
             if self.args.forward == "turn_by_turn":
                 logps, entropies = turn_by_turn_logps(
                     model, prompt_ids, prompt_mask, ids, scored, turn_ids, parents, self.temperature
