@@ -69,13 +69,14 @@ def train(arguments: list[str]) -> int:
         return 1
     from mt_grpo.training.attention import UnsupportedModelError
     from mt_grpo.training.config import ConfigError
+    from mt_grpo.training.nonfinite import NonFiniteError
     from mt_grpo.training.run import FAILURES, leave_group, run_training, tidied
 
     accelerator = trainer.accelerator
     try:
         with tidied(trainer):
             run_training(trainer, resolved, _console(quiet=not accelerator.is_main_process))
-    except (*FAILURES, ConfigError, UnsupportedModelError) as error:
+    except (*FAILURES, ConfigError, NonFiniteError, UnsupportedModelError) as error:
         return _refuse(error)
     del trainer
     leave_group(accelerator)

@@ -366,6 +366,11 @@ class Trajectory:
     seconds: float = 0.0
 
     @property
+    def failed(self) -> bool:
+        """Whether the engine or the environment ended it, which says nothing about the policy."""
+        return self.stop_reason in (StopReason.ENGINE_ERROR, StopReason.ENV_ERROR)
+
+    @property
     def completion(self) -> list[Message]:
         """The messages after the prompt, as TRL hands them to a reward function."""
         return [message for turn in self.turns for message in (turn.message, *turn.replies)]

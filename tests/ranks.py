@@ -6,8 +6,10 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
-from accelerate import Accelerator
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, gather
 from conftest import CPU_RUN, build_model, build_tokenizer, lookup
 from datasets import Dataset, IterableDataset
@@ -20,6 +22,7 @@ from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.forward import batch_logps
+from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.run import leave_group, run_training
 from mt_grpo.training.weight_transports import Parameters
 
@@ -39,6 +42,9 @@ SCENARIOS = {
     # the conversations of the second rank do not fit, so it has nothing to learn from
     "adapter": {"max_completion_length": 150, "mask_truncated_completions": True},
     "bf16": {"bf16": True},
+    "outcomes": {"max_steps": 1},
+    "turns": {"max_steps": 1},
+    "spoilt": {},  # the second rank's loss is not finite
     "measured": {"do_eval": True, "per_device_eval_batch_size": 3, "num_generations_eval": 1},
     # ten evaluated conversations, eight to a batch: of the second batch the second rank has none
     "uneven": {"do_eval": True, "num_generations_eval": 2},
@@ -68,30 +74,38 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
+def gather_as_nccl() -> None:
+    """accelerate's way of gathering where the backend is not gloo, which asks for flat tensors in that call."""
+    flat = dist.all_gather_into_tensor
+    dist.all_gather_into_tensor = lambda output, tensor: flat(output, tensor.reshape(-1))
+    PartialState._shared_state["backend"] = "nccl"
+
+
 def main(folder: str, world: int, scenario: str) -> Accelerator:
     tokenizer = build_tokenizer()
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
-    options = {**CPU_RUN, "max_completion_length": 480, **SCENARIOS[scenario]}
+    options = {**CPU_RUN, "max_completion_length": 480, "max_steps": 3, **SCENARIOS[scenario]}
     options["per_device_train_batch_size"] = BATCH // world // options.get("steps_per_generation", 1)
     if scenario == "uneven":
         options["per_device_eval_batch_size"] = BATCH // world
     args = MTGRPOConfig(
         folder,
-        max_steps=3,
         learning_rate=0.1,
         optim="sgd",
         **options,
     )
     if os.environ.get("ACCELERATE_USE_FSDP"):  # accelerate shards on GPUs only, though torch does it on a CPU too
         args.distributed_state.distributed_type = DistributedType.MULTI_GPU
+    if os.environ.get("GATHER_AS_NCCL"):
+        gather_as_nccl()
     adapter = None
     if scenario == "adapter":
         adapter = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
     trainer = MTGRPOEnvTrainer(
         build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None),
         MultiTurnToolEnv([lookup], system_prompt="", max_steps=6),
-        [Searched()],
-        [Length()],
+        [] if scenario == "outcomes" else [Searched()],
+        [] if scenario == "turns" else [Length()],
         args,
         Dataset.from_list(rows),
         Dataset.from_list(rows[: 5 if scenario == "uneven" else 6]) if options.get("do_eval") else None,
@@ -100,7 +114,14 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         peft_config=adapter,
     )
     assert trainer.accelerator.num_processes == world
-    if scenario in ("measured", "uneven"):
+    if scenario == "spoilt":
+        if trainer.accelerator.process_index == 1:
+            trainer.model.get_input_embeddings().register_forward_hook(
+                lambda module, inputs, output: output * torch.nan
+            )
+        with pytest.raises(NonFiniteError, match="loss of step 1 is nan"):
+            trainer.train()
+    elif scenario in ("measured", "uneven"):
         run_training(trainer, {}, Console(quiet=True))
     else:
         trainer.train()

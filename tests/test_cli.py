@@ -14,6 +14,7 @@ import yaml
 from conftest import build_model, build_tokenizer
 
 from mt_grpo.cli import main
+from mt_grpo.credit import estimators
 from mt_grpo.rewards import RewardError
 from mt_grpo.training.run import tidied
 
@@ -163,6 +164,8 @@ def untyped(query):
         ({"dataset_name": "missing.jsonl"}, "missing.jsonl"),
         ({"env": "mt_grpo.envs.Missing"}, "Missing"),
         ({"call_protocol": "nativ"}, "'native'"),
+        ({"importance_sampling_level": "sequence"}, "leave it at `token`, or choose a rule"),
+        ({"importance_sampling_level": "sequence", "loss_type": "luspo"}, "choose another `loss_type`"),
         ({"external_plugins": ["missing_plugin.py"]}, "missing_plugin.py"),
         ({"model_name_or_path": "/no/such/model"}, "/no/such/model"),
         ({"system_prompt": "word " * 600}, "Every prompt is too long"),
@@ -178,6 +181,31 @@ def test_bad_input_is_one_sentence_and_a_non_zero_exit(recipe, tmp_path, capsys,
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1].startswith("mt-grpo: ") and message in lines[-1]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+PLUGIN = """
+from mt_grpo.credit import advantage_estimator, grpo_or
+
+
+@advantage_estimator("mine", splits_turns=SPLITS)
+def mine(batch, *, turn_coef=1.0, scale_rewards="group"):
+    return grpo_or(batch)
+"""
+
+
+def test_a_rule_of_a_plugin_is_found_and_says_whether_it_splits_turns(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(estimators.ADVANTAGE_ESTIMATORS))
+    monkeypatch.setattr(estimators, "WHOLE", set(estimators.WHOLE))
+    for splits, status in ((True, 1), (False, 0)):
+        plugin = tmp_path / f"plugin_{splits}.py"
+        plugin.write_text(PLUGIN.replace("SPLITS", str(splits)))
+        keys = {"advantage_estimator": "mine", "external_plugins": [str(plugin)]}
+        arguments = recipe(**keys, importance_sampling_level="sequence", loss_type="grpo")
+        assert main(["rollout", *arguments, "--num_prompts", "1"]) == status
+        assert ("credit that `advantage_estimator: mine`" in capsys.readouterr().err) == splits
+    keys["advantage_estimator"] = "mien"
+    assert main(["rollout", *recipe(**keys), "--num_prompts", "1"]) == 1
+    assert "the nearest is 'mine'" in capsys.readouterr().err
 
 
 def test_a_template_without_tools_is_refused_under_the_native_protocol(recipe, tmp_path, capsys):

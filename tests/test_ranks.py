@@ -105,3 +105,15 @@ def test_rows_that_only_fill_up_the_last_batch_are_not_counted(tmp_path):
     assert summaries[0]["before"] == pytest.approx(summaries[1]["before"])
     lines = [json.loads(line) for path in (tmp_path / "2").glob("trajectories*.jsonl") for line in path.open()]
     assert sum(line["mode"] == "eval" for line in lines) == 4 * 10
+
+
+@pytest.mark.parametrize("scenario", ["outcomes", "turns"])
+def test_one_kind_of_reward_is_enough_where_ranks_gather_as_nccl_does(tmp_path, scenario):
+    """NCCL's branch of accelerate cannot gather a tensor without elements; gloo's can."""
+    one, two = run(tmp_path / "1", 1, scenario), run(tmp_path / "2", 2, scenario, GATHER_AS_NCCL="1")
+    torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_both(tmp_path):
+    two = run(tmp_path, 2, "spoilt", **SHARDED)
+    assert two["sharded"] and not two["learnt"]

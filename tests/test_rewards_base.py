@@ -23,7 +23,7 @@ from mt_grpo.rewards import (
     score_trajectories,
 )
 from mt_grpo.rewards.base import completion_ids
-from mt_grpo.trajectory import Trajectory, Turn
+from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 
 def make_trajectory(*texts, session="s-0", **row):
@@ -125,8 +125,26 @@ def test_async_rewards_run_concurrently():
     assert scores.turn == [[[1.0, 1.0], [1.0]]] and scores.outcome == [[1.0, 1.0]] * 3
 
 
-def test_nan_means_that_a_reward_does_not_apply():
-    assert score([], [Returns(math.nan)], [make_trajectory()]).outcome == [[None]]
+def test_a_plain_function_that_returns_nan_is_told_what_says_that_it_does_not_apply():
+    """TRL takes NaN for `None`; a mistake in a computation looks the same."""
+
+    def ratio(completions, **columns):
+        return [math.nan] * len(completions)
+
+    with pytest.raises(RewardError, match="'ratio' failed with ValueError: it returned nan: return `None` where"):
+        score([], [FunctionReward(ratio)], [make_trajectory()])
+
+
+def test_no_reward_is_asked_about_a_trajectory_that_failed():
+    class Words(TurnReward):
+        def score(self, turn, trajectory, **row):
+            return 1.0
+
+    batch = [make_trajectory("a", "b"), make_trajectory("c")]
+    batch[0].stop_reason, batch[1].stop_reason = StopReason.ENV_ERROR, StopReason.TIMEOUT
+    scores = score([Words()], [Returns(1.0)], batch)
+    assert scores.turn == [[[None, None], [1.0]]] and scores.outcome == [[None, 1.0]]
+    assert batch[0].rewards == {"turn": {"Words": [None, None]}, "outcome": {"Returns": None}}
 
 
 @pytest.mark.parametrize("value", [True, 1, "1.0"])
@@ -138,6 +156,7 @@ def test_whatever_reads_as_a_number_becomes_a_float(value):
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
+        (math.nan, "ValueError: it returned nan: return `None` where it does not apply"),
         (math.inf, "ValueError: it returned inf, which is not a finite number"),
         (-math.inf, "ValueError: it returned -inf, which is not a finite number"),
         ("good", "ValueError: could not convert string to float: 'good'"),

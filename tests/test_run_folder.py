@@ -15,8 +15,8 @@ from test_trainer import Letters, build  # noqa: F401
 from mt_grpo.cli import main
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.training import ConfigError
-from mt_grpo.training.finite import NonFiniteError
 from mt_grpo.training.folder import left_by_runs
+from mt_grpo.training.nonfinite import NonFiniteError
 
 SAVE = ("--save_strategy", "steps", "--save_steps", "1", "--do_eval", "false")
 

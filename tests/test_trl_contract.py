@@ -9,6 +9,8 @@ import torch
 from conftest import CPU_RUN
 from trl import GRPOConfig, GRPOTrainer
 
+from mt_grpo.training.config import KEEPS_TURNS
+
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
 
@@ -90,3 +92,25 @@ def test_an_advantage_a_token_is_accepted_and_a_constant_one_changes_nothing(sto
     loss = trainer._compute_loss(trainer.model, {**inputs, "advantages": advantages})
     assert torch.isfinite(loss)
     torch.testing.assert_close(loss, expected)
+
+
+def gradient(trainer, inputs, advantages):
+    trainer.model.zero_grad()
+    trainer._compute_loss(trainer.model, {**inputs, "advantages": advantages}).backward()
+    return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_where_an_advantage_a_turn_survives_in_the_gradient(stock, questions, loss_type, level):
+    """`MTGRPOConfig.check_credit` refuses the losses in which it does not."""
+    trainer = stock(loss_type=loss_type, importance_sampling_level=level)
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = trainer._generate_and_score_completions([questions[0]] * 4)
+    mask = inputs["completion_mask"]
+    split = torch.where(torch.arange(mask.shape[1]) < 2, 1.5, -0.5).expand_as(mask) * mask
+    mean = (split.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True)).expand_as(mask)
+    by_turn, by_mean = gradient(trainer, inputs, split), gradient(trainer, inputs, mean)
+    change = ((by_turn - by_mean).norm() / by_turn.norm()).item()
+    lost = level == "sequence" and loss_type not in KEEPS_TURNS
+    assert change < 1e-5 if lost else change > 0.1

@@ -1,5 +1,6 @@
 """Rewards in, advantages out."""
 
+from mt_grpo.credit.check import CreditError, estimate
 from mt_grpo.credit.estimators import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
@@ -9,15 +10,19 @@ from mt_grpo.credit.estimators import (
     grpo_mr,
     grpo_or,
     mt_grpo,
+    splits_turns,
 )
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "AdvantageEstimator",
+    "CreditError",
     "RewardBatch",
     "advantage_estimator",
+    "estimate",
     "get_estimator",
     "grpo_mr",
     "grpo_or",
     "mt_grpo",
+    "splits_turns",
 ]

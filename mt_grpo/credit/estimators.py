@@ -52,14 +52,31 @@ ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
 """The estimators a recipe can name in `advantage_estimator`."""
 
 
-def advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Registers an estimator under a name."""
+WHOLE: set[str] = set()
+"""The estimators that give all turns of a trajectory the same advantage."""
+
+
+def advantage_estimator(name: str, *, splits_turns: bool = True) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
+    """
+    Registers an estimator under a name.
+
+    Args:
+        name (`str`): What a recipe calls it.
+        splits_turns (`bool`, *optional*, defaults to `True`): Whether turns of one trajectory can get different
+            advantages, which a loss that weighs whole sequences would take away again.
+    """
 
     def register(function: AdvantageEstimator) -> AdvantageEstimator:
         ADVANTAGE_ESTIMATORS[name] = function
+        (WHOLE.discard if splits_turns else WHOLE.add)(name)
         return function
 
     return register
+
+
+def splits_turns(name: str) -> bool:
+    """Whether the estimator of that name can give turns of one trajectory different advantages."""
+    return name not in WHOLE
 
 
 def get_estimator(name: str) -> AdvantageEstimator:
@@ -106,13 +123,13 @@ def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale 
     return torch.where(has_result, split, merged[:, None]) * batch.turn_mask
 
 
-@advantage_estimator("grpo_or")
+@advantage_estimator("grpo_or", splits_turns=False)
 def grpo_or(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
     """GRPO on the outcome reward alone: its advantage on every turn, shape (B, K). `turn_coef` has no effect."""
     return _normalize(batch.outcome_rewards, batch.group_size, scale_rewards)[:, None] * batch.turn_mask
 
 
-@advantage_estimator("grpo_mr")
+@advantage_estimator("grpo_mr", splits_turns=False)
 def grpo_mr(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
     """GRPO on the sum of turn and outcome rewards: its advantage on every turn, (B, K). `turn_coef` has no effect."""
     return _normalize(_merged(batch), batch.group_size, scale_rewards)[:, None] * batch.turn_mask

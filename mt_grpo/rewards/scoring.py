@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ class RewardError(RuntimeError):
 @dataclass
 class Scores:
     """
-    The rewards of a batch; `None` where a reward does not apply.
+    The rewards of a batch; `None` where a reward does not apply, and for a trajectory that failed.
 
     Args:
         turn (`list[list[list[float | None]]]`): Indexed [turn reward][trajectory][turn].
@@ -39,26 +39,30 @@ async def score_trajectories(
     extra: dict[str, Any] | None = None,
 ) -> Scores:
     """
-    Scores a batch and records the values in `Trajectory.rewards`.
+    Scores a batch and records the values in `Trajectory.rewards`. No reward is asked about a trajectory that failed.
 
     Args:
         turn_funcs (`Sequence[TurnReward]`): Scored on every turn of every trajectory.
         outcome_funcs (`Sequence[OutcomeReward]`): Scored on every trajectory.
-        trajectories (`list[Trajectory]`): The batch, at least one; `Trajectory.row` holds the columns.
+        trajectories (`list[Trajectory]`): The batch; `Trajectory.row` holds the columns.
         extra (`dict`, *optional*): Keyword arguments for plain TRL reward functions beyond the columns.
 
     Returns:
         `Scores`: One value for each reward and trajectory (and turn).
 
     Raises:
-        RewardError: If a reward raises, or returns what is not a number or is infinite. NaN counts as `None`.
+        RewardError: If a reward raises, or returns what is not a finite number; only `None` says that it does not
+            apply.
     """
+    judged = [trajectory for trajectory in trajectories if not trajectory.failed]
     turn, outcome = await _gather(
         [
-            _gather([_score_turn_func(func, trajectories) for func in turn_funcs]),
-            _gather([_score_outcome_func(func, trajectories, extra) for func in outcome_funcs]),
+            _gather([_score_turn_func(func, judged) for func in turn_funcs]),
+            _gather([_score_outcome_func(func, judged, extra) for func in outcome_funcs]),
         ]
     )
+    turn = [spread(values, trajectories, lambda failed: [None] * len(failed.turns)) for values in turn]
+    outcome = [spread(values, trajectories) for values in outcome]
     for index, trajectory in enumerate(trajectories):
         trajectory.rewards = {
             "outcome": {func.name: values[index] for func, values in zip(outcome_funcs, outcome, strict=True)},
@@ -75,6 +79,20 @@ def score(
 ) -> Scores:
     """`score_trajectories` for callers outside an event loop; sync rewards run on the calling thread."""
     return asyncio.run(score_trajectories(turn_funcs, outcome_funcs, trajectories, extra))
+
+
+def spread(
+    values: Sequence[Any], trajectories: Sequence[Trajectory], fill: Callable[[Trajectory], Any] = lambda _: None
+) -> list[Any]:
+    """
+    Values of the trajectories that did not fail as values of all: `fill` makes those of the others.
+
+    Raises:
+        ValueError: If there is another number of values than of trajectories that did not fail.
+    """
+    judged = [index for index, trajectory in enumerate(trajectories) if not trajectory.failed]
+    found = dict(zip(judged, values, strict=True))
+    return [found[index] if index in found else fill(trajectory) for index, trajectory in enumerate(trajectories)]
 
 
 def combine(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
@@ -108,6 +126,8 @@ async def _score_outcome_func(
         return []
     if not isinstance(func, FunctionReward):
         return await _gather([_score_one(func, trajectory, trajectory) for trajectory in trajectories])
+    if not trajectories:
+        return []
     try:
         values = await func.score_batch(trajectories, [trajectory.row for trajectory in trajectories], extra)
     except Exception as error:  # whatever the user's function raises
@@ -130,11 +150,13 @@ def _number(func: RewardFunc, value: Any, trajectory: Trajectory) -> float | Non
         return None
     try:
         number = float(value)
+        if math.isnan(number):
+            raise ValueError("it returned nan: return `None` where it does not apply")
         if math.isinf(number):
             raise ValueError(f"it returned {number}, which is not a finite number")
     except Exception as error:  # whatever the user's value raises
         raise _failure(func, error, trajectory) from error
-    return None if math.isnan(number) else number
+    return number
 
 
 def _failure(func: RewardFunc, error: Exception, trajectory: Trajectory, scope: str = "") -> RewardError:

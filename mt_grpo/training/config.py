@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from mt_grpo.credit import get_estimator
+from mt_grpo.credit import get_estimator, splits_turns
 from mt_grpo.plugins import nearest
 from mt_grpo.rollout.history import check_history
 from mt_grpo.rollout.sanity import MODES
 
 FORWARDS = ("tree", "padded", "turn_by_turn")
 WEIGHT_SYNCS = ("auto", "nccl", "safetensors", "lora")
+KEEPS_TURNS = ("cispo", "vespo")
+"""Loss types in which an advantage weighs its own tokens whatever `importance_sampling_level` is."""
 ATTENTIONS = ("auto", "segment", "flex", "dense")
 
 
@@ -58,6 +60,8 @@ class MTGRPOConfig(GRPOConfig):
             its full rendering: `"strict"`, `"ignore_strippable"` or `"disable"`, see `SanityCheck`.
         forward (`str`, *optional*, defaults to `"tree"`): How log-probs are computed in training: `"tree"` (every
             token once, shared prefixes shared), `"padded"` (TRL's) or `"turn_by_turn"` (each turn alone, the oracle).
+        disable_dropout (`bool`, *optional*, defaults to `True`): TRL's option with another default, since sampling has
+            no dropout. With `False` it is in the loss, never in old and reference log-probs.
         tree_attention (`str`, *optional*, defaults to `"auto"`): Attention of the tree forward: `"auto"`, `"segment"`,
             `"flex"` or `"dense"`.
         overwrite_output_dir (`bool`, *optional*, defaults to `False`): Whether `mt-grpo train` removes what an earlier
@@ -88,6 +92,9 @@ class MTGRPOConfig(GRPOConfig):
     tool_timeout: float | None = field(default=60.0, metadata={"help": "Seconds one tool call may take."})
     rollout_timeout: float | None = field(default=None, metadata={"help": "Seconds one conversation may take."})
 
+    disable_dropout: bool = field(
+        default=True, metadata={"help": "No dropout in training, an adapter's included; sampling has none either."}
+    )
     vllm_mode: str = field(default="server", metadata={"help": "A dedicated server is the only mode."})
     vllm_server_host: str = field(default="127.0.0.1", metadata={"help": "Host of the vLLM server."})
     weight_sync: str = field(default="auto", metadata={"help": "'auto', 'nccl', 'safetensors' or 'lora'."})
@@ -113,7 +120,8 @@ class MTGRPOConfig(GRPOConfig):
         for name in ("tools", "external_plugins", "turn_reward_funcs", "outcome_reward_funcs"):
             if isinstance(getattr(self, name), str):  # a recipe may give one name without a list
                 setattr(self, name, [getattr(self, name)])
-        get_estimator(self.advantage_estimator)
+        if not self.external_plugins:  # else the rule may be one of theirs
+            self.check_credit()
         for name in (
             "max_turn_length",
             "max_concurrent_rollouts",
@@ -164,6 +172,25 @@ class MTGRPOConfig(GRPOConfig):
             )
         self._check_batch_sizes()
         super().__post_init__()
+
+    def check_credit(self) -> None:
+        """
+        Looks the credit rule up, once the plugins are imported, and holds it against the loss.
+
+        Raises:
+            ConfigError: If the loss takes away the credit that the rule gives to turns.
+            ValueError: If there is no such rule.
+        """
+        get_estimator(self.advantage_estimator)
+        lost = self.importance_sampling_level == "sequence" and self.loss_type not in KEEPS_TURNS
+        if lost and splits_turns(self.advantage_estimator):
+            another = ", choose another `loss_type`" if self.loss_type == "luspo" else ""
+            raise ConfigError(
+                "`importance_sampling_level: sequence` gives all tokens of a trajectory the mean of their advantages, "
+                f"so the credit that `advantage_estimator: {self.advantage_estimator}` gives to single turns is lost: "
+                f"leave it at `token`{another}, or choose a rule for whole trajectories such as `grpo_or` or "
+                "`grpo_mr`."
+            )
 
     def _check_batch_sizes(self) -> None:
         processes = int(os.environ.get("WORLD_SIZE", 1))

@@ -11,20 +11,19 @@ import torch
 from accelerate.utils import gather
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
-from trl import GRPOTrainer
 
 from mt_grpo.training.checks import check_training
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
 from mt_grpo.training.evaluation import EvaluationRows
-from mt_grpo.training.finite import check_weights
 from mt_grpo.training.folder import left_by_runs
+from mt_grpo.training.nonfinite import FiniteTrainer, check_weights
 from mt_grpo.training.resume import batch_options, check_checkpoint
 from mt_grpo.training.tally import Tally
 
 logger = logging.getLogger(__name__)
 
 
-class CountedTrainer(GRPOTrainer):
+class CountedTrainer(FiniteTrainer):
     """TRL's `GRPOTrainer`; takes the same arguments."""
 
     args: MTGRPOConfig
@@ -84,10 +83,6 @@ class CountedTrainer(GRPOTrainer):
                 max_steps,
             )
         return num_epochs, 0
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        check_weights(self.model, self.accelerator, self.state.global_step)
-        super()._save_checkpoint(model, trial)
 
     # Metrics: TRL's are means over batches, ours are sums until they are logged
 

@@ -52,15 +52,15 @@ def counted(trajectories: list[Trajectory]) -> list[Trajectory]:
     return [trajectory for trajectory in trajectories if trajectory.stop_reason is not None]
 
 
-def spread(values: list[Any], fills: list[bool], absent: Callable[[int], Any] = lambda index: None) -> list[Any]:
+def fill_up(values: list[Any], fills: list[bool], absent: Callable[[int], Any] = lambda index: None) -> list[Any]:
     """Values of the rows that count, with what `absent` makes of its index for each row that only fills up."""
     rest = iter(values)
     return [absent(index) if fill else next(rest) for index, fill in enumerate(fills)]
 
 
-def spread_scores(scores: Scores, fills: list[bool]) -> Scores:
+def fill_up_scores(scores: Scores, fills: list[bool]) -> Scores:
     """Scores of the rows that count, with no reward for the others."""
     return Scores(
-        [spread(values, fills, lambda index: []) for values in scores.turn],
-        [spread(values, fills) for values in scores.outcome],
+        [fill_up(values, fills, lambda index: []) for values in scores.turn],
+        [fill_up(values, fills) for values in scores.outcome],
     )

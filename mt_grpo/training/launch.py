@@ -88,6 +88,7 @@ def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
     datasets.disable_progress_bars()
     for plugin in args.external_plugins or []:
         import_file(plugin)
+    args.check_credit()
     env = build_env(args)
     turn_rewards = load_rewards(args.turn_reward_funcs or [], "turn")
     outcome_rewards = load_rewards(args.outcome_reward_funcs or [], "outcome")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,8 @@ def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
         `sequences/mean`, `tokens/unique` and `tokens/turn_by_turn`, what a forward a turn would compute (a
         trajectory); `turn_K/length` and `turn_K/context_length` (tokens), `turn_K/tool_calls`, `turn_K/failures` and
         `turn_K/malformed` (a trajectory that has the turn), K from 1; `stop/REASON` for every reason, shares that sum
-        to 1; `forks/CAUSE` and `tokenization/CAUSE` (a trajectory), where there are any.
+        to 1; `rollouts/failed`, the share that the engine or the environment ended, which is left out of loss,
+        baseline and rewards; `forks/CAUSE` and `tokenization/CAUSE` (a trajectory), where there are any.
     """
     records = gather_object([_record(trajectory) for trajectory in trajectories])
     turns = [turn for record in records for turn in record["turns"]]
@@ -72,6 +73,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
     tally.count("call", sum(turn["tool_calls"] for turn in turns))
     for name, total in (
         ("turns/mean", len(turns)),
+        ("rollouts/failed", sum(record["failed"] for record in records)),
         ("tools/call_frequency", sum(turn["tool_calls"] for turn in turns)),
         ("tools/malformed_frequency", sum(turn["malformed"] for turn in turns)),
         ("sequences/mean", sum(record["sequences"] for record in records)),
@@ -104,6 +106,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "stop": trajectory.stop_reason.value,
         "ended": trajectory.stop_reason not in UNFINISHED,
+        "failed": trajectory.failed,
         "tokenization": trajectory.tokenization,
         "sequences": trajectory.tree.num_sequences,
         "unique": trajectory.tree.num_tokens,
@@ -139,6 +142,17 @@ def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
                 tally.count(f"{name} of turn {index + 1}", len(values))
                 tally.add(f"turn_{index + 1}/{name}", values.sum().item(), per=f"{name} of turn {index + 1}")
     return tally
+
+
+def show_advantages(shown: deque[float], batch: RewardBatch, advantages: torch.Tensor) -> None:
+    """
+    Puts the advantages that are trained, `(B, K)`, as means over turns, in the place of TRL's in its table of
+    completions.
+    """
+    means = advantages.sum(dim=1) / batch.turn_mask.sum(dim=1).clamp(min=1)
+    for _ in range(min(len(means), len(shown))):
+        shown.pop()
+    shown.extend(means.tolist())
 
 
 def reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str]) -> Tally:

@@ -5,6 +5,23 @@ from __future__ import annotations
 import torch
 
 from mt_grpo.rollout import Completion
+from mt_grpo.training.records import UNFINISHED
+from mt_grpo.trajectory import Trajectory
+
+
+def leave_out(
+    trajectories: list[Trajectory], completions: list[Completion], pad_token_id: int, mask_truncated: bool
+) -> None:
+    """
+    Masks the completions that must not be trained on: of conversations that failed, and, with `mask_truncated`, of
+    those that were cut off. One that has no token gets a masked one, which keeps shapes valid.
+    """
+    for trajectory, completion in zip(trajectories, completions, strict=True):
+        if not completion.ids:
+            completion.ids, completion.logprobs = [pad_token_id], [float("nan")]
+            completion.mask, completion.turns, completion.parents = [0], [0], [-1]
+        elif trajectory.failed or (mask_truncated and trajectory.stop_reason in UNFINISHED):
+            completion.mask = [0] * len(completion.mask)
 
 
 def pad_rows(rows: list[list[int]], like: torch.Tensor) -> torch.Tensor:

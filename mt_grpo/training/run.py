@@ -19,13 +19,14 @@ from rich.rule import Rule
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from mt_grpo.credit import CreditError
 from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.sanity import examine_template
 from mt_grpo.rollout.vllm_http import ServerGoneError
 from mt_grpo.training import report
-from mt_grpo.training.finite import NonFiniteError
 from mt_grpo.training.folder import check_folder, clear_folder
+from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.progress import ProgressBar
 from mt_grpo.training.resume import is_whole
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
@@ -34,7 +35,7 @@ from mt_grpo.trajectory import Trajectory
 from mt_grpo.viewer import render_trajectory
 
 EXAMPLES = 3
-FAILURES = (ServerGoneError, WeightSyncError, RolloutError, NonFiniteError)
+FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFiniteError)
 """What ends a run with one sentence for the user instead of a traceback."""
 
 
@@ -82,9 +83,9 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
 
     Raises:
         ConfigError: If `output_dir` holds another run, or the rows do not suffice for a step.
-        ServerGoneError, WeightSyncError, RolloutError: If nothing can be sampled any more; after a checkpoint was
-            written, which the message names, where training had begun.
-        NonFiniteError: If numbers of the training are NaN or infinite; likewise, unless the weights are.
+        ServerGoneError, WeightSyncError, RolloutError, CreditError: If nothing can be sampled or credited any more;
+            after a checkpoint was written, which the message names, where training had begun.
+        NonFiniteError: If a loss, a gradient or a weight is not finite; likewise, unless weights are not.
         RewardError: If a reward fails; likewise.
     """
     args = trainer.args

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.models import unwrap_model_for_generation
 
-from mt_grpo.credit import get_estimator
+from mt_grpo.credit import estimate
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.rewards import RewardError, RewardFunc, Scores, load_rewards, score_trajectories
+from mt_grpo.rewards import RewardError, RewardFunc, Scores, load_rewards, score_trajectories, spread
 from mt_grpo.rollout import Engine, Limits, RolloutError, RolloutRequest, RolloutRunner, Sampling, derive_seed
 from mt_grpo.rollout.transformers_engine import TransformersEngine
 from mt_grpo.rollout.vllm_http import ServerGoneError
@@ -26,23 +27,25 @@ from mt_grpo.training.balance import regroup
 from mt_grpo.training.build import build_env, prepare_tokenizer
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
 from mt_grpo.training.counted import CountedTrainer
-from mt_grpo.training.evaluation import counted, spread, spread_scores
+from mt_grpo.training.dropout import disable_dropout, without_dropout
+from mt_grpo.training.evaluation import counted, fill_up, fill_up_scores
 from mt_grpo.training.forward import batch_logps, keep_outputs_exact, prepare_forward
 from mt_grpo.training.records import (
-    UNFINISHED,
     MetricsCallback,
     TrajectoryWriter,
     credit_metrics,
     mismatch_metrics,
     reward_metrics,
     rollout_metrics,
+    show_advantages,
 )
 from mt_grpo.training.resume import batch_options, load_rollouts, save_rollouts
-from mt_grpo.training.reward_batch import gather_rewards
+from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
 from mt_grpo.training.reward_columns import check_reward_columns
-from mt_grpo.training.rows import scored_columns
+from mt_grpo.training.rows import leave_out, scored_columns
 from mt_grpo.training.servers import check_importance_sampling, own_engine, server_client, weight_sync
 from mt_grpo.training.turn_by_turn import turn_by_turn_logps
+from mt_grpo.training.watch import RewardWatch
 from mt_grpo.training.weight_push import WeightSyncError
 from mt_grpo.training.weight_sync import WeightSync
 from mt_grpo.trajectory import Trajectory
@@ -71,6 +74,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
     Raises:
         ConfigError: If there is no reward function at all, no dataset, or a reward needs a column that one lacks.
         RolloutError: In training, if every conversation of two batches in a row fails.
+        CreditError: In training, if the credit rule returns what nothing can be trained with.
+        NonFiniteError: In training, before a loss, a gradient or a weight that is not finite is stepped or saved.
     """
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
@@ -96,6 +101,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = MTGRPOConfig(f"{Path(name).name}-MT-GRPO")
+        args.check_credit()
         turn_rewards = args.turn_reward_funcs if turn_reward_funcs is None else turn_reward_funcs
         outcome_rewards = args.outcome_reward_funcs if outcome_reward_funcs is None else outcome_reward_funcs
         self.turn_reward_funcs = load_rewards(list(turn_rewards or []), "turn")
@@ -104,6 +110,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         if not rewards:
             raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
         check_reward_columns(rewards, train_dataset, eval_dataset)
+        self._watch = RewardWatch([reward.name for reward in rewards])
         self.env = env or build_env(args)
         # TRL's own transport is neither needed nor asked: the engine samples, and `weight_sync` brings it the weights
         use_vllm, args.use_vllm = args.use_vllm, False
@@ -114,11 +121,13 @@ class MTGRPOEnvTrainer(CountedTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[*(callbacks or []), MetricsCallback()],
+            callbacks=[*(callbacks or []), MetricsCallback(), self._watch],
             optimizers=optimizers,
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+        if args.disable_dropout:
+            disable_dropout(self.model)
         prepare_forward(self)
         self._scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         self.reward_func_names = [reward.name for reward in rewards]
@@ -127,7 +136,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         # TRL recognises a truncated completion by its last token; here the stop reason says it
         self._mask_truncated, self.mask_truncated_completions = self.mask_truncated_completions, False
         prepare_tokenizer(self._tokenizer, self.env)
-        self._estimator = get_estimator(args.advantage_estimator)
+        self._estimator = partial(estimate, args.advantage_estimator)
         self._event_loop = asyncio.new_event_loop()
         self.use_vllm = args.use_vllm = use_vllm  # the loss corrects for what the engine computes otherwise
         self.weight_sync: WeightSync | None = None
@@ -172,12 +181,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         mode = "train" if self.model.training else "eval"
         trajectories = self._trajectories = self._rollout(prompts, mode)
         completions = [self.runner.completion(trajectory) for trajectory in trajectories]
-        for trajectory, completion in zip(trajectories, completions, strict=True):
-            if not completion.ids:  # the conversation failed before its first token; a masked one keeps shapes valid
-                completion.ids, completion.logprobs = [self._tokenizer.pad_token_id], [float("nan")]
-                completion.mask, completion.turns, completion.parents = [0], [0], [-1]
-            elif self._mask_truncated and trajectory.stop_reason in UNFINISHED:
-                completion.mask = [0] * len(completion.mask)
+        leave_out(trajectories, completions, self._tokenizer.pad_token_id, self._mask_truncated)
         self._completions = completions
         prompt_ids = [completion.prompt_ids for completion in completions]
         self._log_rollouts(trajectories, prompt_ids, mode)
@@ -207,16 +211,11 @@ class MTGRPOEnvTrainer(CountedTrainer):
         if self.weight_sync is not None and self._last_loaded_step != step:
             self.weight_sync.sync(step)
             self._last_loaded_step = step
-        training = self.model.training
-        self.model.eval()  # dropout has no place in sampling
-        try:
-            with self._generation_model() as model:
-                if model is not None:
-                    self.runner.engine.model = model
-                run = self._everywhere(self.runner.run(requests, self._sampling, on_finish=self._trajectories.append))
-        finally:
-            self.model.train(training)
-        return spread(run, self._fills, lambda index: Trajectory(self.env.start(prompts[index])))
+        with without_dropout(self.model, True), self._generation_model() as model:
+            if model is not None:
+                self.runner.engine.model = model
+            run = self._everywhere(self.runner.run(requests, self._sampling, on_finish=self._trajectories.append))
+        return fill_up(run, self._fills, lambda index: Trajectory(self.env.start(prompts[index])))
 
     def _everywhere(self, work: Coroutine[Any, Any, Any]) -> Any:
         """A failure that ends one process ends all: none is left waiting for it in a collective."""
@@ -262,8 +261,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         metrics = rollout_metrics(counted(trajectories))
         self._record(mode, metrics)
         if mode == "train":
-            means = metrics.means()
-            failed = means["stop/engine_error"] + means["stop/env_error"] > 1 - 1e-9
+            failed = metrics.means()["rollouts/failed"] == 1
             self._failed_batches = self._failed_batches + 1 if failed else 0
             if self._failed_batches == 2:  # on every rank, since metrics are of all; one alone may be a bad prompt
                 error = trajectories[0].error
@@ -274,12 +272,14 @@ class MTGRPOEnvTrainer(CountedTrainer):
     def _score(self, trajectories: list[Trajectory]) -> Scores:
         extra = {
             "trainer_state": self.state,
-            "log_extra": lambda name, values: self._log_completion_extra(name, spread(values, self._fills)),
+            "log_extra": lambda name, values: self._log_completion_extra(
+                name, fill_up(spread(values, counted(trajectories)), self._fills)
+            ),
             "log_metric": self._log_metric,
         }
         funcs = self.turn_reward_funcs, self.outcome_reward_funcs
         scores = self._everywhere(score_trajectories(*funcs, counted(trajectories), extra))
-        return spread_scores(scores, self._fills)
+        return fill_up_scores(scores, self._fills)
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[Any]
@@ -288,10 +288,11 @@ class MTGRPOEnvTrainer(CountedTrainer):
         generations = self.num_generations if self.model.training else self.num_generations_eval
         scores = self._score(self._trajectories)
         weights = self.reward_weights.to(self.accelerator.device)
-        self._reward_batch, columns = gather_rewards(self._trajectories, scores, weights, generations)
+        self._reward_batch, self._columns = gather_rewards(self._trajectories, scores, weights, generations)
+        self._equal_groups = share_of_equal_groups(self._columns, weights, generations)
         if not self.model.training:  # its batches differ in size
-            self._record("eval", reward_metrics(columns, weights, self.reward_func_names))
-        return columns
+            self._record("eval", reward_metrics(self._columns, weights, self.reward_func_names))
+        return self._columns
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's, with the advantage of each trajectory replaced by one for each of its tokens, shape `(B, T)`."""
@@ -306,12 +307,10 @@ class MTGRPOEnvTrainer(CountedTrainer):
             self._reward_batch, turn_coef=self.args.turn_advantage_coef, scale_rewards=self.scale_rewards
         )
         self._record(mode, credit_metrics(self._reward_batch, advantages))
-        turns = self._reward_batch.turn_mask
-        means = (advantages * turns).sum(dim=1) / turns.sum(dim=1).clamp(min=1)
-        shown = self._logs["advantages"]  # the table of completions shows the advantage that is trained
-        for _ in range(min(len(means), len(shown))):
-            shown.pop()
-        shown.extend(means.tolist())
+        self._metrics[mode]["frac_reward_zero_std"][-1] = self._equal_groups
+        if mode == "train":
+            self._watch.observe(self._columns, advantages, self.accelerator.is_main_process)
+        show_advantages(self._logs["advantages"], self._reward_batch, advantages)
         first = self.accelerator.process_index * len(inputs)
         local = advantages[first:][: len(inputs)]
         rows = torch.arange(first, first + len(inputs), device=self.accelerator.device)
@@ -354,16 +353,17 @@ class MTGRPOEnvTrainer(CountedTrainer):
         compute_entropy: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's, `(B, T)`, with log-probs and entropies computed at the trained tokens only and 0 elsewhere."""
+        """TRL's, `(B, T)`, 0 where a token is not trained; old and reference log-probs without dropout."""
         if self.args.forward == "padded":
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
-            )
+            with without_dropout(model, self._scored is None):
+                return super()._get_per_token_logps_and_entropies(
+                    model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+                )
         ids = input_ids[:, -logits_to_keep:]
         scored, turn_ids, parents = self._scored or scored_columns(self._completions, ids)
         prompt_ids, prompt_mask = input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep]
         mask = attention_mask[:, -logits_to_keep:]
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), without_dropout(model, self._scored is None):
             if self.args.forward == "turn_by_turn":
                 logps, entropies = turn_by_turn_logps(
                     model, prompt_ids, prompt_mask, ids, scored, turn_ids, parents, self.temperature

@@ -1,0 +1,54 @@
+"""What a credit rule returns, checked before anything is trained with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_grpo.credit.estimators import RewardBatch, get_estimator
+
+
+class CreditError(ValueError):
+    """A credit rule returned what nothing can be trained with. The message is one sentence that names the rule."""
+
+
+def estimate(name: str, batch: RewardBatch, **options: Any) -> Tensor:
+    """
+    Calls the rule of that name.
+
+    Args:
+        name (`str`): Its name in the registry.
+        batch (`RewardBatch`): The rewards.
+        **options: Its options.
+
+    Returns:
+        `Tensor`: Its advantages, shape (B, K), float32; 0 where a turn does not exist, whatever the rule says there.
+
+    Raises:
+        CreditError: If it returns no tensor, one of another shape, or what is not finite at a turn that exists.
+    """
+    advantages = get_estimator(name)(batch, **options)
+    wanted = tuple(batch.turn_mask.shape)
+    if not isinstance(advantages, Tensor):
+        raise CreditError(
+            f"The advantage estimator {name!r} returned a {type(advantages).__name__}: return a tensor with an "
+            f"advantage for each trajectory and turn, of the shape {wanted} of `turn_mask`."
+        )
+    if advantages.shape != batch.turn_mask.shape:
+        raise CreditError(
+            f"The advantage estimator {name!r} returned a tensor of shape {tuple(advantages.shape)}: return an "
+            f"advantage for each trajectory and turn, of the shape {wanted} of `turn_mask`."
+        )
+    advantages = advantages.to(batch.turn_mask.device, torch.float32)
+    wrong = ~advantages.isfinite() & batch.turn_mask
+    if wrong.any():
+        row, turn = wrong.nonzero()[0].tolist()
+        raise CreditError(
+            f"The advantage estimator {name!r} gave {advantages[row, turn]} to turn {turn + 1} of trajectory {row}, "
+            f"whose turn reward is {batch.turn_rewards[row, turn]} and whose outcome reward is "
+            f"{batch.outcome_rewards[row]}, in groups of {batch.group_size}: return a finite number for every turn "
+            "that exists, also where a reward is NaN because it does not apply or a group has no deviation."
+        )
+    return advantages.masked_fill(~batch.turn_mask, 0.0)

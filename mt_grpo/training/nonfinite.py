@@ -1,0 +1,101 @@
+"""No number that is not finite reaches a weight or a file: the run ends before, and says what it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather, gather_object
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from trl import GRPOTrainer
+
+INGREDIENTS = ("advantages", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
+"""What a loss is made of, besides the log-probs of the model that is trained."""
+
+
+class NonFiniteError(RuntimeError):
+    """A number that would spoil the weights. The message is one sentence: what it was and where it comes from."""
+
+
+class FiniteTrainer(GRPOTrainer):
+    """
+    TRL's trainer, which ends, on every process, at the first loss or gradient that is not finite, before the optimiser
+    steps, and saves no model with such weights. In float16 a gradient may overflow: the scaler then leaves the step
+    out. DeepSpeed steps inside the backward, so there a gradient is found only after its step, though before it is
+    saved.
+    """
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.model.training:
+            losses = gather(loss.detach().float().reshape(1))
+            if not losses.isfinite().all():
+                causes = gather_object([_cause(inputs, model)])  # on every process: weights may be sharded
+                rank = int((~losses.isfinite()).nonzero()[0])
+                raise NonFiniteError(
+                    f"The loss of step {self.state.global_step + 1} is {losses[rank]}, since {causes[rank]}; no "
+                    "weight was changed by it."
+                )
+        return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        if norm is not None and not self.args.fp16:  # DeepSpeed may know none
+            norms = gather(torch.tensor([float(norm)], device=self.accelerator.device))
+            if not norms.isfinite().all():
+                raise NonFiniteError(
+                    f"The gradient of step {self.state.global_step + 1} has the norm "
+                    f"{norms[~norms.isfinite()][0]}, though its loss is finite, since a derivative overflowed in the "
+                    "backward pass; it was not stepped: train in bfloat16 or float32, or lower `learning_rate`."
+                )
+        return norm
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        check_weights(self.model, self.accelerator, self.state.global_step)
+        super().save_model(output_dir, _internal_call)
+
+
+def _cause(inputs: dict[str, Any], model: nn.Module) -> str:
+    name = _spoilt_weight(model)
+    if name is not None:
+        return f"the weight {name!r} is not finite since an earlier step, or was loaded so: lower `learning_rate`"
+    trained = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+    for name in INGREDIENTS:
+        value = inputs.get(name)
+        if value is not None and not value.masked_select(trained).isfinite().all():
+            return f"`{name}` of its batch are not finite"
+    return (
+        "the model's own log-probabilities, or their ratio to the old ones, overflowed: lower `learning_rate`, or "
+        "train in bfloat16 or float32"
+    )
+
+
+def _spoilt_weight(model: nn.Module) -> str | None:
+    """The name of a trained weight that is not finite in this process's part."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not _local(parameter).all():
+            return name
+    return None
+
+
+def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None:
+    """
+    Looks at every trained weight, each process at its own shards; a collective call.
+
+    Raises:
+        NonFiniteError: If one is NaN or infinite, in every process.
+    """
+    spoilt = _spoilt_weight(model)
+    if gather(torch.tensor([int(spoilt is not None)], device=accelerator.device)).sum():
+        raise NonFiniteError(
+            f"Weights hold NaN or infinity after step {step}{f' ({spoilt})' if spoilt else ''}, so they are not "
+            "saved: go back to an earlier checkpoint, with a smaller `learning_rate` or `max_grad_norm`."
+        )
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """Which elements of this process's part are finite; ZeRO-3 leaves the parameter itself empty."""
+    value = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
+    return torch.isfinite(value)

@@ -1,0 +1,121 @@
+"""A number that is not finite ends the run before it reaches a weight or a file."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import test_trainer
+import torch
+from conftest import build_model
+from test_trainer import batch
+
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, CreditError, advantage_estimator, estimators, mt_grpo
+from mt_grpo.training.nonfinite import NonFiniteError
+
+build = test_trainer.build
+
+
+@pytest.fixture
+def rule(monkeypatch):
+    """Registers a rule that spoils what `mt_grpo` returns."""
+    monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
+
+    def register(spoil):
+        @advantage_estimator("spoilt")
+        def spoilt(batch, *, turn_coef=1.0, scale_rewards="group"):
+            return spoil(mt_grpo(batch), batch)
+
+        return "spoilt"
+
+    return register
+
+
+def weights(trainer):
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def assert_untouched(trainer, before):
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda advantages, batch: advantages.index_fill(1, torch.tensor([1]), math.nan), "nan to turn 2"),
+        (lambda advantages, batch: torch.full_like(advantages, math.inf), "inf to turn 1"),
+        (lambda advantages, batch: advantages.double() * 1e300, "inf to turn 1"),
+        (lambda advantages, batch: advantages[:, 0], r"shape \(4,\).*\(4, 3\)"),
+        (lambda advantages, batch: advantages[:, :1], r"shape \(4, 1\).*\(4, 3\)"),
+        (lambda advantages, batch: advantages.tolist(), "a list"),
+    ],
+)
+def test_what_a_rule_returns_is_checked_before_any_step(build, rule, spoil, said):
+    trainer = build(advantage_estimator=rule(spoil))
+    before = weights(trainer)
+    with pytest.raises(CreditError, match=f"'spoilt'.*{said}"):
+        trainer.train()
+    assert_untouched(trainer, before)
+
+
+def test_what_a_rule_says_of_turns_that_do_not_exist_is_ignored(build, rule):
+    name = rule(lambda advantages, batch: advantages.masked_fill(~batch.turn_mask, math.nan))
+    spoilt, plain = batch(build(advantage_estimator=name)), batch(build())
+    torch.testing.assert_close(spoilt["advantages"], plain["advantages"])
+
+
+def test_a_spoilt_weight_is_named_when_the_loss_is_not_finite(build, tokenizer):
+    model = build_model(tokenizer)
+    model.model.norm.weight.data[0] = math.nan
+    trainer = build(model=model)
+    before = weights(trainer)
+    with pytest.raises(NonFiniteError, match="loss of step 1 is nan.*'model.norm.weight'"):
+        trainer.train()
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, weights(trainer), strict=True))
+
+
+def test_what_the_loss_was_made_of_is_named(build):
+    trainer = build()
+    score = trainer._generate_and_score_completions
+
+    def spoilt(inputs):
+        output = score(inputs)
+        output["old_per_token_logps"] = torch.full_like(output["sampling_per_token_logps"], -math.inf)
+        return output
+
+    trainer._generate_and_score_completions = spoilt
+    with pytest.raises(NonFiniteError, match="`old_per_token_logps`"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_a_gradient_that_is_not_finite_is_not_stepped(build, max_grad_norm):
+    trainer = build(max_grad_norm=max_grad_norm)
+    before = weights(trainer)
+    trainer.model.model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(NonFiniteError, match="gradient of step 1 has the norm"):
+        trainer.train()
+    assert_untouched(trainer, before)
+
+
+def test_weights_that_a_step_spoilt_are_not_saved(build, tmp_path):
+    def trained(folder, **options):
+        trainer = build(
+            output_dir=str(tmp_path / folder),
+            learning_rate=1e38,
+            optim="sgd",
+            max_grad_norm=0.0,
+            max_steps=1,
+            **options,
+        )
+        trainer.model.model.norm.weight.register_hook(lambda gradient: gradient * 1e4)  # finite
+        trainer.train()
+        return trainer
+
+    trainer = trained("end")
+    with pytest.raises(NonFiniteError, match="'model.norm.weight'.*not saved"):
+        trainer.save_model(str(tmp_path / "end"))
+    assert not list((tmp_path / "end").glob("*.safetensors"))
+    with pytest.raises(NonFiniteError, match="'model.norm.weight'.*not saved"):
+        trained("between", save_strategy="steps", save_steps=1)
+    assert not list((tmp_path / "between").glob("checkpoint-*"))
