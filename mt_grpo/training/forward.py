@@ -75,12 +75,15 @@ def prepare_forward(trainer: GRPOTrainer) -> dict[str, Any]:
 
 def keep_outputs_exact(accelerator: Accelerator) -> None:
     """
-    Keeps FSDP2 from rounding what the model returns to the precision it computes in: log-probs in bfloat16 have three
-    digits, and the ratio of two of them is off by a percent.
+    Keeps FSDP2 from rounding what the model returns, and gradients on their way between ranks, to the precision it
+    computes in: log-probs in bfloat16 have three digits, and the ratio of two of them is off by a percent; a sum of
+    gradients loses what the small ones add. accelerate has no key for either.
     """
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.mixed_precision_policy is not None:
         plugin = accelerator.state.fsdp_plugin
-        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+        plugin.mixed_precision_policy = replace(
+            plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
+        )
 
 
 def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | None = None) -> None:
