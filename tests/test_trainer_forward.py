@@ -78,6 +78,11 @@ def test_balancing_experts_is_refused_and_experts_without_it_learn_as_with_paddi
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
 
 
+def test_flex_is_refused_on_a_cpu_before_any_work(build):  # noqa: F811
+    with pytest.raises(ConfigError, match="`tree_attention: flex` needs a GPU.*`tree_attention: segment`"):
+        build(tree_attention="flex")
+
+
 def test_the_rows_of_a_group_meet_in_one_micro_batch(build):  # noqa: F811
     trainer = build(steps_per_generation=2, gradient_accumulation_steps=2)
     trainer.current_gradient_accumulation_steps = 2

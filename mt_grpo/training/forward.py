@@ -68,6 +68,11 @@ def prepare_forward(trainer: GRPOTrainer) -> dict[str, Any]:
             "batch; set `router_aux_loss_coef: 0.0`, or `forward: padded`."
         )
     if args.forward == "tree":
+        if args.tree_attention == "flex" and trainer.accelerator.device.type == "cpu":
+            raise ConfigError(
+                "`tree_attention: flex` needs a GPU, and this run is on a CPU: leave it out, or set `tree_attention: "
+                "segment`."
+            )
         for policy in filter(None, (trainer.model, trainer.ref_model)):
             enable_trees(trainer.accelerator.unwrap_model(policy), args.cast_lm_head_to_fp32)
     return {"temperature": args.temperature, "truncation": trained_truncation(args)}
