@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import gc
 import json
 import statistics
 import time
@@ -28,6 +30,30 @@ def interleave(
             function()
             seconds[name].append(clock() - start)
     return seconds
+
+
+class DoesNotFit(RuntimeError):
+    """One side of a comparison ran out of the GPU's memory. The message is a sentence that says which."""
+
+
+def within_memory(functions: dict[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
+    """The same functions, which raise `DoesNotFit` where they run out of memory."""
+
+    def guarded(name: str, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except torch.OutOfMemoryError as error:
+            words = ". ".join(str(error).split(". ")[:2])  # what ran out, and how much was asked for
+            raise DoesNotFit(f"{name} ran out of memory, so that nothing is compared: {words}.") from error
+
+    return {name: functools.partial(guarded, name, function) for name, function in functions.items()}
+
+
+def free_memory() -> None:
+    """Lets go of what a workload that did not fit has left on the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def ratio(seconds: dict[str, list[float]], theirs: str, ours: str) -> dict[str, float]:

@@ -192,7 +192,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # FlexAttention warns that it is not compiled
-    attention._compiled_flex_attention = lambda: flex_attention  # compiled on GPUs only
+    attention.compiled_flex_attention = lambda device: flex_attention  # compiled on GPUs only
     model, repeats = build_model(), 1 if quick else 3
     batches = [build_batch(1, 2 if quick else 8, seed, 96, 84, 24, 24) for seed in range(1 if quick else 13)]
     positions = sum(len(labels_of(batch)) for batch in batches)

@@ -22,7 +22,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 from common import build_tokenizer
 from datasets import Dataset
-from measure import WORKLOADS, Row, interleave, peak_memory, ratio, write
+from measure import WORKLOADS, DoesNotFit, Row, free_memory, interleave, peak_memory, ratio, within_memory, write
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
@@ -140,16 +140,16 @@ def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 def compare(
     name: str, batch: dict[str, Any], stock: GRPOTrainer, tree: GRPOTrainer, device: str, repeats: int
 ) -> dict[str, Any]:
-    """Equality, memory and time of one workload; prints its row of the table."""
+    """Equality, memory and time of one workload; prints its row of the table. `DoesNotFit` where one side does not."""
     keys = ("prompt_ids", "prompt_mask", "completion_ids", "tool_mask", "completion_mask")
     packed = pack(batch_trees(*(batch[key] for key in keys))[0])
     padded = batch["prompt_ids"].numel() + batch["completion_ids"].numel()
-    (their_loss, theirs), (our_loss, ours) = step(stock, batch), step(tree, batch)
+    functions = within_memory({"trl": lambda: step(stock, batch), "tree": lambda: step(tree, batch)})
+    (their_loss, theirs), (our_loss, ours) = (function() for function in functions.values())
     gap = difference(ours, theirs)
     if gap > BOUND[device]:
         raise SystemExit(f"{name}: the gradients differ by {gap:.1e}; a ratio would be void.")
     del theirs, ours
-    functions = {"trl": lambda: step(stock, batch), "tree": lambda: step(tree, batch)}
     memory = {kind: peak_memory(function, device) for kind, function in functions.items()}
     # the processor's time on a CPU, whose cores may be shared with other work
     seconds = interleave(functions, repeats, time.process_time if device == "cpu" else time.perf_counter)
@@ -198,7 +198,15 @@ def main() -> None:
         tree = build_trainer(TreeTrainer, model, args.device, folder)
         enable_trees(model)
         for name, make in WORKLOADS.items():
-            results.append(compare(name, build_batch(make(), args.device), stock, tree, args.device, args.repeats))
+            try:
+                row = compare(name, build_batch(make(), args.device), stock, tree, args.device, args.repeats)
+            except DoesNotFit as error:
+                row = {"workload": name, "out_of_memory": str(error)}
+                print(f"| {name} | {error} |", flush=True)
+                for trainer in (stock, tree):
+                    trainer.model.zero_grad()
+                free_memory()
+            results.append(row)
             write(f"step_{args.device}" + (f"_{shape}" if args.device == "cuda" else ""), settings, results)
 
 

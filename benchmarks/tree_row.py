@@ -4,7 +4,8 @@ tree on the same rows. Loss and gradient are compared first. Packing is measured
 on both sides.
 
     python benchmarks/tree_row.py --device cuda --shape 0.6b    # TRL's kernel, FlashAttention-3 from the Hub
-    python benchmarks/tree_row.py [--quick]                     # CPU: its gathers, with PyTorch's attention
+    python benchmarks/tree_row.py --device cuda --gathered      # its gathers, with PyTorch's attention
+    python benchmarks/tree_row.py [--quick]                     # the same on a CPU, where there is no kernel
 
 Thinking is stripped from the past, over 32 turns on a GPU and 12 on a CPU. Asked on a GPU: at most 0.8 of TRL's time,
 half its memory.
@@ -23,12 +24,12 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import numpy as np
 import torch
-from measure import Row, interleave, peak_memory, ratio, stripped_rows, write
+from measure import DoesNotFit, Row, interleave, peak_memory, ratio, stripped_rows, within_memory, write
 from step import BOUND, SHAPES, build_model, difference
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
-from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, register_tree_attention
+from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, _flash_attn, register_tree_attention
 from trl.trainer.utils import add_fused_lm_head
 
 from mt_grpo.training.forward import enable_trees, run
@@ -101,14 +102,30 @@ def _finish(model: PreTrainedModel, loss: torch.Tensor) -> tuple[torch.Tensor, l
     return loss.detach(), [parameter.grad for parameter in model.parameters()]
 
 
+def need_kernel() -> None:
+    """Loads TRL's kernel, or ends with what that needs."""
+    try:
+        _flash_attn()
+    except (ImportError, OSError, ValueError) as error:  # no package; no network, no build for this GPU
+        raise SystemExit(
+            "TRL's own attention is FlashAttention-3 from the Hub (kernels-community/flash-attn3), which needs a "
+            "Hopper GPU, the package `kernels` (`pip install kernels`) and access to the Hub once; add `--gathered` "
+            f"to measure its gathers with PyTorch's attention instead ({type(error).__name__}: {error})."
+        ) from error
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shape", choices=tuple(SHAPES))
+    parser.add_argument("--gathered", action="store_true", help="PyTorch's attention in place of TRL's kernel")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="fewer turns, to see that it runs; nothing is written")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    kernel = args.device == "cuda" and not args.gathered
+    if kernel:
+        need_kernel()
     shape = args.shape or ("cpu" if args.device == "cpu" else "0.6b")
     turns = 6 if args.quick else 12 if args.device == "cpu" else 32
     rows = [sequence for trajectory in stripped_rows(512, 4, turns) for sequence in trajectory]
@@ -117,20 +134,27 @@ def main() -> None:
     AttentionMaskInterface.register(GATHERED, lambda **kwargs: None)
     ours = build_model(shape, args.device)
     theirs = copy.deepcopy(ours)
-    theirs.set_attn_implementation(TREE_ATTENTION if args.device == "cuda" else GATHERED)
+    theirs.set_attn_implementation(TREE_ATTENTION if kernel else GATHERED)
     add_fused_lm_head(theirs, outputs=("log_probs", "entropy"))
     enable_trees(ours)
     packed = pack([FlatTree(tokens, np.where(trained, 0, -1)) for tokens, trained in rows])
     batch = their_batch(rows, args.device)
-    functions = {"trl": lambda: their_step(theirs, batch), "tree": lambda: our_step(ours, packed)}
-    (their_loss, their_grads), (our_loss, our_grads) = (function() for function in functions.values())
-    gap = difference(our_grads, their_grads)
-    if gap > BOUND[args.device]:
-        raise SystemExit(f"The gradients differ by {gap:.1e}; a ratio would be void.")
-    del their_grads, our_grads
-    memory = {kind: peak_memory(function, args.device) for kind, function in functions.items()}
-    clock = time.process_time if args.device == "cpu" else time.perf_counter
-    seconds = interleave(functions, 1 if args.quick else args.repeats, clock)
+    functions = within_memory({"trl": lambda: their_step(theirs, batch), "tree": lambda: our_step(ours, packed)})
+    name = "tree_row" if args.device == "cpu" else f"tree_row_cuda_{shape}" + "_gathered" * args.gathered
+    settings = {"device": args.device, "shape": shape, "seed": 0, "repeats": args.repeats}
+    try:
+        (their_loss, their_grads), (our_loss, our_grads) = (function() for function in functions.values())
+        gap = difference(our_grads, their_grads)
+        if gap > BOUND[args.device]:
+            raise SystemExit(f"The gradients differ by {gap:.1e}; a ratio would be void.")
+        del their_grads, our_grads
+        memory = {kind: peak_memory(function, args.device) for kind, function in functions.items()}
+        clock = time.process_time if args.device == "cpu" else time.perf_counter
+        seconds = interleave(functions, 1 if args.quick else args.repeats, clock)
+    except DoesNotFit as error:
+        if not args.quick:
+            write(name, settings, [{"turns": turns, "out_of_memory": str(error)}])
+        raise SystemExit(str(error)) from error
     speed = ratio(seconds, "trl", "tree")
     print("| tokens: TRL / ours | keys TRL gathers | TRL, s | ours, s | ours / TRL (of minima) | MiB: TRL / ours |")
     print("| --- | --- | --- | --- | --- | --- |")
@@ -143,8 +167,7 @@ def main() -> None:
     if not args.quick:
         row = {"turns": turns, "seconds": seconds, "ratio": speed, "peak_mib": memory, "gradient_difference": gap}
         row |= {"loss_difference": float((our_loss - their_loss).abs() / their_loss.abs())}
-        settings = {"device": args.device, "shape": shape, "seed": 0, "repeats": args.repeats}
-        write("tree_row" + (f"_cuda_{shape}" if args.device == "cuda" else ""), settings, [row])
+        write(name, settings, [row])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from rich.console import Console
 from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
@@ -41,7 +42,7 @@ SCENARIOS = {
     },
     # the conversations of the second rank do not fit, so it has nothing to learn from
     "adapter": {"max_completion_length": 150, "mask_truncated_completions": True},
-    "bf16": {"bf16": True},
+    "bf16": {"bf16": True, "max_grad_norm": 1e9},  # gradients as they were reduced
     "outcomes": {"max_steps": 1},
     "turns": {"max_steps": 1},
     "spoilt": {},  # the second rank's loss is not finite
@@ -68,6 +69,17 @@ class Searched(TurnReward):
 class Length(OutcomeReward):
     def score(self, trajectory, **row):
         return float(len(trajectory.answer or ""))
+
+
+class Watch(TrainerCallback):
+    """Sees the gradients of each optimiser step."""
+
+    rounded = True
+    """Whether every gradient is a number of bfloat16."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        gradients = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        self.rounded &= all(gradient.equal(gradient.bfloat16().to(gradient.dtype)) for gradient in gradients)
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -112,6 +124,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         engine=ScriptedEngine(tokenizer, conversation),
         processing_class=tokenizer,
         peft_config=adapter,
+        callbacks=[watch := Watch()],
     )
     assert trainer.accelerator.num_processes == world
     if scenario == "spoilt":
@@ -144,6 +157,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         "sent": sent,
         "dtype": logps.dtype,
         "evaluations": evaluations,
+        "rounded": watch.rounded,
         "work": gather(torch.stack([part["completion_mask"].sum() for part in trainer._buffered_inputs])),
     }
     if trainer.accelerator.is_main_process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -55,3 +57,72 @@ def test_what_a_cache_can_reuse_is_the_longest_shared_prefix_in_whole_blocks(blo
         assert prefixes.match(tokens) == shared
         prefixes.add(tokens)
         seen.append(tokens)
+
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 7.42 GiB. GPU 0 has a total capacity of 79.11 GiB."
+
+
+@pytest.fixture
+def benchmark(monkeypatch, tmp_path):
+    """Runs a benchmark's `main` in this process, on tiny trajectories; returns the rows it recorded."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import measure
+
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+
+    def run(module, name: str, *options: str) -> list[dict]:
+        monkeypatch.setattr(sys, "argv", [module.__name__, *options])
+        try:
+            module.main()
+        finally:
+            rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        return rows
+
+    return run
+
+
+def test_a_workload_without_room_ends_for_itself_and_says_so(benchmark, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import step
+    from measure import extension_rows
+    from trl import GRPOTrainer
+
+    loss = GRPOTrainer._compute_loss
+
+    def scripted(self, model, inputs):
+        if type(self) is GRPOTrainer and inputs["prompt_ids"].size(1) > 20:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        return loss(self, model, inputs)
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", scripted)
+    sizes = {"small": 16, "large": 32, "small again": 16}
+    workloads = {name: lambda size=size: extension_rows(size, 2, 1, action=8) for name, size in sizes.items()}
+    monkeypatch.setattr(step, "WORKLOADS", workloads)
+    rows = benchmark(step, "step_cpu", "--repeats", "1")
+    sentence = "trl ran out of memory, so that nothing is compared: CUDA out of memory. Tried to allocate 7.42 GiB."
+    assert [row["workload"] for row in rows] == list(sizes)
+    assert rows[1] == {"workload": "large", "out_of_memory": sentence}
+    assert all(row["gradient_difference"] < 1e-5 for row in (rows[0], rows[2]))
+    assert f"| large | {sentence} |" in capsys.readouterr().out
+
+
+def test_a_comparison_of_rows_without_room_says_so(benchmark, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import tree_row
+    from measure import stripped_rows
+
+    def scripted(model, batch):
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    monkeypatch.setattr(tree_row, "their_step", scripted)
+    monkeypatch.setattr(tree_row, "stripped_rows", lambda prompt, group, turns: stripped_rows(16, 2, 2))
+    with pytest.raises(SystemExit, match="^trl ran out of memory"):
+        benchmark(tree_row, "tree_row")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a kernel for this GPU")
+def test_a_kernel_that_cannot_be_had_is_asked_for_in_a_sentence():
+    command = [sys.executable, BENCHMARKS / "tree_row.py", "--device", "cuda"]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert run.returncode == 1 and "`pip install kernels`" in run.stderr and "`--gathered`" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -74,9 +74,18 @@ def test_a_trained_output_layer_is_learnt_from_all_ranks_though_one_has_nothing_
     assert_the_same_is_learnt(one, two)
 
 
-def test_sharding_in_bfloat16_does_not_round_log_probs(tmp_path):
-    two = run(tmp_path, 2, "bf16", **SHARDED)
+@pytest.fixture(scope="module")
+def sharded_in_bfloat16(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("bfloat16"), 2, "bf16", **SHARDED)
+
+
+def test_sharding_in_bfloat16_does_not_round_log_probs(sharded_in_bfloat16):
+    two = sharded_in_bfloat16
     assert two["sharded"] and two["dtype"] == torch.float32
+
+
+def test_sharding_in_bfloat16_does_not_round_the_sum_of_gradients(sharded_in_bfloat16):
+    assert sharded_in_bfloat16["sharded"] and not sharded_in_bfloat16["rounded"]
 
 
 def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):

@@ -78,6 +78,11 @@ def test_balancing_experts_is_refused_and_experts_without_it_learn_as_with_paddi
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
 
 
+def test_flex_is_refused_on_a_cpu_before_any_work(build):  # noqa: F811
+    with pytest.raises(ConfigError, match="`tree_attention: flex` needs a GPU.*`tree_attention: segment`"):
+        build(tree_attention="flex")
+
+
 def test_the_rows_of_a_group_meet_in_one_micro_batch(build):  # noqa: F811
     trainer = build(steps_per_generation=2, gradient_accumulation_steps=2)
     trainer.current_gradient_accumulation_steps = 2
@@ -88,6 +93,59 @@ def test_the_rows_of_a_group_meet_in_one_micro_batch(build):  # noqa: F811
         (0, 0, 0, 0),
         (1, 1, 1, 1),
     ]
+
+
+def window(trainer):
+    """Loss and gradient of one optimiser step of two micro-batches, and what each of them adds."""
+    trainer.current_gradient_accumulation_steps = 2
+    trainer.model.train()
+    rows = [trainer.train_dataset[number] for number in (0, 1) for _ in range(4)]
+    losses = []
+    for _ in range(2):
+        inputs = trainer._prepare_inputs(rows)
+        loss = trainer.compute_loss(trainer.model, inputs)
+        loss.backward()
+        losses.append(loss.detach())
+        trainer._step += 1
+    return sum(losses), torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
+
+
+BY_MICRO_BATCH = [
+    {"loss_type": "bnpo"},
+    *({"loss_type": loss_type, "entropy_coef": 0.5} for loss_type in ("grpo", "dapo")),
+    *({"loss_type": loss_type, "top_entropy_quantile": 0.3} for loss_type in ("grpo", "dapo")),
+]
+
+
+@pytest.mark.parametrize(
+    "options", [*({"loss_type": kind} for kind in LOSS_TYPES if kind != "bnpo"), *BY_MICRO_BATCH], ids=str
+)
+def test_rows_that_change_their_micro_batch_change_the_gradient_of_these_only(build, options):  # noqa: F811
+    """In which micro-batch a row comes is drawn by lot in TRL, and chosen by `forward: tree`."""
+    results = []
+    for forward in ("tree", "padded"):
+        trainer = build(forward=forward, steps_per_generation=2, gradient_accumulation_steps=2, **options)
+        torch.manual_seed(0)
+        results.append(window(trainer))
+    groups = [set(part["group_ids"].tolist()) for part in trainer._buffered_inputs]
+    assert groups == [{0, 1}, {0, 1}]  # TRL's lots: the two forwards see other micro-batches
+    (loss, gradient), (other_loss, other) = results
+    distance = (gradient - other).norm() / other.norm()
+    if options in BY_MICRO_BATCH:
+        assert distance > 1e-3
+    else:
+        assert distance <= 1e-5
+        torch.testing.assert_close(loss, other_loss, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", BY_MICRO_BATCH, ids=str)
+def test_on_one_micro_batch_these_have_trl_gradients_too(build, options):  # noqa: F811
+    gradients = []
+    for forward in ("tree", "padded"):
+        trainer = build(forward=forward, **options)
+        trainer.compute_loss(trainer.model, batch(trainer)).backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
 
 
 @pytest.mark.parametrize(

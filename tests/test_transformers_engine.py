@@ -27,6 +27,7 @@ DRAWINGS = {
     "top_k": {"top_k": 5},
     "min_p": {"min_p": 0.2},
     "penalty": {"repetition_penalty": 1.3},
+    "min_p and top_p": {"min_p": 0.15, "top_p": 0.7},
     "all": {"temperature": 1.3, "top_p": 0.8, "top_k": 40, "min_p": 0.05},
 }
 
@@ -68,7 +69,7 @@ def logits_at(model, context: list[int], ids: list[int]) -> torch.Tensor:
 
 def truncated(logits: torch.Tensor, seen: list[int], temperature=1.0, top_p=1.0, top_k=0, min_p=0.0,
               repetition_penalty=1.0) -> torch.Tensor:  # fmt: skip
-    """The distribution of one position by its definition: penalty, temperature, then top-k, top-p and min-p."""
+    """The distribution of one position by its definition: penalty, temperature, then min-p, top-k and top-p."""
     logits = logits.clone()
     for token in set(seen):
         logits[token] *= repetition_penalty if logits[token] < 0 else 1 / repetition_penalty
@@ -78,6 +79,7 @@ def truncated(logits: torch.Tensor, seen: list[int], temperature=1.0, top_p=1.0,
         kept = torch.where(chosen, probabilities, 0.0)
         return kept / kept.sum()
 
+    probabilities = keep(probabilities >= min_p * probabilities.max())
     if top_k:
         probabilities = keep(probabilities >= probabilities.sort().values[-top_k])
     if top_p < 1:
@@ -86,7 +88,7 @@ def truncated(logits: torch.Tensor, seen: list[int], temperature=1.0, top_p=1.0,
         chosen = torch.zeros_like(probabilities, dtype=torch.bool)
         chosen[order[before < top_p]] = True
         probabilities = keep(chosen)
-    return keep(probabilities >= min_p * probabilities.max())
+    return probabilities
 
 
 # What was sampled

@@ -1,7 +1,9 @@
+import functools
 import warnings
 
 import pytest
 import torch
+from conftest import build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
@@ -20,7 +22,7 @@ from transformers import (
     PhimoeForCausalLM,
 )
 
-from mt_grpo.training import attention
+from mt_grpo.training import attention, flex
 from mt_grpo.training.attention import BLOCK, KERNELS, TreeLayout, UnsupportedModelError, check_model
 from mt_grpo.training.logps import token_logps
 from mt_grpo.training.packing import pack
@@ -90,7 +92,7 @@ def test_flex_attends_as_the_whole_mask_does(seed, window, lengths):
     tensors = [tensor.detach().float() for tensor in make_qkv(len(packed.input_ids))]
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(attention, "_compiled_flex_attention", lambda: flex_attention)  # compiled on GPUs only
+        patch.setattr(attention, "compiled_flex_attention", lambda device: flex_attention)  # compiled on GPUs only
         ours = KERNELS["flex"](TreeLayout(packed, "flex"), *tensors, 0.3, window)
     oracle = KERNELS["dense"](TreeLayout(packed, "dense"), *tensors, 0.3, window)
     torch.testing.assert_close(ours, oracle, rtol=1e-4, atol=1e-5)
@@ -128,6 +130,57 @@ def test_flex_skips_the_blocks_of_other_branches():
     assert mask.full_kv_num_blocks.flatten().tolist() == [0, 1, 1, 1, 1]  # the prompt
     assert mask.kv_num_blocks.flatten().tolist() == [1, 1, 1, 1, 1]  # its own branch
     assert [mask.kv_indices[0, 0, row, 0].item() for row in range(5)] == [0, 1, 2, 3, 4]
+
+
+FORKED = pack([make_tree([([1, 2], [3]), ([1, 4], [5])])])
+
+
+def queries(heads):
+    return [tensor.detach().float() for tensor in make_qkv(len(FORKED.input_ids), heads, 1, 16)]
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """FlexAttention as it is compiled for a GPU, but for the kernels, which have no backward on a CPU."""
+    torch._dynamo.reset()
+    flex._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    mask = TreeLayout(FORKED).block_mask(CPU, None)
+    yield lambda heads: flex._call(*queries(heads), block_mask=mask, scale=0.3, enable_gqa=True)
+    flex._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+def test_more_layouts_of_heads_than_dynamo_allows_are_all_compiled(compiling):
+    assert torch._dynamo.config.recompile_limit == 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # FlexAttention warns where it runs uncompiled
+        for heads in range(2, 14):
+            oracle = KERNELS["dense"](TreeLayout(FORKED), *queries(heads), 0.3, None)
+            torch.testing.assert_close(compiling(heads), oracle)
+    assert torch._dynamo.config.recompile_limit == 8
+
+
+def test_past_its_own_limit_flex_fails_and_names_the_mend(compiling, monkeypatch):
+    monkeypatch.setattr(flex, "RECOMPILE_LIMIT", 2)
+    compiling(2), compiling(3)
+    with pytest.raises(RuntimeError, match="compiled for 2 layouts.*with the whole mask in memory.*`segment`"):
+        compiling(4)
+
+
+def test_other_compiled_functions_keep_their_limit(compiling):
+    for heads in range(2, 14):
+        compiling(heads)
+    counted = torch._dynamo.utils.counters["stats"]
+    other = torch.compile(flex_attention, dynamic=True)
+    before = counted["unique_graphs"]
+    other(*queries(2), block_mask=TreeLayout(FORKED).block_mask(CPU, None), enable_gqa=True)
+    assert counted["unique_graphs"] == before + 1
+
+
+def test_flex_on_a_cpu_is_refused_with_the_mend(tokenizer):
+    with pytest.raises(ValueError, match="for GPUs only.*choose `auto` or `segment`"):
+        token_logps(build_model(tokenizer), [make_tree([([1, 2], [3])])], attention="flex")
 
 
 def test_auto_takes_segments_on_a_cpu_and_flex_on_a_gpu():

@@ -24,6 +24,8 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rollout import Limits, RolloutRequest, RolloutRunner, Sampling
 from mt_grpo.rollout.vllm_client import VLLMServerClient
 from mt_grpo.rollout.vllm_http import ServerControl, ServerGoneError, ServerSetupError
+from mt_grpo.training import token_logps
+from mt_grpo.training.truncation import Truncation
 from mt_grpo.training.weight_push import WeightSyncError
 from mt_grpo.training.weight_transports import LoraSync, SafetensorsSync
 from mt_grpo.trajectory import StopReason, TokenTree
@@ -136,6 +138,28 @@ def test_sampled_tokens_and_log_probabilities_are_those_of_the_model(tied, tempe
     samples = generate(client, contexts, Sampling(max_tokens=40, temperature=temperature, seed=11))
     assert largest_difference(tied.model, contexts, samples, temperature) < TOLERANCE
     assert len({tuple(sample.ids) for sample in samples}) > 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"min_p": 0.3, "top_p": 0.7},
+        {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
+    ],
+)
+def test_log_probabilities_of_a_cut_distribution_are_those_of_training(tied, options):
+    client, contexts = tied.client(), tied.prompts()
+    samples = generate(client, contexts, Sampling(max_tokens=40, temperature=0.8, seed=11, **options))
+    trees = [TokenTree() for _ in contexts]
+    for tree, context, sample in zip(trees, contexts, samples, strict=True):
+        tree.add_turn(context, sample.ids, sample.logprobs)
+    with torch.no_grad():
+        trained = token_logps(tied.model, trees, temperature=0.8, truncation=Truncation(**options))
+    served = torch.cat([torch.tensor(sample.logprobs) for sample in samples])
+    assert (torch.cat([turn for tree in trained for turn in tree]) - served).abs().max() <= TOLERANCE
 
 
 def test_greedy_tokens_are_those_of_the_model(tied):

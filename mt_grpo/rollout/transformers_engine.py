@@ -166,7 +166,7 @@ def _drawing(sampling: Sampling) -> tuple[float, ...]:
 
 
 def _warpers(drawing: tuple[float, ...]) -> list[LogitsProcessor]:
-    """The distribution's processors, in the order transformers and vLLM apply them."""
+    """The distribution's processors, in vLLM's order: transformers applies min-p last, which keeps other tokens."""
     temperature, top_p, top_k, min_p, repetition_penalty = drawing
     warpers: list[LogitsProcessor] = []
     if repetition_penalty != 1.0:
@@ -175,12 +175,12 @@ def _warpers(drawing: tuple[float, ...]) -> list[LogitsProcessor]:
         warpers.append(TemperatureLogitsWarper(temperature))
     if temperature == 0.0:
         return warpers
+    if min_p > 0.0:
+        warpers.append(MinPLogitsWarper(min_p))
     if top_k > 0:
         warpers.append(TopKLogitsWarper(top_k))
     if top_p < 1.0:
         warpers.append(TopPLogitsWarper(top_p))
-    if min_p > 0.0:
-        warpers.append(MinPLogitsWarper(min_p))
     return warpers
 
 

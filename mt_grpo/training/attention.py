@@ -6,19 +6,18 @@ and `dense` (the whole mask; small rows, and the oracle of the tests).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mt_grpo.training.flex import compiled_flex_attention
 from mt_grpo.training.packing import Packed
 
 BLOCK = 128
@@ -175,26 +174,15 @@ def dense_attention(
     layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:
     """The same with the whole `(N, N)` mask."""
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        layout.dense_mask(query.device, window),
-        scale=scaling,
-        enable_gqa=query.size(1) != key.size(1),
-    )
-
-
-@cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=True)
+    mask, grouped = layout.dense_mask(query.device, window), query.size(1) != key.size(1)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)
 
 
 def flex_block_attention(
     layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:
-    """The same with FlexAttention, compiled once for all lengths. Its backward needs a GPU."""
-    return _compiled_flex_attention()(
+    """The same with FlexAttention, compiled once for all lengths; GPUs only."""
+    return compiled_flex_attention(query.device)(
         query,
         key,
         value,

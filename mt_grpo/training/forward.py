@@ -20,6 +20,8 @@ from mt_grpo.training.attention import TreeLayout, UnsupportedModelError, check_
 from mt_grpo.training.config import ConfigError
 from mt_grpo.training.head import score
 from mt_grpo.training.packing import FlatTree, Packed, pack
+from mt_grpo.training.sampling import trained_truncation
+from mt_grpo.training.truncation import Truncation
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,15 @@ class TreeInput:
     packed: Packed
     layout: TreeLayout
     temperature: float
+    truncation: Truncation | None = None
 
 
-def prepare_forward(trainer: GRPOTrainer) -> None:
+def prepare_forward(trainer: GRPOTrainer) -> dict[str, Any]:
     """
     Readies the policy and the reference of a trainer for its `forward`.
+
+    Returns:
+        `temperature` and `truncation` of the distribution that is sampled from.
 
     Raises:
         ConfigError: If `forward` cannot train with the other options.
@@ -62,18 +68,27 @@ def prepare_forward(trainer: GRPOTrainer) -> None:
             "batch; set `router_aux_loss_coef: 0.0`, or `forward: padded`."
         )
     if args.forward == "tree":
+        if args.tree_attention == "flex" and trainer.accelerator.device.type == "cpu":
+            raise ConfigError(
+                "`tree_attention: flex` needs a GPU, and this run is on a CPU: leave it out, or set `tree_attention: "
+                "segment`."
+            )
         for policy in filter(None, (trainer.model, trainer.ref_model)):
             enable_trees(trainer.accelerator.unwrap_model(policy), args.cast_lm_head_to_fp32)
+    return {"temperature": args.temperature, "truncation": trained_truncation(args)}
 
 
 def keep_outputs_exact(accelerator: Accelerator) -> None:
     """
-    Keeps FSDP2 from rounding what the model returns to the precision it computes in: log-probs in bfloat16 have three
-    digits, and the ratio of two of them is off by a percent.
+    Keeps FSDP2 from rounding what the model returns, and gradients on their way between ranks, to the precision it
+    computes in: log-probs in bfloat16 have three digits, and the ratio of two of them is off by a percent; a sum of
+    gradients loses what the small ones add. accelerate has no key for either.
     """
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.mixed_precision_policy is not None:
         plugin = accelerator.state.fsdp_plugin
-        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+        plugin.mixed_precision_policy = replace(
+            plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
+        )
 
 
 def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | None = None) -> None:
@@ -147,9 +162,9 @@ def _through_head(module: nn.Module, hidden: Tensor, tree: TreeInput, cast_to_fp
         hidden = hidden.to(head.weight.device)
         label = torch.from_numpy(tree.packed.label).to(hidden.device)
         if not cast_to_fp32:
-            return score(hidden, head.weight, head.bias, label, tree.temperature)
+            return score(hidden, head.weight, head.bias, label, tree.temperature, tree.truncation)
         with torch.autocast(hidden.device.type, enabled=False):
-            return score(hidden.float(), head.weight, head.bias, label, tree.temperature)
+            return score(hidden.float(), head.weight, head.bias, label, tree.temperature, tree.truncation)
 
     usual = vars(head).get("forward")
     head.forward = scoring
@@ -173,7 +188,13 @@ def _linear(head: nn.Module) -> nn.Linear:
     return head
 
 
-def run(model: nn.Module, packed: Packed, attention: str = "auto", temperature: float = 1.0) -> TreeScores:
+def run(
+    model: nn.Module,
+    packed: Packed,
+    attention: str = "auto",
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+) -> TreeScores:
     """
     One forward over a packed row.
 
@@ -182,15 +203,15 @@ def run(model: nn.Module, packed: Packed, attention: str = "auto", temperature: 
         packed (`Packed`): The row.
         attention (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"segment"`, `"flex"` or `"dense"`.
         temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
+        truncation (`Truncation`, *optional*): What of the distribution can be drawn.
     """
     device = next(model.parameters()).device
     layout = TreeLayout(packed, attention)
     input_ids, position_ids = (
         torch.from_numpy(array).to(device)[None] for array in (packed.input_ids, packed.position_ids)
     )
-    return TreeScores(
-        *model(input_ids=input_ids, position_ids=position_ids, tree=TreeInput(packed, layout, temperature))
-    )
+    tree = TreeInput(packed, layout, temperature, truncation)
+    return TreeScores(*model(input_ids=input_ids, position_ids=position_ids, tree=tree))
 
 
 def batch_trees(
@@ -242,6 +263,7 @@ def batch_logps(
     *,
     attention: str = "auto",
     temperature: float = 1.0,
+    truncation: Truncation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
     Log-probabilities and entropies of a TRL batch from one packed forward, whatever its rows share computed once.
@@ -249,14 +271,14 @@ def batch_logps(
     in step.
 
     Args:
-        As `batch_trees`, and `attention` and `temperature` as `run`.
+        As `batch_trees`, and `attention`, `temperature` and `truncation` as `run`.
 
     Returns:
         Two `(B, T)` tensors, 0 where `loss_mask` is 0.
     """
     trees, lengths = batch_trees(prompt_ids, prompt_mask, completion_ids, loss_mask, completion_mask, parents)
     packed = pack(trees)
-    scores = run(model, packed, attention, temperature)
+    scores = run(model, packed, attention, temperature, truncation)
     row = torch.from_numpy(packed.tree).to(scores.logps.device)
     column = torch.from_numpy(packed.column - np.array(lengths)[packed.tree]).to(scores.logps.device)
     logps, entropies = (

@@ -8,15 +8,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mt_grpo.training.truncation import Truncation, exclude, excludes
+
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 """Logits a chunk holds, by device: 64 MiB on a CPU, 1 GiB on a GPU in float32."""
 
 
 def score(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
-    `log_softmax(hidden @ weight.T / temperature)` at the labels, and the entropy of the same distribution.
+    `log_softmax(hidden @ weight.T / temperature)` at the labels, over the tokens that `truncation` leaves and the
+    label, and the entropy of the same distribution. Which tokens are left is a constant of the gradient.
 
     Args:
         hidden (`Tensor`): `(M, hidden)` states that predict the scored tokens.
@@ -24,14 +32,17 @@ def score(
         bias (`Tensor`, *optional*): `(vocab,)`.
         labels (`Tensor`): `(M,)` scored tokens.
         temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
+        truncation (`Truncation`, *optional*): What of the distribution can be drawn; all of it where unset.
 
     Returns:
         Two float32 tensors (float64 where `hidden` is), `(M,)`: log-probabilities and entropies in nats.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    chunk = max(16, CHUNK_ELEMENTS.get(hidden.device.type, 2**26) // weight.size(0))
-    return _Score.apply(hidden, weight, bias, labels, temperature, chunk)
+    elements = CHUNK_ELEMENTS.get(hidden.device.type, 2**26)
+    if truncation is not None:
+        elements //= 8  # sorting takes several times the memory of what is sorted
+    return _Score.apply(hidden, weight, bias, labels, temperature, truncation, max(16, elements // weight.size(0)))
 
 
 class _Score(torch.autograd.Function):
@@ -42,19 +53,32 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        truncation: Truncation | None,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         size = hidden.size(0)
         logps, entropies, normalisers = (torch.empty(size, dtype=dtype, device=hidden.device) for _ in range(3))
-        logits = None
+        floors = None if truncation is None else torch.empty_like(logps)
+        logits = excluded = None
         with torch.autocast(hidden.device.type, enabled=False):
             matrix = weight.to(hidden.dtype)
             for start in range(0, size, chunk):
                 part = slice(start, start + chunk)
                 logits = _logits(hidden[part], matrix, bias, temperature)
+                if truncation is not None:
+                    floors[part] = truncation.floor(logits)
+                    excluded = excludes(logits, floors[part], labels[part])
                 peak = logits.amax(dim=1, keepdim=True)
                 logits -= peak
+                if excluded is not None:
+                    exclude(logits, excluded)
                 chosen = logits.gather(1, labels[part, None]).squeeze(1)
                 powers = logits.exp()
                 total = powers.sum(dim=1)
@@ -64,7 +88,7 @@ class _Score(torch.autograd.Function):
                 normalisers[part] = normaliser + peak.squeeze(1)
                 if start + chunk >= size and any(ctx.needs_input_grad):
                     ctx.last = logits.sub_(normaliser[:, None])
-        ctx.save_for_backward(hidden, weight, bias, labels, normalisers, entropies)
+        ctx.save_for_backward(hidden, weight, bias, labels, normalisers, entropies, floors)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
         return logps, entropies
@@ -72,7 +96,7 @@ class _Score(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logps: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, normalisers, entropies = ctx.saved_tensors
+        hidden, weight, bias, labels, normalisers, entropies, floors = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         size = hidden.size(0)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -90,7 +114,11 @@ class _Score(torch.autograd.Function):
                 if start + ctx.chunk >= size and last is not None:
                     logp = last
                 else:
-                    logp = _logits(hidden[part], matrix, bias, ctx.temperature).sub_(normalisers[part, None])
+                    logp = _logits(hidden[part], matrix, bias, ctx.temperature)
+                    excluded = None if floors is None else excludes(logp, floors[part], labels[part])
+                    logp -= normalisers[part, None]
+                    if excluded is not None:
+                        exclude(logp, excluded)
                 grad = _grad_logits(
                     logp,
                     labels[part],
@@ -111,6 +139,7 @@ class _Score(torch.autograd.Function):
             grad_hidden,
             grad_weight.to(weight.dtype) if wants_weight else None,
             grad_bias.to(bias.dtype) if wants_bias else None,
+            None,
             None,
             None,
             None,

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from mt_grpo.training.config import ATTENTIONS, FORWARDS
 from mt_grpo.training.forward import enable_trees, run
 from mt_grpo.training.packing import FlatTree, flatten, pack, split
+from mt_grpo.training.truncation import Truncation
 from mt_grpo.training.turn_by_turn import turn_by_turn_logps
 from mt_grpo.trajectory import TokenTree
 
@@ -26,6 +27,7 @@ def token_logps(
     forward: str = "tree",
     attention: str = "auto",
     temperature: float = 1.0,
+    truncation: Truncation | None = None,
 ) -> list[list[Tensor]]:
     """
     Log-probabilities of the sampled tokens, differentiable.
@@ -37,6 +39,7 @@ def token_logps(
             root-to-leaf sequence a row of a padded batch; `"turn_by_turn"` runs each turn's context and action alone.
         attention (`str`, *optional*, defaults to `"auto"`): Attention of `"tree"`: `"segment"`, `"flex"` or `"dense"`.
         temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
+        truncation (`Truncation`, *optional*): The `top_k`, `top_p` and `min_p` that tokens were sampled with.
 
     Returns:
         `list[list[Tensor]]`: for each tree, for each turn, a float32 tensor with an entry for each action token.
@@ -55,12 +58,17 @@ def token_logps(
     if not any(len(tree.tokens) for tree in flat):
         return [[torch.empty(0)] * count for count in turns]
     if forward == "tree":
-        return _tree(model, flat, turns, attention, temperature)
-    return (_padded if forward == "padded" else _turn_by_turn)(model, flat, turns, temperature)
+        return _tree(model, flat, turns, attention, temperature, truncation)
+    return (_padded if forward == "padded" else _turn_by_turn)(model, flat, turns, temperature, truncation)
 
 
 def _tree(
-    model: PreTrainedModel, flat: list[FlatTree], num_turns: list[int], attention: str, temperature: float
+    model: PreTrainedModel,
+    flat: list[FlatTree],
+    num_turns: list[int],
+    attention: str,
+    temperature: float,
+    truncation: Truncation | None,
 ) -> list[list[Tensor]]:
     enable_trees(model)
     found = [[torch.empty(0)] * count for count in num_turns]
@@ -68,7 +76,7 @@ def _tree(
     for part in split([flat[index] for index in full], ROW_TOKENS):
         row = [full[place] for place in part]
         packed = pack([flat[index] for index in row])
-        logps = run(model, packed, attention, temperature).logps
+        logps = run(model, packed, attention, temperature, truncation).logps
         order = packed.turn_order
         logps = logps[torch.from_numpy(order).to(logps.device)]
         bases = np.cumsum([0, *(num_turns[index] for index in row)])
@@ -80,7 +88,11 @@ def _tree(
 
 
 def _padded(
-    model: PreTrainedModel, flat: list[FlatTree], num_turns: list[int], temperature: float
+    model: PreTrainedModel,
+    flat: list[FlatTree],
+    num_turns: list[int],
+    temperature: float,
+    truncation: Truncation | None,
 ) -> list[list[Tensor]]:
     paths = [(number, path) for number, tree in enumerate(flat) for path in tree.paths()]
     lengths = torch.tensor([len(path) for _, path in paths])
@@ -90,7 +102,7 @@ def _padded(
     ).to(device)
     mask = (torch.arange(input_ids.size(1)) < lengths[:, None]).long().to(device)
     logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
-    scores = _gather(logits[:, :-1], input_ids[:, 1:], temperature)
+    scores = _gather(logits[:, :-1], input_ids[:, 1:], temperature, truncation)
     found: list[list[list[Tensor]]] = [[[] for _ in range(count)] for count in num_turns]
     seen = [np.zeros(len(tree.tokens), dtype=bool) for tree in flat]
     for row, (number, path) in enumerate(paths):
@@ -104,7 +116,11 @@ def _padded(
 
 
 def _turn_by_turn(
-    model: PreTrainedModel, flat: list[FlatTree], num_turns: list[int], temperature: float
+    model: PreTrainedModel,
+    flat: list[FlatTree],
+    num_turns: list[int],
+    temperature: float,
+    truncation: Truncation | None,
 ) -> list[list[Tensor]]:
     device = next(model.parameters()).device
     found = []
@@ -113,11 +129,15 @@ def _turn_by_turn(
             torch.from_numpy(array).to(device)[None] for array in (tree.tokens, tree.turns, tree.parents)
         )
         prompt = tokens[:, :0]
-        logps, _ = turn_by_turn_logps(model, prompt, prompt, tokens, turns >= 0, turns, parents, temperature)
+        logps, _ = turn_by_turn_logps(
+            model, prompt, prompt, tokens, turns >= 0, turns, parents, temperature, truncation
+        )
         found.append([logps[0, turns[0] == turn] for turn in range(count)])
     return found
 
 
-def _gather(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+def _gather(logits: Tensor, labels: Tensor, temperature: float, truncation: Truncation | None) -> Tensor:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    if truncation is not None:
+        logits = truncation.apply(logits.flatten(0, 1), labels.flatten()).view_as(logits)
     return logits.log_softmax(dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)

@@ -12,6 +12,7 @@ from trl.distributed import DistributedBackend
 from mt_grpo.rollout.transformers_engine import TransformersEngine
 from mt_grpo.rollout.vllm_client import VLLMServerClient
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.training.sampling import check_sequence_ratio
 from mt_grpo.training.weight_sync import WeightSync
 from mt_grpo.training.weight_transports import LoraSync, NcclSync, SafetensorsSync
 
@@ -36,11 +37,13 @@ def weight_transport(args: MTGRPOConfig) -> str:
 
 def check_importance_sampling(args: MTGRPOConfig) -> None:
     """
-    TRL's own check, which it makes only where it talks to the server itself.
+    TRL's own check, which it makes only where it talks to the server itself, and `check_sequence_ratio`.
 
     Raises:
-        ConfigError: If the loss corrects for sampling token by token, and the correction asked for does not.
+        ConfigError: If the loss corrects for sampling token by token, and the correction asked for does not; or if the
+            correction would be of another distribution than the one that is sampled from.
     """
+    check_sequence_ratio(args)
     by_token = ("token_truncate", "token_mask")
     if (
         args.loss_type == "vespo"

@@ -128,7 +128,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         )
         if args.disable_dropout:
             disable_dropout(self.model)
-        prepare_forward(self)
+        self._distribution = prepare_forward(self)
         self._scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         self.reward_func_names = [reward.name for reward in rewards]
         if args.reward_weights is None:
@@ -366,12 +366,12 @@ class MTGRPOEnvTrainer(CountedTrainer):
         with self.accelerator.autocast(), without_dropout(model, self._scored is None):
             if self.args.forward == "turn_by_turn":
                 logps, entropies = turn_by_turn_logps(
-                    model, prompt_ids, prompt_mask, ids, scored, turn_ids, parents, self.temperature
+                    model, prompt_ids, prompt_mask, ids, scored, turn_ids, parents, **self._distribution
                 )
             else:
                 columns = [prompt_ids, prompt_mask, ids, mask, scored, *([] if parents is None else [parents])]
                 pieces = zip(*(column.split(batch_size or len(ids)) for column in columns), strict=True)
-                options = {"attention": self.args.tree_attention, "temperature": self.temperature}
+                options = {"attention": self.args.tree_attention, **self._distribution}
                 results = [batch_logps(model, *piece, **options) for piece in pieces]
                 logps, entropies = (torch.cat(tensors) for tensors in zip(*results, strict=True))
         return logps, entropies if compute_entropy else None, None

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_grpo.training.truncation import Truncation
+
 
 def turn_by_turn_logps(
     model: Any,
@@ -17,6 +19,7 @@ def turn_by_turn_logps(
     turn_ids: Tensor,
     parents: Tensor | None,
     temperature: float,
+    truncation: Truncation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
     Log-probabilities and entropies of a TRL batch, one forward for each turn of each row.
@@ -28,6 +31,7 @@ def turn_by_turn_logps(
         parents (`Tensor`, *optional*): `(B, T)` column of the token each one follows, -1 for the prompt's last; `None`
             where every row is one sequence.
         temperature (`float`): Divides the logits.
+        truncation (`Truncation`, *optional*): What of the distribution can be drawn.
 
     Returns:
         Two `(B, T)` float32 tensors, 0 where `loss_mask` is 0.
@@ -44,8 +48,12 @@ def turn_by_turn_logps(
             ids = torch.cat([kept, completion_ids[row, path]])
             logits = model(input_ids=ids[None], use_cache=False).logits[0]
             places = [len(kept) + path.index(column) - 1 for column in action]
-            distribution = torch.log_softmax(logits[places].float() / temperature, dim=-1)
-            logps.append(distribution.gather(1, completion_ids[row, action][:, None])[:, 0])
+            labels = completion_ids[row, action]
+            logits = logits[places].float() / temperature
+            if truncation is not None:
+                logits = truncation.apply(logits, labels)
+            distribution = torch.log_softmax(logits, dim=-1)
+            logps.append(distribution.gather(1, labels[:, None])[:, 0])
             entropies.append(-(distribution.exp() * distribution).sum(dim=-1))
             rows += [row] * len(action)
             columns += action

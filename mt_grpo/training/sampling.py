@@ -1,0 +1,72 @@
+"""How far training can follow the options of sampling: what it computes is to be what was drawn from."""
+
+from __future__ import annotations
+
+import logging
+
+from accelerate import PartialState
+
+from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.training.truncation import Truncation
+
+logger = logging.getLogger(__name__)
+
+
+def read_truncation(args: MTGRPOConfig) -> Truncation | None:
+    """
+    The truncation that a run samples with, `None` where there is none.
+
+    Raises:
+        ConfigError: If a bound is out of range.
+    """
+    if not 0 < args.top_p <= 1:
+        raise ConfigError(f"`top_p` is {args.top_p}: set a number above 0 and at most 1, or leave it out.")
+    if args.min_p is not None and not 0 <= args.min_p <= 1:
+        raise ConfigError(f"`min_p` is {args.min_p}: set a number from 0 to 1, or leave it out.")
+    truncation = Truncation(max(args.top_k or 0, 0), args.top_p, args.min_p or 0.0)
+    return None if truncation == Truncation() else truncation
+
+
+def inexact_options(args: MTGRPOConfig) -> list[str]:
+    """Options, as `name: value`, that change what is sampled, and that the log-probs of training do not follow."""
+    names = ["repetition_penalty"] if args.repetition_penalty != 1 else []
+    if args.forward == "padded":  # TRL's own forward, which knows of temperature only
+        chosen = vars(read_truncation(args) or Truncation())
+        names += [name for name, value in chosen.items() if value != vars(Truncation())[name]]
+    return [f"`{name}: {getattr(args, name)}`" for name in names]
+
+
+def trained_truncation(args: MTGRPOConfig) -> Truncation | None:
+    """As `read_truncation`; says it where training computes the log-probs of another distribution all the same."""
+    truncation, inexact = read_truncation(args), inexact_options(args)
+    if inexact and PartialState().is_main_process:
+        logger.warning(
+            "%s changes what is sampled, but not the log-probs that are trained, so ratios and gradients are biased: "
+            "%s.",
+            " with ".join(inexact),
+            _mend(inexact),
+        )
+    return truncation
+
+
+def check_sequence_ratio(args: MTGRPOConfig) -> None:
+    """
+    Refuses a ratio of whole trajectories between two distributions, which vanishes over their many tokens.
+
+    Raises:
+        ConfigError: If `vllm_importance_sampling_mode` is one of `sequence_*` and training cannot follow the sampling.
+    """
+    inexact = inexact_options(args)
+    mode = args.vllm_importance_sampling_mode
+    if inexact and args.vllm_importance_sampling_correction and mode.startswith("sequence"):
+        raise ConfigError(
+            f"{' with '.join(inexact)} changes what is sampled, but not the log-probs that are trained, and "
+            f"`vllm_importance_sampling_mode: {mode}` multiplies the difference over all tokens of a trajectory: "
+            f"{_mend(inexact)}, or set `vllm_importance_sampling_mode: token_truncate`."
+        )
+
+
+def _mend(inexact: list[str]) -> str:
+    if any("repetition_penalty" in option for option in inexact):
+        return "leave it out" if len(inexact) == 1 else "leave them out"
+    return "set `forward: tree`, or leave it out" if len(inexact) == 1 else "set `forward: tree`, or leave them out"
