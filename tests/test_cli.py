@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,7 +12,6 @@ from conftest import build_model, build_tokenizer
 
 from mt_grpo.cli import main
 from mt_grpo.rewards import RewardError
-from mt_grpo.training.run import tidied
 
 
 @pytest.fixture(scope="module")
@@ -204,20 +200,3 @@ def test_the_command_exists_and_fails_loudly_on_an_unknown_command():
     assert run.returncode == 1
     assert run.stderr.startswith("mt-grpo: the command 'trian' is unknown; the commands are train, ")
     assert run.stderr.count("\n") == 1
-
-
-def test_a_signal_that_strikes_inside_a_task_is_not_reported_as_its_failure(caplog):
-    async def fail(error):
-        raise error
-
-    async def rollouts():
-        tasks = [asyncio.ensure_future(fail(error)) for error in (ValueError("a defect"), KeyboardInterrupt())]
-        await asyncio.sleep(60)
-        return tasks
-
-    loop = asyncio.new_event_loop()
-    with pytest.raises(KeyboardInterrupt), tidied(SimpleNamespace(_event_loop=loop)):
-        loop.run_until_complete(rollouts())
-    loop.close()
-    gc.collect()
-    assert "a defect" in caplog.text and "KeyboardInterrupt" not in caplog.text

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from mt_grpo.rollout.background import run
 from mt_grpo.rollout.engine import Sample, Sampling
 from mt_grpo.rollout.vllm_chat import ChatReply, answer_all
 from mt_grpo.rollout.vllm_check import check_server
@@ -128,8 +129,13 @@ class VLLMServerClient:
         version = self.weight_version
         content = completion_request(self.model, context, sampling)
         limit = self.request_timeout + TOKEN_TIME * sampling.max_tokens
-        async with self._connection().gate:
-            return await self._ask(session, context, content, version, limit)
+        wire = self._connection()
+        wire.asking += 1
+        try:
+            async with wire.gate:
+                return await self._ask(session, context, content, version, limit)
+        finally:
+            wire.asking -= 1
 
     def release(self, session: str) -> None:
         """Forgets where the conversation was served."""
@@ -137,7 +143,7 @@ class VLLMServerClient:
 
     def chat(self, messages_list: list[list[Message]], sampling_params: Sampling | None = None) -> list[ChatReply]:
         """
-        Answers conversations, one reply each, and waits for them: a convenience outside a running event loop.
+        Answers conversations, one reply each, and waits for them; works in a running event loop (a notebook) too.
 
         Args:
             messages_list (`list[list[dict]]`): Conversations; rendered here with the tokenizer's chat template.
@@ -146,11 +152,14 @@ class VLLMServerClient:
         Returns:
             `list[ChatReply]` in the order of `messages_list`.
         """
-        return asyncio.run(answer_all(self, messages_list, sampling_params or Sampling()))
+        return run(answer_all(self, messages_list, sampling_params or Sampling()))
 
     async def close(self) -> None:
-        """Closes the connections; a request opens them again. The server closes idle ones within seconds itself."""
-        if self._wire is not None:
+        """
+        Closes the connections, unless a request is under way for somebody else; a request opens them again. The server
+        closes idle ones within seconds itself.
+        """
+        if self._wire is not None and not (self._wire.asking and self._wire.loop is asyncio.get_running_loop()):
             for task in self._wire.watchers.values():
                 task.cancel()
             await asyncio.gather(*self._wire.watchers.values(), return_exceptions=True)

@@ -112,12 +112,16 @@ class ServerPool:
 
 @dataclass
 class Wire:
-    """What a client has that belongs to one event loop: connections, and tasks that wait for servers."""
+    """
+    What a client has that belongs to one event loop: connections, tasks that wait for servers, and how many requests
+    are under way.
+    """
 
     loop: asyncio.AbstractEventLoop
     http: aiohttp.ClientSession
     gate: asyncio.Semaphore
     watchers: dict[str, asyncio.Future[None]]
+    asking: int = 0
 
     def end_watch(self, server: Server, done: asyncio.Future[None]) -> None:
         """A server whose weights cannot be brought back fails every conversation, and with them the run."""
