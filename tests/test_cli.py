@@ -200,3 +200,32 @@ def test_the_command_exists_and_fails_loudly_on_an_unknown_command():
     assert run.returncode == 1
     assert run.stderr.startswith("mt-grpo: the command 'trian' is unknown; the commands are train, ")
     assert run.stderr.count("\n") == 1
+
+
+STUBBORN = """
+import asyncio, signal
+from mt_grpo.envs import MultiTurnToolEnv
+
+class Env(MultiTurnToolEnv):
+    async def step(self, turn, trajectory, text, tokenizer):
+        signal.raise_signal(signal.SIGINT)
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "rollout"])
+def test_ctrl_c_ends_a_command_though_a_conversation_swallows_it(recipe, tmp_path, command):
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    arguments = recipe(env=f"{tmp_path}/stubborn.py:Env", max_completion_length=2048, max_turn_length=None)
+    # a model without an end of its own would sample for long before its first step
+    code = f"import sys; from mt_grpo.envs.protocols import TagProtocol as T; T.stop = tuple('aeiou '); {RUN_COMMAND}"
+    run = subprocess.run([sys.executable, "-c", code, command, *arguments], capture_output=True, text=True)
+    assert run.returncode == 130 and "mt-grpo: ended by SIGINT." in run.stderr
+    assert "not ended within 5 s: conversation 'eval-0000" in run.stderr
+
+
+RUN_COMMAND = "from mt_grpo.cli import main; sys.exit(main())"
