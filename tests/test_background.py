@@ -26,6 +26,14 @@ INTERRUPT = '<tool>{"name": "interrupt", "args": {}}</tool>'
 ANSWER = "<answer>Lima</answer>"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ctrl_c_counts():
+    """A shell that runs the tests in the background has them, and what they start, ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_a_coroutine_runs_inside_a_running_loop_with_the_callers_context():
     variable = contextvars.ContextVar("variable")
 

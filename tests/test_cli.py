@@ -217,15 +217,20 @@ class Env(MultiTurnToolEnv):
 """
 
 
+# a shell that runs tests in the background ignores SIGINT; a model that knows nothing would sample for long
+PRESSED = """
+import signal, sys
+from mt_grpo.envs.protocols import TagProtocol
+signal.signal(signal.SIGINT, signal.default_int_handler)
+TagProtocol.stop = tuple("aeiou ")
+"""
+
+
 @pytest.mark.parametrize("command", ["train", "rollout"])
 def test_ctrl_c_ends_a_command_though_a_conversation_swallows_it(recipe, tmp_path, command):
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     arguments = recipe(env=f"{tmp_path}/stubborn.py:Env", max_completion_length=2048, max_turn_length=None)
-    # a model without an end of its own would sample for long before its first step
-    code = f"import sys; from mt_grpo.envs.protocols import TagProtocol as T; T.stop = tuple('aeiou '); {RUN_COMMAND}"
+    code = PRESSED + "from mt_grpo.cli import main; sys.exit(main())"
     run = subprocess.run([sys.executable, "-c", code, command, *arguments], capture_output=True, text=True)
     assert run.returncode == 130 and "mt-grpo: ended by SIGINT." in run.stderr
     assert "not ended within 5 s: conversation 'eval-0000" in run.stderr
-
-
-RUN_COMMAND = "from mt_grpo.cli import main; sys.exit(main())"

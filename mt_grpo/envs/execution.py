@@ -46,10 +46,15 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
         if timeout is not None:
             unfinished = f"took longer than {timeout:g} s."
     finally:
+        finished = {future for future in running if future.done()}
+        for future in running:
+            future.cancel()
         for future, call in running.items():
             call.seconds = ended.get(future, time.perf_counter()) - start
-            _read(call, future, unfinished)
-            future.cancel()
+            if future in finished:
+                _read(call, future)
+            else:
+                _fail(call, f"{call.name} {unfinished}")
 
 
 def fail_unanswered(turn: Turn) -> None:
@@ -59,11 +64,9 @@ def fail_unanswered(turn: Turn) -> None:
             _fail(call, f"{call.name} was not run: the conversation ended before.")
 
 
-def _read(call: ToolCall, future: asyncio.Future[Any], unfinished: str) -> None:
+def _read(call: ToolCall, future: asyncio.Future[Any]) -> None:
     """Writes what became of a call into it."""
-    if not future.done():
-        _fail(call, f"{call.name} {unfinished}")
-    elif future.cancelled():
+    if future.cancelled():
         _fail(call, f"{call.name} was cancelled.")
     else:
         try:

@@ -25,7 +25,6 @@ if sys.version_info >= (3, 11):
 else:
     from async_timeout import timeout as time_limit
 
-
 _NEVER = 1 << 30  # collections of a younger generation until a full one
 
 
@@ -171,8 +170,7 @@ class RolloutRunner:
         return trajectories
 
     async def _converse(self, request: RolloutRequest, sampling: Sampling) -> Trajectory:
-        prompt = request.prompt
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        prompt = [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else request.prompt
         trajectory = Trajectory(prompt, session=request.session, row=request.row)
         asyncio.current_task().set_name(f"conversation {request.session!r}")
         start = time.perf_counter()
@@ -201,11 +199,10 @@ class RolloutRunner:
         history = History(self.renderer, self.history, self.compact_every)
         try:
             prompt = self.env.start(request.prompt)
-            suffix = history.begin(prompt)
+            trajectory.prompt, suffix = prompt, history.begin(prompt)
         except Exception as error:  # an environment is the user's code: its failure ends this conversation only
             trajectory.error = f"{type(error).__name__}: {error}"
             return StopReason.ENV_ERROR
-        trajectory.prompt = prompt
         context: list[int] = []
         rewritten: list[int] | None = None
         prompt_length = len(suffix)
@@ -271,9 +268,9 @@ class RolloutRunner:
         order = tree.depth_first()
         first = next((index for index in order if tree.nodes[index].turn == 0), None)
         if first is None:
-            if trajectory.stop_reason is StopReason.ENV_ERROR:  # the prompt may be what could not be rendered
-                return Completion([self.renderer.end_id], [], [], [], [], [])
-            return Completion(list(self.renderer.prompt_ids(trajectory.prompt)), [], [], [], [], [])
+            began = trajectory.stop_reason is not StopReason.ENV_ERROR  # else the prompt may have no rendering
+            ids = self.renderer.prompt_ids(trajectory.prompt) if began else [self.renderer.end_id]
+            return Completion(list(ids), [], [], [], [], [])
         prompt = tree.ancestors(first)[:-1]
         prompt_ids = [token for index in prompt for token in tree.nodes[index].tokens]
         ends = {-1: -len(prompt_ids) - 1}  # column of each node's last token; the prompt's are below 0

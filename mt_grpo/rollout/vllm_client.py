@@ -129,13 +129,8 @@ class VLLMServerClient:
         version = self.weight_version
         content = completion_request(self.model, context, sampling)
         limit = self.request_timeout + TOKEN_TIME * sampling.max_tokens
-        wire = self._connection()
-        wire.asking += 1
-        try:
-            async with wire.gate:
-                return await self._ask(session, context, content, version, limit)
-        finally:
-            wire.asking -= 1
+        async with self._connection().place():
+            return await self._ask(session, context, content, version, limit)
 
     def release(self, session: str) -> None:
         """Forgets where the conversation was served."""
@@ -155,11 +150,8 @@ class VLLMServerClient:
         return run(answer_all(self, messages_list, sampling_params or Sampling()))
 
     async def close(self) -> None:
-        """
-        Closes the connections, unless a request is under way for somebody else; a request opens them again. The server
-        closes idle ones within seconds itself.
-        """
-        if self._wire is not None and not (self._wire.asking and self._wire.loop is asyncio.get_running_loop()):
+        """Closes the connections, unless another asks; a request opens them again. The server closes idle ones too."""
+        if self._wire is not None and not self._wire.busy:
             for task in self._wire.watchers.values():
                 task.cancel()
             await asyncio.gather(*self._wire.watchers.values(), return_exceptions=True)
