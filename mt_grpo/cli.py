@@ -69,14 +69,12 @@ def train(arguments: list[str]) -> int:
         return 1
     from mt_grpo.training.attention import UnsupportedModelError
     from mt_grpo.training.config import ConfigError
-    from mt_grpo.training.nonfinite import NonFiniteError
-    from mt_grpo.training.run import FAILURES, leave_group, run_training, tidied
+    from mt_grpo.training.run import FAILURES, leave_group, run_training
 
     accelerator = trainer.accelerator
     try:
-        with tidied(trainer):
-            run_training(trainer, resolved, _console(quiet=not accelerator.is_main_process))
-    except (*FAILURES, ConfigError, NonFiniteError, UnsupportedModelError) as error:
+        run_training(trainer, resolved, _console(quiet=not accelerator.is_main_process))
+    except (*FAILURES, ConfigError, UnsupportedModelError) as error:
         return _refuse(error)
     del trainer
     leave_group(accelerator)
@@ -92,13 +90,12 @@ def rollout(arguments: list[str]) -> int:
     trainer, _ = _prepare(rest, trains=False)
     if trainer is None:
         return 1
-    from mt_grpo.training.run import FAILURES, tidied
+    from mt_grpo.training.run import FAILURES
     from mt_grpo.viewer import render_trajectory
 
     console = _console()
     try:
-        with tidied(trainer):
-            trajectories = trainer.rollout(options.num_prompts)
+        trajectories = trainer.rollout(options.num_prompts)
     except FAILURES as error:
         return _refuse(error)
     for number, trajectory in enumerate(trajectories):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,7 +13,6 @@ from conftest import build_model, build_tokenizer
 from mt_grpo.cli import main
 from mt_grpo.credit import estimators
 from mt_grpo.rewards import RewardError
-from mt_grpo.training.run import tidied
 
 
 @pytest.fixture(scope="module")
@@ -234,18 +230,35 @@ def test_the_command_exists_and_fails_loudly_on_an_unknown_command():
     assert run.stderr.count("\n") == 1
 
 
-def test_a_signal_that_strikes_inside_a_task_is_not_reported_as_its_failure(caplog):
-    async def fail(error):
-        raise error
+STUBBORN = """
+import asyncio, signal
+from mt_grpo.envs import MultiTurnToolEnv
 
-    async def rollouts():
-        tasks = [asyncio.ensure_future(fail(error)) for error in (ValueError("a defect"), KeyboardInterrupt())]
-        await asyncio.sleep(60)
-        return tasks
+class Env(MultiTurnToolEnv):
+    async def step(self, turn, trajectory, text, tokenizer):
+        signal.raise_signal(signal.SIGINT)
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass
+"""
 
-    loop = asyncio.new_event_loop()
-    with pytest.raises(KeyboardInterrupt), tidied(SimpleNamespace(_event_loop=loop)):
-        loop.run_until_complete(rollouts())
-    loop.close()
-    gc.collect()
-    assert "a defect" in caplog.text and "KeyboardInterrupt" not in caplog.text
+
+# a shell that runs tests in the background ignores SIGINT; a model that knows nothing would sample for long
+PRESSED = """
+import signal, sys
+from mt_grpo.envs.protocols import TagProtocol
+signal.signal(signal.SIGINT, signal.default_int_handler)
+TagProtocol.stop = tuple("aeiou ")
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "rollout"])
+def test_ctrl_c_ends_a_command_though_a_conversation_swallows_it(recipe, tmp_path, command):
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    arguments = recipe(env=f"{tmp_path}/stubborn.py:Env", max_completion_length=2048, max_turn_length=None)
+    code = PRESSED + "from mt_grpo.cli import main; sys.exit(main())"
+    run = subprocess.run([sys.executable, "-c", code, command, *arguments], capture_output=True, text=True)
+    assert run.returncode == 130 and "mt-grpo: ended by SIGINT." in run.stderr
+    assert "not ended within 5 s: conversation 'eval-0000" in run.stderr

@@ -16,6 +16,7 @@ from trl.chat_template_utils import add_response_schema
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rollout import Limits, RolloutRequest, RolloutRunner, Sampling, ScriptedEngine
 from mt_grpo.tools import Tool, ToolDefinitionError
+from mt_grpo.training import MTGRPOConfig
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 ANSWER = "<answer>Lima</answer>"
@@ -227,6 +228,13 @@ def test_a_tool_out_of_time_ends_its_call_and_not_the_others():
         *(f"{name} took longer than 0.05 s." for name in names[:3]), None
     ]  # fmt: skip
     assert all(call.executed and call.seconds >= 0.04 for call in turn.tool_calls[:3])
+
+
+def test_a_tool_may_take_a_minute_unless_there_is_no_limit():
+    assert MultiTurnToolEnv().tool_timeout == MTGRPOConfig.tool_timeout == 60.0
+    assert MultiTurnToolEnv(tool_timeout=None).tool_timeout is None
+    with pytest.raises(ValueError, match="`tool_timeout` is 0; set seconds above 0, or `None` for no limit"):
+        MultiTurnToolEnv(tool_timeout=0)
 
 
 def test_an_async_tool_out_of_time_is_cancelled():

@@ -21,7 +21,12 @@ SHARDED = {
 
 
 def run(folder: Path, processes: int, scenario: str = "plain", **environment: str) -> dict:
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    launch([str(TESTS / "ranks.py"), str(folder), str(processes), scenario], processes, **environment)
+    return torch.load(folder / "result.pt")
+
+
+def launch(script: list[str], processes: int, **environment: str) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     environment = {
         **os.environ,
         "ACCELERATE_USE_CPU": "true",
@@ -29,11 +34,9 @@ def run(folder: Path, processes: int, scenario: str = "plain", **environment: st
         "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
         **environment,
     }
-    script = [str(TESTS / "ranks.py"), str(folder), str(processes), scenario]
-    command = [sys.executable, *(launch if processes > 1 else []), *script]
+    command = [sys.executable, *(torchrun if processes > 1 else []), *script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return torch.load(folder / "result.pt")
 
 
 def assert_the_same_is_learnt(one: dict, two: dict) -> None:
@@ -126,3 +129,25 @@ def test_one_kind_of_reward_is_enough_where_ranks_gather_as_nccl_does(tmp_path, 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_both(tmp_path):
     two = run(tmp_path, 2, "spoilt", **SHARDED)
     assert two["sharded"] and not two["learnt"]
+
+
+def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
+    launch([str(TESTS / "ranks_failures.py"), str(tmp_path)], 2)
+    first, second = (json.loads((tmp_path / f"ends-{rank}.json").read_text()) for rank in range(2))
+    kinds = {name: (first[name][0], second[name][0]) for name in first}
+    assert kinds == {
+        "engine_fails": ("RankError", "Local"),
+        "memory_ends": ("RankError", "MemoryError"),
+        "on_finish_raises": ("RankError", "OSError"),
+        "writer_fails": ("RankError", "FileExistsError"),
+        "reward_raises": ("RewardError", "RewardError"),
+        "reward_exits": ("RankError", "SystemExit"),
+        "both_fail_differently": ("RewardError", "RewardError"),
+        "env_cannot_begin": ("trained", "trained"),
+    }
+    for name, (kind, _) in kinds.items():
+        if kind == "RankError":  # with the traceback of the one that failed
+            assert first[name][1].startswith("Process 1 failed:\nTraceback") and second[name][1] in first[name][1]
+        else:
+            assert first[name][1] == second[name][1]
+    assert "a bug in the engine (7)" in first["engine_fails"][1] and "scripted.py" in first["engine_fails"][1]

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.rewards import tool_execution_reward_func
 from mt_grpo.rollout import (
     EngineError,
     Limits,
@@ -202,6 +203,66 @@ def test_a_conversation_out_of_time_keeps_its_turns_and_lets_its_engine_know(env
     [trajectory] = run(env, Engine(tokenizer, [CALL]), rollout_timeout=0.1)
     assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.TIMEOUT, 1)
     assert "longer than 0.1 s" in trajectory.error and released == ["000"]
+
+
+def test_a_tool_that_hangs_until_the_conversation_ends_failed(tokenizer):
+    async def hang() -> str:
+        """Hangs."""
+        await asyncio.Event().wait()
+
+    def hang_in_thread() -> str:
+        """Hangs."""
+        release.wait(20)
+
+    release = threading.Event()
+    names = ["lookup", "hang", "hang_in_thread"]
+    calls = "".join(f'<tool>{{"name": "{name}", "args": {{}}}}</tool>' for name in names[1:])
+    env = MultiTurnToolEnv([lookup, hang, hang_in_thread], tool_timeout=None)
+    [trajectory] = run(env, ScriptedEngine(tokenizer, [CALL + calls]), rollout_timeout=0.3)
+    release.set()
+    [turn] = trajectory.turns
+    assert trajectory.stop_reason is StopReason.TIMEOUT and not turn.has_result
+    fine, *hung = turn.tool_calls
+    assert (fine.result, fine.error) == ("about Perú 🙂", None)  # it had ended before
+    for name, call in zip(names[1:], hung, strict=True):
+        assert call.error == f"{name} did not finish before the conversation ended." and call.seconds > 0.2
+        assert call.result == f"Error: {call.error}"
+    assert (turn.num_attempts, turn.num_failures) == (3, 2)
+    assert tool_execution_reward_func.score(turn, trajectory) == pytest.approx(0.2 / 3)
+
+
+def test_calls_that_an_environment_never_ran_failed(tokenizer):
+    class Broken(MultiTurnToolEnv):
+        async def step(self, turn, trajectory, text, tokenizer):
+            turn.tool_calls = self.protocol.parse(text, tokenizer).calls
+            if trajectory.session == "000":
+                raise ZeroDivisionError("before the calls are run")
+            await asyncio.Event().wait()
+
+    for trajectory in run(Broken([lookup]), ScriptedEngine(tokenizer, [CALL]), 2, rollout_timeout=0.3):
+        [call] = trajectory.turns[0].tool_calls
+        assert call.error == "lookup was not run: the conversation ended before." and not call.executed
+        assert trajectory.turns[0].num_failures == 1
+
+
+def test_an_environment_that_cannot_begin_ends_one_conversation(tokenizer):
+    class Env(MultiTurnToolEnv):
+        def start(self, prompt):
+            if prompt == "question 0":
+                raise TimeoutError("no container")
+            if prompt == "question 1":
+                return []
+            return super().start(prompt)
+
+    engine = ScriptedEngine(tokenizer, [ANSWER])
+    runner = RolloutRunner(Env(), engine, Limits(rollout_timeout=30))
+    raised, unrenderable, fine = trajectories = asyncio.run(runner.run(requests(3), Sampling()))
+    assert (raised.stop_reason, raised.error) == (StopReason.ENV_ERROR, "TimeoutError: no container")
+    assert unrenderable.stop_reason is StopReason.ENV_ERROR and unrenderable.error
+    assert raised.prompt == [{"role": "user", "content": "question 0"}] and raised.turns == []
+    assert fine.stop_reason is StopReason.ANSWERED
+    rows = [runner.completion(trajectory) for trajectory in trajectories]
+    assert [bool(row.prompt_ids) for row in rows] == [True] * 3 and [bool(row.ids) for row in rows] == [0, 0, 1]
 
 
 def test_an_engine_error_ends_one_conversation_which_keeps_its_turns(env, tokenizer):

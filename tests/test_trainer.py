@@ -17,6 +17,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, RewardError, TurnReward
 from mt_grpo.rollout import EngineError, RolloutError, ScriptedEngine
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.build import build_env
 from mt_grpo.training.resume import batch_options, check_checkpoint, load_rollouts, save_rollouts
 
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
@@ -372,6 +373,74 @@ def test_without_any_reward_it_refuses(build):
 def test_wrong_options_are_refused_with_the_mend(build, options, message):
     with pytest.raises(ValueError, match=message):
         build(**options)
+
+
+class Searching(MultiTurnToolEnv):
+    """An environment that a recipe names, with rules of its own."""
+
+    def __init__(self, tools=(), max_steps=5, **options):
+        super().__init__([lookup, *tools], max_steps=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tool_timeout": 5.0}, "`tool_timeout` is 5.0 in the arguments and 60.0 in the `env`"),
+        ({"tool_timeout": None}, "`tool_timeout` is None in the arguments and 60.0 in the `env`"),
+        ({"env_mask": 1}, "`env_mask` is 1 in the arguments and 0 in the `env`"),
+        ({"max_env_steps": 7}, "`max_env_steps` is 7 in the arguments and 3 in the `env`"),
+        ({"tools": ["calculator"]}, r"`tools` is \['calculator'\] in the arguments and \['lookup'\] in the `env`"),
+        ({"system_prompt": "Search."}, "`system_prompt` is 'Search.' in the arguments and '' in the `env`"),
+        ({"call_protocol": "native"}, "`call_protocol` is 'native' in the arguments and 'tags' in the `env`"),
+        ({"env": "test_trainer.Searching"}, "`env` is 'test_trainer.Searching' in the arguments and 'MultiTurnTo"),
+    ],
+)
+def test_an_environment_that_contradicts_the_options_is_refused(build, options, message):
+    with pytest.raises(ConfigError, match=message):
+        build(**options)
+
+
+def test_options_that_agree_with_the_environment_are_none(build):
+    assert build(max_env_steps=3, env_mask=0, tools=["conftest.lookup"], system_prompt="").env.max_steps == 3
+
+
+def test_an_environment_made_from_the_options_may_have_its_own_rules(build, tmp_path, tokenizer, questions):
+    args = MTGRPOConfig(str(tmp_path), **CPU_RUN, env="test_trainer.Searching", max_env_steps=4, tools=["calculator"])
+    options = {"outcome_reward_funcs": [Answered()], "train_dataset": questions, "processing_class": tokenizer}
+    engine = ScriptedEngine(tokenizer, conversation)
+    for env in (None, build_env(args)):
+        trainer = MTGRPOEnvTrainer(build_model(tokenizer), env, args=args, engine=engine, **options)
+        assert trainer.env.max_steps == 2 and list(trainer.env.tools) == ["lookup", "calculator"]
+
+
+def test_a_conversation_whose_environment_cannot_begin_does_not_train(build):
+    class Env(MultiTurnToolEnv):
+        def start(self, prompt):
+            started.append(prompt)
+            if len(started) == 2:
+                raise ConnectionError("no container")
+            return super().start(prompt)
+
+    trainer, started = build(), []
+    trainer.runner.env = Env([lookup], system_prompt="", max_steps=3)
+    inputs = batch(trainer)
+    assert [trajectory.stop_reason.value for trajectory in trainer._trajectories].count("env_error") == 1
+    assert inputs["tool_mask"][1].mul(inputs["completion_mask"][1]).sum() == 0
+    assert torch.isfinite(trainer._compute_loss(trainer.model, inputs))
+
+
+def test_a_run_that_begins_anew_samples_anew(build):
+    """What an interrupted run had sampled is not trained by the next one."""
+    sessions = []
+
+    def script(session, turn):
+        sessions.append(session)
+        return "<answer>Lima</answer>"
+
+    trainer = build(script, steps_per_generation=2, gradient_accumulation_steps=1, num_iterations=2, max_steps=3)
+    trainer._step, trainer._buffered_inputs, trainer._last_loaded_step = 3, [{}, {}], 0  # as if interrupted there
+    trainer.train()
+    assert trainer.state.global_step == 3 and len(sessions) == 8 and trainer._step == 3
 
 
 def test_rows_reach_rewards_as_columns(build, questions):

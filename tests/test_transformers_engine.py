@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -448,3 +450,69 @@ def test_a_stop_token_id_ends_a_request_as_an_end_token_does(model, tokenizer):
     stopped = asyncio.run(sample((free.ids[4],)))
     cut = free.ids.index(free.ids[4]) + 1
     assert stopped.ids == free.ids[:cut] and stopped.finish_reason == "stop"
+
+
+def test_a_conversation_that_ends_late_takes_nothing_from_one_of_the_same_name(frozen):
+    engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
+
+    async def main() -> None:
+        asking = asyncio.ensure_future(engine.generate(CONTEXTS[0], Sampling(2), "000"))
+        await asyncio.sleep(0)
+        engine.release("000")  # of an earlier batch, which was left behind
+        assert (await asking).ids
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_closing_waits_for_the_batch_of_conversations_that_left(frozen):
+    engine = TransformersEngine(frozen, TOKENIZER)
+    started, ended = threading.Event(), []
+
+    def hold(*_: object) -> None:
+        started.set()
+        time.sleep(0.1)
+        ended.append(True)
+
+    async def main() -> None:
+        asking = asyncio.ensure_future(ask(engine, CONTEXTS[0], "000", max_tokens=40))
+        while not started.is_set():
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await engine.close()
+        steps = len(ended)
+        assert engine._batch is None and 1 <= steps < 40
+
+    hook = frozen.register_forward_pre_hook(hold)
+    try:
+        asyncio.run(asyncio.wait_for(main(), 20))
+    finally:
+        hook.remove()
+
+
+def test_it_samples_on_the_gpu_of_the_model_in_its_own_thread(frozen, monkeypatch):
+    """Each thread of CUDA begins with the first GPU. The seam is torch's own context manager."""
+    current = threading.local()
+
+    @contextlib.contextmanager
+    def on(device):
+        current.device = device
+        yield
+        del current.device
+
+    class OnSecond:
+        device = torch.device("cuda", 1)
+        config = frozen.config
+
+    class Engine(TransformersEngine):
+        def _generate(self, batch, drawing):
+            sampled.append((current.device, threading.current_thread()))
+            for request in batch:
+                request.ids, request.logprobs, request.finish_reason = [1], [0.0], "stop"
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    sampled = []
+    engine = Engine(OnSecond(), TOKENIZER)
+    asyncio.run(ask(engine, CONTEXTS[0], "000"))
+    [(device, thread)] = sampled
+    assert device == torch.device("cuda", 1) and thread is not threading.current_thread()

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from mt_grpo.tools import Tool
-from mt_grpo.trajectory import ToolCall
+from mt_grpo.trajectory import ToolCall, Turn
 
 
 async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: float | None = None) -> None:
@@ -20,10 +20,13 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
         tools (`dict[str, Tool]`): Tools by name.
         timeout (`float`, *optional*): Seconds one call may take. A synchronous tool that exceeds it is abandoned, not
             killed: Python cannot stop its thread.
+
+    A call that did not finish failed, whatever ended the wait: its own time, or the conversation's.
     """
     start = time.perf_counter()
     running: dict[asyncio.Future[Any], ToolCall] = {}
     ended: dict[asyncio.Future[Any], float] = {}
+    unfinished = "did not finish before the conversation ended."
     try:
         for call in calls:
             tool = tools.get(call.name)
@@ -35,24 +38,35 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
                 _fail(call, problem)
                 continue
             call.executed = True
-            future = asyncio.ensure_future(_call_async(tool, call)) if tool.is_async else _call_in_thread(tool, call)
+            future = _call_in_task(tool, call) if tool.is_async else _call_in_thread(tool, call)
             future.add_done_callback(lambda done: ended.setdefault(done, time.perf_counter()))
             running[future] = call
         if running:
             await asyncio.wait(running, timeout=timeout)
-        for future, call in running.items():
-            call.seconds = ended.get(future, time.perf_counter()) - start
-            _read(call, future, timeout)
+        if timeout is not None:
+            unfinished = f"took longer than {timeout:g} s."
     finally:
+        finished = {future for future in running if future.done()}
         for future in running:
             future.cancel()
+        for future, call in running.items():
+            call.seconds = ended.get(future, time.perf_counter()) - start
+            if future in finished:
+                _read(call, future)
+            else:
+                _fail(call, f"{call.name} {unfinished}")
 
 
-def _read(call: ToolCall, future: asyncio.Future[Any], timeout: float | None) -> None:
+def fail_unanswered(turn: Turn) -> None:
+    """Fails the calls of a turn that were never begun, since the conversation ended before."""
+    for call in turn.tool_calls:
+        if not (turn.replies or call.executed or call.error):
+            _fail(call, f"{call.name} was not run: the conversation ended before.")
+
+
+def _read(call: ToolCall, future: asyncio.Future[Any]) -> None:
     """Writes what became of a call into it."""
-    if not future.done():
-        _fail(call, f"{call.name} took longer than {timeout:g} s.")
-    elif future.cancelled():
+    if future.cancelled():
         _fail(call, f"{call.name} was cancelled.")
     else:
         try:
@@ -64,6 +78,13 @@ def _read(call: ToolCall, future: asyncio.Future[Any], timeout: float | None) ->
 def _fail(call: ToolCall, error: str) -> None:
     call.error = Tool.render(error)
     call.result = f"Error: {call.error}"
+
+
+def _call_in_task(tool: Tool, call: ToolCall) -> asyncio.Future[Any]:
+    """Runs an async tool in a task that bears its name, by which it is known where it does not let itself be ended."""
+    task = asyncio.ensure_future(_call_async(tool, call))
+    task.set_name(f"tool {tool.name!r}")
+    return task
 
 
 async def _call_async(tool: Tool, call: ToolCall) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +31,15 @@ class MultiTurnToolEnv:
             calls included; after the last one the model has one more turn to answer.
         protocol (`str`, *optional*, defaults to `"tags"`): `"tags"` or `"native"`, see `protocols.py`.
         env_mask (`int`, *optional*, defaults to `0`): Completion mask of tokens the environment wrote.
-        tool_timeout (`float`, *optional*): Seconds one tool call may take.
+        tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take; `None` is no limit.
 
     Raises:
         ValueError: For an unknown protocol, a negative limit, a mask other than 0 or 1.
         ToolDefinitionError: For a tool whose schema cannot be inferred.
     """
+
+    made_from: Any = None
+    """The options of a run that it was made from; `None` for one that was made by hand."""
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class MultiTurnToolEnv:
         max_steps: int = 5,
         protocol: str = "tags",
         env_mask: int = 0,
-        tool_timeout: float | None = None,
+        tool_timeout: float | None = 60.0,
     ) -> None:
         if protocol not in PROTOCOLS:
             raise ValueError(
@@ -58,7 +60,7 @@ class MultiTurnToolEnv:
         if env_mask not in (0, 1):
             raise ValueError(f"`env_mask` is {env_mask}; set 0 (tool results are not trained) or 1 (they are).")
         if tool_timeout is not None and tool_timeout <= 0:
-            raise ValueError(f"`tool_timeout` is {tool_timeout}; set seconds above 0, or leave it out.")
+            raise ValueError(f"`tool_timeout` is {tool_timeout}; set seconds above 0, or `None` for no limit.")
         self.tools = {tool.name: tool for tool in load_tools(list(tools))}
         self.max_steps = max_steps
         self.protocol: CallProtocol = PROTOCOLS[protocol]()
@@ -118,7 +120,8 @@ class MultiTurnToolEnv:
         self, prompts: Sequence[str | list[Message]], llm: Engine, sampling_params: Sampling | None = None
     ) -> dict[str, list[Any]]:
         """
-        Runs whole conversations and waits for them: a convenience over the rollout runner, without training.
+        Runs whole conversations and waits for them: a convenience over the rollout runner, without training. It works
+        in a running event loop (a notebook) too.
 
         Args:
             prompts (`Sequence[str | list[dict]]`): User messages or message lists, one a conversation.
@@ -130,6 +133,7 @@ class MultiTurnToolEnv:
             them and `env_mask` where the environment wrote them; `messages`, the same as messages.
         """
         from mt_grpo.rollout import Limits, RolloutRequest, RolloutRunner, Sampling, derive_seed
+        from mt_grpo.rollout.background import run
 
         sampling = sampling_params or Sampling()
         runner = RolloutRunner(self, llm, Limits(max_turn_tokens=sampling.max_tokens))
@@ -137,7 +141,7 @@ class MultiTurnToolEnv:
             RolloutRequest(prompt, session=f"{index:06d}", seed=derive_seed(sampling.seed, index))
             for index, prompt in enumerate(prompts)
         ]
-        trajectories = asyncio.run(runner.run(requests, sampling))
+        trajectories = run(runner.run(requests, sampling))
         completions = [runner.completion(trajectory) for trajectory in trajectories]
         return {
             "ids": [completion.ids for completion in completions],

@@ -91,14 +91,14 @@ class FunctionReward(OutcomeReward):
         """Scores a batch of one."""
         return (await self.score_batch([trajectory], [row]))[0]
 
-    async def score_batch(
+    def score_batch(
         self,
         trajectories: list[Trajectory],
         rows: list[dict[str, Any]],
         extra: dict[str, Any] | None = None,
-    ) -> list[float | None]:
+    ) -> Awaitable[list[float | None]]:
         """
-        Calls the function once.
+        Calls the function once, here and now.
 
         Args:
             trajectories (`list[Trajectory]`): The batch.
@@ -106,10 +106,10 @@ class FunctionReward(OutcomeReward):
             extra (`dict`, *optional*): Further keyword arguments (`trainer_state`, `log_extra`, `log_metric`).
 
         Returns:
-            `list[float | None]`: One reward a trajectory.
+            An awaitable of `list[float | None]`: one reward a trajectory.
 
         Raises:
-            ValueError: If the function returns another number of rewards.
+            ValueError: When awaited, if the function returns another number of rewards.
         """
         columns = {key: [row[key] for row in rows] for key in rows[0] if key not in NOT_COLUMNS}
         rewards = self.function(
@@ -118,11 +118,15 @@ class FunctionReward(OutcomeReward):
             completion_ids=[completion_ids(trajectory) for trajectory in trajectories],
             **{**columns, **(extra or {})},
         )
-        if inspect.isawaitable(rewards):
-            rewards = await rewards
-        if len(rewards) != len(trajectories):
-            raise ValueError(f"it returned {len(rewards)} rewards for {len(trajectories)} completions")
-        return list(rewards)
+        return _counted(rewards, len(trajectories))
+
+
+async def _counted(rewards: Any, number: int) -> list[float | None]:
+    if inspect.isawaitable(rewards):
+        rewards = await rewards
+    if len(rewards) != number:
+        raise ValueError(f"it returned {len(rewards)} rewards for {number} completions")
+    return list(rewards)
 
 
 def completion_ids(trajectory: Trajectory) -> list[int]:

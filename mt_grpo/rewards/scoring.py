@@ -13,6 +13,9 @@ from typing import Any
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
 from mt_grpo.trajectory import Trajectory
 
+Pending = Callable[[], Coroutine[Any, Any, Any]]
+"""A reward that was called: waits for its value."""
+
 
 class RewardError(RuntimeError):
     """A reward failed. The message is one sentence that names the reward, the failure, the trajectory and its row."""
@@ -32,14 +35,16 @@ class Scores:
     outcome: list[list[float | None]]
 
 
-async def score_trajectories(
+def score_trajectories(
     turn_funcs: Sequence[TurnReward],
     outcome_funcs: Sequence[OutcomeReward],
     trajectories: list[Trajectory],
     extra: dict[str, Any] | None = None,
-) -> Scores:
+) -> Coroutine[Any, Any, Scores]:
     """
     Scores a batch and records the values in `Trajectory.rewards`. No reward is asked about a trajectory that failed.
+    Every reward is called at once, in the thread of the caller, for rewards may expect the main thread (signals) or
+    that of the trainer; what `async def` ones do is done where the result is awaited.
 
     Args:
         turn_funcs (`Sequence[TurnReward]`): Scored on every turn of every trajectory.
@@ -48,17 +53,32 @@ async def score_trajectories(
         extra (`dict`, *optional*): Keyword arguments for plain TRL reward functions beyond the columns.
 
     Returns:
-        `Scores`: One value for each reward and trajectory (and turn).
+        A coroutine of `Scores`: one value for each reward and trajectory (and turn).
 
     Raises:
-        RewardError: If a reward raises, or returns what is not a finite number; only `None` says that it does not
-            apply.
+        RewardError: When awaited, if a reward raises, or returns what is not a finite number; only `None` says that it
+            does not apply.
     """
     judged = [trajectory for trajectory in trajectories if not trajectory.failed]
+    turn = [
+        [[_call_one(func, trajectory, turn, trajectory) for turn in trajectory.turns] for trajectory in judged]
+        for func in turn_funcs
+    ]
+    outcome = [_call_outcome_func(func, judged, extra) for func in outcome_funcs]
+    return _score(turn_funcs, outcome_funcs, trajectories, turn, outcome)
+
+
+async def _score(
+    turn_funcs: Sequence[TurnReward],
+    outcome_funcs: Sequence[OutcomeReward],
+    trajectories: list[Trajectory],
+    turn_calls: list[list[list[Pending]]],
+    outcome_calls: list[Pending],
+) -> Scores:
     turn, outcome = await _gather(
         [
-            _gather([_score_turn_func(func, judged) for func in turn_funcs]),
-            _gather([_score_outcome_func(func, judged, extra) for func in outcome_funcs]),
+            _gather([_gather([_gather([call() for call in calls]) for calls in of_func]) for of_func in turn_calls]),
+            _gather([call() for call in outcome_calls]),
         ]
     )
     turn = [spread(values, trajectories, lambda failed: [None] * len(failed.turns)) for values in turn]
@@ -77,8 +97,10 @@ def score(
     trajectories: list[Trajectory],
     extra: dict[str, Any] | None = None,
 ) -> Scores:
-    """`score_trajectories` for callers outside an event loop; sync rewards run on the calling thread."""
-    return asyncio.run(score_trajectories(turn_funcs, outcome_funcs, trajectories, extra))
+    """`score_trajectories` that waits for the result; works in a running event loop (a notebook) too."""
+    from mt_grpo.rollout.background import run
+
+    return run(score_trajectories(turn_funcs, outcome_funcs, trajectories, extra))
 
 
 def spread(
@@ -110,39 +132,49 @@ async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     return results
 
 
-async def _score_turn_func(func: TurnReward, trajectories: list[Trajectory]) -> list[list[float | None]]:
-    return await _gather(
-        [
-            _gather([_score_one(func, trajectory, turn, trajectory) for turn in trajectory.turns])
-            for trajectory in trajectories
-        ]
-    )
-
-
-async def _score_outcome_func(
-    func: OutcomeReward, trajectories: list[Trajectory], extra: dict[str, Any] | None
-) -> list[float | None]:
-    if not trajectories:
-        return []
+def _call_outcome_func(func: OutcomeReward, trajectories: list[Trajectory], extra: dict[str, Any] | None) -> Pending:
     if not isinstance(func, FunctionReward):
-        return await _gather([_score_one(func, trajectory, trajectory) for trajectory in trajectories])
+        calls = [_call_one(func, trajectory, trajectory) for trajectory in trajectories]
+        return lambda: _gather([call() for call in calls])
     if not trajectories:
-        return []
-    try:
-        values = await func.score_batch(trajectories, [trajectory.row for trajectory in trajectories], extra)
-    except Exception as error:  # whatever the user's function raises
-        raise _failure(func, error, trajectories[0], f"a batch of {len(trajectories)} that begins with ") from error
-    return [_number(func, value, trajectory) for value, trajectory in zip(values, trajectories, strict=True)]
+        return lambda: _gather([])
+    rows = [trajectory.row for trajectory in trajectories]
+    scope = f"a batch of {len(trajectories)} that begins with "
+    pending = _call(func, lambda: func.score_batch(trajectories, rows, extra), trajectories[0], scope)
+
+    async def wait() -> list[float | None]:
+        return [_number(func, value, one) for value, one in zip(await pending(), trajectories, strict=True)]
+
+    return wait
 
 
-async def _score_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> float | None:
+def _call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> Pending:
+    pending = _call(func, lambda: func.score(*args, **trajectory.row), trajectory)
+
+    async def wait() -> float | None:
+        return _number(func, await pending(), trajectory)
+
+    return wait
+
+
+def _call(func: RewardFunc, call: Callable[[], Any], trajectory: Trajectory, scope: str = "") -> Pending:
+    """Calls a reward; what is left, the wait for its value, is a function, so that nothing needs to be awaited."""
+    value, failure = None, None
     try:
-        value = func.score(*args, **trajectory.row)
-        if inspect.isawaitable(value):
-            value = await value
+        value = call()
     except Exception as error:  # whatever the user's reward raises
-        raise _failure(func, error, trajectory) from error
-    return _number(func, value, trajectory)
+        failure = error
+
+    async def wait() -> Any:
+        asyncio.current_task().set_name(f"reward {func.name!r}")  # known by it where it does not let itself be ended
+        try:
+            if failure is not None:
+                raise failure
+            return await value if inspect.isawaitable(value) else value
+        except Exception as error:  # likewise
+            raise _failure(func, error, trajectory, scope) from error
+
+    return wait
 
 
 def _number(func: RewardFunc, value: Any, trajectory: Trajectory) -> float | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs.execution import fail_unanswered
 from mt_grpo.rollout.chat import ChatRenderer
 from mt_grpo.rollout.engine import Engine, EngineError, Sampling
 from mt_grpo.rollout.history import History, check_history
@@ -23,7 +24,6 @@ if sys.version_info >= (3, 11):
     from asyncio import timeout as time_limit
 else:
     from async_timeout import timeout as time_limit
-
 
 _NEVER = 1 << 30  # collections of a younger generation until a full one
 
@@ -170,11 +170,13 @@ class RolloutRunner:
         return trajectories
 
     async def _converse(self, request: RolloutRequest, sampling: Sampling) -> Trajectory:
-        trajectory = Trajectory(self.env.start(request.prompt), session=request.session, row=request.row)
+        prompt = [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else request.prompt
+        trajectory = Trajectory(prompt, session=request.session, row=request.row)
+        asyncio.current_task().set_name(f"conversation {request.session!r}")
         start = time.perf_counter()
         try:
             async with time_limit(self.limits.rollout_timeout):
-                trajectory.stop_reason = await self._take_turns(trajectory, sampling, request.seed)
+                trajectory.stop_reason = await self._take_turns(trajectory, sampling, request)
         except asyncio.TimeoutError:
             if self.limits.rollout_timeout is None:  # not the runner's limit: the engine failed to name its error
                 raise
@@ -185,15 +187,22 @@ class RolloutRunner:
         finally:
             self.engine.release(request.session)
         trajectory.seconds = time.perf_counter() - start
+        if trajectory.turns and trajectory.stop_reason in (StopReason.TIMEOUT, StopReason.ENV_ERROR):
+            fail_unanswered(trajectory.turns[-1])
         return trajectory
 
     def _check(self, trajectory: Trajectory) -> None:
         difference = self.sanity.check(trajectory)
         trajectory.tokenization = difference.cause if difference else None
 
-    async def _take_turns(self, trajectory: Trajectory, sampling: Sampling, seed: int) -> StopReason:
+    async def _take_turns(self, trajectory: Trajectory, sampling: Sampling, request: RolloutRequest) -> StopReason:
         history = History(self.renderer, self.history, self.compact_every)
-        suffix = history.begin(trajectory.prompt)
+        try:
+            prompt = self.env.start(request.prompt)
+            trajectory.prompt, suffix = prompt, history.begin(prompt)
+        except Exception as error:  # an environment is the user's code: its failure ends this conversation only
+            trajectory.error = f"{type(error).__name__}: {error}"
+            return StopReason.ENV_ERROR
         context: list[int] = []
         rewritten: list[int] | None = None
         prompt_length = len(suffix)
@@ -212,7 +221,7 @@ class RolloutRunner:
                 max_tokens=budget,
                 stop=self.env.stop,
                 stop_token_ids=(self.renderer.end_id,),  # a base model may not know it as an end of its own
-                seed=derive_seed(seed, index),
+                seed=derive_seed(request.seed, index),
             )
             sample = await self.engine.generate(context, drawing, trajectory.session)
             length = len(context)
@@ -240,7 +249,7 @@ class RolloutRunner:
                 if stop_reason is not None:
                     return stop_reason
                 suffix, rewritten = history.extend(trajectory, sample.ids)
-            except Exception as error:  # an environment is the user's code: its failure ends this conversation only
+            except Exception as error:  # likewise
                 trajectory.error = f"{type(error).__name__}: {error}"
                 return StopReason.ENV_ERROR
 
@@ -259,7 +268,9 @@ class RolloutRunner:
         order = tree.depth_first()
         first = next((index for index in order if tree.nodes[index].turn == 0), None)
         if first is None:
-            return Completion(list(self.renderer.prompt_ids(trajectory.prompt)), [], [], [], [], [])
+            began = trajectory.stop_reason not in (None, StopReason.ENV_ERROR)  # else the prompt may have no rendering
+            ids = self.renderer.prompt_ids(trajectory.prompt) if began else [self.renderer.end_id]
+            return Completion(list(ids), [], [], [], [], [])
         prompt = tree.ancestors(first)[:-1]
         prompt_ids = [token for index in prompt for token in tree.nodes[index].tokens]
         ends = {-1: -len(prompt_ids) - 1}  # column of each node's last token; the prompt's are below 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -57,7 +58,7 @@ class TransformersEngine:
         self.patience = patience
         self._live: set[str] = set()
         self._waiting: list[_Request] = []
-        self._running = False
+        self._batch: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="transformers-engine")
@@ -67,7 +68,7 @@ class TransformersEngine:
         """Samples one action; see `Engine`. `sampling.max_tokens` must be set."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # what an earlier event loop left behind will not come back
-            self._loop, self._running, self._timer, self._waiting = loop, False, None, []
+            self._loop, self._batch, self._timer, self._waiting = loop, None, None, []
             self._live.clear()
         request = _Request(list(context), sampling, session, loop.create_future())
         self._live.add(session)
@@ -77,18 +78,24 @@ class TransformersEngine:
 
     def release(self, session: str) -> None:
         """Lets the next batch go without this conversation."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            return
         self._live.discard(session)
-        self._waiting = [request for request in self._waiting if request.session != session]
-        asyncio.get_running_loop().call_soon(self._start_batch)
+        # only what nobody waits for: a conversation of the same name may have begun since
+        self._waiting = [request for request in self._waiting if not request.future.done()]
+        loop.call_soon(self._start_batch)
 
     async def close(self) -> None:
-        """Holds nothing open."""
+        """Waits for the batch under way, which ends with the next token where nobody waits for it any more."""
+        if self._batch is not None and self._loop is asyncio.get_running_loop():
+            await asyncio.wait([self._batch])
 
     def _start_batch(self, patient: bool = True) -> None:
         """Starts a batch if none runs and every live conversation waits, or none of the others is waited for."""
-        if self._running:
-            return
         loop = asyncio.get_running_loop()
+        if self._batch is not None or loop is not self._loop:
+            return
         if self._waiting and patient and len(self._waiting) < len(self._live):
             if self._timer is None:
                 self._timer = loop.call_later(self.patience, self._start_batch, False)
@@ -100,12 +107,12 @@ class TransformersEngine:
             return
         batch = sorted(self._waiting, key=lambda request: request.session)[: self.max_batch_size]
         self._waiting = [request for request in self._waiting if request not in batch]
-        self._running = True
-        running = loop.run_in_executor(self._executor, self._sample, batch)
-        running.add_done_callback(lambda done: self._end_batch(batch, done))
+        self._batch = loop.run_in_executor(self._executor, self._sample, batch)
+        self._batch.add_done_callback(lambda done: self._end_batch(batch, done))
 
     def _end_batch(self, batch: list[_Request], done: asyncio.Future[None]) -> None:
-        self._running = False
+        if self._batch is done:
+            self._batch = None
         for request in batch:
             if request.future.done():  # a cancelled conversation is gone already
                 continue
@@ -119,8 +126,9 @@ class TransformersEngine:
     def _sample(self, batch: list[_Request]) -> None:
         """Samples a batch in place; requests drawn differently are separate calls."""
         alike = [(_drawing(request.sampling), request) for request in batch]
-        for drawing, group in groupby(sorted(alike, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
-            self._generate([request for _, request in group], drawing)
+        with on_device(self.model.device):
+            for drawing, group in groupby(sorted(alike, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
+                self._generate([request for _, request in group], drawing)
 
     def _generate(self, batch: list[_Request], drawing: tuple[float, ...]) -> None:
         device = self.model.device
@@ -159,6 +167,11 @@ class TransformersEngine:
         configured = self.model.generation_config.eos_token_id
         configured = configured if isinstance(configured, Sequence) else [configured]
         return {self.tokenizer.eos_token_id, *configured} - {None}
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one of this thread: every thread begins with the first, whatever the model is on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _drawing(sampling: Sampling) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from mt_grpo.rollout.background import run
 from mt_grpo.rollout.engine import Sample, Sampling
 from mt_grpo.rollout.vllm_chat import ChatReply, answer_all
 from mt_grpo.rollout.vllm_check import check_server
@@ -128,7 +129,7 @@ class VLLMServerClient:
         version = self.weight_version
         content = completion_request(self.model, context, sampling)
         limit = self.request_timeout + TOKEN_TIME * sampling.max_tokens
-        async with self._connection().gate:
+        async with self._connection().place():
             return await self._ask(session, context, content, version, limit)
 
     def release(self, session: str) -> None:
@@ -137,7 +138,7 @@ class VLLMServerClient:
 
     def chat(self, messages_list: list[list[Message]], sampling_params: Sampling | None = None) -> list[ChatReply]:
         """
-        Answers conversations, one reply each, and waits for them: a convenience outside a running event loop.
+        Answers conversations, one reply each, and waits for them; works in a running event loop (a notebook) too.
 
         Args:
             messages_list (`list[list[dict]]`): Conversations; rendered here with the tokenizer's chat template.
@@ -146,11 +147,11 @@ class VLLMServerClient:
         Returns:
             `list[ChatReply]` in the order of `messages_list`.
         """
-        return asyncio.run(answer_all(self, messages_list, sampling_params or Sampling()))
+        return run(answer_all(self, messages_list, sampling_params or Sampling()))
 
     async def close(self) -> None:
-        """Closes the connections; a request opens them again. The server closes idle ones within seconds itself."""
-        if self._wire is not None:
+        """Closes the connections, unless another asks; a request opens them again. The server closes idle ones too."""
+        if self._wire is not None and not self._wire.busy:
             for task in self._wire.watchers.values():
                 task.cancel()
             await asyncio.gather(*self._wire.watchers.values(), return_exceptions=True)

@@ -6,6 +6,8 @@ import asyncio
 import time
 import zlib
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -112,12 +114,31 @@ class ServerPool:
 
 @dataclass
 class Wire:
-    """What a client has that belongs to one event loop: connections, and tasks that wait for servers."""
+    """
+    What a client has that belongs to one event loop: connections, tasks that wait for servers, and how many requests
+    are under way.
+    """
 
     loop: asyncio.AbstractEventLoop
     http: aiohttp.ClientSession
     gate: asyncio.Semaphore
     watchers: dict[str, asyncio.Future[None]]
+    asking: int = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is under way, which closing the connections would break."""
+        return self.asking > 0 and self.loop is asyncio.get_running_loop()
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Waits until one more request may be under way."""
+        self.asking += 1
+        try:
+            async with self.gate:
+                yield
+        finally:
+            self.asking -= 1
 
     def end_watch(self, server: Server, done: asyncio.Future[None]) -> None:
         """A server whose weights cannot be brought back fails every conversation, and with them the run."""

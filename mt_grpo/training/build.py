@@ -2,25 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.plugins import import_object
+from mt_grpo.tools import load_tools
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
 
 
 def build_env(args: MTGRPOConfig) -> MultiTurnToolEnv:
     """The environment that `args` describes; see `MultiTurnToolEnv` for the errors."""
     env_class = MultiTurnToolEnv if args.env is None else import_object(args.env, what="environment")
-    return env_class(
+    env = env_class(
         tools=args.tools or [],
         system_prompt=args.system_prompt,
         max_steps=args.max_env_steps,
         protocol=args.call_protocol,
         env_mask=args.env_mask,
         tool_timeout=args.tool_timeout,
+    )
+    env.made_from = args
+    return env
+
+
+def check_env(env: MultiTurnToolEnv, args: MTGRPOConfig) -> MultiTurnToolEnv:
+    """
+    Holds an environment that was made by hand against the options that would have made it, as far as these are not
+    left at their defaults; returns it.
+
+    Raises:
+        ConfigError: If they contradict each other.
+    """
+    if env.made_from is args:
+        return env
+    if args.env is not None and not isinstance(env, import_object(args.env, what="environment")):
+        raise _contradiction("env", args.env, type(env).__name__)
+    of_env = {
+        "tools": sorted(env.tools),
+        "call_protocol": next((name for name, kind in PROTOCOLS.items() if type(env.protocol) is kind), "its own"),
+        "system_prompt": env.system_prompt,
+        "max_env_steps": env.max_steps,
+        "env_mask": env.env_mask,
+        "tool_timeout": env.tool_timeout,
+    }
+    defaults = {field.name: field.default for field in fields(args)}
+    for name, value in of_env.items():
+        asked = getattr(args, name)
+        if asked == defaults[name]:
+            continue
+        if name == "tools":
+            asked = sorted(tool.name for tool in load_tools(asked))
+        if asked != value:
+            raise _contradiction(name, asked, value)
+    return env
+
+
+def _contradiction(name: str, asked: Any, given: Any) -> ConfigError:
+    return ConfigError(
+        f"`{name}` is {asked!r} in the arguments and {given!r} in the `env` that the trainer was given: say it to the "
+        "environment only, or leave `env` to the arguments."
     )
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +35,6 @@ from mt_grpo.viewer import render_trajectory
 EXAMPLES = 3
 FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFiniteError)
 """What ends a run with one sentence for the user instead of a traceback."""
-
-
-@contextlib.contextmanager
-def tidied(trainer: MTGRPOEnvTrainer) -> Iterator[None]:
-    """Cancels what an interrupted rollout left under way, upon which the server aborts its requests."""
-    loop = trainer._event_loop
-    loop.set_exception_handler(_report)
-    try:
-        yield
-    finally:
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            loop.run_until_complete(asyncio.wait(tasks))
-
-
-def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Reports what no task waited for; not the signal that ends the run, which strikes whatever task is at work."""
-    if not isinstance(context.get("exception"), KeyboardInterrupt):
-        loop.default_exception_handler(context)
 
 
 def leave_group(accelerator: Accelerator) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
@@ -19,17 +18,17 @@ from trl.models import unwrap_model_for_generation
 
 from mt_grpo.credit import estimate
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.rewards import RewardError, RewardFunc, Scores, load_rewards, score_trajectories, spread
+from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories, spread
 from mt_grpo.rollout import Engine, Limits, RolloutError, RolloutRequest, RolloutRunner, Sampling, derive_seed
 from mt_grpo.rollout.transformers_engine import TransformersEngine
-from mt_grpo.rollout.vllm_http import ServerGoneError
 from mt_grpo.training.balance import regroup
-from mt_grpo.training.build import build_env, prepare_tokenizer
+from mt_grpo.training.build import build_env, check_env, prepare_tokenizer
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
 from mt_grpo.training.counted import CountedTrainer
 from mt_grpo.training.dropout import disable_dropout, without_dropout
 from mt_grpo.training.evaluation import counted, fill_up, fill_up_scores
 from mt_grpo.training.forward import batch_logps, keep_outputs_exact, prepare_forward
+from mt_grpo.training.ranks import everywhere, run_here
 from mt_grpo.training.records import (
     MetricsCallback,
     TrajectoryWriter,
@@ -46,7 +45,6 @@ from mt_grpo.training.rows import leave_out, scored_columns
 from mt_grpo.training.servers import check_importance_sampling, own_engine, server_client, weight_sync
 from mt_grpo.training.turn_by_turn import turn_by_turn_logps
 from mt_grpo.training.watch import RewardWatch
-from mt_grpo.training.weight_push import WeightSyncError
 from mt_grpo.training.weight_sync import WeightSync
 from mt_grpo.trajectory import Trajectory
 
@@ -111,7 +109,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
             raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
         check_reward_columns(rewards, train_dataset, eval_dataset)
         self._watch = RewardWatch([reward.name for reward in rewards])
-        self.env = env or build_env(args)
+        self.env = build_env(args) if env is None else check_env(env, args)
         # TRL's own transport is neither needed nor asked: the engine samples, and `weight_sync` brings it the weights
         use_vllm, args.use_vllm = args.use_vllm, False
         super().__init__(
@@ -137,7 +135,6 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self._mask_truncated, self.mask_truncated_completions = self.mask_truncated_completions, False
         prepare_tokenizer(self._tokenizer, self.env)
         self._estimator = partial(estimate, args.advantage_estimator)
-        self._event_loop = asyncio.new_event_loop()
         self.use_vllm = args.use_vllm = use_vllm  # the loss corrects for what the engine computes otherwise
         self.weight_sync: WeightSync | None = None
         self._last_loaded_step = -1
@@ -146,7 +143,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         if use_vllm and engine is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             engine = server_client(args, self._tokenizer, name)
-            self._event_loop.run_until_complete(engine.connect())
+            self._everywhere(engine.connect)
             self.weight_sync = weight_sync(args, engine, lambda: self.model, self.accelerator)
         self._writer = TrajectoryWriter(args.output_dir, self.accelerator.process_index)
         self._sampling = Sampling(
@@ -214,21 +211,13 @@ class MTGRPOEnvTrainer(CountedTrainer):
         with without_dropout(self.model, True), self._generation_model() as model:
             if model is not None:
                 self.runner.engine.model = model
-            run = self._everywhere(self.runner.run(requests, self._sampling, on_finish=self._trajectories.append))
-        return fill_up(run, self._fills, lambda index: Trajectory(self.env.start(prompts[index])))
+            finish = self._trajectories.append
+            run = self._everywhere(lambda: self.runner.run(requests, self._sampling, on_finish=finish))
+        return fill_up(run, self._fills, lambda index: Trajectory(prompts[index]))
 
-    def _everywhere(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """A failure that ends one process ends all: none is left waiting for it in a collective."""
-        failure: Exception | None = None
-        try:
-            result = self._event_loop.run_until_complete(work)
-        except (ServerGoneError, WeightSyncError, RewardError) as error:
-            failure = error
-        failures = [entry for entry in gather_object([failure and (type(failure), str(failure))]) if entry]
-        if failures:
-            kind, message = failures[0]
-            raise failure or kind(message)
-        return result
+    def _everywhere(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Runs a coroutine in the background; a failure of one process ends all."""
+        return everywhere(lambda: run_here(begin(), self.accelerator.device))
 
     def rollout(self, num_prompts: int) -> list[Trajectory]:
         """
@@ -278,7 +267,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
             "log_metric": self._log_metric,
         }
         funcs = self.turn_reward_funcs, self.outcome_reward_funcs
-        scores = self._everywhere(score_trajectories(*funcs, counted(trajectories), extra))
+        scores = self._everywhere(lambda: score_trajectories(*funcs, counted(trajectories), extra))
         return fill_up_scores(scores, self._fills)
 
     def _calculate_rewards(
@@ -301,8 +290,10 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self._fills = self._filling(mode, len(inputs))
         try:
             output = super()._generate_and_score_completions(inputs)
-        finally:  # whatever fails, conversations that were finished before are not lost
+        except BaseException:  # whatever fails, conversations that were finished before are not lost
             self._writer.write(counted(self._trajectories), mode, self.state.global_step)
+            raise
+        everywhere(lambda: self._writer.write(counted(self._trajectories), mode, self.state.global_step))
         advantages = self._estimator(
             self._reward_batch, turn_coef=self.args.turn_advantage_coef, scale_rewards=self.scale_rewards
         )
@@ -375,6 +366,11 @@ class MTGRPOEnvTrainer(CountedTrainer):
                 results = [batch_logps(model, *piece, **options) for piece in pieces]
                 logps, entropies = (torch.cat(tensors) for tensors in zip(*results, strict=True))
         return logps, entropies if compute_entropy else None, None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        # a run that begins anew owes nothing to one that was interrupted in this process
+        self._step, self._buffered_inputs, self._last_loaded_step, self._failed_batches = 0, None, -1, 0
+        return super().train(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.eval_trajectories = []
