@@ -41,12 +41,14 @@ class History:
         self._policy = policy
         self._compact_every = compact_every
         self._pieces: list[tuple[str, list[int]]] = []
+        self._messages: list[Message] = []
 
     def begin(self, messages: list[Message]) -> list[int]:
         """The first context: the prompt."""
         ids = self._renderer.prompt_ids(messages)
         if self._policy != "keep":
-            self._pieces = [(self._renderer.decode(ids), ids)]
+            self._pieces = [(self._renderer.marks.decode(ids), ids)]
+            self._messages = self._renderer.shielded(messages)
         return ids
 
     def extend(self, trajectory: Trajectory, action: list[int]) -> tuple[list[int], list[int] | None]:
@@ -57,18 +59,20 @@ class History:
             `(suffix, None)` where the context is what the model saw and sampled, plus `suffix`; `([], context)` where
             it was rewritten.
         """
-        suffix = self._renderer.reply_ids(trajectory.turns[-1].replies, action[-1])
+        turn, marks = trajectory.turns[-1], self._renderer.marks
+        suffix = self._renderer.reply_ids(turn.replies, action[-1])
         if self._policy == "keep":
             return suffix, None
-        self._pieces += [(self._renderer.decode(ids), ids) for ids in (action, suffix)]
+        self._pieces += [(marks.decode(ids), ids) for ids in (action, suffix)]
+        self._messages += [marks.recall(turn.message, action), *self._renderer.shielded(turn.replies)]
         if self._policy == "compact" and len(trajectory.turns) % self._compact_every:
             return suffix, None
-        messages = trajectory.messages
+        messages = self._messages
         if self._policy != "template":
             messages = [strip_thinking(message) for message in messages]
-            if messages == trajectory.messages:
+            if messages == self._messages:
                 return suffix, None
-        text = self._renderer.prompt_text(messages)
+        text = self._renderer.shown_text(messages)
         kept, position = 0, 0
         while kept < len(self._pieces) and text.startswith(self._pieces[kept][0], position):
             position += len(self._pieces[kept][0])

@@ -115,7 +115,7 @@ class RolloutRunner:
         self.env = env
         self.engine = engine
         self.limits = limits or Limits()
-        self.renderer = ChatRenderer(engine.tokenizer, env.tool_schemas, template_kwargs)
+        self.renderer = ChatRenderer(engine.tokenizer, env.tool_schemas, template_kwargs, env.protocol.tags)
         self.sanity = SanityCheck(self.renderer, sanity_check_mode) if sanity_check_mode != "disable" else None
 
     async def run(
