@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from mt_grpo.trajectory import Message
 
-# Noncharacters: Unicode keeps them for use inside a program.
-SHIELD = "\ufdd0"
-_ESCAPE = "\ufdd1"
+# Rare, and yet printable, so that no template escapes them: alchemical symbols.
+SHIELD = "\U0001f76a"
+_ESCAPE = "\U0001f76b"
 _ESCAPED = {SHIELD: _ESCAPE + "0", _ESCAPE: _ESCAPE + "1"}
 _LITERAL = {written: character for character, written in _ESCAPED.items()}
 _SAMPLED = ("content", "reasoning_content")
@@ -72,7 +72,7 @@ class Marks:
             for size in range(1, len(mark))
             if constant.endswith(mark[:size]) and not constant.endswith(mark)
         }
-        return re.compile(_any_of(rests, cut=True)) if rests else None
+        return re.compile(rf"\s*(?:{_any_of(rests, cut=True)})") if rests else None
 
     # Shielding
 
@@ -289,5 +289,5 @@ def _rest(node: dict[str, Any], cut: bool) -> str:
     if "" in node:
         return f"(?:{'|'.join(branches)})?"
     if cut:
-        branches.append(r"\Z")
+        branches.append(r"\s*\Z")  # templates trim
     return f"(?:{'|'.join(branches)})"
