@@ -405,14 +405,12 @@ def test_words_that_spell_marks_make_no_fork(history):
 
 def test_calls_are_recalled_as_they_were_sampled():
     marks = chat().marks
-    ids = sampled(
-        chat().tokenizer, '<tool_call>{"name": "f", "arguments": {"q": "', "'<|im_end|>", '", "r": "<think>"}}'
-    )
-    message = called("f", {"q": "<|im_end|>", "r": "<think>", "other": "<|im_end|>\U0001f76a"})
-    (call,) = marks.recall(message, ids)["tool_calls"]
-    assert {key: marks.tidy(value) != value or SHIELD in value for key, value in call["function"]["arguments"].items()} == {
-        "q": True, "r": False, "other": True
-    }  # fmt: skip
+    call = '<tool_call>{"name": "f", "arguments": {"q": "'
+    ids = sampled(chat().tokenizer, call, "'<|im_end|>", '", "r": "<think>"}}')
+    message = called("f", {"q": "<|im_end|>", "r": "<think>", "other": "<|im_end|>"})
+    (recalled,) = marks.recall(message, ids)["tool_calls"]
+    arguments = recalled["function"]["arguments"]
+    assert {key: SHIELD in value for key, value in arguments.items()} == {"q": True, "r": False, "other": True}
 
 
 @pytest.mark.parametrize("mode", ["strict", "ignore_strippable"])

@@ -56,8 +56,8 @@ class History:
         The context after the latest turn, which took `action` and was replied to.
 
         Returns:
-            `(suffix, None)` where the context is what the model saw and sampled, plus `suffix`; `([], context)` where
-            it was rewritten.
+            What the environment wrote, and `None` where the context is what the model saw and sampled plus that; the
+            whole context where it was rewritten.
         """
         turn, marks = trajectory.turns[-1], self._renderer.marks
         suffix = self._renderer.reply_ids(turn.replies, action[-1])
@@ -81,7 +81,7 @@ class History:
             return suffix, None
         pieces = self._pieces[:kept] + [(text[position:], self._renderer.encode(text[position:]))]
         self._pieces = pieces
-        return [], [token for _, ids in pieces for token in ids]
+        return suffix, [token for _, ids in pieces for token in ids]
 
 
 def check_history(policy: str, compact_every: int | None) -> None:

@@ -16,8 +16,9 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rollout.chat import ChatRenderer
 from mt_grpo.rollout.engine import Engine, EngineError, Sampling
 from mt_grpo.rollout.history import History, check_history
+from mt_grpo.rollout.observations import observed
 from mt_grpo.rollout.sanity import SanityCheck
-from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
+from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn, common_prefix
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout as time_limit
@@ -72,7 +73,8 @@ class Completion:
     Args:
         prompt_ids (`list[int]`): The first context.
         ids (`list[int]`): Token ids after it.
-        mask (`list[int]`): 1 for a sampled token, `env_mask` for one the environment wrote.
+        mask (`list[int]`): 1 for a sampled token, `env_mask` for one the environment wrote, where it was first shown;
+            0 for a past that is shown again.
         turns (`list[int]`): Turn a token belongs to; a reply belongs to the turn it answers.
         logprobs (`list[float]`): As sampled; NaN for the environment's tokens.
         parents (`list[int]`): Position of the token that each one follows: the one before it, except where the history
@@ -198,6 +200,7 @@ class RolloutRunner:
         rewritten: list[int] | None = None
         prompt_length = len(suffix)
         while True:
+            added = len(suffix) if rewritten is None else common_prefix(suffix[::-1], rewritten[::-1], 0)
             if rewritten is None:
                 context += suffix
             else:
@@ -228,6 +231,7 @@ class RolloutRunner:
                 finish_reason=sample.finish_reason,
                 num_tokens=len(sample.ids),
                 context_length=length,
+                observation_length=added if index else 0,
                 rewritten=None if rewritten is None else self.history,
                 seconds=time.perf_counter() - start,
                 weight_version=sample.weight_version,
@@ -266,6 +270,7 @@ class RolloutRunner:
         for index in prompt:
             ends[index] = ends[tree.nodes[index].parent] + len(tree.nodes[index].tokens)
         row = Completion(prompt_ids, [], [], [], [], [])
+        replied = observed(trajectory)
         answered = {-1: 0} | dict.fromkeys(prompt, 0)  # latest turn on the path to each node
         for index in order:
             if index in ends:
@@ -275,8 +280,13 @@ class RolloutRunner:
             trained = node.turn >= 0
             answered[index] = max(node.turn, answered[node.parent])
             row.ids += node.tokens
-            row.mask += [1 if trained else self.env.env_mask] * size
-            row.turns += [node.turn if trained else answered[index]] * size
+            if trained:
+                row.mask += [1] * size
+                row.turns += [node.turn] * size
+            else:
+                tail, turn = replied.get(index, (0, 0))
+                row.mask += [0] * (size - tail) + [self.env.env_mask] * tail
+                row.turns += [answered[index]] * (size - tail) + [turn] * tail
             row.logprobs += node.logprobs if trained else [float("nan")] * size
             row.parents += [ends[node.parent], *range(begin, begin + size - 1)]
             ends[index] = begin + size - 1
