@@ -13,6 +13,8 @@ from mt_grpo.trajectory import Message
 _ASSISTANT = "An assistant turn."
 _CALLED = "a_tool_it_calls"
 _PROMPTS_KEPT = 64
+_CHARACTERS = 8
+"""Of a reply for each token there is room for, before it is taken to be too long: ordinary text has three or four."""
 
 
 class TemplateError(ValueError):
@@ -75,16 +77,35 @@ class ChatRenderer:
         """Shielded messages as shielded text; without `header` as a conversation that is finished."""
         return self.marks.tidy(self._render(messages, tools=self._shielded_tools, header=header))
 
-    def reply_ids(self, replies: list[Message], last_id: int) -> list[int]:
+    def reply_ids(self, replies: list[Message], last_id: int, room: int | None = None) -> list[int] | None:
         """
         Ids that follow a sampled turn: the rest of the turn's end, the environment's messages, the assistant's header.
 
         Args:
             replies (`list[dict]`): The environment's messages.
             last_id (`int`): Last id the model sampled; an end-of-turn token it sampled itself is not written again.
+            room (`int`, *optional*): Tokens that they may have. Of replies that are far too long only the beginning is
+                encoded, and `None` is returned.
         """
-        ids = self.encode(self.marks.tidy(self._frames.text(self.shielded(replies))))
+        if room is not None and self._exceed(replies, room):
+            return None
+        ids = self._reply_ids(replies)
         return ids[1:] if ids[0] == last_id else ids
+
+    def _reply_ids(self, replies: list[Message]) -> list[int]:
+        return self.encode(self.marks.tidy(self._frames.text(self.shielded(replies))))
+
+    def _exceed(self, replies: list[Message], room: int) -> bool:
+        """Whether replies have more tokens than `room` twice over, told from as little of them as shows it."""
+        longest = max(len(reply.get("content") or "") for reply in replies)
+        size = _CHARACTERS * (room + 100) // len(replies)
+        while size < longest:
+            # a cut changes tokens beside it only; and what the template does with contents it does with these too
+            cut = [{**reply, "content": (reply.get("content") or "")[:size]} for reply in replies]
+            if len(self._reply_ids(cut)) > 2 * room:
+                return True
+            size *= 2
+        return False
 
     def _reply_text(self, replies: list[Message]) -> str:
         return self.marks.tidy(self._shielded_reply_text(self.shielded(replies)))

@@ -51,16 +51,22 @@ class History:
             self._messages = self._renderer.shielded(messages)
         return ids
 
-    def extend(self, trajectory: Trajectory, action: list[int]) -> tuple[list[int], list[int] | None]:
+    def extend(
+        self, trajectory: Trajectory, action: list[int], most: int
+    ) -> tuple[list[int], list[int] | None] | None:
         """
-        The context after the latest turn, which took `action` and was replied to.
+        The context after the latest turn, which took `action` and was replied to; `None` where the replies alone make
+        it far longer than `most` tokens.
 
         Returns:
             What the environment wrote, and `None` where the context is what the model saw and sampled plus that; the
             whole context where it was rewritten.
         """
         turn, marks = trajectory.turns[-1], self._renderer.marks
-        suffix = self._renderer.reply_ids(turn.replies, action[-1])
+        kept = turn.context_length + turn.num_tokens if self._policy == "keep" else 0
+        suffix = self._renderer.reply_ids(turn.replies, action[-1], max(0, most - kept))
+        if suffix is None:
+            return None
         if self._policy == "keep":
             return suffix, None
         self._pieces += [(marks.decode(ids), ids) for ids in (action, suffix)]

@@ -73,8 +73,7 @@ class Completion:
     Args:
         prompt_ids (`list[int]`): The first context.
         ids (`list[int]`): Token ids after it.
-        mask (`list[int]`): 1 for a sampled token, `env_mask` for one the environment wrote, where it was first shown;
-            0 for a past that is shown again.
+        mask (`list[int]`): 1 for a sampled token, `env_mask` for the environment's; 0 for a past that is shown again.
         turns (`list[int]`): Turn a token belongs to; a reply belongs to the turn it answers.
         logprobs (`list[float]`): As sampled; NaN for the environment's tokens.
         parents (`list[int]`): Position of the token that each one follows: the one before it, except where the history
@@ -199,6 +198,9 @@ class RolloutRunner:
         context: list[int] = []
         rewritten: list[int] | None = None
         prompt_length = len(suffix)
+        most = self.engine.context_length
+        if self.limits.max_completion_tokens is not None:
+            most = min(most, prompt_length + self.limits.max_completion_tokens)
         while True:
             added = len(suffix) if rewritten is None else common_prefix(suffix[::-1], rewritten[::-1], 0)
             if rewritten is None:
@@ -243,10 +245,13 @@ class RolloutRunner:
                 stop_reason = await self.env.step(turn, trajectory, text, self.engine.tokenizer)
                 if stop_reason is not None:
                     return stop_reason
-                suffix, rewritten = history.extend(trajectory, sample.ids)
+                extension = history.extend(trajectory, sample.ids, most)
             except Exception as error:  # an environment is the user's code: its failure ends this conversation only
                 trajectory.error = f"{type(error).__name__}: {error}"
                 return StopReason.ENV_ERROR
+            if extension is None:
+                return self._budget(most, most - prompt_length)[1]
+            suffix, rewritten = extension
 
     def _budget(self, context_length: int, used: int) -> tuple[int, StopReason]:
         """Tokens the next turn may sample, and what ends the conversation when they are sampled."""
@@ -280,13 +285,9 @@ class RolloutRunner:
             trained = node.turn >= 0
             answered[index] = max(node.turn, answered[node.parent])
             row.ids += node.tokens
-            if trained:
-                row.mask += [1] * size
-                row.turns += [node.turn] * size
-            else:
-                tail, turn = replied.get(index, (0, 0))
-                row.mask += [0] * (size - tail) + [self.env.env_mask] * tail
-                row.turns += [answered[index]] * (size - tail) + [turn] * tail
+            tail, turn = (size, node.turn) if trained else replied.get(index, (0, 0))
+            row.mask += [0] * (size - tail) + [1 if trained else self.env.env_mask] * tail
+            row.turns += [answered[index]] * (size - tail) + [turn] * tail
             row.logprobs += node.logprobs if trained else [float("nan")] * size
             row.parents += [ends[node.parent], *range(begin, begin + size - 1)]
             ends[index] = begin + size - 1
