@@ -68,6 +68,7 @@ class Turn:
         error (`str`, *optional*): Why the turn could not be parsed, where it could not.
         num_tokens (`int`): Tokens sampled.
         context_length (`int`): Tokens the model was given.
+        observation_length (`int`): How many of them, at their end, the environment wrote since the turn before.
         rewritten (`str`, *optional*): Why the context does not extend the one before, where it does not.
         seconds (`float`): Time the engine took.
         weight_version (`int`, *optional*): Optimiser step of the weights it was sampled with.
@@ -81,6 +82,7 @@ class Turn:
     error: str | None = None
     num_tokens: int = 0
     context_length: int = 0
+    observation_length: int = 0
     rewritten: str | None = None
     seconds: float = 0.0
     weight_version: int | None = None

@@ -172,6 +172,62 @@ def test_the_engine_is_given_exactly_the_paths_of_the_tree(template, history):
             assert row.prompt_ids[:kept] + path[::-1] == context + action
 
 
+# What of the environment's words is trained with `env_mask: 1`
+
+
+def trained_text(tokenizer, row) -> list[tuple[int, str]]:
+    """The runs of trained tokens that no engine sampled, each with the turn it belongs to."""
+    runs, last = [], None
+    for column, (token, mask, turn) in enumerate(zip(row.ids, row.mask, row.turns, strict=True)):
+        if mask and row.logprobs[column] != row.logprobs[column]:
+            if last == column - 1:
+                runs[-1][1].append(token)
+            else:
+                runs.append((turn, [token]))
+            last = column
+    return [(turn, tokenizer.decode(ids)) for turn, ids in runs]
+
+
+def observation(number: int) -> str:
+    return f"\n<|im_start|>user\nQ{number}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", ""])
+@pytest.mark.parametrize(
+    ("history", "every"), [("keep", None), ("strip_thinking", None), ("compact", 2), ("template", None)]
+)
+def test_each_reply_of_the_environment_is_trained_once(tokenizer, history, every, end):
+    trajectory, runner, seen = converse(tokenizer, TURNS[:4], REPLIES[:3], history, every, end=end)
+    runner.env.env_mask = 1
+    row = runner.completion(trajectory)
+    missing = "" if end else "<|im_end|>"
+    assert sorted(trained_text(tokenizer, row)) == [(turn, missing + observation(turn + 2)) for turn in range(3)]
+    replied = sum(len(tokenizer.encode(missing + observation(number))) for number in (2, 3, 4))
+    assert sum(row.mask) == replied + sum(len(action) for _, action in seen)
+    runner.env.env_mask = 0
+    assert sum(runner.completion(trajectory).mask) == sum(len(action) for _, action in seen)
+
+
+def test_the_mask_of_a_rewritten_history_worked_out_by_hand(tokenizer):
+    """
+    Two branches after the prompt: the first turn as it was sampled, and a copy of it without its thought, with the
+    environment's reply and the second turn behind it. All but the copy is trained.
+    """
+    trajectory, runner, _ = converse(tokenizer, TURNS[:2], REPLIES[:1], "strip_thinking")
+    runner.env.env_mask = 1
+    row = runner.completion(trajectory)
+    pieces = [
+        (f"{thought(1)}<|im_end|>", 1, 0),
+        ("A1<|im_end|>", 0, 0),
+        (observation(2), 1, 0),
+        (f"{thought(2)}<|im_end|>", 1, 1),
+    ]
+    encoded = [(tokenizer.encode(text), mask, turn) for text, mask, turn in pieces]
+    assert row.ids == [token for ids, _, _ in encoded for token in ids]
+    assert row.mask == [mask for ids, mask, _ in encoded for _ in ids]
+    assert row.turns == [turn for ids, _, turn in encoded for _ in ids]
+
+
 def test_the_wrong_policy_is_refused_with_the_nearest(tokenizer):
     with pytest.raises(ValueError, match="strip_thinking"):
         converse(tokenizer, ["A1"], [], "strip_thinkin")

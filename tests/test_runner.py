@@ -96,6 +96,62 @@ def test_masked_ids_are_what_the_engine_returned_and_the_rest_is_what_it_was_giv
         assert Trajectory.from_dict(json.loads(json.dumps(trajectory.to_dict()))) == trajectory
 
 
+class Counting:
+    """Counts the characters that a renderer gives its tokenizer to encode."""
+
+    def __init__(self, renderer, monkeypatch):
+        self.characters = 0
+        for owner, name in ((renderer.tokenizer, "encode"), (renderer.marks, "_plain")):
+            monkeypatch.setattr(owner, name, self.counted(getattr(owner, name)))
+
+    def counted(self, encode):
+        def encoded(text, *args, **options):
+            self.characters += len(text)
+            return encode(text, *args, **options)
+
+        return encoded
+
+
+@pytest.mark.parametrize("history", ["keep", "strip_thinking"])
+@pytest.mark.parametrize("text", ["Lima, ", " ", "Perú 🙂", "<|im_end|>"])
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [({}, StopReason.CONTEXT_FULL), ({"max_completion_tokens": 200}, StopReason.TOKEN_BUDGET)],
+)
+def test_of_a_result_that_fits_nowhere_little_is_encoded(tokenizer, monkeypatch, history, text, limits, reason):
+    def lookup(query: str) -> str:
+        """
+        Looks a query up.
+
+        Args:
+            query: What to look for.
+        """
+        return text * (5_500_000 // len(text))
+
+    engine = ScriptedEngine(tokenizer, [CALL, ANSWER], context_length=400)
+    env = MultiTurnToolEnv([lookup], system_prompt="Answer.")
+    runner = RolloutRunner(env, engine, Limits(**limits), history=history)
+    counting = Counting(runner.renderer, monkeypatch)
+    [trajectory] = asyncio.run(runner.run(requests(1), Sampling()))
+    assert trajectory.stop_reason is reason and trajectory.error is None
+    assert len(trajectory.turns) == 1 and trajectory.tree.num_turns == 1
+    assert len(trajectory.turns[0].tool_calls[0].result) > 5_000_000
+    assert counting.characters < 40_000
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["a", "Lima ", " ", "\n", "🙂", "reasoning", "<|im_end|>"]),
+    st.integers(1, 400),
+    st.integers(1, 600),
+)
+def test_what_fits_into_the_room_is_encoded_whole(tokenizer, piece, times, room):
+    renderer = RolloutRunner(MultiTurnToolEnv(), ScriptedEngine(tokenizer, [])).renderer
+    replies = [{"role": "user", "content": piece * times}]
+    whole, ids = renderer.reply_ids(replies, -1), renderer.reply_ids(replies, -1, room)
+    assert ids == whole or (ids is None and len(whole) > room)
+
+
 def test_a_reply_belongs_to_the_turn_it_answers(env, tokenizer):
     engine = ScriptedEngine(tokenizer, [CALL, ANSWER])
     runner = RolloutRunner(env, engine)

@@ -149,21 +149,29 @@ def test_on_one_micro_batch_these_have_trl_gradients_too(build, options):  # noq
 
 
 @pytest.mark.parametrize(
-    ("history", "loss_type"),
-    [*(("strip_thinking", loss_type) for loss_type in LOSS_TYPES), ("compact", "dapo"), ("template", "grpo")],
+    ("history", "loss_type", "env_mask"),
+    [
+        *(("strip_thinking", loss_type, 0) for loss_type in LOSS_TYPES),
+        ("compact", "dapo", 0),
+        ("template", "grpo", 0),
+        ("strip_thinking", "dapo", 1),
+        ("compact", "grpo", 1),
+    ],
 )
-def test_rewritten_histories_have_the_loss_of_a_forward_a_turn(build, loss_type, history):  # noqa: F811
+def test_rewritten_histories_have_the_loss_of_a_forward_a_turn(build, loss_type, history, env_mask):  # noqa: F811
     def script(session, turn):
         return "<think>well</think>" + conversation(session, turn)
 
     options = {"history": history, "compact_every": 2, "loss_type": loss_type, "turn_advantage_coef": 0.7}
     trainer = build(script, **options)
+    trainer.env.env_mask = env_mask
     inputs = batch(trainer)
     assert max(len(item.tree.sequences()) for item in trainer._trajectories) > 1
     trainer.compute_loss(trainer.model, inputs).backward()
     gradient = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
 
     oracle = build(script, **{**options, "forward": "turn_by_turn"})
+    oracle.env.env_mask = env_mask
     oracle.compute_loss(oracle.model, batch(oracle)).backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in oracle.model.parameters()])
     assert (gradient - expected).norm() <= 1e-5 * expected.norm()

@@ -37,6 +37,8 @@ class CallProtocol(Protocol):
     """Strings that end a turn; they stay part of it."""
     native_tools: bool
     """Whether the chat template itself shows the tools to the model."""
+    tags: tuple[str, ...]
+    """What shapes its contents. Where a tokenizer has tokens of these, they stay tokens in contents."""
 
     def default_system_prompt(self, tools: list[Tool]) -> str | None:
         """Instructions for a user who gives none; `None` where the chat template has them."""
@@ -65,6 +67,7 @@ class TagProtocol:
 
     stop = ("</tool>", "</answer>")
     native_tools = False
+    tags = tuple(f"<{end}{name}>" for name in ("reasoning", "tool", "result", "answer") for end in ("", "/"))
     _tool = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
     _answer = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -139,6 +142,7 @@ class NativeProtocol:
 
     stop = ()
     native_tools = True
+    tags = ()
 
     def default_system_prompt(self, tools: list[Tool]) -> str | None:
         return None

@@ -41,34 +41,44 @@ class History:
         self._policy = policy
         self._compact_every = compact_every
         self._pieces: list[tuple[str, list[int]]] = []
+        self._messages: list[Message] = []
 
     def begin(self, messages: list[Message]) -> list[int]:
         """The first context: the prompt."""
         ids = self._renderer.prompt_ids(messages)
         if self._policy != "keep":
-            self._pieces = [(self._renderer.decode(ids), ids)]
+            self._pieces = [(self._renderer.marks.decode(ids), ids)]
+            self._messages = self._renderer.shielded(messages)
         return ids
 
-    def extend(self, trajectory: Trajectory, action: list[int]) -> tuple[list[int], list[int] | None]:
+    def extend(
+        self, trajectory: Trajectory, action: list[int], most: int
+    ) -> tuple[list[int], list[int] | None] | None:
         """
-        The context after the latest turn, which took `action` and was replied to.
+        The context after the latest turn, which took `action` and was replied to; `None` where the replies alone make
+        it far longer than `most` tokens.
 
         Returns:
-            `(suffix, None)` where the context is what the model saw and sampled, plus `suffix`; `([], context)` where
-            it was rewritten.
+            What the environment wrote, and `None` where the context is what the model saw and sampled plus that; the
+            whole context where it was rewritten.
         """
-        suffix = self._renderer.reply_ids(trajectory.turns[-1].replies, action[-1])
+        turn, marks = trajectory.turns[-1], self._renderer.marks
+        kept = turn.context_length + turn.num_tokens if self._policy == "keep" else 0
+        suffix = self._renderer.reply_ids(turn.replies, action[-1], max(0, most - kept))
+        if suffix is None:
+            return None
         if self._policy == "keep":
             return suffix, None
-        self._pieces += [(self._renderer.decode(ids), ids) for ids in (action, suffix)]
+        self._pieces += [(marks.decode(ids), ids) for ids in (action, suffix)]
+        self._messages += [marks.recall(turn.message, action), *self._renderer.shielded(turn.replies)]
         if self._policy == "compact" and len(trajectory.turns) % self._compact_every:
             return suffix, None
-        messages = trajectory.messages
+        messages = self._messages
         if self._policy != "template":
             messages = [strip_thinking(message) for message in messages]
-            if messages == trajectory.messages:
+            if messages == self._messages:
                 return suffix, None
-        text = self._renderer.prompt_text(messages)
+        text = self._renderer.shown_text(messages)
         kept, position = 0, 0
         while kept < len(self._pieces) and text.startswith(self._pieces[kept][0], position):
             position += len(self._pieces[kept][0])
@@ -77,7 +87,7 @@ class History:
             return suffix, None
         pieces = self._pieces[:kept] + [(text[position:], self._renderer.encode(text[position:]))]
         self._pieces = pieces
-        return [], [token for _, ids in pieces for token in ids]
+        return suffix, [token for _, ids in pieces for token in ids]
 
 
 def check_history(policy: str, compact_every: int | None) -> None:

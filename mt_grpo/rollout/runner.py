@@ -17,8 +17,9 @@ from mt_grpo.envs.execution import fail_unanswered
 from mt_grpo.rollout.chat import ChatRenderer
 from mt_grpo.rollout.engine import Engine, EngineError, Sampling
 from mt_grpo.rollout.history import History, check_history
+from mt_grpo.rollout.observations import observed
 from mt_grpo.rollout.sanity import SanityCheck
-from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
+from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn, common_prefix
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout as time_limit
@@ -72,7 +73,7 @@ class Completion:
     Args:
         prompt_ids (`list[int]`): The first context.
         ids (`list[int]`): Token ids after it.
-        mask (`list[int]`): 1 for a sampled token, `env_mask` for one the environment wrote.
+        mask (`list[int]`): 1 for a sampled token, `env_mask` for the environment's; 0 for a past that is shown again.
         turns (`list[int]`): Turn a token belongs to; a reply belongs to the turn it answers.
         logprobs (`list[float]`): As sampled; NaN for the environment's tokens.
         parents (`list[int]`): Position of the token that each one follows: the one before it, except where the history
@@ -115,7 +116,7 @@ class RolloutRunner:
         self.env = env
         self.engine = engine
         self.limits = limits or Limits()
-        self.renderer = ChatRenderer(engine.tokenizer, env.tool_schemas, template_kwargs)
+        self.renderer = ChatRenderer(engine.tokenizer, env.tool_schemas, template_kwargs, env.protocol.tags)
         self.sanity = SanityCheck(self.renderer, sanity_check_mode) if sanity_check_mode != "disable" else None
 
     async def run(
@@ -206,7 +207,11 @@ class RolloutRunner:
         context: list[int] = []
         rewritten: list[int] | None = None
         prompt_length = len(suffix)
+        most = self.engine.context_length
+        if self.limits.max_completion_tokens is not None:
+            most = min(most, prompt_length + self.limits.max_completion_tokens)
         while True:
+            added = len(suffix) if rewritten is None else common_prefix(suffix[::-1], rewritten[::-1], 0)
             if rewritten is None:
                 context += suffix
             else:
@@ -237,6 +242,7 @@ class RolloutRunner:
                 finish_reason=sample.finish_reason,
                 num_tokens=len(sample.ids),
                 context_length=length,
+                observation_length=added if index else 0,
                 rewritten=None if rewritten is None else self.history,
                 seconds=time.perf_counter() - start,
                 weight_version=sample.weight_version,
@@ -248,10 +254,13 @@ class RolloutRunner:
                 stop_reason = await self.env.step(turn, trajectory, text, self.engine.tokenizer)
                 if stop_reason is not None:
                     return stop_reason
-                suffix, rewritten = history.extend(trajectory, sample.ids)
+                extension = history.extend(trajectory, sample.ids, most)
             except Exception as error:  # likewise
                 trajectory.error = f"{type(error).__name__}: {error}"
                 return StopReason.ENV_ERROR
+            if extension is None:
+                return self._budget(most, most - prompt_length)[1]
+            suffix, rewritten = extension
 
     def _budget(self, context_length: int, used: int) -> tuple[int, StopReason]:
         """Tokens the next turn may sample, and what ends the conversation when they are sampled."""
@@ -277,6 +286,7 @@ class RolloutRunner:
         for index in prompt:
             ends[index] = ends[tree.nodes[index].parent] + len(tree.nodes[index].tokens)
         row = Completion(prompt_ids, [], [], [], [], [])
+        replied = observed(trajectory)
         answered = {-1: 0} | dict.fromkeys(prompt, 0)  # latest turn on the path to each node
         for index in order:
             if index in ends:
@@ -286,8 +296,9 @@ class RolloutRunner:
             trained = node.turn >= 0
             answered[index] = max(node.turn, answered[node.parent])
             row.ids += node.tokens
-            row.mask += [1 if trained else self.env.env_mask] * size
-            row.turns += [node.turn if trained else answered[index]] * size
+            tail, turn = (size, node.turn) if trained else replied.get(index, (0, 0))
+            row.mask += [0] * (size - tail) + [1 if trained else self.env.env_mask] * tail
+            row.turns += [answered[index]] * (size - tail) + [turn] * tail
             row.logprobs += node.logprobs if trained else [float("nan")] * size
             row.parents += [ends[node.parent], *range(begin, begin + size - 1)]
             ends[index] = begin + size - 1

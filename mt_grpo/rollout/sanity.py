@@ -10,6 +10,7 @@ from jinja2 import TemplateError as TemplateFailure
 
 from mt_grpo.plugins import nearest
 from mt_grpo.rollout.chat import ChatRenderer
+from mt_grpo.rollout.marks import SHIELD, show
 from mt_grpo.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -82,17 +83,20 @@ class SanityCheck:
             return None
         # The latest turn is compared as it is sampled, behind the assistant's header: what a template writes into a
         # finished last turn (an empty thought, say) is nothing the model was ever asked for.
-        messages = trajectory.prompt + [m for t in trajectory.turns[:-1] for m in (t.message, *t.replies)]
+        marks = self._renderer.marks
+        *actions, action = trajectory.tree.actions()
+        messages = self._renderer.shielded(trajectory.prompt)
+        for turn, sampled in zip(trajectory.turns[:-1], actions, strict=True):
+            messages += [marks.recall(turn.message, sampled), *self._renderer.shielded(turn.replies)]
         ids = trajectory.tree.path()
-        action = ids[len(ids) - trajectory.turns[-1].num_tokens :]
-        rendered = self._renderer.prompt_text(messages) + self._renderer.decode(action)
+        rendered = self._renderer.shown_text(messages) + marks.decode(action)
         known, begin = self._known(trajectory, ids, rendered)
         ids, rest = ids[known:], rendered[begin:]
-        trained = self._renderer.decode(ids)
+        trained = marks.decode(ids)
         if self._mode == "strict" and rest.startswith(trained):
             if self._renderer.encode(rest)[: len(ids)] == ids or self._renderer.encode(trained) == ids:
                 return None
-            return Difference("the same text in other tokens", trained[-SHOWN:], trained[-SHOWN:])
+            return Difference("the same text in other tokens", show(trained[-SHOWN:]), show(trained[-SHOWN:]))
         left, right = trained, rest
         if self._mode == "ignore_strippable":
             left, right = ("".join(text.split()) for text in (trained, rest))
@@ -100,10 +104,12 @@ class SanityCheck:
         if right.startswith(left):
             return None
         place = next(i for i, (a, b) in enumerate(zip(left + "\0", right + "\0", strict=False)) if a != b)
+        told = SHIELD in (left[place : place + 1], right[place : place + 1])
+        what = "a mark, or text that spells one," if told else "text"
         return Difference(
-            f"text of the {self._role(messages, rendered, begin + place)} message",
-            left[max(0, place - 10) : place + SHOWN],
-            right[max(0, place - 10) : place + SHOWN],
+            f"{what} of the {self._role(messages, rendered, begin + place)} message",
+            show(left[max(0, place - 10) : place + SHOWN]),
+            show(right[max(0, place - 10) : place + SHOWN]),
         )
 
     def _known(self, trajectory: Trajectory, ids: list[int], rendered: str) -> tuple[int, int]:
@@ -114,7 +120,7 @@ class SanityCheck:
         prompt, text = self._renderer.prompt_ids(trajectory.prompt), self._renderer.prompt_text(trajectory.prompt)
         special = self._renderer.special_ids
         last = next((index for index in reversed(range(len(prompt))) if prompt[index] in special), 0)
-        piece = self._renderer.decode(prompt[last:])
+        piece = self._renderer.marks.decode(prompt[last:])
         if ids[: len(prompt)] == prompt and rendered.startswith(text) and text.endswith(piece):
             return last, len(text) - len(piece)
         return 0, 0
@@ -129,7 +135,7 @@ class SanityCheck:
                     place = index
                     break
         for count in range(1, len(messages)):
-            begun = self._renderer.whole_text(messages[:count])
+            begun = self._renderer.shown_text(messages[:count], header=False)
             if len(begun) > place and messages[count - 1]["role"] != "system":
                 return messages[count - 1]["role"]
         return messages[-1]["role"]

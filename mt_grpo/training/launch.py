@@ -101,7 +101,7 @@ def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
         name, revision=model.model_revision, trust_remote_code=args.trust_remote_code
     )
     prepare_tokenizer(tokenizer, env)
-    renderer = ChatRenderer(tokenizer, env.tool_schemas, args.chat_template_kwargs)
+    renderer = ChatRenderer(tokenizer, env.tool_schemas, args.chat_template_kwargs, env.protocol.tags)
     config = AutoConfig.from_pretrained(name, revision=model.model_revision, trust_remote_code=args.trust_remote_code)
     context_length = config.get_text_config().max_position_embeddings
     if args.use_vllm and args.vllm_max_model_length:

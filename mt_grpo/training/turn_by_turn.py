@@ -42,21 +42,24 @@ def turn_by_turn_logps(
         above = range(-1, completion_ids.shape[1] - 1) if parents is None else parents[row].tolist()
         trained = loss_mask[row].bool()
         for turn in turn_ids[row][trained].unique().tolist():
-            action = (trained & (turn_ids[row] == turn)).nonzero()[:, 0].tolist()
-            path = _path(above, action[-1])
-            kept = prompt[: len(prompt) + 1 + path.pop(0)]
-            ids = torch.cat([kept, completion_ids[row, path]])
-            logits = model(input_ids=ids[None], use_cache=False).logits[0]
-            places = [len(kept) + path.index(column) - 1 for column in action]
-            labels = completion_ids[row, action]
-            logits = logits[places].float() / temperature
-            if truncation is not None:
-                logits = truncation.apply(logits, labels)
-            distribution = torch.log_softmax(logits, dim=-1)
-            logps.append(distribution.gather(1, labels[:, None])[:, 0])
-            entropies.append(-(distribution.exp() * distribution).sum(dim=-1))
-            rows += [row] * len(action)
-            columns += action
+            left = (trained & (turn_ids[row] == turn)).nonzero()[:, 0].tolist()
+            while left:  # where the history was rewritten, what answers a turn is on another branch
+                path = _path(above, left[-1])
+                action = [column for column in left if column in path]
+                left = [column for column in left if column not in path]
+                kept = prompt[: len(prompt) + 1 + path.pop(0)]
+                ids = torch.cat([kept, completion_ids[row, path]])
+                logits = model(input_ids=ids[None], use_cache=False).logits[0]
+                places = [len(kept) + path.index(column) - 1 for column in action]
+                labels = completion_ids[row, action]
+                logits = logits[places].float() / temperature
+                if truncation is not None:
+                    logits = truncation.apply(logits, labels)
+                distribution = torch.log_softmax(logits, dim=-1)
+                logps.append(distribution.gather(1, labels[:, None])[:, 0])
+                entropies.append(-(distribution.exp() * distribution).sum(dim=-1))
+                rows += [row] * len(action)
+                columns += action
     index = (torch.tensor(rows), torch.tensor(columns))
     empty = torch.zeros(completion_ids.shape, device=completion_ids.device)
     if not logps:  # a backward needs something to go through all the same

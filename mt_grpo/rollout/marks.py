@@ -1,0 +1,293 @@
+"""Marks of a chat template, told apart from contents that only spell them."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from jinja2 import Environment
+from tokenizers import AddedToken, Tokenizer
+
+from mt_grpo.trajectory import Message
+
+# Rare, and yet printable, so that no template escapes them: alchemical symbols.
+SHIELD = "\U0001f76a"
+_ESCAPE = "\U0001f76b"
+_ESCAPED = {SHIELD: _ESCAPE + "0", _ESCAPE: _ESCAPE + "1"}
+_LITERAL = {written: character for character, written in _ESCAPED.items()}
+_SAMPLED = ("content", "reasoning_content")
+
+
+class Marks:
+    """
+    A mark is the text of an added token: special ones, and others (`<think>`) that are no plain text of the model's
+    own vocabulary, such as Gemma's `<table>` and runs of spaces. A tokenizer makes a mark's token of every text that
+    spells it. So contents are *shielded* before the template sees them: a private character follows the first one of
+    each mark they spell, and it is taken out again when the rendered text is encoded, as plain text from mark to mark.
+    Text without a shield is encoded as ever.
+
+    Args:
+        tokenizer: The tokenizer.
+        template (`str`): Its chat template.
+        kept (`Iterable[str]`, *optional*): Added tokens that contents may hold.
+
+    Attributes:
+        ids (`dict[int, str]`): The marks' tokens and texts.
+    """
+
+    def __init__(self, tokenizer: Any, template: str, kept: Iterable[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        constants = [(token.type, token.value) for token in Environment().lexer.tokenize(template)]
+        written = "\0".join(value for kind, value in constants if kind in ("string", "data"))
+        self.ids: dict[int, str] = {}
+        self._tokens: dict[str, AddedToken] = {}
+        others: dict[int, AddedToken] = {}
+        for token_id, token in tokenizer.added_tokens_decoder.items():
+            text = token.content
+            beyond = backend is None or backend.model.token_to_id(text) is None or text in written
+            if text not in kept and (token.special or (beyond and text.strip())):
+                self.ids[token_id], self._tokens[text] = text, token
+            else:
+                others[token_id] = token
+        private = f"[{SHIELD}{_ESCAPE}]"
+        self._mark = re.compile(_any_of(self._tokens) or "(?!)")
+        self._found = re.compile("|".join(filter(None, (private, _any_of(self._tokens)))))
+        self._risk = re.compile("|".join(filter(None, (private, _any_of(self._tokens, cut=True)))))
+        self._names = {value for kind, value in constants if kind in ("name", "string")}
+        self._joined = self._completing(value for kind, value in constants if kind in ("string", "data"))
+        self._plain = self._slow if backend is None else _PlainText(backend, others)
+        normalizer = backend and backend.normalizer
+        shared = normalizer is not None and any(token.normalized for token in self._tokens.values())
+        self._normalize: Callable[[str], str] | None = normalizer.normalize_str if shared else None
+
+    def _completing(self, constants: Iterable[str]) -> re.Pattern[str] | None:
+        """What a content must begin with to complete a mark that a constant of the template has begun."""
+        rests = {
+            mark[size:]
+            for constant in set(constants)
+            for mark in self._tokens
+            for size in range(1, len(mark))
+            if constant.endswith(mark[:size]) and not constant.endswith(mark)
+        }
+        return re.compile(rf"\s*(?:{_any_of(rests, cut=True)})") if rests else None
+
+    # Shielding
+
+    def shield(self, message: Message) -> Message:
+        """
+        A message whose contents spell no mark. An assistant's words may hold marks that are not special, `<think>` for
+        one: so its model writes them.
+        """
+        role = message.get("role")
+        shielded = {key: self.shield_all(value) for key, value in message.items() if key != "role"}
+        if role == "assistant":
+            words = {key: message[key] for key in _SAMPLED if key in message}
+            shielded |= _each(words, lambda text: self._cover(text, lambda m: not self._tokens[m.group()].special))
+        return {key: role if key == "role" else shielded[key] for key in message}
+
+    def shield_all(self, value: Any) -> Any:
+        """The same of every text in nested lists and dictionaries."""
+        return _each(value, self._shield_text)
+
+    def _shield_text(self, text: str) -> str:
+        text = self._cover(text, lambda match: False)
+        if self._joined and text not in self._names and (match := self._joined.match(text)):
+            return text[:1] + SHIELD + text[1:] if match.group() else text
+        return text
+
+    def _cover(
+        self, text: str, is_mark: Callable[[re.Match[str]], bool], pattern: re.Pattern[str] | None = None
+    ) -> str:
+        """Shields what spells a mark, or begins one at the end of the text, unless it is one."""
+
+        def covered(match: re.Match[str]) -> str:
+            found = match.group()
+            if found in _ESCAPED:
+                return _ESCAPED[found]
+            if found in self._tokens and is_mark(match):
+                return found
+            return found[0] + SHIELD + found[1:]
+
+        return (pattern or self._risk).sub(covered, text)
+
+    def recall(self, message: Message, ids: list[int]) -> Message:
+        """
+        An assistant's message shielded as it was sampled: marks where the model sampled their tokens, text where it
+        spelt them.
+
+        Args:
+            message (`dict`): What was read from the turn.
+            ids (`list[int]`): Its sampled tokens.
+        """
+        sampled = self._tokenizer.decode(ids, skip_special_tokens=False)
+        places = self._places(sampled, ids)
+        spelt = {match.group() for match in self._mark.finditer(sampled) if match.start() not in places}
+        real = {match.group() for match in self._mark.finditer(sampled)} - spelt
+
+        def cover(text: str) -> str:
+            begin = sampled.find(text)
+            if begin < 0:
+                return self._cover(text, lambda match: match.group() in real)
+            return self._cover(text, lambda match: begin + match.start() in places)
+
+        return _each(message, cover)
+
+    # Shielded text and ids
+
+    def tidy(self, rendered: str) -> str:
+        """Rendered text with those shields only that keep text from being read as a mark, each in the same place."""
+        if SHIELD not in rendered:
+            return rendered
+        pieces = rendered.split(SHIELD)
+        shields, length = set(), 0
+        for piece in pieces[:-1]:
+            length += len(piece)
+            shields.add(length)
+        return self._mark.sub(
+            lambda match: (
+                match.group()[0] + SHIELD + match.group()[1:]
+                if shields.intersection(range(match.start() + 1, match.end()))
+                else match.group()
+            ),
+            "".join(pieces),
+        )
+
+    def decode(self, ids: list[int]) -> str:
+        """Shielded text of ids, what they spell told from the marks among them."""
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        places = self._places(text, ids)
+        return self._cover(text, lambda match: match.start() in places, self._found)
+
+    def _places(self, text: str, ids: list[int]) -> set[int]:
+        """Where the marks' tokens begin in the text of `ids`."""
+        begins = [match.start() for match in self._mark.finditer(text)]
+        sampled = sum(token in self.ids for token in ids)
+        if len(begins) == sampled:
+            return set(begins)
+        is_mark: list[bool] = []
+        for run in self._runs(ids):
+            if run[0] in self.ids:
+                is_mark += [True] * len(run)
+            else:
+                words = self._tokenizer.decode(run, skip_special_tokens=False)
+                is_mark += [False] * len(self._mark.findall(words))
+        return {begin for begin, real in zip(begins, is_mark, strict=False) if real}
+
+    def _runs(self, ids: list[int]) -> Iterator[list[int]]:
+        begin = 0
+        for end in range(1, len(ids) + 1):
+            if end == len(ids) or (ids[end] in self.ids) != (ids[begin] in self.ids):
+                yield ids[begin:end]
+                begin = end
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of shielded text."""
+        if SHIELD not in text and _ESCAPE not in text and self._normalize is None:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        ids, begin = [], 0
+        for start, end in self._sections(text):
+            if self._spells(text[start:end]):
+                ids += self._tokenizer.encode(text[begin:start], add_special_tokens=False)
+                ids += self._as_text(text[start:end], leads=start == 0)
+                begin = end
+        return ids + self._tokenizer.encode(text[begin:], add_special_tokens=False)
+
+    def _sections(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where the text between marks begins and ends; some tokens take the white space around them."""
+        begin = 0
+        for match in self._mark.finditer(text):
+            token, start, end = self._tokens[match.group()], match.start(), match.end()
+            if token.single_word and re.search(r"\w", text[max(0, start - 1) : start] + text[end : end + 1]):
+                continue
+            if token.lstrip:
+                start = begin + len(text[begin:start].rstrip())
+            yield begin, start
+            begin = end + (len(text[end:]) - len(text[end:].lstrip()) if token.rstrip else 0)
+        yield begin, len(text)
+
+    def _spells(self, section: str) -> bool:
+        """Whether the tokenizer would find a mark, or a shield, in text that has none."""
+        if SHIELD in section or _ESCAPE in section:
+            return True
+        return self._normalize is not None and self._mark.search(self._normalize(section)) is not None
+
+    def _as_text(self, section: str, leads: bool) -> list[int]:
+        ids = self._plain(show(section), leads)
+        if self.ids.keys().isdisjoint(ids):
+            return ids
+        # the vocabulary itself holds a mark, so that only its halves are text
+        first, *rest = section.split(SHIELD)
+        ids = self._plain(show(first), leads)
+        for piece in rest:
+            ids += self._plain(show(piece), False)
+        return ids
+
+    def _slow(self, text: str, leads: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+
+class _PlainText:
+    """
+    A tokenizer's pipeline without its marks. It has the same model, and one token of its own: a section that does not
+    begin the text is encoded behind it, because some pipelines write a space before the first section only.
+    """
+
+    def __init__(self, backend: Tokenizer, others: dict[int, AddedToken]) -> None:
+        self._lead = SHIELD + secrets.token_hex(16)
+        self._tokenizer = Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            self._tokenizer.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            self._tokenizer.pre_tokenizer = backend.pre_tokenizer
+        self._tokenizer.add_tokens([AddedToken(self._lead, normalized=False), *others.values()])
+        self._ids = {self._tokenizer.token_to_id(token.content): token_id for token_id, token in others.items()}
+
+    def __call__(self, text: str, leads: bool) -> list[int]:
+        if leads:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self._tokenizer.encode(self._lead + text, add_special_tokens=False).ids[1:]
+        return [self._ids.get(token, token) for token in ids]
+
+
+def show(shielded: str) -> str:
+    """Shielded text as it reads."""
+    text = shielded.replace(SHIELD, "")
+    return re.sub(f"{_ESCAPE}[01]", lambda match: _LITERAL[match.group()], text) if _ESCAPE in text else text
+
+
+def _each(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of nested lists and dictionaries with every text changed, keys too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_each(key, change): _each(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_each(item, change) for item in value]
+    return value
+
+
+def _any_of(words: Iterable[str], cut: bool = False) -> str:
+    """A pattern of the longest word at a place; with `cut` also of one that the end of the text cuts off."""
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for character in word:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return "|".join(re.escape(first) + _rest(node, cut) for first, node in tree.items())
+
+
+def _rest(node: dict[str, Any], cut: bool) -> str:
+    """Words share their beginnings, so that most places are passed over at their first character."""
+    branches = [re.escape(character) + _rest(below, cut) for character, below in node.items() if character]
+    if not branches:
+        return ""
+    if "" in node:
+        return f"(?:{'|'.join(branches)})?"
+    if cut:
+        branches.append(r"\s*\Z")  # templates trim
+    return f"(?:{'|'.join(branches)})"

@@ -1,0 +1,26 @@
+"""Which tokens of a conversation its environment wrote, each where it was first shown."""
+
+from __future__ import annotations
+
+from mt_grpo.trajectory import Trajectory
+
+
+def observed(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
+    """
+    The nodes of a trajectory's tree that hold what the environment wrote between two turns. A past that is shown again
+    in a rewritten context is in none of them.
+
+    Returns:
+        `dict`: For each such node how many tokens at its end, and the turn that they answer.
+    """
+    nodes, held = trajectory.tree.nodes, {}
+    for index in trajectory.tree.depth_first():
+        turn, above = nodes[index].turn, nodes[index].parent
+        if turn < 0 or (above >= 0 and nodes[above].turn == turn):  # the lower part of an action
+            continue
+        left = trajectory.turns[turn].observation_length
+        while left > 0:
+            size = len(nodes[above].tokens)
+            held[above] = (min(left, size), turn - 1)
+            left, above = left - size, nodes[above].parent
+    return held
