@@ -14,7 +14,7 @@ from mt_grpo.vllm_plugin import keys
 from mt_grpo.vllm_plugin.guard import ALLOWED, Guard
 
 KEY = "the key"
-ARGS = SimpleNamespace(host="127.0.0.1", port=8000)
+ARGS = SimpleNamespace(host="127.0.0.1", port=8000, api_key=None)
 URL = "http://127.0.0.1:8000"
 
 
@@ -64,7 +64,10 @@ def bearer(key=KEY, scheme="Bearer"):
 def guarded(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     server = Server()
-    return server, Guard(server)
+    guard = Guard(server)
+    live(guard)
+    server.reached.clear()
+    return server, guard
 
 
 @pytest.mark.parametrize(("method", "path"), sorted(ALLOWED))
@@ -185,14 +188,26 @@ def test_every_server_makes_up_another_key():
 @pytest.mark.parametrize("host", [None, "", "0.0.0.0", "::", "localhost", "::1"])
 def test_a_server_is_found_on_loopback_whatever_it_listens_on(host):
     found = []
-    live(Guard(Server()), lambda: found.append(find_key(URL)), SimpleNamespace(host=host, port=8000))
+    live(Guard(Server()), lambda: found.append(find_key(URL)), SimpleNamespace(host=host, port=8000, api_key=None))
     assert found[0]
 
 
 def test_a_key_that_is_given_is_written_nowhere(guarded, root):
-    live(guarded[1], lambda: None)
+    live(guarded[1])
     assert not list(root.iterdir())
     assert find_key("http://10.0.0.2:8000") == KEY
+
+
+def test_keys_on_the_command_line_go_before_that_of_the_environment_as_with_vllm(guarded, root):
+    _, guard = guarded
+    live(guard, args=SimpleNamespace(host=None, port=8000, api_key=["first", "second"]))
+    assert [ask(guard, "POST", "/pause", bearer(key))["status"] for key in ("first", "second", KEY)] == [200, 200, 401]
+    assert not list(root.iterdir())
+
+
+def test_no_key_opens_a_server_that_has_not_begun():
+    for key in ("", "None"):
+        assert ask(Guard(Server()), "POST", "/pause", bearer(key))["status"] == 401
 
 
 def test_a_server_leaves_the_key_of_another_where_it_is():

@@ -54,8 +54,8 @@ class Guard:
     - it has no `Origin`, as requests of web pages have,
     - it has the key (`Authorization: Bearer KEY`), except for the health check.
 
-    The key is `VLLM_API_KEY`. Where that is not set, the server makes one up and leaves it to its user's trainers on
-    the same machine as long as it runs (`keys.py`).
+    The key is vLLM's own: `--api-key`, which `ps` shows to everybody, or `VLLM_API_KEY`. Where neither is given, the
+    server makes one up and leaves it to its user's trainers on the same machine as long as it runs (`keys.py`).
 
     Args:
         app: The server.
@@ -65,8 +65,7 @@ class Guard:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._given = bool(os.environ.get("VLLM_API_KEY"))
-        self._key = os.environ["VLLM_API_KEY"] if self._given else secrets.token_urlsafe(32)
+        self._keys: list[str] = []
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -80,19 +79,22 @@ class Guard:
 
     async def _live(self, scope: Message, receive: Receive, send: Send) -> None:
         args = scope["app"].state.args
-        if self._given:
+        self._keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
+        if self._keys:
             return await self._app(scope, receive, send)
+        key = secrets.token_urlsafe(32)
+        self._keys = [key]
 
         async def announce(message: Message) -> None:
             # not before: the port is this server's by now, and nobody else can wait there for the key
             if message["type"] == "lifespan.startup.complete":
-                write_key(args.host, args.port, self._key)
+                write_key(args.host, args.port, key)
             await send(message)
 
         try:
             await self._app(scope, receive, announce)
         finally:
-            remove_key(args.host, args.port, self._key)
+            remove_key(args.host, args.port, key)
 
     def _refusal(self, scope: Message) -> tuple[int, str] | None:
         """Status and reason, where a request does not pass."""
@@ -102,8 +104,9 @@ class Guard:
             return 403, "Requests of web pages are refused."
         if request not in self.allowed:
             return 403, "This server answers its trainer's requests only, and this is none of them."
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if request == HEALTH or (scheme.lower() == b"bearer" and hmac.compare_digest(key, self._key.encode())):
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        known = [hmac.compare_digest(given, key.encode()) for key in self._keys]
+        if request == HEALTH or (scheme.lower() == b"bearer" and any(known)):
             return None
         return 401, "The key of this server is missing or wrong."
 
