@@ -14,13 +14,13 @@ class KeyedClient(VLLMClient):
     Sends the server's key with every request.
 
     Args:
+        args, options: Those of TRL's client.
         api_key (`str`, *optional*): The key; see `find_key` where none is given.
-        options: Those of TRL's client.
     """
 
-    def __init__(self, api_key: str | None, **options: Any) -> None:
+    def __init__(self, *args: Any, api_key: str | None, **options: Any) -> None:
         self._api_key = api_key
-        super().__init__(**options)
+        super().__init__(*args, **options)
 
     def check_server(self, *args: Any, **kwargs: Any) -> None:
         """TRL calls it before any request that needs the key; the server, which may make one up, is up then."""

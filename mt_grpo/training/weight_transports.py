@@ -45,10 +45,10 @@ class Transfer(VLLMGeneration):
     def _init_vllm(self) -> None:
         if self.accelerator.is_main_process:
             self.vllm_client = KeyedClient(
-                self.api_key,
-                base_url=self.server_base_url,
+                self.server_base_url,
                 group_port=self.group_port,
                 connection_timeout=self.server_timeout,
+                api_key=self.api_key,
             )
             self.vllm_client.init_communicator(device=self.accelerator.device)
 
