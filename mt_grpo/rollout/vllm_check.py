@@ -62,7 +62,7 @@ async def _check_flags(url: str, get: Call) -> None:
             raise
         raise ServerSetupError(
             f"The vLLM server at {url} has no endpoints for weight sync: start it with `mt-grpo serve`, or with "
-            "`VLLM_SERVER_DEV_MODE=1` in its environment."
+            "`VLLM_SERVER_DEV_MODE=1` in its environment and `--middleware mt_grpo.vllm_plugin.guard.Guard`."
         ) from error
     mode = config["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs":
