@@ -1,7 +1,7 @@
 # Two stages, as in production: the trainer on its GPUs, the vLLM server on its own. Both install with scripts/install.sh.
 #   docker build --target trainer -t mt-grpo-trainer .
 #   docker build --target server  -t mt-grpo-server .
-FROM nvidia/cuda:12.9.1-devel-ubuntu24.04 AS base
+FROM nvidia/cuda:13.0.2-devel-ubuntu24.04 AS base
 RUN apt-get update && apt-get install --yes --no-install-recommends \
         build-essential git python3 python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
 WORKDIR /workspace

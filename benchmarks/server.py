@@ -16,9 +16,9 @@ from pathlib import Path
 
 import httpx
 
-from mt_grpo.rollout.vllm_http import RequestFailed, ServerControl
+from mt_grpo.rollout.vllm_http import RequestFailed, ServerControl, find_key, headers
 from mt_grpo.training.recipe import Recipe, parse_recipe
-from mt_grpo.training.serve import server_command
+from mt_grpo.training.serve import GUARD, server_command
 
 START_LIMIT = 300.0
 """Seconds a server may take to start."""
@@ -35,18 +35,20 @@ def read(model: str, *options: str) -> Recipe:
 
 
 @contextlib.contextmanager
-def serve(recipe: Recipe, *flags: str) -> Iterator[str]:
+def serve(recipe: Recipe, *flags: str, guard: str = GUARD) -> Iterator[str]:
     """
     The recipe's server, as long as the context lasts; yields its URL. Its last words are shown when anything fails.
 
     Args:
         recipe (`Recipe`): On this machine.
         flags (`str`): Further flags of vLLM, after those of `mt-grpo serve`.
+        guard (`str`): The class that stands before its endpoints.
 
     Raises:
         RuntimeError: If it ends or is not up after `START_LIMIT` seconds.
     """
     command, environment = server_command(recipe)
+    command[command.index(GUARD)] = guard
     with tempfile.TemporaryFile("w+b") as log:
         process = subprocess.Popen(
             [*command, *flags],
@@ -86,10 +88,14 @@ def _comes_up(url: str, process: subprocess.Popen[bytes]) -> bool:
 
 def metric(url: str, name: str) -> float:
     """The sum of a Prometheus metric of the server over all its series."""
-    lines = httpx.get(f"{url}/metrics", timeout=30.0).text.splitlines()
+    lines = _metrics(url).splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0] == name)
 
 
 def block_size(url: str) -> int:
     """Tokens of one block of the server's cache."""
-    return int(re.search(r'cache_config_info\{[^}]*block_size="(\d+)"', httpx.get(f"{url}/metrics").text)[1])
+    return int(re.search(r'cache_config_info\{[^}]*block_size="(\d+)"', _metrics(url))[1])
+
+
+def _metrics(url: str) -> str:
+    return httpx.get(f"{url}/metrics", headers=headers(find_key(url)), timeout=30.0).text

@@ -204,7 +204,7 @@ def main() -> None:
         model.save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
         recipe = read(folder, "--vllm_max_model_length", "512")
-        with serve(recipe, "--worker-extension-cls", "server_bounds.Bounds") as url:
+        with serve(recipe, "--worker-extension-cls", "server_bounds.Bounds", guard="server_bounds.BoundsGuard") as url:
             times, threads = run(model, folder, url, repeats)
     rows = table(times, size)
     show(rows, f"Weight sync of {size / 1e6:.0f} MB, {args.threads} thread(s) in the trainer, {threads} in the server")

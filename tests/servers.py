@@ -18,6 +18,8 @@ from typing import Any
 
 import httpx
 
+from mt_grpo.rollout.vllm_http import find_key, headers
+
 ROOT = Path(__file__).parent.parent
 SERVER_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_LIMIT = 300.0
@@ -86,10 +88,14 @@ class RealServer:
             pass
         self._process.wait()
 
+    def get(self, path: str) -> httpx.Response:
+        """What it answers to somebody who has its key."""
+        return httpx.get(f"{self.url}{path}", headers=headers(find_key(self.url)), timeout=30.0)
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a Prometheus metric over all its series that have these labels."""
         total = 0.0
-        for line in httpx.get(f"{self.url}/metrics", timeout=30.0).text.splitlines():
+        for line in self.get("/metrics").text.splitlines():
             if line.split("{")[0] == name and all(f'{key}="{value}"' in line for key, value in labels.items()):
                 total += float(line.rsplit(" ", 1)[1])
         return total
@@ -101,7 +107,7 @@ Script = Callable[[str, str, dict[str, Any]], Answer]
 
 class ScriptedServer:
     """
-    An HTTP server on loopback whose every answer is scripted.
+    An HTTP server on loopback whose every answer is scripted. Where it has a `key`, it wants that as a real one does.
 
     Args:
         script: Function of method, path and decoded body; returns status and JSON value (a string goes out as it is),
@@ -111,6 +117,7 @@ class ScriptedServer:
 
     def __init__(self, script: Script, port: int = 0) -> None:
         self.requests: list[tuple[str, str, dict[str, Any]]] = []
+        self.key: str | None = None
         self.stopped = False
         outer = self
 
@@ -124,6 +131,8 @@ class ScriptedServer:
                 outer.requests.append((self.command, path, body))
                 outer.last_headers = dict(self.headers)
                 answer = None if outer.stopped else script(self.command, path, body)
+                if outer.key and path != "/health" and self.headers["Authorization"] != f"Bearer {outer.key}":
+                    answer = (401, {"error": "The key is missing or wrong."})
                 if answer is None:
                     self.close_connection = True
                     return
@@ -203,9 +212,8 @@ class Proxy:
                 status, answer = 500, b'{"error": {"message": "made to fail"}}'
                 if kind in (None, "garbage", "cut", "hang"):
                     try:
-                        headers = {"Content-Type": "application/json"}
-                        url, limit = upstream + self.path, 300.0
-                        response = httpx.request(self.command, url, content=content, headers=headers, timeout=limit)
+                        request = {"content": content, "headers": headers(find_key(upstream)), "timeout": 300.0}
+                        response = httpx.request(self.command, upstream + self.path, **request)
                         status, answer = response.status_code, response.content
                     except httpx.TransportError:  # the server is gone: so is the connection
                         kind = "closed"

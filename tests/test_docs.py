@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import build_model
-from test_recipes import parse_for
+from test_recipes import RECIPES, parse_for
 
 from mt_grpo.training.serve import server_command
 
@@ -26,8 +27,13 @@ def blocks(language: str) -> list[tuple[str, str]]:
 COMMANDS = sorted({line for _, block in blocks("bash") for line in block.strip().splitlines()})
 
 
+def words(command: str) -> list[str]:
+    """Without the variables that are set for it."""
+    return list(itertools.dropwhile(lambda word: re.fullmatch(r"[A-Z_]+=\S*", word), shlex.split(command)))
+
+
 def starting(word: str) -> list[str]:
-    return [command for command in COMMANDS if Path(shlex.split(command)[0]).name == word]
+    return [command for command in COMMANDS if Path(words(command)[0]).name == word]
 
 
 def test_no_command_is_left_untested():
@@ -45,7 +51,7 @@ SMALL = {
 }
 
 
-SERVE = [command for command in starting("mt-grpo") if shlex.split(command)[1] == "serve"]
+SERVE = [command for command in starting("mt-grpo") if words(command)[1] == "serve"]
 
 
 @pytest.mark.parametrize("command", SERVE)
@@ -54,6 +60,29 @@ def test_serve_command_names_a_recipe(command):
     path = ROOT / command.split("--config ")[1].split()[0]
     command, _ = server_command(parse_for(7 if path.parent.name == "Qwen" else 1, path))
     assert "vllm.entrypoints.openai.api_server" in command
+
+
+LINES = [(page.name, line) for page in [*PAGES, *RECIPES] for line in page.read_text().splitlines()]
+"""All that may be copied."""
+
+
+def test_servers_beside_a_trainer_of_seven_gpus_are_started_on_the_eighth():
+    """Elsewhere vLLM takes 92 % of the first of the trainer's."""
+    pattern = r"(\S* )mt-grpo serve --config recipes/(?!quickstart)"
+    started = [(name, found[1]) for name, line in LINES for found in re.finditer(pattern, line)]
+    assert {name for name, _ in started} >= {"gpus.md", *(path.name for path in RECIPES if path.parent.name == "Qwen")}
+    assert {before for _, before in started} == {"CUDA_VISIBLE_DEVICES=7 "}
+
+
+CUDA_OF_TORCH = {"2.13.0": "13.0"}
+"""The CUDA that the build of a torch on PyPI is made for; vLLM's is made for the same torch."""
+
+
+def test_the_image_has_the_cuda_and_the_python_that_torch_is_built_for():
+    pinned = re.search(r"TORCH-torch==([\d.]+)", (ROOT / "scripts" / "install.sh").read_text())[1]
+    image = re.search(r"FROM nvidia/cuda:([\d.]+)-devel-ubuntu([\d.]+)", (ROOT / "Dockerfile").read_text())
+    assert image[1].rsplit(".", 1)[0] == CUDA_OF_TORCH[pinned]
+    assert image[2] == "24.04"  # its python3 is 3.12; the project takes 3.10 and later
 
 
 BENCHMARKS = sorted(
@@ -69,7 +98,7 @@ def test_benchmark_exists(name):
 
 @pytest.mark.parametrize("command", [command for command in starting("mt-grpo") if command not in SERVE])
 def test_mt_grpo_command_works(command, tmp_path):
-    name, *arguments = shlex.split(command)[1:]
+    name, *arguments = words(command)[1:]
     arguments += [*shlex.split(SMALL[name]), "--output_dir", str(tmp_path / "run")]
     run = subprocess.run([sys.executable, "-m", "mt_grpo", name, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import sys
@@ -13,6 +15,7 @@ from mt_grpo.training import serve
 from mt_grpo.training.config import ConfigError
 from mt_grpo.training.recipe import parse_recipe
 from mt_grpo.training.servers import check_importance_sampling, server_urls
+from mt_grpo.vllm_plugin import keys
 
 QUICKSTART = ["--config", "recipes/quickstart.yaml"]
 
@@ -59,9 +62,27 @@ def test_weights_by_nccl_and_by_adapter_change_the_flags():
     assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
-def test_the_key_is_on_no_command_line(monkeypatch):
+def test_the_key_is_on_no_command_line(monkeypatch, capsys):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    assert "secret" not in " ".join(command()[0])
+    monkeypatch.setattr(os, "execve", lambda *arguments: None)
+    main(["serve", *QUICKSTART])
+    assert "secret" not in " ".join(command()[0]) + str(command()[2]) + capsys.readouterr().out
+
+
+def test_the_guard_stands_before_every_server():
+    for transport in ("auto", "nccl", "lora"):
+        _, flags, _ = command("--lora_r", "8", transport=transport)
+        module, name = flags["--middleware"].rsplit(".", 1)
+        assert inspect.isclass(getattr(importlib.import_module(module), name))
+
+
+def test_a_server_that_cannot_hide_its_key_is_refused_before_it_starts(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr(os, "execve", lambda *arguments: pytest.fail("it was started"))
+    (tmp_path / f"mt-grpo-keys-{os.geteuid()}").symlink_to(tmp_path)
+    assert main(["serve", *QUICKSTART]) == 1
+    assert "remove it, or set `VLLM_API_KEY`" in capsys.readouterr().err
 
 
 def test_the_trainer_finds_the_server_where_the_recipe_puts_it():

@@ -13,6 +13,7 @@ from mt_grpo.rollout.engine import EngineError, Sampling
 from mt_grpo.rollout.vllm_client import VLLMServerClient
 from mt_grpo.rollout.vllm_http import ServerGoneError, ServerSetupError
 from mt_grpo.rollout.vllm_pool import ServerPool
+from mt_grpo.vllm_plugin import keys
 
 SAMPLING = Sampling(max_tokens=8, seed=3)
 
@@ -177,6 +178,41 @@ def test_the_key_is_sent(tokenizer, start):
     server = start()
     ask(client_of(tokenizer, server, api_key="secret"))
     assert server.last_headers["Authorization"] == "Bearer secret"
+
+
+def test_the_key_that_a_server_made_up_is_found_again_after_each_restart(tokenizer, start, monkeypatch, tmp_path):
+    """Of two servers, each with its own; many requests under way learn of a restart at once."""
+    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    servers = [start(), start()]
+
+    def restart():
+        for server in servers:
+            server.key = f"key {len(server.requests)} of {server.port}"
+            keys.write_key("127.0.0.1", server.port, server.key)
+
+    async def go():
+        client = client_of(tokenizer, *servers, max_retries=0)
+        await client.connect()
+        for _ in range(2):
+            jobs = [client.generate([index], SAMPLING, str(index)) for index in range(16)]
+            assert {tuple(sample.ids) for sample in await asyncio.gather(*jobs)} == {(5, 6)}
+            restart()
+        await client.close()
+
+    restart()
+    asyncio.run(go())
+    assert all(server.asked("/v1/completions") for server in servers)
+
+
+def test_a_key_that_is_given_is_the_only_one_that_is_tried(tokenizer, start, monkeypatch, tmp_path):
+    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    server = start()
+    server.key = "the server's"
+    keys.write_key("127.0.0.1", server.port, server.key)
+    with pytest.raises(ServerSetupError, match="refuses the API key"):
+        ask(client_of(tokenizer, server, api_key="another"))
+    assert len(server.requests) == 2  # its health, and its models once
 
 
 @pytest.mark.parametrize(

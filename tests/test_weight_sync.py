@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from accelerate import Accelerator
 from conftest import build_model
@@ -19,10 +20,12 @@ from mt_grpo.rollout.vllm_client import VLLMServerClient
 from mt_grpo.rollout.vllm_http import ServerControl
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.config import ConfigError
+from mt_grpo.training.nccl_client import KeyedClient
 from mt_grpo.training.servers import own_engine
 from mt_grpo.training.weight_probe import trainer_logprobs
 from mt_grpo.training.weight_push import WeightSyncError, paused
 from mt_grpo.training.weight_transports import LoraSync, NcclSync, SafetensorsSync, Transfer
+from mt_grpo.vllm_plugin import keys
 
 TESTS = Path(__file__).parent
 
@@ -172,15 +175,46 @@ def test_a_transfer_by_nccl_that_fails_ends_the_run_after_its_walk_and_resumes_t
     assert not list(nccl._generation.walk)
 
 
-@pytest.mark.parametrize(
-    ("installed", "urls", "key", "words"),
-    [(False, 1, None, "needs vLLM"), (True, 2, None, "one server"), (True, 1, "secret", "API key")],
-)
-def test_what_nccl_cannot_do_is_said_at_the_start(tokenizer, monkeypatch, installed, urls, key, words):
+@pytest.mark.parametrize(("installed", "urls", "words"), [(False, 1, "needs vLLM"), (True, 2, "one server")])
+def test_what_nccl_cannot_do_is_said_at_the_start(tokenizer, monkeypatch, installed, urls, words):
     monkeypatch.setattr("mt_grpo.training.weight_transports.is_vllm_available", lambda: installed)
-    client = VLLMServerClient([f"http://127.0.0.1:{port}" for port in range(1, 1 + urls)], tokenizer, api_key=key)
+    client = VLLMServerClient([f"http://127.0.0.1:{port}" for port in range(1, 1 + urls)], tokenizer)
     with pytest.raises(ConfigError, match=f"{words}.*weight_sync: safetensors"):
         NcclSync(client, lambda: build_model(tokenizer), Accelerator(cpu=True))
+
+
+class Session(httpx.Client):
+    """What TRL's client needs of `requests`, which comes with vLLM."""
+
+    def mount(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("given", ["given", "from the environment", "made up"])
+def test_by_nccl_the_key_is_sent_from_the_first_request_that_needs_it(
+    tokenizer, monkeypatch, tmp_path, replicas, given
+):
+    """TRL's own client, as far as it gets without a GPU."""
+    http, key = replicas[0].http, f"key {given}"
+    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if given == "from the environment":
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    if given == "made up":
+        keys.write_key("127.0.0.1", http.port, key)
+    requests = SimpleNamespace(Session=Session, get=httpx.get, exceptions=httpx)
+    for name in ("is_vllm_available", "is_requests_available"):
+        monkeypatch.setattr(f"trl.generation.vllm_client.{name}", lambda: True)
+    for name, value in (("requests", requests), ("Retry", dict), ("HTTPAdapter", dict)):
+        monkeypatch.setattr(f"trl.generation.vllm_client.{name}", value, raising=False)
+    monkeypatch.setattr("mt_grpo.training.weight_transports.is_vllm_available", lambda: True)
+    seen = []
+    monkeypatch.setattr(KeyedClient, "init_communicator", lambda self, device: seen.append(self.get_server_info()))
+    http.key = key
+    client = VLLMServerClient(http.url, tokenizer, api_key=key if given == "given" else None)
+    sync = NcclSync(client, lambda: build_model(tokenizer), Accelerator(cpu=True), group_port=51299)
+    assert seen and sync._generation.vllm_client.group_port == 51299
+    assert [path for _, path, _ in http.requests] == ["/health", "/v1/models", "/server_info"]
 
 
 def test_sync_by_adapter_needs_an_adapter(tokenizer, client):

@@ -34,7 +34,8 @@ async def check_server(url: str, model: str | None, tokenizer: Any, get: Call, p
     except RequestFailed as error:
         if error.status == 401:
             raise ServerSetupError(
-                f"The vLLM server at {url} refuses the API key: set `VLLM_API_KEY` to its key."
+                f"The vLLM server at {url} refuses the API key: start server and trainer with the same "
+                "`VLLM_API_KEY`, or both without it, on one machine and as one user."
             ) from (error)
         raise
     served = next((entry for entry in models if model is None or _same(model, entry)), None)
@@ -61,7 +62,7 @@ async def _check_flags(url: str, get: Call) -> None:
             raise
         raise ServerSetupError(
             f"The vLLM server at {url} has no endpoints for weight sync: start it with `mt-grpo serve`, or with "
-            "`VLLM_SERVER_DEV_MODE=1` in its environment."
+            "`VLLM_SERVER_DEV_MODE=1` in its environment and `--middleware mt_grpo.vllm_plugin.guard.Guard`."
         ) from error
     mode = config["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs":

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import orjson
 
 from mt_grpo.rollout.background import run
@@ -16,14 +15,7 @@ from mt_grpo.rollout.engine import Sample, Sampling
 from mt_grpo.rollout.vllm_chat import ChatReply, answer_all
 from mt_grpo.rollout.vllm_check import check_server
 from mt_grpo.rollout.vllm_completions import completion_request, read_sample
-from mt_grpo.rollout.vllm_http import (
-    CONNECT_TIMEOUT,
-    RequestFailed,
-    ServerGoneError,
-    no_answer,
-    open_session,
-    read_answer,
-)
+from mt_grpo.rollout.vllm_http import CONNECT_TIMEOUT, RequestFailed, ServerGoneError, open_session
 from mt_grpo.rollout.vllm_pool import Server, ServerPool, Wire
 from mt_grpo.trajectory import Message
 
@@ -50,7 +42,8 @@ class VLLMServerClient:
         base_urls (`str` or `list[str]`): Servers, e.g. `"http://127.0.0.1:8000"`.
         tokenizer: Tokenizer of the model; compared with the server's by `connect`.
         model (`str`, *optional*): Name or path of the model the server must hold; any where none is given.
-        api_key (`str`, *optional*): Key of the servers.
+        api_key (`str`, *optional*): Key of the servers; where none is given, `VLLM_API_KEY` or what each server on
+            this machine left for its user.
         request_timeout (`float`, *optional*, defaults to `600.0`): Seconds one request may take, and `TOKEN_TIME` more
             for each token it may sample.
         max_retries (`int`, *optional*, defaults to `4`): Repeats of a request after failures of the server.
@@ -77,7 +70,7 @@ class VLLMServerClient:
         max_concurrent: int = 1024,
         server_timeout: float = 240.0,
     ) -> None:
-        self.pool = ServerPool([base_urls] if isinstance(base_urls, str) else list(base_urls))
+        self.pool = ServerPool([base_urls] if isinstance(base_urls, str) else list(base_urls), api_key)
         self.tokenizer = tokenizer
         self.expected_model = model
         self.model = ""
@@ -273,20 +266,13 @@ class VLLMServerClient:
     async def _call(
         self, server: Server, method: str, path: str, content: bytes | None = None, timeout: float | None = None
     ) -> Any:
-        limit = aiohttp.ClientTimeout(timeout or self.request_timeout, sock_connect=CONNECT_TIMEOUT)
-        url, request = server.url + path, f"{method} {server.url}{path}"
-        try:
-            async with self._connection().http.request(method, url, data=content, timeout=limit) as answer:
-                body = await answer.read()
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            raise no_answer(request, error) from error
-        return read_answer(request, answer.status, body)
+        return await self._connection().call(server, method, path, content, timeout or self.request_timeout)
 
     def _connection(self) -> Wire:
         """Connections of the running event loop; those of an earlier loop cannot be used in another."""
         loop = asyncio.get_running_loop()
         if self._wire is None or self._wire.loop is not loop:
-            self._wire = Wire(loop, open_session(self.api_key), asyncio.Semaphore(self.max_concurrent), {})
+            self._wire = Wire(loop, open_session(), asyncio.Semaphore(self.max_concurrent), {})
             self.pool.wait_anew()
         return self._wire
 

@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import ssl
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import httpx
 import orjson
 
 from mt_grpo.rollout.engine import EngineError
+from mt_grpo.vllm_plugin.keys import read_key
 
 CONNECT_TIMEOUT = 5.0
 """Seconds until a host that does not answer counts as unreachable."""
@@ -48,16 +51,27 @@ class ServerGoneError(ConnectionError):
     """No server could be reached for as long as the client waits. It ends the run, not one conversation."""
 
 
+def find_key(base_url: str) -> str | None:
+    """
+    The key of a server: `VLLM_API_KEY`, else what a server that runs at this address of this machine left for its
+    user; `None` where there is neither.
+
+    Raises:
+        PermissionError: If others could have left it; see `mt_grpo.vllm_plugin.keys`.
+    """
+    parts = urlsplit(base_url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return os.environ.get("VLLM_API_KEY") or read_key(parts.hostname, port)
+
+
 def headers(api_key: str | None) -> dict[str, str]:
     """The headers of every request."""
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
 
-def open_session(api_key: str | None) -> aiohttp.ClientSession:
+def open_session() -> aiohttp.ClientSession:
     """Connections of the running event loop to any number of servers, as many as are asked for."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE), headers=headers(api_key)
-    )
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE))
 
 
 def read_answer(request: str, status: int, body: bytes) -> Any:
@@ -100,14 +114,14 @@ class ServerControl:
 
     Args:
         base_url (`str`): The server.
-        api_key (`str`, *optional*): Its key.
+        api_key (`str`, *optional*): Its key; see `find_key` where none is given.
         timeout (`float`, *optional*, defaults to `300.0`): Seconds one call may take.
     """
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 300.0) -> None:
         self.base_url = base_url.rstrip("/")
         self._client = httpx.Client(
-            headers=headers(api_key),
+            headers=headers(api_key or find_key(base_url)),
             timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT),
             # a connection for each call: after an error the server closes it, perhaps under the next call
             limits=httpx.Limits(max_keepalive_connections=0),

@@ -9,8 +9,11 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
+
+from mt_grpo.rollout.vllm_http import CONNECT_TIMEOUT, find_key, headers, no_answer, read_answer
 
 
 @dataclass(eq=False)
@@ -20,6 +23,7 @@ class Server:
 
     Args:
         url (`str`): Base URL without a trailing slash.
+        api_key (`str`, *optional*): Its key; looked up (`find_key`) where none is given and the server wants one.
         down_since (`float`, *optional*): Moment (`time.monotonic`) it stopped answering; `None` while it is up.
         fault (`str`): What was seen when it stopped.
         fingerprint (`str`, *optional*): The identity its answers carry, once seen; a restarted server has another.
@@ -29,12 +33,21 @@ class Server:
     """
 
     url: str
+    api_key: str | None = None
     down_since: float | None = None
     fault: str = ""
     fingerprint: str | None = None
     failure: BaseException | None = None
     drops: int = 0
     sessions: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.key = self.api_key
+
+    def renew_key(self) -> bool:
+        """Looks its key up again, after it was refused; returns whether it is another: a restart brings one."""
+        before, self.key = self.key, self.api_key or find_key(self.url)
+        return self.key != before
 
     @property
     def up(self) -> bool:
@@ -61,10 +74,11 @@ class ServerPool:
 
     Args:
         urls (`list[str]`): The servers.
+        api_key (`str`, *optional*): Their key.
     """
 
-    def __init__(self, urls: list[str]) -> None:
-        self.servers = [Server(url.rstrip("/")) for url in urls]
+    def __init__(self, urls: list[str], api_key: str | None = None) -> None:
+        self.servers = [Server(url.rstrip("/"), api_key) for url in urls]
         self._server: dict[str, Server] = {}
         self._group: dict[str, int] = {}
         self._server_of_group: dict[int, Server] = {}
@@ -139,6 +153,26 @@ class Wire:
                 yield
         finally:
             self.asking -= 1
+
+    async def call(self, server: Server, method: str, path: str, content: bytes | None, timeout: float) -> Any:
+        """What `server` answers, decoded; see `read_answer` for what is raised, and `RequestFailed` for no answer."""
+        key = server.key
+        status, body = await self._exchange(server, method, path, content, timeout)
+        # another request may have looked the key up meanwhile
+        if status == 401 and (server.key != key or server.renew_key()):
+            status, body = await self._exchange(server, method, path, content, timeout)
+        return read_answer(f"{method} {server.url}{path}", status, body)
+
+    async def _exchange(
+        self, server: Server, method: str, path: str, content: bytes | None, timeout: float
+    ) -> tuple[int, bytes]:
+        limit = aiohttp.ClientTimeout(timeout, sock_connect=CONNECT_TIMEOUT)
+        options = {"data": content, "timeout": limit, "headers": headers(server.key)}
+        try:
+            async with self.http.request(method, server.url + path, **options) as answer:
+                return answer.status, await answer.read()
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise no_answer(f"{method} {server.url}{path}", error) from error
 
     def end_watch(self, server: Server, done: asyncio.Future[None]) -> None:
         """A server whose weights cannot be brought back fails every conversation, and with them the run."""

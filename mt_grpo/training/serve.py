@@ -17,14 +17,18 @@ from mt_grpo.training.config import ConfigError, MTGRPOConfig
 from mt_grpo.training.launch import resolve_model
 from mt_grpo.training.recipe import Recipe
 from mt_grpo.training.servers import server_urls, weight_transport
+from mt_grpo.vllm_plugin.keys import check_folder
+
+GUARD = "mt_grpo.vllm_plugin.guard.Guard"
+"""What lets only the trainer's requests pass, and only with the key."""
 
 
 def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
     """
     The command that starts a recipe's server, and the environment variables it needs beside those of this process.
 
-    The interpreter is that of `.venv-vllm` in the checkout, where it has been made, else this one. An API key is taken
-    from `VLLM_API_KEY`, by the server as by the trainer, so that no command line shows it.
+    The interpreter is that of `.venv-vllm` in the checkout, where it has been made, else this one. The key is taken
+    from `VLLM_API_KEY`, by the server as by the trainer, or made up by the server, so that no command line shows it.
 
     Raises:
         ConfigError: If the recipe's server is on another machine.
@@ -39,6 +43,7 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
         *("--host", host, "--port", str(port)),
         *("--dtype", "bfloat16" if args.bf16 else "float16" if args.fp16 else model.dtype or "auto"),
         *("--tensor-parallel-size", str(args.vllm_tensor_parallel_size)),
+        *("--middleware", GUARD),
         "--enable-prefix-caching",
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
         *("--weight-transfer-config", json.dumps({"backend": "nccl" if transport == "nccl" else "safetensors"})),
@@ -64,7 +69,15 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
 
 
 def serve(recipe: Recipe) -> None:
-    """Prints the command and becomes it."""
+    """
+    Prints the command and becomes it.
+
+    Raises:
+        ConfigError: If the recipe's server is on another machine.
+        PermissionError: If the server has to make up a key, and there is no place that only this user can read.
+    """
+    if not os.environ.get("VLLM_API_KEY"):
+        check_folder()
     command, environment = server_command(recipe)
     print(" ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(command)]), flush=True)
     os.execve(command[0], command, {**os.environ, **environment})

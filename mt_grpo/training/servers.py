@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +78,7 @@ def server_client(args: MTGRPOConfig, tokenizer: Any, model: str) -> VLLMServerC
     The client of a run's servers, not yet connected.
 
     Args:
-        args (`MTGRPOConfig`): The run's options; the key is taken from the environment variable `VLLM_API_KEY`.
+        args (`MTGRPOConfig`): The run's options.
         tokenizer: The trainer's tokenizer.
         model (`str`): Name or path of the model the servers must hold.
     """
@@ -87,7 +86,6 @@ def server_client(args: MTGRPOConfig, tokenizer: Any, model: str) -> VLLMServerC
         server_urls(args),
         tokenizer,
         model=model,
-        api_key=os.environ.get("VLLM_API_KEY"),
         server_timeout=args.vllm_server_timeout,
     )
 

@@ -20,16 +20,37 @@ from trl.import_utils import is_vllm_available
 from mt_grpo.rollout.vllm_client import VLLMServerClient
 from mt_grpo.rollout.vllm_http import ServerControl
 from mt_grpo.training.config import ConfigError
+from mt_grpo.training.nccl_client import KeyedClient
 from mt_grpo.training.weight_files import Layout, WeightFile, exhaust, make_folder, write_weights
 from mt_grpo.training.weight_push import WeightSyncError, paused, push_adapter, push_file
 from mt_grpo.training.weight_sync import ServerSync
 
 
 class Transfer(VLLMGeneration):
-    """TRL's transfer by NCCL, with a walk over the parameters that every process can finish."""
+    """
+    TRL's transfer by NCCL, with the server's key, and a walk over the parameters that every process can finish.
+
+    Args:
+        api_key (`str`, *optional*): The key; see `find_key` where none is given.
+        args, options: Those of TRL's transfer.
+    """
 
     walk: Iterable[Any] = ()
     """The walk under way."""
+
+    def __init__(self, *args: Any, api_key: str | None = None, **options: Any) -> None:
+        self.api_key = api_key
+        super().__init__(*args, **options)
+
+    def _init_vllm(self) -> None:
+        if self.accelerator.is_main_process:
+            self.vllm_client = KeyedClient(
+                self.server_base_url,
+                group_port=self.group_port,
+                connection_timeout=self.server_timeout,
+                api_key=self.api_key,
+            )
+            self.vllm_client.init_communicator(device=self.accelerator.device)
 
     def _iter_named_params(self) -> Any:
         for module in self.model.modules():
@@ -194,7 +215,7 @@ class NcclSync(ServerSync):
         group_port (`int`, *optional*, defaults to `51216`): Port of that process group.
 
     Raises:
-        ConfigError: If TRL's client cannot talk to the servers: no vLLM here, several of them, or a key.
+        ConfigError: If TRL's client cannot talk to the servers: no vLLM here, or several of them.
     """
 
     repeatable = False
@@ -211,7 +232,6 @@ class NcclSync(ServerSync):
         for fault, hindrance in (
             ("needs vLLM in the trainer's environment too, where it is not installed", not is_vllm_available()),
             ("reaches one server, and several are named", len(client.base_urls) > 1),
-            ("cannot send an API key, and `VLLM_API_KEY` is set", client.api_key is not None),
         ):
             if hindrance:
                 raise ConfigError(f"`weight_sync: nccl` {fault}: mend that, or choose `weight_sync: safetensors`.")
@@ -221,6 +241,7 @@ class NcclSync(ServerSync):
             accelerator,
             client.tokenizer,
             mode="server",
+            api_key=client.api_key,
             server_base_url=client.base_urls[0],
             server_timeout=client.server_timeout,
             group_port=group_port,

@@ -1,0 +1,119 @@
+"""What stands before a server's endpoints: `--middleware mt_grpo.vllm_plugin.guard.Guard`; see docs/server.md."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from mt_grpo.vllm_plugin.keys import remove_key, write_key
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+HEALTH = ("GET", "/health")
+ALLOWED = frozenset(
+    {
+        HEALTH,
+        ("GET", "/v1/models"),
+        ("GET", "/version"),
+        ("GET", "/metrics"),
+        ("GET", "/server_info"),
+        ("GET", "/get_world_size"),
+        ("GET", "/is_paused"),
+        ("GET", "/weight_info"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/tokenize"),
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("POST", "/reset_prefix_cache"),
+        ("POST", "/init_weight_transfer_engine"),
+        ("POST", "/start_weight_update"),
+        ("POST", "/update_weights"),
+        ("POST", "/finish_weight_update"),
+        ("POST", "/update_weight_version"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/v1/unload_lora_adapter"),
+    }
+)
+"""What a trainer and its user ask for. Paths are compared as the router sees them, decoded and to the letter."""
+
+
+class Guard:
+    """
+    ASGI middleware around the whole server. vLLM's development endpoints run any method of a worker for whoever asks,
+    its key guards some paths only, and its answers let every web page read them. Here a request passes if
+
+    - its method and path are in `allowed`,
+    - it has no `Origin`, as requests of web pages have,
+    - it has the key (`Authorization: Bearer KEY`), except for the health check.
+
+    The key is vLLM's own: `--api-key`, which `ps` shows to everybody, or `VLLM_API_KEY`. Where neither is given, the
+    server makes one up and leaves it to its user's trainers on the same machine as long as it runs (`keys.py`).
+
+    Args:
+        app: The server.
+    """
+
+    allowed = ALLOWED
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._keys: list[str] = []
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        elif (refusal := self._refusal(scope)) is not None:
+            await _refuse(send, *refusal)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _live(self, scope: Message, receive: Receive, send: Send) -> None:
+        args = scope["app"].state.args
+        self._keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
+        if self._keys:
+            return await self._app(scope, receive, send)
+        key = secrets.token_urlsafe(32)
+        self._keys = [key]
+
+        async def announce(message: Message) -> None:
+            # not before: the port is this server's by now, and nobody else can wait there for the key
+            if message["type"] == "lifespan.startup.complete":
+                write_key(args.host, args.port, key)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, announce)
+        finally:
+            remove_key(args.host, args.port, key)
+
+    def _refusal(self, scope: Message) -> tuple[int, str] | None:
+        """Status and reason, where a request does not pass."""
+        headers = dict(scope["headers"])
+        request = (scope["method"], scope["path"])
+        if b"origin" in headers:
+            return 403, "Requests of web pages are refused."
+        if request not in self.allowed:
+            return 403, "This server answers its trainer's requests only, and this is none of them."
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        known = [hmac.compare_digest(given, key.encode()) for key in self._keys]
+        if request == HEALTH or (scheme.lower() == b"bearer" and any(known)):
+            return None
+        return 401, "The key of this server is missing or wrong."
+
+
+async def _refuse(send: Send, status: int, reason: str) -> None:
+    body = json.dumps({"error": reason}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
