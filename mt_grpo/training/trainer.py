@@ -156,8 +156,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             args.tokenization_sanity_check_mode,
         )
         self._failed_batches = 0
-        self.eval_trajectories: list[Trajectory] = []
-        """Trajectories of this process in the latest evaluation."""
+        self.eval_trajectories: list[Trajectory] = []  # of this process, in the latest evaluation
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -190,12 +189,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         )
 
     def _rollout(self, prompts: list[Any], mode: str) -> list[Trajectory]:
-        rank, step = self.accelerator.process_index, self.state.global_step
+        step, first = self.state.global_step, self.accelerator.process_index * len(prompts)
         # generation can happen more than once in an optimiser step; evaluation draws the same numbers every time
         moment = (step, self._step % self.args.gradient_accumulation_steps) if mode == "train" else ()
         requests = []
-        for index, (prompt, row) in enumerate(zip(prompts, self._rows, strict=True)):
-            number = rank * len(prompts) + index
+        for number, (prompt, row) in enumerate(zip(prompts, self._rows, strict=True), first):
             columns = {name: value for name, value in row.items() if name != "prompt"}
             session = "-".join(f"{part:06d}" if isinstance(part, int) else part for part in (mode, *moment, number))
             seed = derive_seed(self.args.seed, mode, *moment, number, prompt)
@@ -209,9 +207,12 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             with self._generation_model() as model:
                 if model is not None:
                     self.runner.engine.model = model
-                return self._everywhere(self.runner.run(requests, self._sampling, on_finish=self._trajectories.append))
+                trajectories = self._everywhere(self.runner.run(requests, self._sampling, self._trajectories.append))
         finally:
             self.model.train(training)
+        if self.weight_sync is not None:
+            self.weight_sync.check()
+        return trajectories
 
     def _everywhere(self, work: Coroutine[Any, Any, Any]) -> Any:
         """A failure that ends one process ends all: none is left waiting for it in a collective."""
