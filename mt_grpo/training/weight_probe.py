@@ -80,13 +80,18 @@ def trainer_logprobs(model: Any, ids: list[int], padding: int = 0) -> list[float
     return logprobs.gather(1, tokens[0, padding + 1 :].unsqueeze(1))[:, 0].tolist()
 
 
-def tolerance_for(noise: float) -> float:
+def tolerance_for(expected: list[float], padded: list[float], epsilon: float) -> float:
     """
     The mean difference, in nats a token, that narrow types explain: ten times what padding alone changes in the
-    trainer, because the server's kernels round elsewhere; not less than 0.25, four rounding steps of a bfloat16 logit
-    of 8 to 16, and not more than 2, well below the 7 to 16 nats of weights that did not arrive.
+    trainer, or what rounding the log-probs would change where that is more, because the server's kernels round
+    elsewhere. Not less than 0.25, and not more than 2, well below the 7 to 16 nats of weights that did not arrive.
+
+    Args:
+        expected (`list[float]`), padded (`list[float]`): The trainer's log-probs of the probe, and with padding.
+        epsilon (`float`): Relative distance of two neighbouring numbers of the narrowest type.
     """
-    return min(2.0, max(0.25, 10.0 * noise))
+    rounding = epsilon / 2 * sum(abs(value) for value in expected) / len(expected)
+    return min(2.0, max(0.25, 10.0 * rounding, 10.0 * compare(padded, expected).difference))
 
 
 def compare(server: list[float], trainer: list[float]) -> Verdict:

@@ -130,8 +130,10 @@ class ServerSync(ServerRounds):
         if self.dtype is not None:
             return
         self._run(lambda: None, lambda: self._each_server(self._examine))
-        narrowest = min(next(self.get_model().parameters()).dtype.itemsize, self.dtype.itemsize)
-        self._measures &= narrowest < 4 or self.accelerator.mixed_precision != "no"
+        mixed = {"no": torch.float32, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.bfloat16)
+        dtypes = (next(self.get_model().parameters()).dtype, mixed, self.dtype)
+        self._epsilon = max(torch.finfo(dtype).eps for dtype in dtypes)
+        self._measures &= self._epsilon > torch.finfo(torch.float32).eps
 
     def sync(self, step: int) -> None:
         """See `WeightSync.sync`."""
@@ -211,14 +213,11 @@ class ServerSync(ServerRounds):
         unchanged = self._score(self.get_model())
         with self._change(self.accelerator.unwrap_model(self.get_model())) as self.changed:
             self._expected = trainer_logprobs(self.get_model(), self._probe)
-        if compare(unchanged, self._expected).difference > 2 * self.tolerance:
-            self.client.weight_version = None
-            self._send(None)
-            self._verify()
-        else:
-            logger.warning(
-                "Whether weights reach every layer cannot be seen: this model's answers hardly depend on them."
-            )
+        if compare(unchanged, self._expected).difference < 2 * self.tolerance:
+            logger.warning("Weights are not proved to reach every layer: the model's answers hardly depend on them.")
+        self.client.weight_version = None
+        self._send(None)
+        self._verify()
         self.changed = None
 
     def _send(self, step: int | None) -> None:
@@ -248,7 +247,8 @@ class ServerSync(ServerRounds):
         """The trainer's answers, and how far a server's may be from them."""
         expected = trainer_logprobs(model, self._probe)
         if self._measures:
-            self.tolerance = tolerance_for(compare(trainer_logprobs(model, self._probe, PADDING), expected).difference)
+            padded = trainer_logprobs(model, self._probe, PADDING)
+            self.tolerance = tolerance_for(expected, padded, self._epsilon)
         return expected
 
     def _push_and_compare(self, server: ServerControl) -> None:
