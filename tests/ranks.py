@@ -100,7 +100,9 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         run_training(trainer, {}, Console(quiet=True))
     else:
         trainer.train()
-    sent = {name: tensor.detach().clone() for name, tensor in Parameters(trainer.model, trainer.accelerator)}
+    walk = Parameters(trainer.model, trainer.accelerator)
+    walk.dtype = torch.bfloat16 if args.bf16 else None  # of the server that such a recipe starts
+    sent = {name: tensor.detach().clone() for name, tensor in walk}
     ids = torch.tensor([[1, 2]])
     with trainer.accelerator.autocast():
         logps, _ = batch_logps(trainer.model, ids, ids > 0, ids, ids > 0, ids > 0)

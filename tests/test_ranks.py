@@ -74,9 +74,10 @@ def test_a_trained_output_layer_is_learnt_from_all_ranks_though_one_has_nothing_
     assert_the_same_is_learnt(one, two)
 
 
-def test_sharding_in_bfloat16_does_not_round_log_probs(tmp_path):
+def test_sharding_in_bfloat16_rounds_what_is_sent_and_no_log_probs(tmp_path):
     two = run(tmp_path, 2, "bf16", **SHARDED)
     assert two["sharded"] and two["dtype"] == torch.float32
+    assert {tensor.dtype for tensor in two["sent"].values()} == {torch.bfloat16}
 
 
 def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):
