@@ -143,7 +143,9 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         stream = IterableDataset.from_generator(lambda: iter(rows[:5]))
         for dataset in (None, stream):
             evaluations.append(trainer.evaluate(dataset))
-    sent = {name: tensor.detach().clone() for name, tensor in Parameters(trainer.model, trainer.accelerator)}
+    walk = Parameters(trainer.model, trainer.accelerator)
+    walk.dtype = torch.bfloat16 if args.bf16 else None  # of the server that such a recipe starts
+    sent = {name: tensor.detach().clone() for name, tensor in walk}
     ids = torch.tensor([[1, 2]])
     with trainer.accelerator.autocast():
         logps, _ = batch_logps(trainer.model, ids, ids > 0, ids, ids > 0, ids > 0)

@@ -82,9 +82,10 @@ def sharded_in_bfloat16(tmp_path_factory):
     return run(tmp_path_factory.mktemp("bfloat16"), 2, "bf16", **SHARDED)
 
 
-def test_sharding_in_bfloat16_does_not_round_log_probs(sharded_in_bfloat16):
+def test_sharding_in_bfloat16_rounds_what_is_sent_and_no_log_probs(sharded_in_bfloat16):
     two = sharded_in_bfloat16
     assert two["sharded"] and two["dtype"] == torch.float32
+    assert {tensor.dtype for tensor in two["sent"].values()} == {torch.bfloat16}
 
 
 def test_sharding_in_bfloat16_does_not_round_the_sum_of_gradients(sharded_in_bfloat16):

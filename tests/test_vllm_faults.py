@@ -248,7 +248,7 @@ def test_a_server_that_hangs_as_a_whole_is_waited_for(undisturbed, server):
 def test_a_server_that_is_gone_after_the_first_step_leaves_a_checkpoint_to_go_on_from(
     undisturbed, server, proxy, tmp_path, capsys, moment
 ):
-    paths = {"sync": ("/pause", 1), "evaluation": (COMPLETIONS, 2)}
+    paths = {"sync": ("/pause", 2), "evaluation": (COMPLETIONS, 3)}  # the first update is a proof
     dying = proxy(lambda path, updates, number: "dead" if (path, updates) == paths[moment] else None)
     folder = tmp_path / "run"
     more = ["--max_steps", "1", "--do_eval", "true", "--eval_on_start", "false"]
@@ -308,7 +308,7 @@ def test_an_interrupted_run_ends_at_once_with_one_line_and_nothing_half_done(
 ):
     folder, marker = tmp_path / "run", tmp_path / "marker"
     hanging = proxy(
-        lambda path, updates, number: "hang" if (path, updates) == (COMPLETIONS, 1) and number >= HANGS_AT else None
+        lambda path, updates, number: "hang" if (path, updates) == (COMPLETIONS, 2) and number >= HANGS_AT else None
     )
     more = {
         "rollout": lambda: ONE_AT_A_TIME,
@@ -333,7 +333,7 @@ def test_an_interrupted_run_ends_at_once_with_one_line_and_nothing_half_done(
     assert not list(folder.rglob("*.safetensors")) and not list(folder.glob("checkpoint-*"))
     if moment == "rollout":
         finished = trajectories(folder)
-        assert len(finished) == conversations(hanging.contexts[1:]) - 1 >= 3  # the first is the probe of the sync
+        assert len(finished) == conversations(hanging.contexts[2:]) - 1 >= 3  # the first are the probes of the sync
         assert all(row["stop_reason"] for row in finished)
 
 
@@ -353,32 +353,27 @@ def test_a_run_goes_on_with_a_server_that_a_killed_run_left_paused(undisturbed, 
 @pytest.fixture(scope="module")
 def outage(undisturbed, server, tmp_path_factory):
     """
-    Two runs in the middle of their second rollout when the server is killed. One gives up before the server is started
-    again, with the same command, the other does not.
+    Two runs, one after the other, in the middle of their second rollout when the server is killed. One gives up before
+    the server is started again, with the same command, the other does not.
     """
     folder = tmp_path_factory.mktemp("outage")
     runs, proxies = [], []
 
     def fault(path: str, updates: int, number: int) -> str | None:
-        return "hang" if (path, updates) == (COMPLETIONS, 2) and number >= HANGS_AT else None
+        return "hang" if (path, updates) == (COMPLETIONS, 3) and number >= HANGS_AT else None
 
-    def later(path: str, updates: int, number: int) -> str | None:
-        """Two runs do not share a server's weights: the second one finds the server when the first one hangs."""
-        return fault(path, updates, number) if "hang" in proxies[0].faults else "closed"
-
-    for name, timeout, script in (("impatient", "2", fault), ("patient", str(START_LIMIT), later)):
-        proxies.append(Proxy(server.url, script))
+    for name, timeout in (("impatient", "2"), ("patient", str(START_LIMIT))):
+        proxies.append(Proxy(server.url, fault))
         more = (*ONE_AT_A_TIME, "--vllm_server_timeout", timeout)
         runs.append(Run(options(proxies[-1].url, folder / name, *more), folder / name))
-    for run, one in zip(runs, proxies, strict=True):
-        run.until(lambda one=one: "hang" in one.faults)
-    server.stop(signal.SIGKILL)
+        runs[-1].until(lambda: "hang" in proxies[-1].faults)
+        server.stop(signal.SIGKILL)
+        proxies[-1].go.set()
+        if name == "impatient":
+            runs[0].wait()
+        server.start()
     begun = conversations(proxies[0].contexts[-HANGS_AT - 1 :])
-    for one in proxies:
-        one.go.set()
-    runs[0].wait()
     saved = trajectories(runs[0].folder)
-    server.start()
     runs[1].wait()
     for one in proxies:
         one.stop()

@@ -321,7 +321,7 @@ def test_after_a_sync_the_server_samples_with_the_trained_weights(trained):
     samples = generate(client, contexts, Sampling(max_tokens=40, seed=3))
     assert largest_difference(trained.model, contexts, samples) < TOLERANCE
     assert {sample.weight_version for sample in samples} == {5}
-    assert ServerControl(trained.server.url).get("/weight_info") == {"weight_version": "5"}
+    assert ServerControl(trained.server.url).get("/weight_info") == {"weight_version": f"{sync.run}:5"}
     (file,) = sync._folder.glob("*.safetensors")
     assert file.name == "weights-00000005.safetensors"
     sync.close()
@@ -413,7 +413,7 @@ def test_a_failed_update_leaves_the_server_running_with_its_old_weights(trained,
     sync._files[-1].path = good
     control = ServerControl(trained.server.url)
     assert control.get("/is_paused") == {"is_paused": False}
-    assert control.get("/weight_info") == {"weight_version": "3"}
+    assert control.get("/weight_info") == {"weight_version": f"{sync.run}:3"}
     samples = generate(client, contexts, Sampling(max_tokens=20))
     assert largest_difference(trained.model, contexts, samples) < TOLERANCE
     sync.sync(4)

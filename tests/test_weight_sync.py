@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -13,65 +14,106 @@ import httpx
 import pytest
 from accelerate import Accelerator
 from conftest import build_model
+from peft import PeftModel
 from safetensors.torch import load_file
 from servers import ScriptedServer
 
 from mt_grpo.rollout.vllm_client import VLLMServerClient
 from mt_grpo.rollout.vllm_http import ServerControl
+from mt_grpo.rollout.vllm_run import holder
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.config import ConfigError
 from mt_grpo.training.nccl_client import KeyedClient
 from mt_grpo.training.servers import own_engine
 from mt_grpo.training.weight_probe import trainer_logprobs
 from mt_grpo.training.weight_push import WeightSyncError, paused
-from mt_grpo.training.weight_transports import LoraSync, NcclSync, SafetensorsSync, Transfer
+from mt_grpo.training.weight_transports import LoraSync, NcclSync, SafetensorsSync
 from mt_grpo.vllm_plugin import keys
+from mt_grpo.vllm_plugin.checksum import file_checksum
 
 TESTS = Path(__file__).parent
 
 
 class Replica:
     """
-    A scripted server that loads weight files, scores prompts with them, and samples its weights' version as a token.
+    A scripted server that loads weight files and adapters, scores prompts with them, and samples its weights' step.
 
     Args:
         lost (`int`): The first so many updates break the connection.
     """
 
-    def __init__(self, tokenizer, lost: int = 0) -> None:
+    def __init__(self, tokenizer, lost: int = 0, **overrides) -> None:
         self.tokenizer, self.lost, self.refused = tokenizer, lost, None
-        self.model, self.version, self.updates = build_model(tokenizer, seed=9), "0", 0
+        self.model, self.version, self.updates = build_model(tokenizer, seed=9, **overrides), "default", 0
+        self.dtype, self.backend, self.loaded = "torch.float32", "safetensors", "nothing"
+        self.adapters: dict[str, PeftModel] = {}
+        self.deaf = False
+        """Whether updates are answered as if they had been done."""
+        self.agrees = False
+        """Whether every checksum is agreed with."""
+        self.blind = False
+        """Whether the trainer's files are on another machine."""
+        self.skipped: set[str] = set()
+        """Weights that do not reach their layer."""
         self.http = ScriptedServer(self.answer)
 
     def answer(self, method, path, body):
         if path == self.refused:
             return 500, "no"
+        if path == "/init_weight_transfer_engine":
+            return self.confirmed(**body["init_info"])
         if path == "/update_weights":
             self.updates += 1
             if self.updates <= self.lost:
                 return None
-            self.model.load_state_dict(load_file(body["update_info"]["path"]), strict=False)
-        if path == "/finish_weight_update":
-            self.version = body.get("weight_version", self.version)
+            if not self.deaf:
+                self.load(body["update_info"]["path"])
+        if path in ("/finish_weight_update", "/update_weight_version"):
+            self.version = body.get("weight_version", body.get("new_version", self.version))
+        if path == "/v1/load_lora_adapter" and not self.deaf:
+            base = copy.deepcopy(self.model)
+            self.adapters[body["lora_name"]] = PeftModel.from_pretrained(base, body["lora_path"])
+            self.adapters[body["lora_name"]].folder = body["lora_path"]
         if path == "/v1/completions":
-            return 200, self.scored(body["prompt"]) if "prompt_logprobs" in body else self.sampled()
-        entry = {"id": "base", "root": "base", "max_model_len": 64}
+            return 200, self.scored(body) if "prompt_logprobs" in body else self.sampled()
+        entries = [{"id": name, "root": adapter.folder} for name, adapter in self.adapters.items()]
+        config = {"logprobs_mode": "processed_logprobs", "dtype": self.dtype}
         return 200, {
-            "/v1/models": {"data": [entry]},
-            "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}},
+            "/v1/models": {"data": [{"id": "base", "root": "base", "max_model_len": 64}, *entries]},
+            "/server_info": {
+                "vllm_config": {"model_config": config, "weight_transfer_config": {"backend": self.backend}}
+            },
             "/weight_info": {"weight_version": self.version},
             "/tokenize": {"tokens": self.tokenizer.encode(body.get("prompt", ""), add_special_tokens=False)},
             "/reset_prefix_cache": {"success": True},
         }.get(path, {})
 
-    def scored(self, prompt):
-        logprobs = trainer_logprobs(self.model, prompt)
-        rows = [{str(token): {"logprob": value}} for token, value in zip(prompt[1:], logprobs, strict=True)]
+    def confirmed(self, checksum, path=None):
+        if self.blind and path is not None:
+            return 500, {"error": {"message": f"No such file or directory: {path}"}}
+        seen = self.loaded if path is None else file_checksum(path)
+        return (200, {}) if self.agrees or seen == checksum else (500, f"The checksum is {seen}, not {checksum}.")
+
+    def load(self, path):
+        tensors = load_file(path)
+        self.loaded = file_checksum(path)
+        self.take(tensors)
+
+    def take(self, tensors):
+        self.model.load_state_dict({k: v for k, v in tensors.items() if k not in self.skipped}, strict=False)
+
+    def scored(self, body):
+        logprobs = trainer_logprobs(self.adapters.get(body["model"], self.model), body["prompt"])
+        rows = [{str(token): {"logprob": value}} for token, value in zip(body["prompt"][1:], logprobs, strict=True)]
         return {"choices": [{"prompt_logprobs": [None, *rows]}]}
 
     def sampled(self):
-        tokens = {"tokens": [f"token_id:{self.version}"], "token_logprobs": [-0.5]}
+        tokens = {"tokens": [f"token_id:{step_of(self.version)}"], "token_logprobs": [-0.5]}
         return {"choices": [{"logprobs": tokens, "finish_reason": "stop"}], "system_fingerprint": self.http.url}
+
+
+def step_of(version: str) -> str:
+    return holder(version).step
 
 
 @pytest.fixture
@@ -101,7 +143,7 @@ def test_a_server_that_missed_an_update_is_left_out_by_every_rank_until_one_of_t
     assert first["up"] == second["up"] == [True, False]
     assert second["up_afterwards"] == [True, True]
     assert second["sampled"] and {tuple(sample) for sample in second["sampled"]} == {(1, 1)}
-    assert [replica.version for replica in replicas] == ["1", "1"]
+    assert [step_of(replica.version) for replica in replicas] == ["1", "1"]
     assert replicas[1].http.asked("/v1/completions")
     assert not list(tmp_path.glob("mt-grpo-weights-*"))
 
@@ -112,7 +154,7 @@ def test_a_restored_server_is_verified_though_the_latest_sync_was_not(tokenizer,
     sync.sync(0)
     model.model.embed_tokens.weight.data *= 1.5
     sync.sync(1)
-    assert len(replica.http.asked("/v1/completions")) == 1  # of the first sync
+    assert len(replica.http.asked("/v1/completions")) == 2  # of the first sync, and its proof
     sync.restore(replica.http.url)
     replica.model = build_model(tokenizer, seed=9)
     replica.model.load_state_dict = lambda *args, **kwargs: None
@@ -121,61 +163,10 @@ def test_a_restored_server_is_verified_though_the_latest_sync_was_not(tokenizer,
     sync.close()
 
 
-class Scripted(Transfer):
-    """TRL's side of the NCCL transfer, which needs GPUs: says when it is asked, and walks over three parameters."""
-
-    fault: Exception | None = None
-    server = ""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def sync_weights(self):
-        ServerControl(self.server).post("/walked")
-        self.walk = iter("abc")
-        for _ in self.walk:
-            if self.fault is not None:
-                raise self.fault
-
-
-@pytest.fixture
-def nccl(tokenizer, client, monkeypatch):
-    monkeypatch.setattr("mt_grpo.training.weight_transports.is_vllm_available", lambda: True)
-    monkeypatch.setattr("mt_grpo.training.weight_transports.Transfer", Scripted)
-    model = build_model(tokenizer)
-    sync = NcclSync(client, lambda: model, Accelerator(cpu=True), verify_every=50)
-    sync.num_syncs = 1  # what arrives by NCCL is not there to be verified
-    sync._generation.server = client.base_urls[0]
-    return sync
-
-
-def calls(replica) -> list[str]:
-    return [path for method, path, _ in replica.http.requests if method == "POST"]
-
-
-def test_by_nccl_the_server_is_paused_while_the_weights_travel(nccl, replicas):
-    nccl.sync(3)
-    assert calls(replicas[0]) == ["/pause", "/walked", "/update_weight_version", "/reset_prefix_cache", "/resume"]
-    assert nccl.client.weight_version == 3
-
-
-def test_by_nccl_no_rank_walks_over_the_parameters_unless_the_server_is_paused(nccl, replicas):
-    replicas[0].refused = "/pause"
-    with pytest.raises(WeightSyncError, match="/pause.*HTTP 500"):
-        nccl.sync(3)
-    assert "/walked" not in calls(replicas[0])
-
-
-def test_a_transfer_by_nccl_that_fails_ends_the_run_after_its_walk_and_resumes_the_server(nccl, replicas):
-    """The other processes walk to the end, so that this one must: gathering a parameter takes all of them."""
-    nccl._generation.fault = Exception("Request failed: 500")
-    with pytest.raises(WeightSyncError, match="Request failed: 500"):
-        nccl.sync(3)
-    assert calls(replicas[0]) == ["/pause", "/walked", "/resume"]
-    assert not list(nccl._generation.walk)
-
-
-@pytest.mark.parametrize(("installed", "urls", "words"), [(False, 1, "needs vLLM"), (True, 2, "one server")])
+@pytest.mark.parametrize(
+    ("installed", "urls", "words"),
+    [(False, 1, "needs vLLM"), (True, 2, "one server")],
+)
 def test_what_nccl_cannot_do_is_said_at_the_start(tokenizer, monkeypatch, installed, urls, words):
     monkeypatch.setattr("mt_grpo.training.weight_transports.is_vllm_available", lambda: installed)
     client = VLLMServerClient([f"http://127.0.0.1:{port}" for port in range(1, 1 + urls)], tokenizer)

@@ -17,10 +17,10 @@ from mt_grpo.rollout.vllm_check import check_server
 from mt_grpo.rollout.vllm_completions import completion_request, read_sample
 from mt_grpo.rollout.vllm_http import CONNECT_TIMEOUT, RequestFailed, ServerGoneError, open_session
 from mt_grpo.rollout.vllm_pool import Server, ServerPool, Wire
+from mt_grpo.rollout.vllm_run import weight_label
 from mt_grpo.trajectory import Message
 
 logger = logging.getLogger(__name__)
-
 START_COMMAND = "mt-grpo serve --config R.yaml"
 TOKEN_TIME = 0.1
 """Seconds in which a busy server samples at least one token of a request."""
@@ -53,7 +53,8 @@ class VLLMServerClient:
     Attributes:
         context_length (`int`): The shortest `max_model_len` among the servers; 0 before `connect`.
         model (`str`): Name requests ask for; empty for each server's own model; weight sync by adapter sets it.
-        weight_version (`int`, *optional*): Optimiser step of the servers' weights; set by weight sync.
+        weight_version (`int`, *optional*), run (`str`, *optional*): Optimiser step of the servers' weights, and the
+            run they are of; set by weight sync.
         restore (`Callable[[str], None]`, *optional*): Called in a thread with the URL of a server that came back
             without those weights; must bring them there. Without it such a server is waited for.
     """
@@ -81,6 +82,7 @@ class VLLMServerClient:
         self.server_timeout = server_timeout
         self.context_length = 0
         self.weight_version: int | None = None
+        self.run: str | None = None
         self.restore: Callable[[str], None] | None = None
         self._wire: Wire | None = None
 
@@ -255,7 +257,7 @@ class VLLMServerClient:
         if self.weight_version is None:
             return True
         info = await self._call(server, "GET", "/weight_info", timeout=CONNECT_TIMEOUT)
-        return isinstance(info, dict) and info.get("weight_version") == str(self.weight_version)
+        return isinstance(info, dict) and info.get("weight_version") == weight_label(self.run, self.weight_version)
 
     def _caller(self, server: Server, method: str) -> Callable[..., Any]:
         async def call(path: str, body: dict[str, Any] | None = None) -> Any:

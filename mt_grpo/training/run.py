@@ -117,12 +117,12 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
             f"{error} What was learnt up to step {trainer.state.global_step} is in {checkpoint}: go on with "
             f"`--resume_from_checkpoint {checkpoint}`."
         ) from error
-    finally:
-        bar.on_train_end(args, trainer.state, trainer.control)  # gives the terminal back, whatever ended the training
+    finally:  # whatever ended the training
+        bar.on_train_end(args, trainer.state, trainer.control)  # gives the terminal back
+        if trainer.weight_sync is not None:
+            trainer.weight_sync.close()
     summary["seconds"] = round(time.perf_counter() - start, 1)
     summary["steps"] = trainer.state.global_step
-    if trainer.weight_sync is not None:
-        trainer.weight_sync.close()
     trainer.save_model(args.output_dir)
     if not main:
         return

@@ -10,8 +10,10 @@ from trl.distributed import DistributedBackend
 
 from mt_grpo.rollout.transformers_engine import TransformersEngine
 from mt_grpo.rollout.vllm_client import VLLMServerClient
+from mt_grpo.rollout.vllm_http import ServerSetupError
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
 from mt_grpo.training.sampling import check_sequence_ratio
+from mt_grpo.training.weight_push import WeightSyncError
 from mt_grpo.training.weight_sync import WeightSync
 from mt_grpo.training.weight_transports import LoraSync, NcclSync, SafetensorsSync
 
@@ -93,10 +95,22 @@ def server_client(args: MTGRPOConfig, tokenizer: Any, model: str) -> VLLMServerC
 def weight_sync(
     args: MTGRPOConfig, client: VLLMServerClient, get_model: Callable[[], Any], accelerator: Accelerator
 ) -> WeightSync:
-    """The way from the trainer's weights to the servers that the options choose."""
+    """
+    The way from the trainer's weights to the servers that the options choose.
+
+    Raises:
+        ServerSetupError: If a server cannot be used; e.g. because another run uses it.
+    """
     transport = weight_transport(args)
     options: dict[str, Any] = {"verify_every": args.verify_sync_every}
     if transport == "nccl":
-        return NcclSync(client, get_model, accelerator, group_port=args.vllm_group_port, **options)
-    kinds = {"safetensors": SafetensorsSync, "lora": LoraSync}
-    return kinds[transport](client, get_model, accelerator, folder=args.weight_sync_folder, **options)
+        kind, options["group_port"] = NcclSync, args.vllm_group_port
+    else:
+        kind = {"safetensors": SafetensorsSync, "lora": LoraSync}[transport]
+        options["folder"] = args.weight_sync_folder
+    try:
+        sync = kind(client, get_model, accelerator, **options)
+        sync.begin()
+    except WeightSyncError as error:
+        raise ServerSetupError(str(error)) from error
+    return sync

@@ -165,8 +165,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
             args.tokenization_sanity_check_mode,
         )
         self._failed_batches = 0
-        self.eval_trajectories: list[Trajectory] = []
-        """Trajectories of this process in the latest evaluation."""
+        self.eval_trajectories: list[Trajectory] = []  # of this process, in the latest evaluation
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -194,12 +193,11 @@ class MTGRPOEnvTrainer(CountedTrainer):
         )
 
     def _rollout(self, prompts: list[Any], mode: str) -> list[Trajectory]:
-        rank, step = self.accelerator.process_index, self.state.global_step
+        step, first = self.state.global_step, self.accelerator.process_index * len(prompts)
         # generation can happen more than once in an optimiser step; evaluation draws the same numbers every time
         moment = (step, self._step % self.args.gradient_accumulation_steps) if mode == "train" else ()
         requests = []
-        for index, (prompt, row) in enumerate(zip(prompts, self._rows, strict=True)):
-            number = rank * len(prompts) + index
+        for number, (prompt, row) in enumerate(zip(prompts, self._rows, strict=True), first):
             columns = {name: value for name, value in row.items() if name != "prompt"}
             session = "-".join(f"{part:06d}" if isinstance(part, int) else part for part in (mode, *moment, number))
             seed = derive_seed(self.args.seed, mode, *moment, number, prompt)
@@ -213,6 +211,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
                 self.runner.engine.model = model
             finish = self._trajectories.append
             run = self._everywhere(lambda: self.runner.run(requests, self._sampling, on_finish=finish))
+        if self.weight_sync is not None:
+            self.weight_sync.check()
         return fill_up(run, self._fills, lambda index: Trajectory(prompts[index]))
 
     def _everywhere(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

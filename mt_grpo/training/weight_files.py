@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from mt_grpo.vllm_plugin.checksum import Checksum
+
 Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 _DTYPES = {
@@ -84,20 +86,23 @@ class WeightFile:
         self.path = self.path.replace(path)
 
 
-def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """
-    Fills a file without a name from a walk over parameters and names it `path`.
+    Fills a file without a name from a walk over parameters, names it `path`, and returns the checksum of what was
+    walked over.
 
     The walk is always finished, even when writing fails: walking gathers parameters together with other processes, and
     merges an adapter that only the end of the walk takes out again.
     """
-    iterator = iter(tensors)
+    iterator, checksum = iter(tensors), Checksum()
     try:
         for name, tensor in iterator:
             file.write(name, tensor)
+            checksum.add(name, tensor)
         file.publish(path)
     finally:
         exhaust(iterator)
+    return checksum.hexdigest()
 
 
 def exhaust(iterator: Iterable[object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +16,21 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum, read_tensors
+
 
 @dataclass
 class SafetensorsInitInfo(WeightTransferInitInfo):
-    """Nothing has to be agreed on beforehand."""
+    """
+    What the trainer says it sent; a worker that sees something else raises, which the trainer gets as an HTTP 500.
+
+    Args:
+        checksum (`str`): Checksum of the weights.
+        path (`str`, *optional*): File they are in; the weights this worker loaded last where none is given.
+    """
+
+    checksum: str
+    path: str | None = None
 
 
 @dataclass
@@ -46,8 +56,15 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
     init_info_cls = SafetensorsInitInfo
     update_info_cls = SafetensorsUpdateInfo
 
+    loaded = "none, since nothing was sent to this worker"
+    """Checksum of all that the model was given by the latest update."""
+
     def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
-        pass
+        """Holds what the trainer says against what this worker sees; any number of times, in an update or not."""
+        seen = self.loaded if init_info.path is None else file_checksum(init_info.path)
+        if seen != init_info.checksum:
+            what = "the weights loaded last" if init_info.path is None else init_info.path
+            raise ValueError(f"The checksum of {what} is {seen}, not {init_info.checksum}.")
 
     def start_weight_update(self) -> None:
         pass
@@ -60,13 +77,16 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
 
     @torch.no_grad()
     def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
-        with safe_open(update_info.path, framework="pt", device="cpu") as file:
+        with safe_open(update_info.path, framework="pt", device="cpu"):  # before the model is touched
+            checksum = Checksum()
+            self.loaded = "unknown, since an update failed"
             initialize_layerwise_reload(self.model)
             try:
-                self.model.load_weights(_tensors(file))
+                self.model.load_weights(read_tensors(update_info.path, checksum))
             finally:
                 finalize_layerwise_reload(self.model, self.model_config)
                 self._repack_output_layers()
+            self.loaded = checksum.hexdigest()
 
     def finish_weight_update(self) -> None:
         pass
@@ -80,8 +100,3 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
             for module in self.model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
-
-
-def _tensors(file: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in file.keys():
-        yield name, file.get_tensor(name)
