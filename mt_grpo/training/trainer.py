@@ -201,7 +201,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
             columns = {name: value for name, value in row.items() if name != "prompt"}
             session = "-".join(f"{part:06d}" if isinstance(part, int) else part for part in (mode, *moment, number))
             seed = derive_seed(self.args.seed, mode, *moment, number, prompt)
-            if not self._fills[index]:
+            if not self._fills[number - first]:
                 requests.append(RolloutRequest(prompt, session, columns, seed))
         if self.weight_sync is not None and self._last_loaded_step != step:
             self.weight_sync.sync(step)
