@@ -350,6 +350,23 @@ def test_a_run_goes_on_with_a_server_that_a_killed_run_left_paused(undisturbed, 
     assert not weight_folders(run.process.pid)
 
 
+def test_a_second_run_on_a_server_is_refused_and_disturbs_the_first_in_nothing(
+    undisturbed, server, proxy, tmp_path, capsys
+):
+    hanging = proxy(
+        lambda path, updates, number: "hang" if (path, updates) == (COMPLETIONS, 2) and number >= HANGS_AT else None
+    )
+    run = Run(options(hanging.url, tmp_path / "first"), tmp_path / "first")
+    run.until(lambda: "hang" in hanging.faults)
+    assert main(options(server.url, tmp_path / "second")) == 1
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith(f"mt-grpo: The vLLM server at {server.url} holds the weights of another run (process ")
+    assert f"process {run.process.pid} on" in line and "`vllm_server_port`" in line
+    hanging.go.set()
+    assert run.wait() == 0, run.log
+    assert sampled(run.folder) == sampled(undisturbed.folder)
+
+
 @pytest.fixture(scope="module")
 def outage(undisturbed, server, tmp_path_factory):
     """

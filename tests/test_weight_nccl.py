@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from accelerate import Accelerator
 from conftest import build_model
 from peft import LoraConfig, get_peft_model
 from test_weight_sync import Replica, step_of
+from trl.generation.vllm_client import VLLMClient
 
 from mt_grpo.rollout.vllm_client import VLLMServerClient
-from mt_grpo.training.weight_nccl import BUCKET, take_bucket
+from mt_grpo.training.weight_nccl import BUCKET, KeyedClient, take_bucket
 from mt_grpo.training.weight_push import WeightSyncError
 from mt_grpo.training.weight_transports import NcclSync
 
@@ -214,6 +216,20 @@ def test_all_ranks_gather_a_bucket_before_any_of_it_is_sent(tmp_path, failing):
     failures = {rank["failure"] for rank in ranks}
     (failure,) = failures
     assert failure is None if failing is None else "HTTP 500: CUDA out of memory" in failure
+
+
+def test_a_key_is_sent_by_nccl_too(monkeypatch):
+    """TRL's client needs a package that comes with vLLM: only its session is made here."""
+
+    def make(self, *args, **kwargs):
+        self.session = SimpleNamespace(headers={})
+        self.check_server()
+
+    asked = []
+    monkeypatch.setattr(VLLMClient, "__init__", make)
+    monkeypatch.setattr(VLLMClient, "check_server", lambda self: asked.append(dict(self.session.headers)))
+    KeyedClient("http://127.0.0.1:1", api_key="secret")
+    assert [headers["Authorization"] for headers in asked] == ["Bearer secret"]
 
 
 def test_a_bucket_holds_what_was_walked_over_though_the_walk_goes_on():
