@@ -6,8 +6,10 @@ import argparse
 import functools
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from types import TracebackType
 
 USAGE = """usage: mt-grpo COMMAND --config RECIPE.yaml [--field value ...]
 
@@ -44,6 +46,7 @@ def _interruptible(command: Callable[[list[str]], int]) -> Callable[[list[str]],
 
     @functools.wraps(command)
     def run(arguments: list[str]) -> int:
+        sys.excepthook = _show_traceback
         before = signal.signal(signal.SIGTERM, _interrupt)
         try:
             return command(arguments)
@@ -55,6 +58,13 @@ def _interruptible(command: Callable[[list[str]], int]) -> Callable[[list[str]],
             signal.signal(signal.SIGTERM, before)
 
     return run
+
+
+def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Python's own, less what the words of a model or a tool in it would do to a terminal."""
+    from mt_grpo.viewer import visible
+
+    sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -118,7 +128,9 @@ def serve(arguments: list[str]) -> int:
 
 
 def _refuse(error: Exception) -> int:
-    print(f"mt-grpo: {' '.join(str(error).split())}", file=sys.stderr)
+    from mt_grpo.viewer import visible
+
+    print(f"mt-grpo: {visible(' '.join(str(error).split()))}", file=sys.stderr)
     return 1
 
 

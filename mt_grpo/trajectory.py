@@ -68,10 +68,10 @@ class Turn:
         error (`str`, *optional*): Why the turn could not be parsed, where it could not.
         num_tokens (`int`): Tokens sampled.
         context_length (`int`): Tokens the model was given.
-        observation_length (`int`): How many of them, at their end, the environment wrote since the turn before.
         rewritten (`str`, *optional*): Why the context does not extend the one before, where it does not.
         seconds (`float`): Time the engine took.
         weight_version (`int`, *optional*): Optimiser step of the weights it was sampled with.
+        observation_length (`int`): Tokens at the end of the context that the environment wrote since the turn before.
     """
 
     index: int
@@ -82,10 +82,10 @@ class Turn:
     error: str | None = None
     num_tokens: int = 0
     context_length: int = 0
-    observation_length: int = 0
     rewritten: str | None = None
     seconds: float = 0.0
     weight_version: int | None = None
+    observation_length: int = 0
 
     @property
     def text(self) -> str:
@@ -383,8 +383,9 @@ class Trajectory:
         return self.prompt + self.completion
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable form without loss, as far as `row` is JSON."""
+        """A JSON-serialisable form without loss, as far as `row` is JSON, and `messages`, the whole conversation."""
         data = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        data["messages"] = self.messages
         data["turns"] = [asdict(turn) for turn in self.turns]
         data["tree"] = self.tree.to_dict()
         data["stop_reason"] = self.stop_reason.value if self.stop_reason else None
@@ -393,7 +394,7 @@ class Trajectory:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Trajectory:
         """The inverse of `to_dict`."""
-        data = dict(data)
+        data = {name: value for name, value in data.items() if name != "messages"}  # they are in the turns
         data["turns"] = [
             Turn(**{**turn, "tool_calls": [ToolCall(**call) for call in turn["tool_calls"]]}) for turn in data["turns"]
         ]

@@ -80,6 +80,15 @@ def test_train_leaves_everything_it_promises(recipe, tmp_path, capsys):
     assert "tool-execution rate" in printed and "before: example 1" in printed and "summary.json" in printed
 
 
+def test_what_a_model_samples_does_nothing_to_the_terminal(recipe, capfd):
+    """Its weights are random, and so a quarter of what it samples is single bytes."""
+    assert main(["train", *recipe(log_completions=True)]) == 0
+    assert main(["rollout", *recipe(), "--num_prompts", "4"]) == 0
+    printed, errors = capfd.readouterr()
+    assert "\\x1" in printed and "Completion" in printed
+    assert not [c for c in printed + errors if c not in "\n\t\r" and (ord(c) < 32 or 127 <= ord(c) < 160)]
+
+
 def test_the_same_seed_gives_the_same_run(recipe, tmp_path):
     runs = []
     for name in ("one", "two"):

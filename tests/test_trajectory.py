@@ -327,3 +327,11 @@ def test_a_trajectory_survives_json(reason):
     copy = Trajectory.from_dict(json.loads(json.dumps(trajectory.to_dict())))
     assert copy == trajectory
     assert copy.stop_reason is reason and isinstance(copy.turns[0].tool_calls[0], ToolCall)
+
+
+def test_a_record_has_the_whole_conversation_as_messages():
+    trajectory = make_trajectory(stop_reason=StopReason.ANSWERED)
+    record = json.loads(json.dumps(trajectory.to_dict()))
+    assert [message["content"] for message in record["messages"]] == ["s", "q", "a", "Peru", "b"]
+    del record["messages"]
+    assert Trajectory.from_dict(record) == trajectory

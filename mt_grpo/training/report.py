@@ -13,6 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from rich.table import Table
+from rich.text import Text
 
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.training.jsonl import to_json
@@ -62,13 +63,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def table(before: dict[str, float], after: dict[str, float], title: str) -> Table:
     """The measures before and after, side by side."""
-    result = Table(title=title)
+    result = Table(title=Text(title, style="table.title"))
     for column in ("", "before", "after", "change"):
         result.add_column(column, justify="left" if not column else "right")
     for name in before:
         if name != "questions":
             change = f"{after[name] - before[name]:+.3f}"
-            result.add_row(_label(name), f"{before[name]:.3f}", f"{after[name]:.3f}", change)
+            result.add_row(Text(_label(name)), f"{before[name]:.3f}", f"{after[name]:.3f}", change)
     return result
 
 

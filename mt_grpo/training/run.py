@@ -30,7 +30,7 @@ from mt_grpo.training.resume import is_whole
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.training.weight_push import WeightSyncError
 from mt_grpo.trajectory import Trajectory
-from mt_grpo.viewer import render_trajectory
+from mt_grpo.viewer import render_trajectory, visible
 
 EXAMPLES = 3
 FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFiniteError)
@@ -76,7 +76,7 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     trainer.accelerator.wait_for_everyone()
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
-    console.print(examine_template(trainer.runner.renderer), highlight=False)
+    console.print(examine_template(trainer.runner.renderer), highlight=False, markup=False)
     start = time.perf_counter()
     evaluates = trainer.eval_dataset is not None
     summary_path = folder / "summary.json"
@@ -105,6 +105,7 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     bar = ProgressBar(console)
     trainer.add_callback(_AtTheBeginning(measure_before))
     trainer.add_callback(bar)
+    trainer.add_callback(_Visible(trainer._logs))
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         if evaluates:
@@ -136,9 +137,9 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
                 console.print(Rule(f"{label}: example {number + 1}"))
                 console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
         console.print(report.table(summary["before"], summary["after"], f"{questions} held-out questions, {title}"))
-    console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:")
+    console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:", markup=False)
     for path in sorted(folder.iterdir()):
-        console.print(f"  {path}", highlight=False)
+        console.print(f"  {path}", highlight=False, markup=False)
 
 
 class _AtTheBeginning(TrainerCallback):
@@ -152,6 +153,19 @@ class _AtTheBeginning(TrainerCallback):
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self._action()
+
+
+class _Visible(TrainerCallback):
+    """Keeps control characters out of the table of completions that TRL prints (`log_completions`)."""
+
+    def __init__(self, logs: dict[str, Any]) -> None:
+        self._logs = logs
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        for name in ("prompt", "completion"):
+            shown = visible(list(self._logs[name]))
+            self._logs[name].clear()
+            self._logs[name].extend(shown)
 
 
 def _save(trainer: MTGRPOEnvTrainer) -> Path:

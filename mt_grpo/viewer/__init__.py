@@ -1,5 +1,5 @@
 """Trajectories as pictures."""
 
-from mt_grpo.viewer.terminal import render_trajectory
+from mt_grpo.viewer.terminal import render_trajectory, visible
 
-__all__ = ["render_trajectory"]
+__all__ = ["render_trajectory", "visible"]
