@@ -99,3 +99,9 @@ def test_one_kind_of_reward_is_enough_where_ranks_gather_as_nccl_does(tmp_path, 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_both(tmp_path):
     two = run(tmp_path, 2, "spoilt", **SHARDED)
     assert two["sharded"] and not two["learnt"]
+
+
+@pytest.mark.parametrize("environment", [{}, SHARDED], ids=["whole", "sharded"])
+def test_a_synced_reference_is_restored_on_every_rank(tmp_path, environment):
+    assert run(tmp_path, 2, "reference", **environment)["sharded"] == bool(environment)
+    assert (tmp_path / "checkpoint-3" / "reference.safetensors").exists()

@@ -22,6 +22,8 @@ def test_the_overridden_methods_keep_their_signatures():
         "_compute_loss": ["self", "model", "inputs"],
         "_save_checkpoint": ["self", "model", "trial"],
         "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+        "_get_grad_norm": ["self", "model", "grad_norm"],
+        "save_model": ["self", "output_dir", "_internal_call"],
     }
     for name, expected in parameters.items():
         assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == expected

@@ -39,6 +39,7 @@ from mt_grpo.training.records import (
     rollout_metrics,
     show_advantages,
 )
+from mt_grpo.training.reference import check_reference, load_reference, save_reference
 from mt_grpo.training.resume import load_rollouts, save_rollouts
 from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
 from mt_grpo.training.rows import leave_out, scored_columns
@@ -126,6 +127,7 @@ class MTGRPOEnvTrainer(FiniteTrainer):
         )
         if args.disable_dropout:
             disable_dropout(self.model)
+        check_reference(args, self.accelerator)
         prepare_forward(self)
         self._scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         self.reward_func_names = [reward.name for reward in rewards]
@@ -312,11 +314,10 @@ class MTGRPOEnvTrainer(FiniteTrainer):
             self._watch.observe(self._columns, advantages, self.accelerator.is_main_process)
         show_advantages(self._logs["advantages"], self._reward_batch, advantages)
         first = self.accelerator.process_index * len(inputs)
-        local = advantages[first:][: len(inputs)]
-        rows = torch.arange(first, first + len(inputs), device=self.accelerator.device)
+        rows = torch.arange(first, first + len(inputs), device=advantages.device)
         output["group_ids"] = rows // self._reward_batch.group_size
         _, turn_ids, parents = scored_columns(self._completions, output["completion_ids"])
-        output["turn_ids"], output["advantages"] = turn_ids, local.gather(1, turn_ids)
+        output["turn_ids"], output["advantages"] = turn_ids, advantages[rows].gather(1, turn_ids)
         if parents is not None:
             output["parents"] = parents
         if "importance_sampling_ratio" in output:
@@ -336,8 +337,7 @@ class MTGRPOEnvTrainer(FiniteTrainer):
         return inputs
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        mask = inputs["completion_mask"] * inputs["tool_mask"]
-        self._scored = mask, inputs["turn_ids"], inputs.get("parents")
+        self._scored = inputs["completion_mask"] * inputs["tool_mask"], inputs["turn_ids"], inputs.get("parents")
         try:
             return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
@@ -386,6 +386,7 @@ class MTGRPOEnvTrainer(FiniteTrainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         try:
             super()._save_checkpoint(model, trial)
+            save_reference(folder, self.args, self.accelerator, self.ref_model)
             save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs)
         except BaseException:  # a checkpoint is whole or absent, whatever stops its writing
             shutil.rmtree(folder, ignore_errors=True)
@@ -394,4 +395,5 @@ class MTGRPOEnvTrainer(FiniteTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            load_reference(Path(checkpoint), self.args, self.accelerator, self.ref_model)
             self._step, self._buffered_inputs = load_rollouts(Path(checkpoint), self.accelerator)
