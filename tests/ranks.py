@@ -24,6 +24,7 @@ from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.forward import batch_logps
 from mt_grpo.training.nonfinite import NonFiniteError
+from mt_grpo.training.reference import load_reference
 from mt_grpo.training.run import leave_group, run_training
 from mt_grpo.training.weight_transports import Parameters
 
@@ -45,6 +46,13 @@ SCENARIOS = {
     "bf16": {"bf16": True, "max_grad_norm": 1e9},  # gradients as they were reduced
     "outcomes": {"max_steps": 1},
     "turns": {"max_steps": 1},
+    "reference": {
+        "beta": 0.5,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 3,
+    },
     "spoilt": {},  # the second rank's loss is not finite
     "measured": {"do_eval": True, "per_device_eval_batch_size": 3, "num_generations_eval": 1},
     # ten evaluated conversations, eight to a batch: of the second batch the second rank has none
@@ -86,6 +94,19 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
+def assert_a_checkpoint_restores(trainer: MTGRPOEnvTrainer, folder: Path) -> None:
+    reference = dict(trainer.ref_model.named_parameters())
+    synced = {name: whole(parameter).detach().clone() for name, parameter in reference.items()}
+    sharded = bool(os.environ.get("ACCELERATE_USE_FSDP"))
+    assert any(isinstance(parameter, DTensor) for parameter in reference.values()) == sharded
+    assert any((whole(p) != synced[n]).any() for n, p in trainer.model.named_parameters() if n in synced)
+    for parameter in reference.values():
+        parameter.data.zero_()
+    load_reference(folder, trainer.args, trainer.accelerator, trainer.ref_model)
+    for name, parameter in reference.items():
+        torch.testing.assert_close(whole(parameter).detach(), synced[name], rtol=0, atol=0)
+
+
 def gather_as_nccl() -> None:
     """accelerate's way of gathering where the backend is not gloo, which asks for flat tensors in that call."""
     flat = dist.all_gather_into_tensor
@@ -113,8 +134,13 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
     adapter = None
     if scenario == "adapter":
         adapter = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
+    model = build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None)
+    if scenario == "reference":  # is loaded from where the policy came from
+        model.config._name_or_path = str(Path(folder) / "model")
+        with args.distributed_state.main_process_first():
+            model.save_pretrained(model.config._name_or_path)
     trainer = MTGRPOEnvTrainer(
-        build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None),
+        model,
         MultiTurnToolEnv([lookup], system_prompt="", max_steps=6),
         [] if scenario == "outcomes" else [Searched()],
         [] if scenario == "turns" else [Length()],
@@ -143,6 +169,8 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         stream = IterableDataset.from_generator(lambda: iter(rows[:5]))
         for dataset in (None, stream):
             evaluations.append(trainer.evaluate(dataset))
+    if scenario == "reference":
+        assert_a_checkpoint_restores(trainer, Path(folder) / "checkpoint-3")
     walk = Parameters(trainer.model, trainer.accelerator)
     walk.dtype = torch.bfloat16 if args.bf16 else None  # of the server that such a recipe starts
     sent = {name: tensor.detach().clone() for name, tensor in walk}

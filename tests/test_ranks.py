@@ -152,3 +152,9 @@ def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
         else:
             assert first[name][1] == second[name][1]
     assert "a bug in the engine (7)" in first["engine_fails"][1] and "scripted.py" in first["engine_fails"][1]
+
+
+@pytest.mark.parametrize("environment", [{}, SHARDED], ids=["whole", "sharded"])
+def test_a_synced_reference_is_restored_on_every_rank(tmp_path, environment):
+    assert run(tmp_path, 2, "reference", **environment)["sharded"] == bool(environment)
+    assert (tmp_path / "checkpoint-3" / "reference.safetensors").exists()

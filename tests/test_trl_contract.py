@@ -33,6 +33,8 @@ def test_the_overridden_methods_keep_their_signatures():
         "get_eval_dataloader": ["self", "eval_dataset"],
         "log": ["self", "logs", "start_time"],
         "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
+        "_get_grad_norm": ["self", "model", "grad_norm"],
+        "save_model": ["self", "output_dir", "_internal_call"],
     }
     for name, expected in parameters.items():
         assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == expected

@@ -38,6 +38,7 @@ from mt_grpo.training.records import (
     rollout_metrics,
     show_advantages,
 )
+from mt_grpo.training.reference import check_reference, load_reference, save_reference
 from mt_grpo.training.resume import batch_options, load_rollouts, save_rollouts
 from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
 from mt_grpo.training.reward_columns import check_reward_columns
@@ -126,6 +127,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         )
         if args.disable_dropout:
             disable_dropout(self.model)
+        check_reference(args, self.accelerator)
         self._distribution = prepare_forward(self)
         self._scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         self.reward_func_names = [reward.name for reward in rewards]
@@ -303,11 +305,10 @@ class MTGRPOEnvTrainer(CountedTrainer):
             self._watch.observe(self._columns, advantages, self.accelerator.is_main_process)
         show_advantages(self._logs["advantages"], self._reward_batch, advantages)
         first = self.accelerator.process_index * len(inputs)
-        local = advantages[first:][: len(inputs)]
-        rows = torch.arange(first, first + len(inputs), device=self.accelerator.device)
+        rows = torch.arange(first, first + len(inputs), device=advantages.device)
         output["group_ids"] = rows // self._reward_batch.group_size
         _, turn_ids, parents = scored_columns(self._completions, output["completion_ids"])
-        output["turn_ids"], output["advantages"] = turn_ids, local.gather(1, turn_ids)
+        output["turn_ids"], output["advantages"] = turn_ids, advantages[rows].gather(1, turn_ids)
         if parents is not None:
             output["parents"] = parents
         if "importance_sampling_ratio" in output:
@@ -327,8 +328,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         return inputs
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        mask = inputs["completion_mask"] * inputs["tool_mask"]
-        self._scored = mask, inputs["turn_ids"], inputs.get("parents")
+        self._scored = inputs["completion_mask"] * inputs["tool_mask"], inputs["turn_ids"], inputs.get("parents")
         try:
             return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
@@ -382,6 +382,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         try:
             super()._save_checkpoint(model, trial)
+            save_reference(folder, self.args, self.accelerator, self.ref_model)
             options = batch_options(self.args)
             save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, options)
         except BaseException:  # a checkpoint is whole or absent, whatever stops its writing
@@ -391,4 +392,5 @@ class MTGRPOEnvTrainer(CountedTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            load_reference(Path(checkpoint), self.args, self.accelerator, self.ref_model)
             self._step, self._buffered_inputs = load_rollouts(Path(checkpoint), self.accelerator)
