@@ -230,7 +230,7 @@ def test_spoiled_weights_are_neither_saved_nor_a_success(build, tmp_path, save_s
     trainer = build(rewards=((), (reward,)), save_strategy=save_strategy, save_steps=1)
     reward.model = trainer.model
     with pytest.raises(
-        NonFiniteError, match="the weight .* is not finite since an earlier step|hold NaN or infinity after step 1"
+        NonFiniteError, match="is not finite since an earlier step|after step 1"
     ):
         trainer.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"] * (save_strategy == "steps")
