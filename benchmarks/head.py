@@ -11,7 +11,7 @@ from measure import interleave, peak_memory, ratio, write
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from mt_grpo.training.head import score
+from mt_grpo.forward.lm_head import chunked_logps
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             inputs = states.clone().requires_grad_()
             if ours:
-                logps, entropies = score(inputs[0, places - 1], weight, None, labels[0, places])
+                logps, entropies = chunked_logps(inputs[0, places - 1], weight, None, labels[0, places])
             else:
                 output = model(inputs, labels=labels, fused_lm_head=True)
                 logps, entropies = output.log_probs, output.entropy

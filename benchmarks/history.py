@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.rollout import RolloutRequest, RolloutRunner, Sampling, ScriptedEngine
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason, Trajectory
 
 matplotlib.use("Agg")
@@ -50,7 +50,7 @@ def converse(tokenizer, turns: int, policy: str) -> tuple[Trajectory, float]:
     engine = ScriptedEngine(tokenizer, lambda session, turn: f"{THOUGHT}Lima{turn}<|im_end|>", context_length=1 << 20)
     runner = RolloutRunner(Talk(turns), engine, history=policy, compact_every=POLICIES[policy])
     start = time.perf_counter()
-    (trajectory,) = asyncio.run(runner.run([RolloutRequest("What is the capital of Peru?", "0")], Sampling()))
+    (trajectory,) = asyncio.run(runner.run([RolloutRequest("What is the capital of Peru?", "0")], SamplingParams()))
     return trajectory, time.perf_counter() - start
 
 

@@ -35,7 +35,7 @@ from torch.nn.functional import linear
 from transformers import Qwen3ForCausalLM
 from ways import METHODS, VOCABULARY, Batch, build_batch, build_model, labels_of, run
 
-from mt_grpo.training import attention
+from mt_grpo.forward.attention import interface as attention
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402

@@ -1,5 +1,5 @@
 """
-Laying rows out as one tree: TRL's `TreeRow` against `mt_grpo.training.packing.pack` on the same rows. TRL's row also
+Laying rows out as one tree: TRL's `TreeRow` against `mt_grpo.forward.packing.pack` on the same rows. TRL's row also
 lists the keys that its attention gathers, so ours is timed once more with the layout that its attention reads.
 """
 
@@ -18,8 +18,8 @@ import torch
 from measure import WORKLOADS, interleave, ratio, write
 from trl.experimental.async_grpo.packing import TreeRow
 
-from mt_grpo.training.attention import TreeLayout
-from mt_grpo.training.packing import FlatTree, Packed, pack
+from mt_grpo.forward.attention.layout import TreeLayout
+from mt_grpo.forward.packing import FlatTree, Packed, pack
 
 CALLS = 20
 """Calls of ours in one measurement, which alone would be too short to time."""

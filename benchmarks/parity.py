@@ -28,13 +28,13 @@ from rich.table import Table
 from server import read, serve
 from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, ProgressCallback
 
+from mt_grpo.app.build import build_trainer
+from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import embedded
-from mt_grpo.rollout.vllm_http import ServerControl
+from mt_grpo.rollout.engines.vllm.http import ServerControl
+from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import token_logps
-from mt_grpo.training.launch import build_trainer
-from mt_grpo.training.recipe import Recipe
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
-from mt_grpo.trajectory import TokenTree
 
 TARGET = 1e-4
 FORWARDS = ("tree", "turn_by_turn")

@@ -33,9 +33,9 @@ from transformers import AutoModelForCausalLM
 from mt_grpo.data import embedded
 from mt_grpo.data.embedded.tool import search
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.rollout import Limits, RolloutRequest, RolloutRunner, Sample, Sampling, derive_seed
-from mt_grpo.rollout.vllm_client import VLLMServerClient
-from mt_grpo.rollout.vllm_http import ServerControl
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, Sample, SamplingParams, derive_seed
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 TARGET = 0.99
@@ -83,7 +83,7 @@ class Prefixes:
 class Recorded(VLLMServerClient):
     """Keeps in `asked` the context and the action of every request, in the order of asking."""
 
-    async def generate(self, context: list[int], sampling: Sampling, session: str) -> Sample:
+    async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
         request = [list(context), []]
         self.asked.append(request)
         sample = await super().generate(context, sampling, session)
@@ -114,7 +114,7 @@ def run(url: str, folder: str, groups: int, members: int, turns: int) -> dict[st
     client.asked = []
     asyncio.run(client.connect())
     env = Passages(system_prompt="Search, then answer. " + search("ocean") * 3, max_steps=turns - 1)
-    runner = RolloutRunner(env, client, Limits(max_turn_tokens=64))
+    runner = RolloutRunner(env, client, RolloutLimits(max_turn_tokens=64))
     requests = []
     for group in range(groups):
         prompt = f"{search(SUBJECTS[group % len(SUBJECTS)])} Question {group}: what is that?"
@@ -124,7 +124,7 @@ def run(url: str, folder: str, groups: int, members: int, turns: int) -> dict[st
 
     async def go() -> list[Trajectory]:
         try:
-            return await runner.run(requests, Sampling())
+            return await runner.run(requests, SamplingParams())
         finally:
             await client.close()
 

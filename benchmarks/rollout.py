@@ -34,8 +34,8 @@ from rollout_trl import GROUP, compare
 from upstream import upstream
 
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.rollout import Engine, RolloutRequest, RolloutRunner, Sample, Sampling
-from mt_grpo.rollout.vllm_client import VLLMServerClient
+from mt_grpo.rollout import Engine, RolloutRequest, RolloutRunner, Sample, SamplingParams
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 
 CALL = '<reasoning>look</reasoning>\n<tool>{"name": "wait", "args": {"seconds": %.4f}}</tool>'
 SIGMA = 1.5
@@ -69,7 +69,7 @@ class TimedEngine:
         self.stamps: list[tuple[float, float]] = []
         """Wall and CPU seconds at which requests came."""
 
-    async def generate(self, context: list[int], sampling: Sampling, session: str) -> Sample:
+    async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
         self.stamps.append((time.perf_counter(), time.process_time()))
         turn, actions = self._turns[session], self._actions[int(session)]
         self._turns[session] += 1
@@ -99,7 +99,7 @@ def wall_over_longest(tokenizer, conversations: int, seed: int) -> float:
     times = tool_times(conversations, seed, 0.05)
     runner = RolloutRunner(MultiTurnToolEnv([wait], max_steps=TURNS), TimedEngine(tokenizer, times))
     start = time.perf_counter()
-    asyncio.run(runner.run(requests(conversations), Sampling()))
+    asyncio.run(runner.run(requests(conversations), SamplingParams()))
     return (time.perf_counter() - start) / times.round(4).sum(axis=1).max()
 
 
@@ -117,7 +117,7 @@ def host_time_a_turn(tokenizer, turns: int) -> np.ndarray:
 
     engine = TimedEngine(tokenizer, np.ones((1, turns)))
     runner = RolloutRunner(MultiTurnToolEnv([wait], max_steps=turns), engine)
-    asyncio.run(runner.run(requests(1), Sampling()))
+    asyncio.run(runner.run(requests(1), SamplingParams()))
     return np.diff(np.array(engine.stamps), axis=0)
 
 
@@ -131,7 +131,7 @@ def event_loop_lag(tokenizer, engine: Engine, conversations: int, context: int) 
     lags: tuple[list[float], list[float]] = ([], [])
 
     async def measure() -> None:
-        rollouts = asyncio.ensure_future(runner.run(requests(conversations, text), Sampling(max_tokens=100)))
+        rollouts = asyncio.ensure_future(runner.run(requests(conversations, text), SamplingParams(max_tokens=100)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # every prompt is rendered
         due = time.perf_counter()

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import httpx
 
-from mt_grpo.rollout.vllm_http import RequestFailed, ServerControl, find_key, headers
-from mt_grpo.training.recipe import Recipe, parse_recipe
-from mt_grpo.training.serve import GUARD, server_command
+from mt_grpo.app.recipe import Recipe, parse_recipe
+from mt_grpo.app.serve import GUARD, server_command
+from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl, find_key, headers
 
 START_LIMIT = 300.0
 """Seconds a server may take to start."""

@@ -26,9 +26,10 @@ from measure import WORKLOADS, DoesNotFit, Row, free_memory, interleave, peak_me
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from mt_grpo.training.attention import TreeLayout
-from mt_grpo.training.forward import batch_logps, batch_trees, enable_trees
-from mt_grpo.training.packing import pack
+from mt_grpo.forward.attention.layout import TreeLayout
+from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.packing import pack
+from mt_grpo.training.batch import batch_logps, batch_trees
 
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, head size, vocabulary
     "cpu": (128, 384, 2, 4, 2, 64, 2048),

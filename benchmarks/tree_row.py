@@ -32,8 +32,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, _flash_attn, register_tree_attention
 from trl.trainer.utils import add_fused_lm_head
 
-from mt_grpo.training.forward import enable_trees, run
-from mt_grpo.training.packing import FlatTree, Packed, pack
+from mt_grpo.forward.model import enable_trees, run
+from mt_grpo.forward.packing import FlatTree, Packed, pack
 
 GATHERED = "tree_gathered"
 """Attention that gathers keys as TRL's does, without its kernel."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from mt_grpo.training.attention import TreeLayout
-from mt_grpo.training.forward import enable_trees
-from mt_grpo.training.head import score
-from mt_grpo.training.packing import pack
-from mt_grpo.trajectory import TokenTree, common_prefix
+from mt_grpo.forward.attention.layout import TreeLayout
+from mt_grpo.forward.lm_head import chunked_logps
+from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.packing import pack
+from mt_grpo.token_tree import TokenTree, common_prefix
 
 VOCABULARY = 4096
 
@@ -181,4 +181,4 @@ def labels_of(batch: Batch) -> Tensor:
 def run(model: Qwen3ForCausalLM, name: str, batch: Batch) -> tuple[Tensor, Tensor]:
     """Hidden states, and the log-probs of the sampled tokens. The head is the same for all methods."""
     hidden = METHODS[name](model, batch)
-    return hidden, score(hidden, model.lm_head.weight, None, labels_of(batch))[0]
+    return hidden, chunked_logps(hidden, model.lm_head.weight, None, labels_of(batch))[0]

@@ -35,9 +35,9 @@ from rich.table import Table
 from server import read, serve
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mt_grpo.rollout.vllm_client import VLLMServerClient
-from mt_grpo.rollout.vllm_http import ServerControl
-from mt_grpo.training.weight_transports import SafetensorsSync
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm.http import ServerControl
+from mt_grpo.weights.transports.files import SafetensorsSync
 
 TARGET = 0.7
 HANDSHAKE = "pause, start, finish, cache reset, resume"

@@ -77,9 +77,8 @@ def train(arguments: list[str]) -> int:
     trainer, resolved = _prepare(arguments)
     if trainer is None:
         return 1
-    from mt_grpo.training.attention import UnsupportedModelError
-    from mt_grpo.training.config import ConfigError
-    from mt_grpo.training.run import FAILURES, leave_group, run_training
+    from mt_grpo.app.train import FAILURES, leave_group, run_training
+    from mt_grpo.errors import ConfigError, UnsupportedModelError
 
     accelerator = trainer.accelerator
     try:
@@ -100,7 +99,7 @@ def rollout(arguments: list[str]) -> int:
     trainer, _ = _prepare(rest, trains=False)
     if trainer is None:
         return 1
-    from mt_grpo.training.run import FAILURES
+    from mt_grpo.app.train import FAILURES
     from mt_grpo.viewer import render_trajectory
 
     console = _console()
@@ -117,8 +116,8 @@ def rollout(arguments: list[str]) -> int:
 def serve(arguments: list[str]) -> int:
     """`mt-grpo serve`: becomes the vLLM server that the recipe's trainer needs; returns only where it cannot."""
     warnings.simplefilter("ignore", FutureWarning)
-    from mt_grpo.training import serve as server
-    from mt_grpo.training.recipe import parse_recipe
+    from mt_grpo.app import serve as server
+    from mt_grpo.app.recipe import parse_recipe
 
     try:
         server.serve(parse_recipe(arguments))
@@ -143,9 +142,9 @@ def _console(quiet: bool = False):
 def _prepare(arguments: list[str], trains: bool = True):
     """The trainer of a recipe and its resolved options; `(None, None)` after saying what is wrong with the input."""
     warnings.simplefilter("ignore", FutureWarning)  # libraries' notes to each other, not to the user
+    from mt_grpo.app.build import build_trainer
+    from mt_grpo.app.recipe import parse_recipe
     from mt_grpo.rollout.engine import EngineError
-    from mt_grpo.training.launch import build_trainer
-    from mt_grpo.training.recipe import parse_recipe
 
     try:
         recipe = parse_recipe(arguments)

@@ -17,6 +17,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 torch.set_num_threads(2)
 
+# what tests start in processes of their own may use what tests share
+ROOMS = [str(Path(__file__).parent / room) for room in ("", "app", "forward", "rollout", "training", "weights")]
+os.environ["PYTHONPATH"] = os.pathsep.join([*ROOMS, *filter(None, [os.environ.get("PYTHONPATH")])])
+
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 WORDS = "reasoning tool name search args query result answer capital of Peru Lima What is the add number user".split()
 

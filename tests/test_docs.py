@@ -13,7 +13,7 @@ import pytest
 from conftest import build_model
 from test_recipes import RECIPES, parse_for
 
-from mt_grpo.training.serve import server_command
+from mt_grpo.app.serve import server_command
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

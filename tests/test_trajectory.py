@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mt_grpo.trajectory import StopReason, TokenTree, ToolCall, Trajectory, Turn, common_prefix
+from mt_grpo.token_tree import TokenTree, common_prefix
+from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 
 
 def make_tree(*timesteps):

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from mt_grpo.credit.estimators import RewardBatch, get_estimator
+from mt_grpo.errors import UserError
 
 
-class CreditError(ValueError):
+class CreditError(UserError, ValueError):
     """A credit rule returned what nothing can be trained with. The message is one sentence that names the rule."""
 
 

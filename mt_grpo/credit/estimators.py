@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mt_grpo.plugins import nearest
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean
 
 Scale = Literal["group", "batch", "none"]
 
@@ -88,8 +89,8 @@ def get_estimator(name: str) -> AdvantageEstimator:
     """
     if name not in ADVANTAGE_ESTIMATORS:
         known = ", ".join(sorted(ADVANTAGE_ESTIMATORS))
-        raise ValueError(
-            f"The advantage estimator {name!r} is not one of {known}{nearest(name, ADVANTAGE_ESTIMATORS)}."
+        raise ConfigError(
+            f"The advantage estimator {name!r} is not one of {known}{did_you_mean(name, ADVANTAGE_ESTIMATORS)}."
         )
     return ADVANTAGE_ESTIMATORS[name]
 

@@ -11,7 +11,8 @@ from typing import Any
 import datasets
 from datasets.exceptions import DatasetsError
 
-from mt_grpo.plugins import nearest
+from mt_grpo.errors import UserError
+from mt_grpo.imports import did_you_mean
 
 Row = dict[str, Any]
 Rows = datasets.Dataset | datasets.IterableDataset
@@ -20,7 +21,7 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 EMBEDDED_SPLITS = {"train": "train", "validation": "validation", "test": "validation"}
 
 
-class DatasetError(ValueError):
+class DatasetError(UserError, ValueError):
     """A dataset that cannot be used. The message is one sentence fit for the user."""
 
 
@@ -62,12 +63,12 @@ def load_rows(
         if column not in columns:
             raise DatasetError(
                 f"The dataset {name!r} has no column {column!r}, which `column_mapping` names"
-                f"{nearest(column, columns)}: its columns are {', '.join(columns)}."
+                f"{did_you_mean(column, columns)}: its columns are {', '.join(columns)}."
             )
     for column in schema.columns:
         if column not in columns and column not in mapping:
             raise DatasetError(
-                f"The dataset {name!r} has no column {column!r}{nearest(column, columns)}: its columns are "
+                f"The dataset {name!r} has no column {column!r}{did_you_mean(column, columns)}: its columns are "
                 f"{', '.join(columns)}; name the right one with `column_mapping: {{{column}: its name}}`."
             )
 
@@ -208,7 +209,7 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
         if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
             raise DatasetError(f"The split {split!r} of the dataset {source!r} is empty.") from error
         reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
-        known = "" if path.exists() else nearest(source, ["embedded", *SCHEMAS])
+        known = "" if path.exists() else did_you_mean(source, ["embedded", *SCHEMAS])
         raise DatasetError(f"The split {split!r} of the dataset {source!r} does not load{known}: {reason}.") from error
 
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from mt_grpo.envs.execution import execute_calls
 from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
-from mt_grpo.plugins import nearest
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean
 from mt_grpo.tools import Tool, load_tools
 from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from mt_grpo.rollout import Engine, Sampling
+    from mt_grpo.rollout import Engine, SamplingParams
 
 HEADER_TOKENS = 32
 """Upper bound of the tokens of an assistant's header, which a response parser reads to know where a turn begins."""
@@ -51,16 +52,16 @@ class MultiTurnToolEnv:
         tool_timeout: float | None = 60.0,
     ) -> None:
         if protocol not in PROTOCOLS:
-            raise ValueError(
-                f"The call protocol {protocol!r} is unknown{nearest(protocol, PROTOCOLS)}: choose one of "
+            raise ConfigError(
+                f"The call protocol {protocol!r} is unknown{did_you_mean(protocol, PROTOCOLS)}: choose one of "
                 f"{', '.join(PROTOCOLS)}."
             )
         if max_steps < 0:
-            raise ValueError(f"`max_steps` is {max_steps}; it counts replies of the environment, so set 0 or more.")
+            raise ConfigError(f"`max_steps` is {max_steps}; it counts replies of the environment, so set 0 or more.")
         if env_mask not in (0, 1):
-            raise ValueError(f"`env_mask` is {env_mask}; set 0 (tool results are not trained) or 1 (they are).")
+            raise ConfigError(f"`env_mask` is {env_mask}; set 0 (tool results are not trained) or 1 (they are).")
         if tool_timeout is not None and tool_timeout <= 0:
-            raise ValueError(f"`tool_timeout` is {tool_timeout}; set seconds above 0, or `None` for no limit.")
+            raise ConfigError(f"`tool_timeout` is {tool_timeout}; set seconds above 0, or `None` for no limit.")
         self.tools = {tool.name: tool for tool in load_tools(list(tools))}
         self.max_steps = max_steps
         self.protocol: CallProtocol = PROTOCOLS[protocol]()
@@ -117,7 +118,7 @@ class MultiTurnToolEnv:
         return None
 
     def generate(
-        self, prompts: Sequence[str | list[Message]], llm: Engine, sampling_params: Sampling | None = None
+        self, prompts: Sequence[str | list[Message]], llm: Engine, sampling_params: SamplingParams | None = None
     ) -> dict[str, list[Any]]:
         """
         Runs whole conversations and waits for them: a convenience over the rollout runner, without training. It works
@@ -126,25 +127,13 @@ class MultiTurnToolEnv:
         Args:
             prompts (`Sequence[str | list[dict]]`): User messages or message lists, one a conversation.
             llm (`Engine`): Samples the turns.
-            sampling_params (`Sampling`, *optional*): Temperature, top-p and the like; `max_tokens` bounds one turn.
+            sampling_params (`SamplingParams`, *optional*): Temperature, top-p and the like; `max_tokens` bounds one
+                turn.
 
         Returns:
             `dict` of lists, one entry a prompt: `ids`, the tokens after the prompt; `mask`, 1 where the model sampled
             them and `env_mask` where the environment wrote them; `messages`, the same as messages.
         """
-        from mt_grpo.rollout import Limits, RolloutRequest, RolloutRunner, Sampling, derive_seed
-        from mt_grpo.rollout.background import run
+        from mt_grpo.rollout.generate import generate
 
-        sampling = sampling_params or Sampling()
-        runner = RolloutRunner(self, llm, Limits(max_turn_tokens=sampling.max_tokens))
-        requests = [
-            RolloutRequest(prompt, session=f"{index:06d}", seed=derive_seed(sampling.seed, index))
-            for index, prompt in enumerate(prompts)
-        ]
-        trajectories = run(runner.run(requests, sampling))
-        completions = [runner.completion(trajectory) for trajectory in trajectories]
-        return {
-            "ids": [completion.ids for completion in completions],
-            "mask": [completion.mask for completion in completions],
-            "messages": [trajectory.completion for trajectory in trajectories],
-        }
+        return generate(self, prompts, llm, sampling_params)

@@ -4,7 +4,7 @@ from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, Turn
 from mt_grpo.rewards.format import format_reward_func, xml_reward_func
 from mt_grpo.rewards.gsm8k import gsm8k_correct_reward_func, gsm8k_number_reward_func
 from mt_grpo.rewards.registry import BUILT_IN_REWARDS, RewardListError, load_rewards
-from mt_grpo.rewards.scoring import RewardError, Scores, combine, score, score_trajectories, spread
+from mt_grpo.rewards.scoring import RewardError, Scores, score_trajectories, spread
 from mt_grpo.rewards.triviaqa import (
     exact_match_reward_func,
     exist_answer_in_search_results,
@@ -21,7 +21,6 @@ __all__ = [
     "RewardListError",
     "Scores",
     "TurnReward",
-    "combine",
     "exact_match_reward_func",
     "exist_answer_in_search_results",
     "exist_answer_reward_func",
@@ -29,7 +28,6 @@ __all__ = [
     "gsm8k_correct_reward_func",
     "gsm8k_number_reward_func",
     "load_rewards",
-    "score",
     "score_trajectories",
     "spread",
     "tool_execution_reward_func",

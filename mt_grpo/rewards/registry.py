@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from mt_grpo.plugins import import_object, nearest
+from mt_grpo.errors import UserError
+from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.rewards import format, gsm8k, triviaqa
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
 
@@ -20,7 +21,7 @@ BUILT_IN_REWARDS: dict[str, RewardFunc] = {
 KINDS: dict[str, type[RewardFunc]] = {"turn": TurnReward, "outcome": OutcomeReward}
 
 
-class RewardListError(ValueError):
+class RewardListError(UserError, ValueError):
     """A list of rewards is not usable. The message is one sentence fit for the user."""
 
 
@@ -72,7 +73,7 @@ def _resolve(entry: str, kind: str) -> Any:
     if entry not in BUILT_IN_REWARDS:
         raise RewardListError(
             f"The {kind} reward {entry!r} is neither a built-in name nor a path such as `package.module.name`"
-            f"{nearest(entry, BUILT_IN_REWARDS)}."
+            f"{did_you_mean(entry, BUILT_IN_REWARDS)}."
         )
     return BUILT_IN_REWARDS[entry]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mt_grpo.errors import UserError
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
 from mt_grpo.trajectory import Trajectory
 
@@ -17,7 +18,7 @@ Pending = Callable[[], Coroutine[Any, Any, Any]]
 """A reward that was called: waits for its value."""
 
 
-class RewardError(RuntimeError):
+class RewardError(UserError, RuntimeError):
     """A reward failed. The message is one sentence that names the reward, the failure, the trajectory and its row."""
 
 
@@ -91,18 +92,6 @@ async def _score(
     return Scores(turn, outcome)
 
 
-def score(
-    turn_funcs: Sequence[TurnReward],
-    outcome_funcs: Sequence[OutcomeReward],
-    trajectories: list[Trajectory],
-    extra: dict[str, Any] | None = None,
-) -> Scores:
-    """`score_trajectories` that waits for the result; works in a running event loop (a notebook) too."""
-    from mt_grpo.rollout.background import run
-
-    return run(score_trajectories(turn_funcs, outcome_funcs, trajectories, extra))
-
-
 def spread(
     values: Sequence[Any], trajectories: Sequence[Trajectory], fill: Callable[[Trajectory], Any] = lambda _: None
 ) -> list[Any]:
@@ -115,12 +104,6 @@ def spread(
     judged = [index for index, trajectory in enumerate(trajectories) if not trajectory.failed]
     found = dict(zip(judged, values, strict=True))
     return [found[index] if index in found else fill(trajectory) for index, trajectory in enumerate(trajectories)]
-
-
-def combine(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """The weighted sum of the rewards that apply; `None` when none does."""
-    terms = [weight * value for value, weight in zip(values, weights, strict=True) if value is not None]
-    return sum(terms) if terms else None
 
 
 async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:

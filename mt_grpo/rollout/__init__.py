@@ -1,21 +1,26 @@
 """Prompts in, trajectories out."""
 
-from mt_grpo.rollout.chat import ChatRenderer, TemplateError
-from mt_grpo.rollout.engine import Engine, EngineError, RolloutError, Sample, Sampling
-from mt_grpo.rollout.runner import Completion, Limits, RolloutRequest, RolloutRunner, derive_seed
-from mt_grpo.rollout.scripted import ScriptedEngine
+from mt_grpo.rollout.engine import Engine, EngineError, RolloutError, Sample, SamplingParams
+from mt_grpo.rollout.engines.scripted import ScriptedEngine
+from mt_grpo.rollout.rendering import ChatRenderer, TemplateError
+from mt_grpo.rollout.runner import RolloutLimits, RolloutRequest, RolloutRunner, TokenRow, derive_seed
+
+Limits, Sampling = RolloutLimits, SamplingParams
+"""The same by the names that some scripts use."""
 
 __all__ = [
+    "Limits",
+    "Sampling",
     "ChatRenderer",
-    "Completion",
+    "TokenRow",
     "Engine",
     "EngineError",
-    "Limits",
+    "RolloutLimits",
     "RolloutError",
     "RolloutRequest",
     "RolloutRunner",
     "Sample",
-    "Sampling",
+    "SamplingParams",
     "ScriptedEngine",
     "TemplateError",
     "derive_seed",

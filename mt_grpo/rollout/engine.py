@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mt_grpo.errors import UserError
+
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """
     How tokens are drawn; names and meaning are vLLM's.
 
@@ -55,7 +57,7 @@ class EngineError(RuntimeError):
     """The engine could not serve a request, and a repeat would not help. It ends one conversation, not the run."""
 
 
-class RolloutError(RuntimeError):
+class RolloutError(UserError, RuntimeError):
     """No conversation can be held: all those of two batches in a row failed, and the next ones would fail alike."""
 
 
@@ -71,7 +73,7 @@ class Engine(Protocol):
     tokenizer: Any
     context_length: int
 
-    async def generate(self, context: list[int], sampling: Sampling, session: str) -> Sample:
+    async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
         """Samples one action after `context`. Raises `EngineError` where that fails for good."""
         ...
 

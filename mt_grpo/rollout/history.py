@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mt_grpo.plugins import nearest
-from mt_grpo.rollout.chat import ChatRenderer
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean
+from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.trajectory import Message, Trajectory
 
 HISTORIES = ("keep", "strip_thinking", "compact", "template")
@@ -93,9 +94,11 @@ class History:
 def check_history(policy: str, compact_every: int | None) -> None:
     """Raises `ValueError` for an unknown policy, or `"compact"` without its number of turns."""
     if policy not in HISTORIES:
-        raise ValueError(f"`history` is {policy!r}{nearest(policy, HISTORIES)}: choose one of {', '.join(HISTORIES)}.")
+        raise ConfigError(
+            f"`history` is {policy!r}{did_you_mean(policy, HISTORIES)}: choose one of {', '.join(HISTORIES)}."
+        )
     if policy == "compact" and (compact_every is None or compact_every < 1):
-        raise ValueError("`history: compact` needs `compact_every`, the number of turns between two compactions.")
+        raise ConfigError("`history: compact` needs `compact_every`, the number of turns between two compactions.")
 
 
 def strip_thinking(message: Message) -> Message:

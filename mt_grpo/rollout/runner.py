@@ -14,12 +14,13 @@ from typing import Any
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.execution import fail_unanswered
-from mt_grpo.rollout.chat import ChatRenderer
-from mt_grpo.rollout.engine import Engine, EngineError, Sampling
+from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
 from mt_grpo.rollout.history import History, check_history
 from mt_grpo.rollout.observations import observed
-from mt_grpo.rollout.sanity import SanityCheck
-from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn, common_prefix
+from mt_grpo.rollout.rendering import ChatRenderer
+from mt_grpo.rollout.token_check import SanityCheck
+from mt_grpo.token_tree import common_prefix
+from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout as time_limit
@@ -30,7 +31,7 @@ _NEVER = 1 << 30  # collections of a younger generation until a full one
 
 
 @dataclass(frozen=True)
-class Limits:
+class RolloutLimits:
     """
     What bounds a conversation; `None` is no bound.
 
@@ -66,7 +67,7 @@ class RolloutRequest:
 
 
 @dataclass
-class Completion:
+class TokenRow:
     """
     The tokens of a trajectory for a trainer; all lists but the first have the completion's length.
 
@@ -95,7 +96,7 @@ class RolloutRunner:
     Args:
         env (`MultiTurnToolEnv`): The conversation rules.
         engine (`Engine`): Samples the turns.
-        limits (`Limits`, *optional*): Bounds.
+        limits (`RolloutLimits`, *optional*): Bounds.
         template_kwargs (`dict`, *optional*): Variables for the chat template.
         history (`str`, *optional*, defaults to `"keep"`), compact_every (`int`, *optional*): See `History`.
         sanity_check_mode (`str`, *optional*, defaults to `"disable"`): See `SanityCheck`.
@@ -105,7 +106,7 @@ class RolloutRunner:
         self,
         env: MultiTurnToolEnv,
         engine: Engine,
-        limits: Limits | None = None,
+        limits: RolloutLimits | None = None,
         template_kwargs: dict[str, Any] | None = None,
         history: str = "keep",
         compact_every: int | None = None,
@@ -115,14 +116,14 @@ class RolloutRunner:
         self.history, self.compact_every = history, compact_every
         self.env = env
         self.engine = engine
-        self.limits = limits or Limits()
+        self.limits = limits or RolloutLimits()
         self.renderer = ChatRenderer(engine.tokenizer, env.tool_schemas, template_kwargs, env.protocol.tags)
         self.sanity = SanityCheck(self.renderer, sanity_check_mode) if sanity_check_mode != "disable" else None
 
     async def run(
         self,
         requests: list[RolloutRequest],
-        sampling: Sampling,
+        sampling: SamplingParams,
         on_finish: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
         """
@@ -130,9 +131,9 @@ class RolloutRunner:
 
         Args:
             requests (`list[RolloutRequest]`): What to run.
-            sampling (`Sampling`): How tokens are drawn; budget, stop strings and seed are set for each turn.
+            sampling (`SamplingParams`): How tokens are drawn; budget, stop strings and seed are set for each turn.
             on_finish (`Callable`, *optional*): Called with each trajectory as soon as it is finished; its
-                `tokenization` is checked after that.
+                `render_mismatch` is checked after that.
 
         Returns:
             `list[Trajectory]` in the order of `requests`. A conversation that fails is among them, with its
@@ -170,7 +171,7 @@ class RolloutRunner:
             await self.engine.close()
         return trajectories
 
-    async def _converse(self, request: RolloutRequest, sampling: Sampling) -> Trajectory:
+    async def _converse(self, request: RolloutRequest, sampling: SamplingParams) -> Trajectory:
         prompt = [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else request.prompt
         trajectory = Trajectory(prompt, session=request.session, row=request.row)
         asyncio.current_task().set_name(f"conversation {request.session!r}")
@@ -194,9 +195,11 @@ class RolloutRunner:
 
     def _check(self, trajectory: Trajectory) -> None:
         difference = self.sanity.check(trajectory)
-        trajectory.tokenization = difference.cause if difference else None
+        trajectory.render_mismatch = difference.cause if difference else None
 
-    async def _take_turns(self, trajectory: Trajectory, sampling: Sampling, request: RolloutRequest) -> StopReason:
+    async def _take_turns(
+        self, trajectory: Trajectory, sampling: SamplingParams, request: RolloutRequest
+    ) -> StopReason:
         history = History(self.renderer, self.history, self.compact_every)
         try:
             prompt = self.env.start(request.prompt)
@@ -243,7 +246,7 @@ class RolloutRunner:
                 num_tokens=len(sample.ids),
                 context_length=length,
                 observation_length=added if index else 0,
-                rewritten=None if rewritten is None else self.history,
+                fork_cause=None if rewritten is None else self.history,
                 seconds=time.perf_counter() - start,
                 weight_version=sample.weight_version,
             )
@@ -271,7 +274,7 @@ class RolloutRunner:
             bounds.append((self.limits.max_turn_tokens, StopReason.LENGTH))
         return min(bounds, key=lambda bound: bound[0])
 
-    def completion(self, trajectory: Trajectory) -> Completion:
+    def completion(self, trajectory: Trajectory) -> TokenRow:
         """The tokens of a trajectory as one row: its tree depth-first, whatever its forks."""
         tree = trajectory.tree
         order = tree.depth_first()
@@ -279,13 +282,13 @@ class RolloutRunner:
         if first is None:
             began = trajectory.stop_reason not in (None, StopReason.ENV_ERROR)  # else the prompt may have no rendering
             ids = self.renderer.prompt_ids(trajectory.prompt) if began else [self.renderer.end_id]
-            return Completion(list(ids), [], [], [], [], [])
+            return TokenRow(list(ids), [], [], [], [], [])
         prompt = tree.ancestors(first)[:-1]
         prompt_ids = [token for index in prompt for token in tree.nodes[index].tokens]
         ends = {-1: -len(prompt_ids) - 1}  # column of each node's last token; the prompt's are below 0
         for index in prompt:
             ends[index] = ends[tree.nodes[index].parent] + len(tree.nodes[index].tokens)
-        row = Completion(prompt_ids, [], [], [], [], [])
+        row = TokenRow(prompt_ids, [], [], [], [], [])
         replied = observed(trajectory)
         answered = {-1: 0} | dict.fromkeys(prompt, 0)  # latest turn on the path to each node
         for index in order:

@@ -13,6 +13,8 @@ from jsonschema import Draft202012Validator, SchemaError, ValidationError
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import TypeHintParsingException, parse_google_format_docstring
 
+from mt_grpo.errors import UserError
+
 JSON_TYPES = {
     str: "string",
     bool: "boolean",
@@ -24,7 +26,7 @@ JSON_TYPES = {
 }
 
 
-class ToolDefinitionError(ValueError):
+class ToolDefinitionError(UserError, ValueError):
     """A tool that cannot be offered to a model. The message is one sentence fit for the user."""
 
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mt_grpo.plugins import import_object, nearest
+from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 
 BUILTIN_TOOLS = {
@@ -20,7 +20,7 @@ def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
     Makes tools of what a recipe or a script lists.
 
     Args:
-        entries (`list`): Each one the name of a built-in tool, a path for `mt_grpo.plugins.import_object`, a function,
+        entries (`list`): Each one the name of a built-in tool, a path for `mt_grpo.imports.import_object`, a function,
             bound method or callable object, a class (started without arguments), an object with one public method,
             or a `Tool`.
 
@@ -41,7 +41,7 @@ def _imported(entry: str) -> Any:
     path = BUILTIN_TOOLS.get(entry, entry)
     if "." not in path and ":" not in path:
         raise ToolDefinitionError(
-            f"There is no built-in tool {entry!r}{nearest(entry, BUILTIN_TOOLS)}: use one of "
+            f"There is no built-in tool {entry!r}{did_you_mean(entry, BUILTIN_TOOLS)}: use one of "
             f"{', '.join(BUILTIN_TOOLS)}, or a path such as `my_tools.py:{entry}`."
         )
     return import_object(path, what="tool")

@@ -1,7 +1,8 @@
 """Advantages in, weights out. The only room that imports TRL."""
 
-from mt_grpo.training.config import ConfigError, MTGRPOConfig
-from mt_grpo.training.logps import token_logps
+from mt_grpo.errors import ConfigError
+from mt_grpo.forward.logps import token_logps
+from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
 __all__ = ["ConfigError", "MTGRPOConfig", "MTGRPOEnvTrainer", "token_logps"]

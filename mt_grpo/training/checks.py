@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from datasets import Dataset, IterableDataset
 
-from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.errors import ConfigError
+from mt_grpo.training.config import MTGRPOConfig
 
 
 def check_training(args: MTGRPOConfig, dataset: Dataset | IterableDataset, dropped: int = 0) -> None:

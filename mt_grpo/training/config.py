@@ -8,19 +8,15 @@ from dataclasses import dataclass, field
 from trl import GRPOConfig
 
 from mt_grpo.credit import get_estimator, splits_turns
-from mt_grpo.plugins import nearest
+from mt_grpo.errors import ConfigError
+from mt_grpo.forward.logps import ATTENTIONS, FORWARDS
+from mt_grpo.imports import did_you_mean
 from mt_grpo.rollout.history import check_history
-from mt_grpo.rollout.sanity import MODES
+from mt_grpo.rollout.token_check import MODES
 
-FORWARDS = ("tree", "padded", "turn_by_turn")
 WEIGHT_SYNCS = ("auto", "nccl", "safetensors", "lora")
 KEEPS_TURNS = ("cispo", "vespo")
 """Loss types in which an advantage weighs its own tokens whatever `importance_sampling_level` is."""
-ATTENTIONS = ("auto", "segment", "flex", "dense")
-
-
-class ConfigError(ValueError):
-    """An option is wrong. The message is one sentence fit for the user."""
 
 
 @dataclass
@@ -145,7 +141,9 @@ class MTGRPOConfig(GRPOConfig):
         ):
             value = getattr(self, name)
             if value not in known:
-                raise ConfigError(f"`{name}` is {value!r}{nearest(value, known)}: choose one of {', '.join(known)}.")
+                raise ConfigError(
+                    f"`{name}` is {value!r}{did_you_mean(value, known)}: choose one of {', '.join(known)}."
+                )
         for name in (
             "cache_implementation",
             "generation_kwargs",

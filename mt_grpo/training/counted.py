@@ -12,12 +12,13 @@ from accelerate.utils import gather
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
+from mt_grpo.errors import ConfigError
+from mt_grpo.training.checkpoint import batch_options, check_checkpoint
 from mt_grpo.training.checks import check_training
-from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.evaluation import EvaluationRows
 from mt_grpo.training.folder import left_by_runs
 from mt_grpo.training.nonfinite import FiniteTrainer, check_weights
-from mt_grpo.training.resume import batch_options, check_checkpoint
 from mt_grpo.training.tally import Tally
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ from pathlib import Path
 from accelerate.utils import broadcast_object_list
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from mt_grpo.training.config import ConfigError, MTGRPOConfig
-from mt_grpo.training.resume import is_whole
+from mt_grpo.errors import ConfigError
+from mt_grpo.training.checkpoint import is_whole
+from mt_grpo.training.config import MTGRPOConfig
 
 RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_curve.png")
 MODEL = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "adapter_config.json")

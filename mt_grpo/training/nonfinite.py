@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from trl import GRPOTrainer
 
+from mt_grpo.errors import UserError
+
 INGREDIENTS = ("advantages", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
 """What a loss is made of, besides the log-probs of the model that is trained."""
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(UserError, RuntimeError):
     """A number that would spoil the weights. The message is one sentence: what it was and where it comes from."""
 
 

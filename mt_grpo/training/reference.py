@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from trl.distributed import DistributedBackend
 
-from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.errors import ConfigError
+from mt_grpo.training.config import MTGRPOConfig
 
 NAME = "reference.safetensors"
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from mt_grpo.plugins import nearest
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean
 from mt_grpo.rewards import FunctionReward, RewardFunc, TurnReward
 from mt_grpo.rewards.base import NOT_COLUMNS
-from mt_grpo.training.config import ConfigError
 
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """What a plain TRL reward function is given besides the columns."""
@@ -57,7 +57,7 @@ def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
         if parameter not in given:
             raise ConfigError(
                 f"The reward {reward.name!r} needs `{parameter}`, which is no column of the {dataset}"
-                f"{nearest(parameter, columns)}: its columns are {', '.join(columns)}; name the right one with "
+                f"{did_you_mean(parameter, columns)}: its columns are {', '.join(columns)}; name the right one with "
                 f"`column_mapping: {{{parameter}: its name}}`, or give the parameter a default."
             )
     try:

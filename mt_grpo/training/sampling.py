@@ -6,8 +6,9 @@ import logging
 
 from accelerate import PartialState
 
-from mt_grpo.training.config import ConfigError, MTGRPOConfig
-from mt_grpo.training.truncation import Truncation
+from mt_grpo.errors import ConfigError
+from mt_grpo.forward.truncation import Truncation
+from mt_grpo.training.config import MTGRPOConfig
 
 logger = logging.getLogger(__name__)
 

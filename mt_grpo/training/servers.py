@@ -8,14 +8,17 @@ from typing import Any
 from accelerate import Accelerator
 from trl.distributed import DistributedBackend
 
-from mt_grpo.rollout.transformers_engine import TransformersEngine
-from mt_grpo.rollout.vllm_client import VLLMServerClient
-from mt_grpo.rollout.vllm_http import ServerSetupError
-from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.errors import ConfigError
+from mt_grpo.rollout.engines.transformers import TransformersEngine
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm.http import ServerSetupError
+from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.sampling import check_sequence_ratio
-from mt_grpo.training.weight_push import WeightSyncError
-from mt_grpo.training.weight_sync import WeightSync
-from mt_grpo.training.weight_transports import LoraSync, NcclSync, SafetensorsSync
+from mt_grpo.weights.transport import WeightSync
+from mt_grpo.weights.transports.adapter import LoraSync
+from mt_grpo.weights.transports.files import SafetensorsSync
+from mt_grpo.weights.transports.nccl import NcclSync
+from mt_grpo.weights.update_calls import WeightSyncError
 
 _EVERYWHERE = "0.0.0.0"
 

@@ -18,36 +18,38 @@ from trl.models import unwrap_model_for_generation
 
 from mt_grpo.credit import estimate
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.errors import ConfigError
+from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories, spread
-from mt_grpo.rollout import Engine, Limits, RolloutError, RolloutRequest, RolloutRunner, Sampling, derive_seed
-from mt_grpo.rollout.transformers_engine import TransformersEngine
-from mt_grpo.training.balance import regroup
-from mt_grpo.training.build import build_env, check_env, prepare_tokenizer
-from mt_grpo.training.config import ConfigError, MTGRPOConfig
+from mt_grpo.rollout import (
+    Engine,
+    RolloutError,
+    RolloutLimits,
+    RolloutRequest,
+    RolloutRunner,
+    SamplingParams,
+    derive_seed,
+)
+from mt_grpo.rollout.engines.transformers import TransformersEngine
+from mt_grpo.training.batch import batch_logps, leave_out, scored_columns
+from mt_grpo.training.checkpoint import batch_options, load_rollouts, save_rollouts
+from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.counted import CountedTrainer
 from mt_grpo.training.dropout import disable_dropout, without_dropout
+from mt_grpo.training.environment import build_env, check_env, prepare_tokenizer
 from mt_grpo.training.evaluation import counted, fill_up, fill_up_scores
-from mt_grpo.training.forward import batch_logps, keep_outputs_exact, prepare_forward
-from mt_grpo.training.ranks import everywhere, run_here
-from mt_grpo.training.records import (
-    MetricsCallback,
-    TrajectoryWriter,
-    credit_metrics,
-    mismatch_metrics,
-    reward_metrics,
-    rollout_metrics,
-    show_advantages,
-)
+from mt_grpo.training.forward import keep_outputs_exact, prepare_forward
+from mt_grpo.training.metrics import credit_metrics, mismatch_metrics, reward_metrics, rollout_metrics, show_advantages
+from mt_grpo.training.microbatches import rebalance
+from mt_grpo.training.processes import everywhere, run_here
 from mt_grpo.training.reference import check_reference, load_reference, save_reference
-from mt_grpo.training.resume import batch_options, load_rollouts, save_rollouts
 from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
 from mt_grpo.training.reward_columns import check_reward_columns
-from mt_grpo.training.rows import leave_out, scored_columns
 from mt_grpo.training.servers import check_importance_sampling, own_engine, server_client, weight_sync
-from mt_grpo.training.turn_by_turn import turn_by_turn_logps
+from mt_grpo.training.trajectory_writer import MetricsCallback, TrajectoryWriter
 from mt_grpo.training.watch import RewardWatch
-from mt_grpo.training.weight_sync import WeightSync
 from mt_grpo.trajectory import Trajectory
+from mt_grpo.weights.transport import WeightSync
 
 Reward = str | Callable[..., Any] | RewardFunc
 
@@ -145,10 +147,10 @@ class MTGRPOEnvTrainer(CountedTrainer):
         if use_vllm and engine is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             engine = server_client(args, self._tokenizer, name)
-            self._everywhere(engine.connect)
+            self._run_on_all_ranks(engine.connect)
             self.weight_sync = weight_sync(args, engine, lambda: self.model, self.accelerator)
         self._writer = TrajectoryWriter(args.output_dir, self.accelerator.process_index)
-        self._sampling = Sampling(
+        self._sampling = SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k or 0,
@@ -158,7 +160,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self.runner = RolloutRunner(
             self.env,
             engine or own_engine(args, self._tokenizer, self.model, self.accelerator),
-            Limits(
+            RolloutLimits(
                 self.max_completion_length, args.max_turn_length, args.rollout_timeout, args.max_concurrent_rollouts
             ),
             self.chat_template_kwargs,
@@ -212,12 +214,12 @@ class MTGRPOEnvTrainer(CountedTrainer):
             if model is not None:
                 self.runner.engine.model = model
             finish = self._trajectories.append
-            run = self._everywhere(lambda: self.runner.run(requests, self._sampling, on_finish=finish))
+            run = self._run_on_all_ranks(lambda: self.runner.run(requests, self._sampling, on_finish=finish))
         if self.weight_sync is not None:
             self.weight_sync.check()
         return fill_up(run, self._fills, lambda index: Trajectory(prompts[index]))
 
-    def _everywhere(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    def _run_on_all_ranks(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Runs a coroutine in the background; a failure of one process ends all."""
         return everywhere(lambda: run_here(begin(), self.accelerator.device))
 
@@ -269,7 +271,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
             "log_metric": self._log_metric,
         }
         funcs = self.turn_reward_funcs, self.outcome_reward_funcs
-        scores = self._everywhere(lambda: score_trajectories(*funcs, counted(trajectories), extra))
+        scores = self._run_on_all_ranks(lambda: score_trajectories(*funcs, counted(trajectories), extra))
         return fill_up_scores(scores, self._fills)
 
     def _calculate_rewards(
@@ -323,7 +325,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self.args.forward == "tree" and self._buffered_inputs is not buffered:
-            self._buffered_inputs = regroup(self._buffered_inputs, self.num_generations)
+            self._buffered_inputs = rebalance(self._buffered_inputs, self.num_generations)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import build_model, build_tokenizer
 
+from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import token_logps
-from mt_grpo.trajectory import TokenTree
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

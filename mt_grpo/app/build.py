@@ -1,0 +1,137 @@
+"""From a recipe to a trainer: everything it names is checked and put together before any work starts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import datasets
+from datasets import Dataset, IterableDataset
+from transformers import AutoConfig, AutoTokenizer
+from trl import get_peft_config, get_quantization_config
+
+from mt_grpo.app.recipe import Recipe
+from mt_grpo.data import embedded, load_rows
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import import_file
+from mt_grpo.rewards import load_rewards
+from mt_grpo.rollout import ChatRenderer
+from mt_grpo.training.checkpoint import batch_options, check_checkpoint, find_checkpoint
+from mt_grpo.training.checks import check_training
+from mt_grpo.training.environment import build_env, prepare_tokenizer
+from mt_grpo.training.folder import check_folder
+from mt_grpo.training.reward_columns import check_reward_columns
+from mt_grpo.training.trainer import MTGRPOEnvTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def load_datasets(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
+    """The training rows of a recipe, and its evaluation rows where it evaluates (`do_eval`)."""
+    script = recipe.script
+
+    def load(split: str) -> Dataset:
+        return load_rows(
+            script.dataset_name,
+            split,
+            config=script.dataset_config,
+            column_mapping=script.column_mapping,
+            streaming=script.dataset_streaming,
+        )
+
+    return load(script.dataset_train_split), load(script.dataset_test_split) if recipe.training.do_eval else None
+
+
+def drop_long_prompts(dataset: Dataset, renderer: ChatRenderer, env: MultiTurnToolEnv, context_length: int) -> Dataset:
+    """
+    Drops rows whose prompt leaves no room for an answer in the model's context, with a counted warning.
+
+    Raises:
+        ConfigError: If that is all of them.
+    """
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(lambda row: len(renderer.prompt_ids(env.start(row["prompt"]))) < context_length)
+    lengths = [len(renderer.prompt_ids(env.start(prompt))) for prompt in dataset["prompt"]]
+    keep = [index for index, length in enumerate(lengths) if length < context_length]
+    if not keep:
+        raise ConfigError(
+            f"Every prompt is too long for the model's context of {context_length} tokens (the shortest has "
+            f"{min(lengths)}): use a model with a longer context, or a shorter `system_prompt`."
+        )
+    if len(keep) < len(dataset):
+        logger.warning(
+            "Dropped %d of %d rows: their prompts leave no room in the model's context of %d tokens.",
+            len(dataset) - len(keep),
+            len(dataset),
+            context_length,
+        )
+    return dataset.select(keep)
+
+
+def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
+    """
+    Everything a recipe names, checked and put together; bad input is refused with one sentence.
+
+    Args:
+        recipe (`Recipe`): What to build.
+        trains (`bool`, *optional*, defaults to `True`): Whether it is to be trained, so that what only training needs
+            is checked as well.
+    """
+    args, model = recipe.training, recipe.model
+    args.resume_from_checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    if trains and args.resume_from_checkpoint is not None:
+        folder = Path(args.resume_from_checkpoint)
+        check_checkpoint(folder, batch_options(args), args.process_index, args.world_size)
+    if trains:
+        check_folder(args, model.model_name_or_path)
+    datasets.disable_progress_bars()
+    for plugin in args.external_plugins or []:
+        import_file(plugin)
+    args.check_credit()
+    env = build_env(args)
+    turn_rewards = load_rewards(args.turn_reward_funcs or [], "turn")
+    outcome_rewards = load_rewards(args.outcome_reward_funcs or [], "outcome")
+    train_dataset, eval_dataset = load_datasets(recipe)
+    check_reward_columns([*turn_rewards, *outcome_rewards], train_dataset, eval_dataset)
+    if trains:
+        check_training(args, train_dataset)
+    name = resolve_model(model.model_name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, revision=model.model_revision, trust_remote_code=args.trust_remote_code
+    )
+    prepare_tokenizer(tokenizer, env)
+    renderer = ChatRenderer(tokenizer, env.tool_schemas, args.chat_template_kwargs, env.protocol.tags)
+    config = AutoConfig.from_pretrained(name, revision=model.model_revision, trust_remote_code=args.trust_remote_code)
+    context_length = config.get_text_config().max_position_embeddings
+    if args.use_vllm and args.vllm_max_model_length:
+        context_length = min(context_length, args.vllm_max_model_length)
+    rows = train_dataset
+    train_dataset = drop_long_prompts(rows, renderer, env, context_length)
+    if trains and not isinstance(rows, IterableDataset):
+        check_training(args, train_dataset, dropped=len(rows) - len(train_dataset))
+    if eval_dataset is not None:
+        eval_dataset = drop_long_prompts(eval_dataset, renderer, env, context_length)
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    return MTGRPOEnvTrainer(
+        model=name,
+        env=env,
+        turn_reward_funcs=turn_rewards,
+        outcome_reward_funcs=outcome_rewards,
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+
+
+def resolve_model(name: str) -> str:
+    """The folder of the embedded model for `embedded`; any other name as it is."""
+    return str(Path(embedded.__file__).parent / "model") if name == "embedded" else name

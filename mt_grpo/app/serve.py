@@ -1,0 +1,119 @@
+"""The vLLM server that a recipe's trainer needs: its command, and the addresses both sides agree on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import uuid
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+import mt_grpo
+from mt_grpo.app.build import resolve_model
+from mt_grpo.app.recipe import Recipe
+from mt_grpo.errors import ConfigError
+from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.servers import server_urls, weight_transport
+from mt_grpo.vllm_plugin.keys import check_folder
+
+GUARD = "mt_grpo.vllm_plugin.guard.Guard"
+"""What lets only the trainer's requests pass, and only with the key."""
+
+
+def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
+    """
+    The command that starts a recipe's server, and the environment variables it needs beside those of this process.
+
+    The interpreter is that of `.venv-vllm` in the checkout, where it has been made, else this one. The key is taken
+    from `VLLM_API_KEY`, by the server as by the trainer, or made up by the server, so that no command line shows it.
+
+    Raises:
+        ConfigError: If the recipe's server is on another machine.
+    """
+    args, model = recipe.training, recipe.model
+    host, port = _address(args)
+    transport = weight_transport(args)
+    command = [
+        str(_interpreter()),
+        *("-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", resolve_model(model.model_name_or_path)),
+        *("--host", host, "--port", str(port)),
+        *("--dtype", "bfloat16" if args.bf16 else "float16" if args.fp16 else model.dtype or "auto"),
+        *("--tensor-parallel-size", str(args.vllm_tensor_parallel_size)),
+        *("--middleware", GUARD),
+        "--enable-prefix-caching",
+        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
+        *("--weight-transfer-config", json.dumps({"backend": "nccl" if transport == "nccl" else "safetensors"})),
+        # answers carry it: a client sees by it that the server was restarted and has lost its weights
+        *("--fingerprint-mode", "custom", "--fingerprint-value", f"mt-grpo-{uuid.uuid4().hex[:12]}"),
+    ]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "MT_GRPO_SERVER": "1"}
+    if args.vllm_max_model_length:
+        command += ["--max-model-len", str(args.vllm_max_model_length)]
+    if model.model_revision and model.model_revision != "main":
+        command += ["--revision", model.model_revision]
+    if args.trust_remote_code:
+        command.append("--trust-remote-code")
+    if transport == "lora":
+        command += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(_rank(model.lora_r))]
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if args.use_cpu or not torch.cuda.is_available():
+        # a seeded prompt split over two steps ends vLLM's CPU build ("CPU Generator does not use offset")
+        command += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        for name, value in _cpu_defaults().items():
+            environment[name] = os.environ.get(name, value)
+    return command, environment
+
+
+def serve(recipe: Recipe) -> None:
+    """
+    Prints the command and becomes it.
+
+    Raises:
+        ConfigError: If the recipe's server is on another machine.
+        PermissionError: If the server has to make up a key, and there is no place that only this user can read.
+    """
+    if not os.environ.get("VLLM_API_KEY"):
+        check_folder()
+    command, environment = server_command(recipe)
+    print(" ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(command)]), flush=True)
+    os.execve(command[0], command, {**os.environ, **environment})
+
+
+def _address(args: MTGRPOConfig) -> tuple[str, int]:
+    if not args.vllm_server_base_url:
+        return args.vllm_server_host, args.vllm_server_port
+    urls = server_urls(args)
+    parts = urlsplit(urls[0])
+    if len(urls) > 1 or parts.hostname not in ("127.0.0.1", "localhost"):
+        raise ConfigError(
+            f"`vllm_server_base_url: {args.vllm_server_base_url}` is not one server on this machine: start each on "
+            "its own machine, with `--vllm_server_base_url ''`, `--vllm_server_host` and `--vllm_server_port`."
+        )
+    return parts.hostname, parts.port or 80
+
+
+def _interpreter() -> Path:
+    own = Path(mt_grpo.__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+    return own if own.exists() else Path(sys.executable)
+
+
+def _cpu_defaults() -> dict[str, str]:
+    """
+    How a server uses a CPU machine where the user's environment does not say it. vLLM would bind the threads of every
+    server to the same cores, and there they spin: whatever else the kernel puts on such a core may never run.
+    """
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() - 1)),
+    }
+
+
+def _rank(rank: int) -> int:
+    """vLLM knows certain ranks only; the next one up holds the adapter."""
+    return next(size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank)

@@ -1,0 +1,186 @@
+"""A whole run: measure, train, measure again, and leave behind what is needed to believe it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from rich.console import Console
+from rich.rule import Rule
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from mt_grpo.app import report
+from mt_grpo.app.progress import ProgressBar
+from mt_grpo.credit import CreditError
+from mt_grpo.rewards import RewardError
+from mt_grpo.rollout import RolloutError
+from mt_grpo.rollout.engines.vllm.http import ServerGoneError
+from mt_grpo.rollout.token_check import examine_template
+from mt_grpo.training.checkpoint import is_whole
+from mt_grpo.training.folder import check_folder, clear_folder
+from mt_grpo.training.nonfinite import NonFiniteError
+from mt_grpo.training.trainer import MTGRPOEnvTrainer
+from mt_grpo.trajectory import Trajectory
+from mt_grpo.viewer import render_trajectory, visible
+from mt_grpo.weights.update_calls import WeightSyncError
+
+EXAMPLES = 3
+FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFiniteError)
+"""What ends a run with one sentence for the user instead of a traceback."""
+
+
+def leave_group(accelerator: Accelerator) -> None:
+    """
+    Leaves the group of processes. Call it once nothing refers to the trainer any more: a model that is wrapped for
+    several processes refers to the group, and where it is the last to do so, torch waits for gloo's threads while it
+    holds the interpreter's lock, for which they may be waiting.
+    """
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.end_training()
+
+
+def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Console) -> None:
+    """
+    Trains, and writes to the output folder `config.yaml` (the resolved options), `metrics.jsonl`,
+    `trajectories.jsonl`, `learning_curve.png`, the model, and `summary.json`.
+
+    Args:
+        trainer (`MTGRPOEnvTrainer`): Ready to train; it is measured before and after where it has an evaluation set.
+        resolved (`dict`): Every option with its value.
+        console (`Console`): Where progress and results are shown.
+
+    Raises:
+        ConfigError: If `output_dir` holds another run, or the rows do not suffice for a step.
+        ServerGoneError, WeightSyncError, RolloutError, CreditError: If nothing can be sampled or credited any more;
+            after a checkpoint was written, which the message names, where training had begun.
+        NonFiniteError: If a loss, a gradient or a weight is not finite; likewise, unless weights are not.
+        RewardError: If a reward fails; likewise.
+    """
+    args = trainer.args
+    folder = Path(args.output_dir)
+    main = trainer.accelerator.is_main_process
+    check_folder(args, trainer.model.config._name_or_path)
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+        clear_folder(args)
+        (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
+    trainer.accelerator.wait_for_everyone()
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    console.print(examine_template(trainer.runner.renderer), highlight=False, markup=False)
+    start = time.perf_counter()
+    evaluates = trainer.eval_dataset is not None
+    summary_path = folder / "summary.json"
+    summary = {
+        "advantage_estimator": args.advantage_estimator,
+        "seed": args.seed,
+        "before": {},
+        "after": {},
+        "seconds": None,
+        "steps": 0,
+        "versions": report.versions(),
+    }
+    examples: list[Trajectory] = []
+    if main and args.resume_from_checkpoint and summary_path.exists():
+        summary["before"] = json.loads(summary_path.read_text(encoding="utf-8"))["before"]
+    if trainer.accelerator.num_processes > 1:  # others may not see the file, and must measure, or not, with the first
+        summary = broadcast_object_list([summary])[0]
+
+    def measure_before() -> None:
+        if evaluates and not summary["before"]:
+            summary["before"] = _measure(trainer, console, "before")
+            examples.extend(trainer.eval_trajectories[:EXAMPLES])
+        if main:
+            report.write_json(summary_path, summary)
+
+    bar = ProgressBar(console)
+    trainer.add_callback(_AtTheBeginning(measure_before))
+    trainer.add_callback(bar)
+    trainer.add_callback(_Visible(trainer._logs))
+    try:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        if evaluates:
+            summary["after"] = _measure(trainer, console, "after")
+    except (*FAILURES, RewardError) as error:  # the last keeps its traceback, which is of the user's code
+        if not trainer.state.global_step:
+            raise
+        checkpoint = _save(trainer)
+        raise type(error)(
+            f"{error} What was learnt up to step {trainer.state.global_step} is in {checkpoint}: go on with "
+            f"`--resume_from_checkpoint {checkpoint}`."
+        ) from error
+    finally:  # whatever ended the training
+        bar.on_train_end(args, trainer.state, trainer.control)  # gives the terminal back
+        if trainer.weight_sync is not None:
+            trainer.weight_sync.close()
+    summary["seconds"] = round(time.perf_counter() - start, 1)
+    summary["steps"] = trainer.state.global_step
+    trainer.save_model(args.output_dir)
+    if not main:
+        return
+    report.write_json(summary_path, summary)
+    title = f"{args.advantage_estimator}, {summary['steps']} steps"
+    report.plot(trainer.state.log_history, folder / "learning_curve.png", title)
+    if evaluates:
+        questions = summary["after"]["questions"]
+        for label, trajectories in (("before", examples), ("after", trainer.eval_trajectories[:EXAMPLES])):
+            for number, trajectory in enumerate(trajectories):
+                console.print(Rule(f"{label}: example {number + 1}"))
+                console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
+        console.print(report.table(summary["before"], summary["after"], f"{questions} held-out questions, {title}"))
+    console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:", markup=False)
+    for path in sorted(folder.iterdir()):
+        console.print(f"  {path}", highlight=False, markup=False)
+
+
+class _AtTheBeginning(TrainerCallback):
+    """
+    Calls `action` once the model is wrapped for training: FSDP and DeepSpeed wrap it together with its optimiser, and
+    only once, so that an evaluation must not come before.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._action()
+
+
+class _Visible(TrainerCallback):
+    """Keeps control characters out of the table of completions that TRL prints (`log_completions`)."""
+
+    def __init__(self, logs: dict[str, Any]) -> None:
+        self._logs = logs
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        for name in ("prompt", "completion"):
+            shown = visible(list(self._logs[name]))
+            self._logs[name].clear()
+            self._logs[name].extend(shown)
+
+
+def _save(trainer: MTGRPOEnvTrainer) -> Path:
+    """A checkpoint from which a run goes on that failed while it sampled."""
+    folder = Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    saved = is_whole(folder)
+    trainer.accelerator.wait_for_everyone()  # every process looks before one writes
+    if not saved:
+        trainer._step -= trainer._step % trainer.args.gradient_accumulation_steps  # an unfinished step begins again
+        trainer._save_checkpoint(trainer.model, trial=None)
+    return folder
+
+
+def _measure(trainer: MTGRPOEnvTrainer, console: Console, label: str) -> dict[str, float]:
+    with console.status(f"measuring the agent {label} training"):
+        trainer.evaluate()
+    rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs]
+    return report.summarise(gather_object([report.measure(item, rewards) for item in trainer.eval_trajectories]))

@@ -1,0 +1,13 @@
+"""Errors that users can mend."""
+
+
+class UserError(Exception):
+    """What ends a command with one sentence: what is wrong, where, and the mend. Every other error is a bug."""
+
+
+class UnsupportedModelError(UserError, ValueError):
+    """The model cannot run over packed trees."""
+
+
+class ConfigError(UserError, ValueError):
+    """An option is wrong. The message is one sentence fit for the user."""

@@ -1,0 +1,1 @@
+"""Every token computed once: packed token trees through any decoder of transformers."""

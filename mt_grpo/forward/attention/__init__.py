@@ -1,0 +1,1 @@
+"""Attention over packed trees: one rule, three implementations."""

@@ -1,0 +1,122 @@
+"""Who sees whom in a packed row, and the masks that say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from mt_grpo.forward.packing import Packed
+
+BLOCK = 128
+"""Side of a block of FlexAttention's mask, in tokens."""
+
+
+class TreeLayout:
+    """
+    Who sees whom in a packed row of `N` tokens; handed to the model's forward as `tree_layout`.
+
+    Args:
+        packed (`Packed`): The row.
+        attention (`str`): `"auto"`, `"segment"`, `"flex"` or `"dense"`.
+
+    Masks are made where the queries are, which need not be one device for all layers, and kept.
+    """
+
+    def __init__(self, packed: Packed, attention: str = "auto") -> None:
+        self.subtree_end, self.depth = packed.subtree_end, packed.position_ids
+        self.size = len(packed.subtree_end)
+        self.layers: set[int] = set()
+        """Layers whose attention this layout has reached."""
+        indices = np.arange(self.size)
+        # a chain goes on while the next token is the only child
+        begins = packed.parent != indices - 1
+        begins[1:] |= self.subtree_end[1:] != self.subtree_end[:-1]
+        begins[:1] = True
+        self.starts = begins.nonzero()[0]
+        self.sizes = np.diff(np.array([*self.starts, self.size]))
+        parents = packed.parent[self.starts]
+        owners = np.searchsorted(self.starts, parents, side="right") - 1
+        self.paths: list[list[int]] = []
+        """For each chain the chains from the root to it, itself included."""
+        for chain, (parent, owner) in enumerate(zip(parents.tolist(), owners.tolist(), strict=True)):
+            self.paths.append([*(self.paths[owner] if parent >= 0 else []), chain])
+        self._attention = attention
+        self._cache: dict[Any, Any] = {}
+
+    def attention(self, device: torch.device) -> str:
+        """The kernel for queries on `device`."""
+        if self._attention != "auto":
+            return self._attention
+        return "flex" if device.type == "cuda" else "segment"
+
+    def dense_mask(self, device: torch.device, window: int | None) -> Tensor:
+        """`(N, N)` bool, queries by keys."""
+        key = ("dense", device, window)
+        if key not in self._cache:
+            arrays = (np.arange(self.size), self.subtree_end, self.depth)
+            index, last, depth = (torch.from_numpy(array).to(device) for array in arrays)
+            mask = (index[:, None] >= index) & (index[:, None] <= last)
+            if window is not None:
+                mask &= depth[:, None] - depth < window
+            self._cache[key] = mask
+        return self._cache[key]
+
+    def chain_mask(
+        self, device: torch.device, chain: int, first: int, dtype: torch.dtype, window: int | None
+    ) -> Tensor:
+        """
+        Additive mask of a chain's queries over the keys of its path from depth `first` on. All chains share one
+        matrix: a chain with `P` tokens before it reads the columns in which query `i` ends at `P + i`.
+        """
+        key = ("chain", device, dtype, window)
+        if key not in self._cache:
+            begins = self.depth[self.starts]
+            masked = (begins > 0) | (self.sizes > (window or self.size))
+            rows, before = int(self.sizes[masked].max()), int(begins.max())
+            gap = before + torch.arange(rows)[:, None] - torch.arange(before + rows)
+            hidden = (gap < 0) | (gap >= (window or self.size))
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            self._cache[key] = (before, mask.to(device))
+        before, mask = self._cache[key]
+        begin, size = int(self.depth[self.starts[chain]]), int(self.sizes[chain])
+        return mask[:size, before - begin + first : before + size]
+
+    def block_mask(self, device: torch.device, window: int | None) -> BlockMask:
+        """FlexAttention's mask, from the extremes of the two vectors in each block; never `(N, N)`."""
+        key = ("block", device, window)
+        if key not in self._cache:
+            self._cache[key] = self._block_mask(device, window)
+        return self._cache[key]
+
+    def _block_mask(self, device: torch.device, window: int | None) -> BlockMask:
+        blocks = -(-self.size // BLOCK)
+        padding = (0, blocks * BLOCK - self.size)
+        last = np.pad(self.subtree_end, padding, constant_values=-1).reshape(blocks, BLOCK)
+        depth = np.pad(self.depth, padding, mode="edge").reshape(blocks, BLOCK)
+        number = np.arange(blocks)
+        query, key = number[:, None], number[None, :]
+        some = (query >= key) & (query * BLOCK <= last.max(axis=1)[None, :])
+        every = (query > key) & ((query + 1) * BLOCK - 1 <= last.min(axis=1)[None, :])
+        if window is not None:
+            some &= depth.min(axis=1)[:, None] - depth.max(axis=1)[None, :] < window
+            every &= depth.max(axis=1)[:, None] - depth.min(axis=1)[None, :] < window
+        lists = []
+        for chosen in (some & ~every, every):
+            lists.append(torch.from_numpy(chosen.sum(axis=1).astype(np.int32)))
+            lists.append(torch.from_numpy(np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)))
+        tensors = [item[None, None].to(device) for item in lists]
+        ends = torch.from_numpy(last.reshape(-1)).to(device)
+        depths = torch.from_numpy(depth.reshape(-1)).to(device)
+
+        def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q <= ends[k])
+
+        def visible_in_window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q <= ends[k]) & (depths[q] - depths[k] < window)
+
+        rule = visible if window is None else visible_in_window
+        return BlockMask.from_kv_blocks(*tensors, BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=(self.size, self.size))

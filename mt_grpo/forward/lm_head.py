@@ -1,0 +1,168 @@
+"""Log-probabilities and entropies of the scored tokens, without ever holding more logits than one chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mt_grpo.forward.truncation import Truncation, exclude, excludes
+
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
+"""Logits a chunk holds, by device: 64 MiB on a CPU, 1 GiB on a GPU in float32."""
+
+
+def chunked_logps(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+) -> tuple[Tensor, Tensor]:
+    """
+    `log_softmax(hidden @ weight.T / temperature)` at the labels, over the tokens that `truncation` leaves and the
+    label, and the entropy of the same distribution. Which tokens are left is a constant of the gradient.
+
+    Args:
+        hidden (`Tensor`): `(M, hidden)` states that predict the scored tokens.
+        weight (`Tensor`): `(vocab, hidden)` of the output layer.
+        bias (`Tensor`, *optional*): `(vocab,)`.
+        labels (`Tensor`): `(M,)` scored tokens.
+        temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
+        truncation (`Truncation`, *optional*): What of the distribution can be drawn; all of it where unset.
+
+    Returns:
+        Two float32 tensors (float64 where `hidden` is), `(M,)`: log-probabilities and entropies in nats.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    elements = CHUNK_ELEMENTS.get(hidden.device.type, 2**26)
+    if truncation is not None:
+        elements //= 8  # sorting takes several times the memory of what is sorted
+    return _Score.apply(hidden, weight, bias, labels, temperature, truncation, max(16, elements // weight.size(0)))
+
+
+class _Score(torch.autograd.Function):
+    """
+    With `p` the softmax and `H` its entropy, `d logp / d logit = onehot - p` and `d H / d logit = -p (log p + H)`.
+    The backward makes each chunk's logits again, but for the last chunk, which is still there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        truncation: Truncation | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        size = hidden.size(0)
+        logps, entropies, normalisers = (torch.empty(size, dtype=dtype, device=hidden.device) for _ in range(3))
+        floors = None if truncation is None else torch.empty_like(logps)
+        logits = excluded = None
+        with torch.autocast(hidden.device.type, enabled=False):
+            matrix = weight.to(hidden.dtype)
+            for start in range(0, size, chunk):
+                part = slice(start, start + chunk)
+                logits = _logits(hidden[part], matrix, bias, temperature)
+                if truncation is not None:
+                    floors[part] = truncation.floor(logits)
+                    excluded = excludes(logits, floors[part], labels[part])
+                peak = logits.amax(dim=1, keepdim=True)
+                logits -= peak
+                if excluded is not None:
+                    exclude(logits, excluded)
+                chosen = logits.gather(1, labels[part, None]).squeeze(1)
+                powers = logits.exp()
+                total = powers.sum(dim=1)
+                normaliser = total.log()
+                logps[part] = chosen - normaliser
+                entropies[part] = normaliser - powers.mul_(logits).sum(dim=1) / total
+                normalisers[part] = normaliser + peak.squeeze(1)
+                if start + chunk >= size and any(ctx.needs_input_grad):
+                    ctx.last = logits.sub_(normaliser[:, None])
+        ctx.save_for_backward(hidden, weight, bias, labels, normalisers, entropies, floors)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.set_materialize_grads(False)
+        return logps, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logps: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, normalisers, entropies, floors = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        size = hidden.size(0)
+        with torch.autocast(hidden.device.type, enabled=False):
+            grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+            grad_weight = (
+                torch.zeros(weight.shape, dtype=normalisers.dtype, device=hidden.device) if wants_weight else None
+            )
+            grad_bias = (
+                torch.zeros(weight.size(0), dtype=normalisers.dtype, device=hidden.device) if wants_bias else None
+            )
+            matrix = weight.to(hidden.dtype)
+            last, ctx.last = getattr(ctx, "last", None), None
+            for start in range(0, size, ctx.chunk):
+                part = slice(start, start + ctx.chunk)
+                if start + ctx.chunk >= size and last is not None:
+                    logp = last
+                else:
+                    logp = _logits(hidden[part], matrix, bias, ctx.temperature)
+                    excluded = None if floors is None else excludes(logp, floors[part], labels[part])
+                    logp -= normalisers[part, None]
+                    if excluded is not None:
+                        exclude(logp, excluded)
+                grad = _grad_logits(
+                    logp,
+                    labels[part],
+                    None if grad_logps is None else grad_logps[part] / ctx.temperature,
+                    None if grad_entropies is None else grad_entropies[part] / ctx.temperature,
+                    entropies[part],
+                )
+                if wants_bias:
+                    grad_bias += grad.sum(dim=0)
+                grad = grad.to(hidden.dtype)
+                if wants_hidden:
+                    grad_hidden[part] = grad @ matrix
+                if wants_weight and grad_weight.dtype == grad.dtype:
+                    grad_weight.addmm_(grad.T, hidden[part])
+                elif wants_weight:
+                    grad_weight += grad.T @ hidden[part]
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype) if wants_weight else None,
+            grad_bias.to(bias.dtype) if wants_bias else None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, matrix, None if bias is None else bias.to(hidden.dtype))
+    logits = logits.to(torch.promote_types(hidden.dtype, torch.float32))
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _grad_logits(
+    logp: Tensor, labels: Tensor, grad_logp: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor
+) -> Tensor:
+    if grad_entropy is None:
+        grad = logp.exp_().mul_(-grad_logp[:, None])
+    else:
+        probability = logp.exp()
+        grad = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_logp is not None:
+            grad -= grad_logp[:, None]
+        grad.mul_(probability)
+    if grad_logp is not None:
+        grad.scatter_add_(1, labels[:, None], grad_logp[:, None])
+    return grad

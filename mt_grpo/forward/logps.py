@@ -1,0 +1,148 @@
+"""Log-probabilities of every turn's action, each computed in the context the model had when it acted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mt_grpo.forward.model import enable_trees, score_packed
+from mt_grpo.forward.packing import FlatTree, flatten, pack, split
+from mt_grpo.forward.reference import turn_by_turn_logps
+from mt_grpo.forward.truncation import Truncation
+from mt_grpo.token_tree import TokenTree
+
+ROW_TOKENS = 65_536
+"""Unique tokens that one forward of `"tree"` packs into its row, where a tree has no more by itself."""
+
+
+def token_logps(
+    model: PreTrainedModel,
+    trees: Sequence[TokenTree],
+    *,
+    forward: str = "tree",
+    attention: str = "auto",
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+) -> list[list[Tensor]]:
+    """
+    Log-probabilities of the sampled tokens, differentiable.
+
+    Args:
+        model (`PreTrainedModel`): A causal language model, with or without a PEFT adapter.
+        trees (`list[TokenTree]`): Trajectories.
+        forward (`str`, *optional*, defaults to `"tree"`): `"tree"` computes every token once; `"padded"` makes each
+            root-to-leaf sequence a row of a padded batch; `"turn_by_turn"` runs each turn's context and action alone.
+        attention (`str`, *optional*, defaults to `"auto"`): Attention of `"tree"`: `"segment"`, `"flex"` or `"dense"`.
+        temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
+        truncation (`Truncation`, *optional*): The `top_k`, `top_p` and `min_p` that tokens were sampled with.
+
+    Returns:
+        `list[list[Tensor]]`: for each tree, for each turn, a float32 tensor with an entry for each action token.
+
+    Raises:
+        UnsupportedModelError: If the model cannot run over packed trees and `forward` is `"tree"`.
+        ValueError: If `forward` or `attention` is unknown, or an action has no context.
+    """
+    for name, value, known in (("forward", forward, FORWARDS), ("attention", attention, ATTENTIONS)):
+        if value not in known:
+            raise ValueError(f"`{name}` is {value!r}; choose one of {', '.join(known)}.")
+    flat = [flatten(tree) for tree in trees]
+    if any(((tree.turns >= 0) & (tree.parents < 0)).any() for tree in flat):
+        raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
+    turns = [tree.num_turns for tree in trees]
+    if not any(len(tree.tokens) for tree in flat):
+        return [[torch.empty(0)] * count for count in turns]
+    if forward == "tree":
+        return _tree(model, flat, turns, attention, temperature, truncation)
+    return (_padded if forward == "padded" else _turn_by_turn)(model, flat, turns, temperature, truncation)
+
+
+def _tree(
+    model: PreTrainedModel,
+    flat: list[FlatTree],
+    num_turns: list[int],
+    attention: str,
+    temperature: float,
+    truncation: Truncation | None,
+) -> list[list[Tensor]]:
+    enable_trees(model)
+    found = [[torch.empty(0)] * count for count in num_turns]
+    full = [index for index, tree in enumerate(flat) if len(tree.tokens)]
+    for part in split([flat[index] for index in full], ROW_TOKENS):
+        row = [full[place] for place in part]
+        packed = pack([flat[index] for index in row])
+        logps = score_packed(model, packed, attention, temperature, truncation).logps
+        order = packed.turn_order
+        logps = logps[torch.from_numpy(order).to(logps.device)]
+        bases = np.cumsum([0, *(num_turns[index] for index in row)])
+        sizes = np.bincount(bases[packed.tree] + packed.turn, minlength=bases[-1])
+        pieces = iter(logps.split(sizes.tolist()))
+        for index in row:
+            found[index] = [next(pieces) for _ in range(num_turns[index])]
+    return found
+
+
+def _padded(
+    model: PreTrainedModel,
+    flat: list[FlatTree],
+    num_turns: list[int],
+    temperature: float,
+    truncation: Truncation | None,
+) -> list[list[Tensor]]:
+    paths = [(number, path) for number, tree in enumerate(flat) for path in tree.paths()]
+    lengths = torch.tensor([len(path) for _, path in paths])
+    device = next(model.parameters()).device
+    input_ids = nn.utils.rnn.pad_sequence(
+        [torch.from_numpy(flat[number].tokens[path]) for number, path in paths], batch_first=True
+    ).to(device)
+    mask = (torch.arange(input_ids.size(1)) < lengths[:, None]).long().to(device)
+    logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
+    scores = _gather(logits[:, :-1], input_ids[:, 1:], temperature, truncation)
+    found: list[list[list[Tensor]]] = [[[] for _ in range(count)] for count in num_turns]
+    seen = [np.zeros(len(tree.tokens), dtype=bool) for tree in flat]
+    for row, (number, path) in enumerate(paths):
+        turns = np.where(seen[number][path], -1, flat[number].turns[path])
+        seen[number][path] = True
+        for turn in sorted(set(turns[turns >= 0].tolist())):
+            places = np.flatnonzero(turns == turn)
+            found[number][turn].append(scores[row, torch.from_numpy(places - 1)])
+    empty = scores.new_zeros(0)
+    return [[torch.cat([empty, *pieces]) for pieces in tree] for tree in found]
+
+
+def _turn_by_turn(
+    model: PreTrainedModel,
+    flat: list[FlatTree],
+    num_turns: list[int],
+    temperature: float,
+    truncation: Truncation | None,
+) -> list[list[Tensor]]:
+    device = next(model.parameters()).device
+    found = []
+    for tree, count in zip(flat, num_turns, strict=True):
+        tokens, turns, parents = (
+            torch.from_numpy(array).to(device)[None] for array in (tree.tokens, tree.turns, tree.parents)
+        )
+        prompt = tokens[:, :0]
+        logps, _ = turn_by_turn_logps(
+            model, prompt, prompt, tokens, turns >= 0, turns, parents, temperature, truncation
+        )
+        found.append([logps[0, turns[0] == turn] for turn in range(count)])
+    return found
+
+
+def _gather(logits: Tensor, labels: Tensor, temperature: float, truncation: Truncation | None) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    if truncation is not None:
+        logits = truncation.apply(logits.flatten(0, 1), labels.flatten()).view_as(logits)
+    return logits.log_softmax(dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+FORWARDS = ("tree", "padded", "turn_by_turn")
+
+
+ATTENTIONS = ("auto", "segment", "flex", "dense")

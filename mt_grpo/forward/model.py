@@ -1,0 +1,211 @@
+"""The model's forward over packed trees, and TRL's batches through it."""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward.attention.interface import register
+from mt_grpo.forward.attention.layout import TreeLayout
+from mt_grpo.forward.lm_head import chunked_logps
+from mt_grpo.forward.packing import Packed
+from mt_grpo.forward.truncation import Truncation
+
+
+@dataclass(frozen=True)
+class TreeScores:
+    """
+    What a model's forward returns for a packed row of `M` scored tokens.
+
+    Args:
+        logps (`Tensor`): `(M,)` log-probabilities.
+        entropies (`Tensor`): `(M,)` entropies in nats.
+    """
+
+    logps: Tensor
+    entropies: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TreeInput:
+    """A packed row on its way through wrappers that know nothing of it: DDP, FSDP, DeepSpeed, PEFT, autocast."""
+
+    packed: Packed
+    layout: TreeLayout
+    temperature: float
+    truncation: Truncation | None = None
+
+
+def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | None = None) -> None:
+    """
+    Teaches a causal language model to run over packed trees: `model(input_ids, position_ids, tree=TreeInput(...))`
+    returns a tuple `(logps, entropies)`. Every other forward, and generation, is as before.
+
+    The forward itself is extended, not called around, so that whatever wraps the model (DDP's gradient hooks, FSDP's
+    and ZeRO-3's gathering of weights, autocast) sees one ordinary forward. Backbone and head are looked up on each
+    call, because wrappers replace them.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): The model, not wrapped for training yet.
+        cast_head_to_fp32 (`bool`, *optional*): Computes logits in float32, outside autocast, as TRL's
+            `cast_lm_head_to_fp32` does; unset it stays as it was, at first `False`.
+
+    Raises:
+        UnsupportedModelError: If the model cannot run over packed trees.
+    """
+    if isinstance(model, PeftModel):
+        if any(config.is_prompt_learning for config in model.peft_config.values()):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} learns a prompt before every sequence, so trees cannot be packed for it; "
+                "set `forward: padded`."
+            )
+        model = model.get_base_model()
+    check_model(model)
+    enabled = "_forward_without_trees" in vars(model)
+    if cast_head_to_fp32 is not None or not enabled:
+        model._head_in_float32 = bool(cast_head_to_fp32)
+    if enabled:
+        return
+    # a reference model is made with the policy's configuration, where the name may be ours already
+    model.config._attn_implementation = register(model.config._attn_implementation.removeprefix("tree_or_"))
+    model._forward_without_trees = model.forward  # a bound method: a deep copy of the model has its own
+
+    @functools.wraps(type(model).forward)  # `generate` validates its arguments against the signature
+    def forward(self: PreTrainedModel, *args: Any, tree: TreeInput | None = None, **kwargs: Any) -> Any:
+        if tree is None:
+            return self._forward_without_trees(*args, **kwargs)
+        device = kwargs["input_ids"].device
+        hidden = self.base_model(
+            input_ids=kwargs["input_ids"],
+            position_ids=kwargs["position_ids"],
+            # a mask of four dimensions is passed on as it is: transformers builds none
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+            use_cache=False,
+            tree_layout=tree.layout,
+        ).last_hidden_state[0]
+        missing = self.config.get_text_config().num_hidden_layers - len(tree.layout.layers)
+        if missing:
+            raise UnsupportedModelError(
+                f"{missing} layers of {type(self).__name__} do not pass keyword arguments to their attention, so "
+                "trees cannot be packed for it; set `forward: padded`."
+            )
+        predictor = torch.from_numpy(tree.packed.predictor).to(hidden.device)
+        scored = hidden.index_select(0, predictor)
+        return _through_head(self.get_output_embeddings(), scored, tree, self._head_in_float32)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _through_head(module: nn.Module, hidden: Tensor, tree: TreeInput, cast_to_fp32: bool) -> tuple[Tensor, Tensor]:
+    """
+    Scores hidden states inside the output layer's own forward: a layer that is sharded by itself has its weights
+    gathered, and their gradients reduced, by hooks that only a call of the module fires.
+    """
+    head = _linear(module)
+
+    def scoring(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = hidden.to(head.weight.device)
+        label = torch.from_numpy(tree.packed.label).to(hidden.device)
+        if not cast_to_fp32:
+            return chunked_logps(hidden, head.weight, head.bias, label, tree.temperature, tree.truncation)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return chunked_logps(hidden.float(), head.weight, head.bias, label, tree.temperature, tree.truncation)
+
+    usual = vars(head).get("forward")
+    head.forward = scoring
+    try:
+        return module(hidden)
+    finally:
+        if usual is None:
+            del head.forward
+        else:
+            head.forward = usual
+
+
+def _linear(head: nn.Module) -> nn.Linear:
+    if isinstance(head, ModulesToSaveWrapper):
+        head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapter]
+    if not isinstance(head, nn.Linear):
+        raise UnsupportedModelError(
+            f"The output layer is a {type(head).__name__}, not a linear layer, so trees cannot be packed for it; set "
+            "`forward: padded`."
+        )
+    return head
+
+
+def score_packed(
+    model: nn.Module,
+    packed: Packed,
+    attention: str = "auto",
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+) -> TreeScores:
+    """
+    One forward over a packed row.
+
+    Args:
+        model (`nn.Module`): A model given to `enable_trees`, as it is or wrapped for training.
+        packed (`Packed`): The row.
+        attention (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"segment"`, `"flex"` or `"dense"`.
+        temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
+        truncation (`Truncation`, *optional*): What of the distribution can be drawn.
+    """
+    device = next(model.parameters()).device
+    layout = TreeLayout(packed, attention)
+    input_ids, position_ids = (
+        torch.from_numpy(array).to(device)[None] for array in (packed.input_ids, packed.position_ids)
+    )
+    tree = TreeInput(packed, layout, temperature, truncation)
+    return TreeScores(*model(input_ids=input_ids, position_ids=position_ids, tree=tree))
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """
+    Refuses a causal language model whose tokens would not see exactly their own history in a packed tree.
+
+    Raises:
+        UnsupportedModelError: With the reason, and the mend.
+    """
+    reason = _obstacle(model)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} {reason}, so trees cannot be packed for it; set `forward: padded`."
+        )
+
+
+def _obstacle(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config()
+    foreign = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if foreign:
+        return f"has layers of type {', '.join(sorted(foreign))}"
+    if not model._supports_attention_backend:
+        return "does not go through transformers' attention interface"
+    if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
+        return "mixes neighbouring tokens by convolution"
+    if getattr(config, "expert_capacity", None) or getattr(config, "output_router_logits", False):
+        return "routes or balances experts by the batch"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "caps its attention scores"
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        return "has attention sinks"
+    if config.is_encoder_decoder or model.config is not config:
+        return "is more than a text decoder"
+    for name, value in config.to_dict().items():
+        if "att" in name and "drop" in name and value:
+            return f"drops attention weights (`{name}`)"
+    scales = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+    changed = [name for name in scales if getattr(config, name, None) not in (None, 1, 1.0)]
+    if changed:
+        return f"changes its logits (`{changed[0]}`)"
+    if not isinstance(model.get_output_embeddings(), torch.nn.Module):
+        return "has no output layer"
+    return None

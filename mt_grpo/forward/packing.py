@@ -1,0 +1,235 @@
+"""Many token trees in one row: prefixes that trees share are laid out once, depth first. Pure numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from mt_grpo.forward.prefix import lay_out, locate, sort_by_prefix
+from mt_grpo.token_tree import TokenTree
+
+
+@dataclass(frozen=True)
+class FlatTree:
+    """
+    One trajectory's tree as arrays of its `L` tokens in depth-first order.
+
+    Args:
+        tokens (`np.ndarray`): `(L,)` token ids.
+        turns (`np.ndarray`): `(L,)` turn whose trained action a token is; -1 where it is not trained.
+        parents (`np.ndarray`, *optional*): `(L,)` index of the token it follows, -1 for a root; `None` for a tree that
+            is one sequence.
+    """
+
+    tokens: np.ndarray
+    turns: np.ndarray
+    parents: np.ndarray | None = None
+
+    def paths(self) -> list[np.ndarray]:
+        """Indices of the tokens on each root-to-leaf path."""
+        length = len(self.tokens)
+        columns = np.arange(length)
+        if self.parents is None or length == 0:
+            return [columns] if length else []
+        starts = np.flatnonzero(np.r_[True, self.parents[1:] != columns[:-1]])
+        parents = self.parents[starts]
+        owners = np.searchsorted(starts, parents, side="right") - 1
+        paths = []
+        for run, end in enumerate([*starts[1:], length]):
+            pieces = [columns[starts[run] : end]]
+            while parents[run] >= 0:
+                last, run = parents[run], owners[run]
+                pieces.append(columns[starts[run] : last + 1])
+            paths.append(np.concatenate(pieces[::-1]))
+        return paths
+
+
+def flatten(tree: TokenTree) -> FlatTree:
+    """The arrays of a `TokenTree`; every sampled token is trained at the node where it was sampled."""
+    nodes = tree.nodes
+    children: list[list[int]] = [[] for _ in range(len(nodes) + 1)]  # the last entry holds the roots
+    for index, node in enumerate(nodes):
+        children[node.parent].append(index)
+    order, ends, parents, length = [], [0] * len(nodes), [], 0
+    stack = children[-1][::-1]
+    while stack:
+        index = stack.pop()
+        order.append(nodes[index])
+        parents.append(ends[nodes[index].parent] - 1 if nodes[index].parent >= 0 else -1)
+        length += len(nodes[index].tokens)
+        ends[index] = length
+        stack += children[index][::-1]
+    sizes = np.array([len(node.tokens) for node in order], dtype=np.int64)
+    tokens = np.fromiter((token for node in order for token in node.tokens), np.int64, length)
+    above = np.arange(-1, length - 1)
+    above[np.cumsum(sizes) - sizes] = parents
+    return FlatTree(tokens, np.repeat([node.turn for node in order], sizes).astype(np.int64), above)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """
+    `N` unique tokens of many trees in depth-first order, and the `M` tokens to be scored.
+
+    Token `q` sees token `k` if and only if `k <= q <= subtree_end[k]`.
+
+    Args:
+        input_ids (`np.ndarray`): `(N,)` token ids.
+        position_ids (`np.ndarray`): `(N,)` depth.
+        parent (`np.ndarray`): `(N,)` index of the token whose hidden state predicts this one; -1 for a root.
+        subtree_end (`np.ndarray`): `(N,)` last index of the subtree.
+        predictor (`np.ndarray`): `(M,)` index whose hidden state predicts a scored token.
+        label (`np.ndarray`): `(M,)` the scored token's id.
+        tree (`np.ndarray`): `(M,)` tree it belongs to.
+        column (`np.ndarray`): `(M,)` its index in that `FlatTree`.
+        turn (`np.ndarray`): `(M,)` turn it was sampled in.
+    """
+
+    input_ids: np.ndarray
+    position_ids: np.ndarray
+    parent: np.ndarray
+    subtree_end: np.ndarray
+    predictor: np.ndarray
+    label: np.ndarray
+    tree: np.ndarray
+    column: np.ndarray
+    turn: np.ndarray
+
+    @cached_property
+    def turn_order(self) -> np.ndarray:
+        """`(M,)` order that sorts the scored tokens by tree, turn and place in the turn."""
+        return np.lexsort((self.position_ids[self.predictor], self.turn, self.tree))
+
+
+def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
+    """
+    Lays trees out in one row. Whatever prefix they share is there once: a group's prompt, a system message, the
+    history before a fork. A token sampled twice at the same place is forwarded once and scored twice.
+
+    The sequences from the roots to the leaves are sorted, so that each adds to its predecessor's path what follows
+    their longest common prefix; that order is the depth-first order of the tree they form together. A numpy call costs
+    as much as hundreds of tokens, so Python counts sequences, and numpy the tokens of all sequences at once.
+
+    Raises:
+        ValueError: If a trained token has no token before it.
+    """
+    sequences = _sequences(trees)
+    order, shared = sort_by_prefix([sequence.tokens for sequence in sequences])
+    sequences = [sequences[index] for index in order]
+    sizes = [len(sequence.tokens) for sequence in sequences]
+    shifts, parents, subtree_end = lay_out(sizes, shared)
+    forks = {
+        shift + common: shifts[fork] + common - 1 if common else -1
+        for shift, fork, common, size in zip(shifts, parents, shared, sizes, strict=True)
+        if common < size
+    }
+    indices = np.arange(len(subtree_end))
+    parent = indices - 1
+    parent[list(forks)] = list(forks.values())
+    added = np.array(sizes, dtype=np.int64) - np.array(shared, dtype=np.int64)
+    input_ids = _join([sequence.tokens[common:] for sequence, common in zip(sequences, shared, strict=True)])
+
+    turns = _join([sequence.turns for sequence in sequences])
+    trained = (turns >= 0).nonzero()[0]
+    firsts, rows = [0], []
+    for sequence, size, shift, common in zip(sequences, sizes, shifts, shared, strict=True):
+        skipped = size - len(sequence.turns) - firsts[-1]  # from an index of `turns` to a depth
+        rows.append((shift + skipped, sequence.lead + skipped, sequence.tree, shift + common))
+        firsts.append(firsts[-1] + len(sequence.turns))
+    bounds = trained.searchsorted(firsts)
+    counts = bounds[1:] - bounds[:-1]
+    place, column, tree, start = np.array(rows, dtype=np.int64).reshape(-1, 4).T.repeat(counts, axis=1)
+    place += trained
+    column += trained
+    early = (place < start).nonzero()[0]
+    if len(early):  # in the common prefix, so an earlier sequence added them
+        number = np.arange(len(sequences)).repeat(counts)[early]
+        place[early] = locate(place[early] - np.array(shifts)[number], number, shifts, parents, shared)
+    predictor = parent[place]
+    if len(predictor) and predictor.min() < 0:
+        raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
+    return Packed(
+        input_ids,
+        indices - np.array(shifts, dtype=np.int64).repeat(added),
+        parent,
+        subtree_end,
+        predictor,
+        input_ids[place],
+        tree,
+        column,
+        turns[trained],
+    )
+
+
+class _Sequence(NamedTuple):
+    """
+    A root-to-leaf sequence.
+
+    Args:
+        tokens (`np.ndarray`): Its token ids.
+        turns (`np.ndarray`): Turns of its last tokens: of the columns that no earlier sequence of its tree has.
+        tree (`int`): Its tree.
+        lead (`int`): What the column of such a token is ahead of its depth.
+    """
+
+    tokens: np.ndarray
+    turns: np.ndarray
+    tree: int
+    lead: int
+
+
+def _sequences(trees: Sequence[FlatTree | TokenTree]) -> list[_Sequence]:
+    sequences = []
+    for number, tree in enumerate(trees):
+        flat = flatten(tree) if isinstance(tree, TokenTree) else tree
+        if flat.parents is None:
+            if len(flat.tokens):
+                sequences.append(_Sequence(flat.tokens, flat.turns, number, 0))
+            continue
+        begin = 0
+        for path in flat.paths():
+            end = int(path[-1]) + 1
+            sequences.append(_Sequence(flat.tokens[path], flat.turns[begin:end], number, end - len(path)))
+            begin = end
+    return sequences
+
+
+def _join(pieces: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+
+
+def unique_tokens(trees: Sequence[FlatTree | TokenTree]) -> int:
+    """Tokens that `pack` would forward."""
+    tokens = [sequence.tokens for sequence in _sequences(trees)]
+    return sum(map(len, tokens)) - sum(sort_by_prefix(tokens)[1])
+
+
+def split(trees: Sequence[FlatTree], budget: int) -> list[list[int]]:
+    """
+    Distributes trees over rows of at most `budget` unique tokens; a tree that is larger has a row of its own. Trees
+    that begin alike are next to each other, so that few rows repeat what they share.
+
+    Args:
+        trees (`list[FlatTree]`): The trees.
+        budget (`int`): Unique tokens a row may hold.
+
+    Returns:
+        `list[list[int]]`: indices of the trees in each row.
+    """
+    rows: list[list[int]] = []
+    size = 0
+    for index in sorted(range(len(trees)), key=lambda index: trees[index].tokens.tolist()):
+        own = unique_tokens([trees[index]])
+        previous = [trees[rows[-1][-1]]] if rows else []
+        grown = size + unique_tokens([*previous, trees[index]]) - unique_tokens(previous)
+        if rows and grown <= budget:
+            rows[-1].append(index)
+            size = grown
+        else:
+            rows.append([index])
+            size = own
+    return rows

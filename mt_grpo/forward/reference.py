@@ -1,0 +1,77 @@
+"""The forward that shares nothing: each turn alone, in the context the model had. The oracle of the tree forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_grpo.forward.truncation import Truncation
+
+
+def turn_by_turn_logps(
+    model: Any,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    loss_mask: Tensor,
+    turn_ids: Tensor,
+    parents: Tensor | None,
+    temperature: float,
+    truncation: Truncation | None = None,
+) -> tuple[Tensor, Tensor]:
+    """
+    Log-probabilities and entropies of a TRL batch, one forward for each turn of each row.
+
+    Args:
+        model: A causal language model.
+        prompt_ids, prompt_mask (`Tensor`): `(B, P)`, padded on the left.
+        completion_ids, loss_mask, turn_ids (`Tensor`): `(B, T)`, padded on the right.
+        parents (`Tensor`, *optional*): `(B, T)` column of the token each one follows, -1 for the prompt's last; `None`
+            where every row is one sequence.
+        temperature (`float`): Divides the logits.
+        truncation (`Truncation`, *optional*): What of the distribution can be drawn.
+
+    Returns:
+        Two `(B, T)` float32 tensors, 0 where `loss_mask` is 0.
+    """
+    rows, columns, logps, entropies = [], [], [], []
+    for row in range(len(prompt_ids)):
+        prompt = prompt_ids[row][prompt_mask[row].bool()]
+        above = range(-1, completion_ids.shape[1] - 1) if parents is None else parents[row].tolist()
+        trained = loss_mask[row].bool()
+        for turn in turn_ids[row][trained].unique().tolist():
+            left = (trained & (turn_ids[row] == turn)).nonzero()[:, 0].tolist()
+            while left:  # where the history was rewritten, what answers a turn is on another branch
+                path = _path(above, left[-1])
+                action = [column for column in left if column in path]
+                left = [column for column in left if column not in path]
+                kept = prompt[: len(prompt) + 1 + path.pop(0)]
+                ids = torch.cat([kept, completion_ids[row, path]])
+                logits = model(input_ids=ids[None], use_cache=False).logits[0]
+                places = [len(kept) + path.index(column) - 1 for column in action]
+                labels = completion_ids[row, action]
+                logits = logits[places].float() / temperature
+                if truncation is not None:
+                    logits = truncation.apply(logits, labels)
+                distribution = torch.log_softmax(logits, dim=-1)
+                logps.append(distribution.gather(1, labels[:, None])[:, 0])
+                entropies.append(-(distribution.exp() * distribution).sum(dim=-1))
+                rows += [row] * len(action)
+                columns += action
+    index = (torch.tensor(rows), torch.tensor(columns))
+    empty = torch.zeros(completion_ids.shape, device=completion_ids.device)
+    if not logps:  # a backward needs something to go through all the same
+        if completion_ids.numel():
+            empty = empty + 0.0 * model(input_ids=completion_ids[:1, :1], use_cache=False).logits.sum()
+        return empty, empty.clone()
+    return empty.index_put(index, torch.cat(logps)), empty.index_put(index, torch.cat(entropies))
+
+
+def _path(above: Any, column: int) -> list[int]:
+    """Columns from the prompt to `column`; the first entry is where the path leaves the prompt, -1 for its end."""
+    path = [column]
+    while path[-1] >= 0:
+        path.append(above[path[-1]])
+    return path[::-1]

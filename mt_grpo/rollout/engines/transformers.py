@@ -1,0 +1,257 @@
+"""The embedded engine: samples from a transformers model in this process, in batches of whatever waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.generation import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from mt_grpo.rollout.engine import Sample, SamplingParams
+
+
+@dataclass(eq=False)
+class _Request:
+    context: list[int]
+    sampling: SamplingParams
+    session: str
+    future: asyncio.Future[Sample]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class TransformersEngine:
+    """
+    Samples with `model.generate`, so that any decoder of transformers works, on a CPU as on a GPU, without a server.
+
+    A batch starts when every live conversation waits for it, in the order of their sessions, so the same seed gives
+    the same tokens however the tools are timed; a tool that takes longer than `patience` seconds is not waited for.
+    Each request draws from its own random stream.
+
+    Args:
+        model (`PreTrainedModel`): The model; its weights are read at each batch.
+        tokenizer: Its tokenizer.
+        max_batch_size (`int`, *optional*, defaults to `64`): Requests in one batch.
+        patience (`float`, *optional*, defaults to `1.0`): Seconds a batch waits for conversations that are elsewhere.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, max_batch_size: int = 64, patience: float = 1.0) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.context_length = model.config.get_text_config().max_position_embeddings
+        self.max_batch_size = max_batch_size
+        self.patience = patience
+        self._live: set[str] = set()
+        self._waiting: list[_Request] = []
+        self._batch: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="transformers-engine")
+        self._may_stop: dict[tuple[int, str], bool] = {}
+
+    async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
+        """Samples one action; see `Engine`. `sampling.max_tokens` must be set."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # what an earlier event loop left behind will not come back
+            self._loop, self._batch, self._timer, self._waiting = loop, None, None, []
+            self._live.clear()
+        request = _Request(list(context), sampling, session, loop.create_future())
+        self._live.add(session)
+        self._waiting.append(request)
+        loop.call_soon(self._start_batch)  # after every conversation that is about to ask has asked
+        return await request.future
+
+    def release(self, session: str) -> None:
+        """Lets the next batch go without this conversation."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            return
+        self._live.discard(session)
+        # only what nobody waits for: a conversation of the same name may have begun since
+        self._waiting = [request for request in self._waiting if not request.future.done()]
+        loop.call_soon(self._start_batch)
+
+    async def close(self) -> None:
+        """Waits for the batch under way, which ends with the next token where nobody waits for it any more."""
+        if self._batch is not None and self._loop is asyncio.get_running_loop():
+            await asyncio.wait([self._batch])
+
+    def _start_batch(self, patient: bool = True) -> None:
+        """Starts a batch if none runs and every live conversation waits, or none of the others is waited for."""
+        loop = asyncio.get_running_loop()
+        if self._batch is not None or loop is not self._loop:
+            return
+        if self._waiting and patient and len(self._waiting) < len(self._live):
+            if self._timer is None:
+                self._timer = loop.call_later(self.patience, self._start_batch, False)
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._waiting:
+            return
+        batch = sorted(self._waiting, key=lambda request: request.session)[: self.max_batch_size]
+        self._waiting = [request for request in self._waiting if request not in batch]
+        self._batch = loop.run_in_executor(self._executor, self._sample, batch)
+        self._batch.add_done_callback(lambda done: self._end_batch(batch, done))
+
+    def _end_batch(self, batch: list[_Request], done: asyncio.Future[None]) -> None:
+        if self._batch is done:
+            self._batch = None
+        for request in batch:
+            if request.future.done():  # a cancelled conversation is gone already
+                continue
+            if done.cancelled() or done.exception():
+                request.future.set_exception(done.exception() or RuntimeError("The batch was cancelled."))
+            else:
+                request.future.set_result(Sample(request.ids, request.logprobs, request.finish_reason))
+        asyncio.get_running_loop().call_soon(self._start_batch)  # after the conversations that go on at once
+
+    @torch.no_grad()
+    def _sample(self, batch: list[_Request]) -> None:
+        """Samples a batch in place; requests drawn differently are separate calls."""
+        alike = [(_drawing(request.sampling), request) for request in batch]
+        with on_device(self.model.device):
+            for drawing, group in groupby(sorted(alike, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
+                self._generate([request for _, request in group], drawing)
+
+    def _generate(self, batch: list[_Request], drawing: tuple[float, ...]) -> None:
+        device = self.model.device
+        width = max(len(request.context) for request in batch)
+        pad = self.tokenizer.pad_token_id
+        # masked, but a repetition penalty reads it: a token of the row itself, so that padding changes nothing
+        padded = [request.context[:1] * (width - len(request.context)) + request.context for request in batch]
+        mask = [[0] * (width - len(request.context)) + [1] * len(request.context) for request in batch]
+        recorder = _Recorder(batch, width, device, greedy=drawing[0] == 0)
+        self.model.generate(
+            torch.tensor(padded, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=max(request.sampling.max_tokens for request in batch),
+                repetition_penalty=1.0,
+                pad_token_id=pad,
+                eos_token_id=None,
+                use_cache=True,
+            ),
+            logits_processor=LogitsProcessorList([*_warpers(drawing), recorder]),
+            stopping_criteria=[_Finished(self, batch, recorder)],
+            synced_gpus=False,  # which ZeRO-3 would turn on; processes make different numbers of calls
+        )
+
+    def may_stop(self, token: int, stop: str) -> bool:
+        """Whether a token could be the one that completes a stop string."""
+        key = (token, stop)
+        if key not in self._may_stop:
+            self._may_stop[key] = stop[-1] in self.tokenizer.decode([token], skip_special_tokens=False)
+        return self._may_stop[key]
+
+    @property
+    def end_ids(self) -> set[int]:
+        """Tokens that end a turn."""
+        configured = self.model.generation_config.eos_token_id
+        configured = configured if isinstance(configured, Sequence) else [configured]
+        return {self.tokenizer.eos_token_id, *configured} - {None}
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one of this thread: every thread begins with the first, whatever the model is on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _drawing(sampling: SamplingParams) -> tuple[float, ...]:
+    return sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty
+
+
+def _warpers(drawing: tuple[float, ...]) -> list[LogitsProcessor]:
+    """The distribution's processors, in vLLM's order: transformers applies min-p last, which keeps other tokens."""
+    temperature, top_p, top_k, min_p, repetition_penalty = drawing
+    warpers: list[LogitsProcessor] = []
+    if repetition_penalty != 1.0:
+        warpers.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))
+    if temperature not in (0.0, 1.0):
+        warpers.append(TemperatureLogitsWarper(temperature))
+    if temperature == 0.0:
+        return warpers
+    if min_p > 0.0:
+        warpers.append(MinPLogitsWarper(min_p))
+    if top_k > 0:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        warpers.append(TopPLogitsWarper(top_p))
+    return warpers
+
+
+class _Recorder(LogitsProcessor):
+    """
+    Draws each row's token from the processed distribution with the row's own uniform numbers, keeps its
+    log-probability, and leaves nothing else for the greedy search of `generate` to choose.
+    """
+
+    def __init__(self, batch: list[_Request], width: int, device: torch.device, greedy: bool) -> None:
+        self._width = width
+        self._greedy = greedy
+        longest = max(request.sampling.max_tokens for request in batch)
+        uniforms = [np.random.Generator(np.random.Philox(request.sampling.seed)).random(longest) for request in batch]
+        self._uniforms = torch.tensor(np.stack(uniforms), device=device)
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        logprobs = torch.log_softmax(scores.float(), dim=-1)
+        if self._greedy:
+            chosen = logprobs.argmax(dim=-1, keepdim=True)
+        else:
+            cumulative = logprobs.double().exp().cumsum(dim=-1)
+            step = input_ids.shape[1] - self._width
+            target = self._uniforms[:, step : step + 1] * cumulative[:, -1:]
+            chosen = torch.searchsorted(cumulative, target, right=True).clamp(max=scores.shape[-1] - 1)
+        self.ids = chosen[:, 0].tolist()
+        self.logprobs = logprobs.gather(1, chosen)[:, 0].tolist()
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+
+
+class _Finished(StoppingCriteria):
+    """Writes each row's token into its request, and ends the row at its end token, its stop string or its budget."""
+
+    def __init__(self, engine: TransformersEngine, batch: list[_Request], recorder: _Recorder) -> None:
+        self._engine = engine
+        self._batch = batch
+        self._recorder = recorder
+        self._end_ids = engine.end_ids
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        for request, token, logprob in zip(self._batch, self._recorder.ids, self._recorder.logprobs, strict=True):
+            if request.finish_reason is None:
+                request.ids.append(token)
+                request.logprobs.append(logprob)
+                request.finish_reason = self._reason(request)
+        done = [request.finish_reason is not None or request.future.cancelled() for request in self._batch]
+        return torch.tensor(done, device=input_ids.device)
+
+    def _reason(self, request: _Request) -> str | None:
+        token = request.ids[-1]
+        if token in self._end_ids or token in request.sampling.stop_token_ids:
+            return "stop"
+        for stop in request.sampling.stop:
+            # a stop string of n characters lies within the last n tokens, and it can only end with this one
+            if self._engine.may_stop(token, stop) and stop in self._engine.tokenizer.decode(
+                request.ids[-len(stop) :], skip_special_tokens=False
+            ):
+                return "stop"
+        return "length" if len(request.ids) >= request.sampling.max_tokens else None

@@ -1,0 +1,1 @@
+"""The client of dedicated vLLM servers."""

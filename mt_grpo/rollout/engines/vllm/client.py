@@ -1,0 +1,289 @@
+"""The client of the dedicated vLLM server: an `Engine` over HTTP, token ids in and token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from mt_grpo.rollout.background import run
+from mt_grpo.rollout.engine import Sample, SamplingParams
+from mt_grpo.rollout.engines.vllm.chat import ChatReply, answer_all
+from mt_grpo.rollout.engines.vllm.check import check_server
+from mt_grpo.rollout.engines.vllm.completions import completion_request, read_sample
+from mt_grpo.rollout.engines.vllm.holder import weight_label
+from mt_grpo.rollout.engines.vllm.http import CONNECT_TIMEOUT, RequestFailed, ServerGoneError, open_session
+from mt_grpo.rollout.engines.vllm.pool import Connections, Server, ServerPool
+from mt_grpo.trajectory import Message
+
+logger = logging.getLogger(__name__)
+START_COMMAND = "mt-grpo serve --config R.yaml"
+TOKEN_TIME = 0.1
+"""Seconds in which a busy server samples at least one token of a request."""
+_POLL = 0.5  # seconds between looks at a server that is down
+_LONGEST_BACKOFF = 8.0
+
+
+class VLLMServerClient:
+    """
+    Samples from one or several vLLM servers. Whole groups of conversations go to one server; a server that stops
+    answering is left out, and taken back when it answers and holds the weights of `weight_version`.
+
+    A request that failed is repeated where a repeat can help (no answer, HTTP 5xx, 429, an answer that makes no
+    sense): sampling changes nothing on the server, so asking twice is safe. Whether the server is down is for its
+    health check to say: one request that hangs stops no other. Cancelling `generate` closes the connection, upon which
+    the server aborts the request.
+
+    Args:
+        base_urls (`str` or `list[str]`): Servers, e.g. `"http://127.0.0.1:8000"`.
+        tokenizer: Tokenizer of the model; compared with the server's by `connect`.
+        model (`str`, *optional*): Name or path of the model the server must hold; any where none is given.
+        api_key (`str`, *optional*): Key of the servers; where none is given, `VLLM_API_KEY` or what each server on
+            this machine left for its user.
+        request_timeout (`float`, *optional*, defaults to `600.0`): Seconds one request may take, and `TOKEN_TIME` more
+            for each token it may sample.
+        max_retries (`int`, *optional*, defaults to `4`): Repeats of a request after failures of the server.
+        max_concurrent (`int`, *optional*, defaults to `1024`): Requests under way at once.
+        server_timeout (`float`, *optional*, defaults to `240.0`): Seconds to wait for a server that is not up.
+
+    Attributes:
+        context_length (`int`): The shortest `max_model_len` among the servers; 0 before `connect`.
+        model (`str`): Name requests ask for; empty for each server's own model; weight sync by adapter sets it.
+        weight_version (`int`, *optional*), run (`str`, *optional*): Optimiser step of the servers' weights, and the
+            run they are of; set by weight sync.
+        restore (`Callable[[str], None]`, *optional*): Called in a thread with the URL of a server that came back
+            without those weights; must bring them there. Without it such a server is waited for.
+    """
+
+    def __init__(
+        self,
+        base_urls: str | list[str],
+        tokenizer: Any,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        request_timeout: float = 600.0,
+        max_retries: int = 4,
+        max_concurrent: int = 1024,
+        server_timeout: float = 240.0,
+    ) -> None:
+        self.pool = ServerPool([base_urls] if isinstance(base_urls, str) else list(base_urls), api_key)
+        self.tokenizer = tokenizer
+        self.expected_model = model
+        self.model = ""
+        self.api_key = api_key
+        self.request_timeout = request_timeout
+        self.max_retries = max_retries
+        self.max_concurrent = max_concurrent
+        self.server_timeout = server_timeout
+        self.context_length = 0
+        self.weight_version: int | None = None
+        self.run: str | None = None
+        self.restore: Callable[[str], None] | None = None
+        self._wire: Connections | None = None
+
+    @property
+    def base_urls(self) -> list[str]:
+        """The servers."""
+        return [server.url for server in self.pool.servers]
+
+    async def connect(self, progress: Callable[[str], None] = logger.warning) -> None:
+        """
+        Waits for the servers, then checks that they hold the right model and learns their context length.
+
+        Args:
+            progress (`Callable[[str], None]`, *optional*): Told every few seconds what is waited for.
+
+        Raises:
+            ServerGoneError: If none is up after `server_timeout` seconds; the message has the command that starts one.
+            ServerSetupError: If a server is up but of no use to this run.
+        """
+        try:
+            await self._wait(progress)
+            lengths = []
+            for server in self.pool.servers:
+                if server.up:
+                    get, post = self._caller(server, "GET"), self._caller(server, "POST")
+                    lengths.append(await check_server(server.url, self.expected_model, self.tokenizer, get, post))
+            self.context_length = min(lengths)
+        finally:
+            await self.close()
+
+    async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
+        """
+        Samples one action; see `Engine`. `sampling.max_tokens` must be set.
+
+        Raises:
+            EngineError: If the server refuses the request, or fails at it more than `max_retries` times.
+            ServerGoneError: If no server is up for `server_timeout` seconds.
+        """
+        version = self.weight_version
+        content = completion_request(self.model, context, sampling)
+        limit = self.request_timeout + TOKEN_TIME * sampling.max_tokens
+        async with self._connection().place():
+            return await self._ask(session, context, content, version, limit)
+
+    def release(self, session: str) -> None:
+        """Forgets where the conversation was served."""
+        self.pool.release(session)
+
+    def chat(
+        self, messages_list: list[list[Message]], sampling_params: SamplingParams | None = None
+    ) -> list[ChatReply]:
+        """
+        Answers conversations, one reply each, and waits for them; works in a running event loop (a notebook) too.
+
+        Args:
+            messages_list (`list[list[dict]]`): Conversations; rendered here with the tokenizer's chat template.
+            sampling_params (`SamplingParams`, *optional*): `max_tokens` defaults to what the context leaves.
+
+        Returns:
+            `list[ChatReply]` in the order of `messages_list`.
+        """
+        return run(answer_all(self, messages_list, sampling_params or SamplingParams()))
+
+    async def close(self) -> None:
+        """Closes the connections, unless another asks; a request opens them again. The server closes idle ones too."""
+        if self._wire is not None and not self._wire.busy:
+            for task in self._wire.watchers.values():
+                task.cancel()
+            await asyncio.gather(*self._wire.watchers.values(), return_exceptions=True)
+            await self._wire.http.close()
+            self._wire = None
+
+    async def _wait(self, progress: Callable[[str], None]) -> None:
+        """Waits until all servers answer, or for `server_timeout` seconds for one of them."""
+        start, told = time.monotonic(), 0.0
+        waiting = list(self.pool.servers)
+        while waiting:
+            for server in list(waiting):
+                try:
+                    await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
+                    waiting.remove(server)
+                except RequestFailed as error:
+                    server.fault = str(error)
+            waited = time.monotonic() - start
+            if waiting and waited >= self.server_timeout:
+                break
+            if waiting and waited >= told:
+                urls = ", ".join(server.url for server in waiting)
+                progress(f"Waiting for the vLLM server at {urls} ({waited:.0f} of {self.server_timeout:.0f} s).")
+                told += 5.0
+            if waiting:
+                await asyncio.sleep(min(_POLL, max(0.0, self.server_timeout - waited)))
+        if len(waiting) == len(self.pool.servers):
+            raise ServerGoneError(self.gone())
+        for server in waiting:
+            server.drop(server.fault)
+            progress(f"Going on without the vLLM server at {server.url}: {server.fault}")
+
+    async def _ask(
+        self, session: str, context: list[int], content: bytes, version: int | None, limit: float
+    ) -> Sample:
+        failures = 0
+        while True:
+            server = await self._server(session, context)
+            drops = server.drops
+            try:
+                answer = await self._call(server, "POST", "/v1/completions", content, limit)
+                sample, fingerprint = read_sample(answer, f"POST {server.url}/v1/completions")
+            except RequestFailed as error:
+                # a server that was restarted knows no adapter, and says so with a 404
+                if (error.repeat or error.status == 404) and server.up and not await self._serves(server):
+                    server.drop(str(error))
+                if (server.up and not error.repeat) or failures == self.max_retries:
+                    raise
+                failures += 1
+                if server.up:
+                    await asyncio.sleep(min(_LONGEST_BACKOFF, 0.25 * 2**failures))
+                continue
+            if server.drops != drops:  # left out meanwhile: what it sampled may come from other weights
+                continue
+            if server.fingerprint not in (None, fingerprint):  # restarted between two requests: its weights are others
+                server.drop(f"The server at {server.url} was restarted.")
+                continue
+            server.fingerprint = fingerprint
+            sample.weight_version = version
+            return sample
+
+    async def _server(self, session: str, context: list[int]) -> Server:
+        """The server of a conversation, waiting while none is up."""
+        wire = self._connection()
+        while True:
+            for server in self.pool.servers:
+                if not server.up and server.url not in wire.watchers:
+                    watcher = asyncio.ensure_future(self._watch(server, wire))
+                    wire.watchers[server.url] = watcher
+                    watcher.add_done_callback(lambda done, server=server: wire.end_watch(server, done))
+                if server.failure is not None:
+                    raise server.failure
+            server = self.pool.place(session, context)
+            if server is not None:
+                return server
+            since = max(one.down_since for one in self.pool.servers)
+            left = since + self.server_timeout - time.monotonic()
+            if left <= 0:
+                raise ServerGoneError(self.gone())
+            await asyncio.wait(wire.watchers.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _watch(self, server: Server, wire: Connections) -> None:
+        """Takes a server back once it answers and holds the right weights."""
+        while True:
+            try:
+                await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
+                if await self._has_weights(server):
+                    break
+                if self.restore is not None:
+                    logger.warning("The vLLM server at %s was restarted: sending it the weights again.", server.url)
+                    await asyncio.to_thread(self.restore, server.url)
+                else:
+                    server.fault = f"The server at {server.url} was restarted and waits for its weights."
+            except (RequestFailed, OSError) as error:
+                server.fault = str(error)
+            await asyncio.sleep(_POLL)
+        logger.warning("The vLLM server at %s is back.", server.url)
+        server.take_back()
+
+    async def _serves(self, server: Server) -> bool:
+        try:
+            await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
+            return await self._has_weights(server)
+        except RequestFailed:
+            return False
+
+    async def _has_weights(self, server: Server) -> bool:
+        if self.weight_version is None:
+            return True
+        info = await self._call(server, "GET", "/weight_info", timeout=CONNECT_TIMEOUT)
+        return isinstance(info, dict) and info.get("weight_version") == weight_label(self.run, self.weight_version)
+
+    def _caller(self, server: Server, method: str) -> Callable[..., Any]:
+        async def call(path: str, body: dict[str, Any] | None = None) -> Any:
+            return await self._call(server, method, path, None if body is None else orjson.dumps(body))
+
+        return call
+
+    async def _call(
+        self, server: Server, method: str, path: str, content: bytes | None = None, timeout: float | None = None
+    ) -> Any:
+        return await self._connection().call(server, method, path, content, timeout or self.request_timeout)
+
+    def _connection(self) -> Connections:
+        """Connections of the running event loop; those of an earlier loop cannot be used in another."""
+        loop = asyncio.get_running_loop()
+        if self._wire is None or self._wire.loop is not loop:
+            self._wire = Connections(loop, open_session(), asyncio.Semaphore(self.max_concurrent), {})
+            self.pool.wait_anew()
+        return self._wire
+
+    def gone(self) -> str:
+        """What is said when no server is left."""
+        faults = " ".join(dict.fromkeys(server.fault for server in self.pool.servers))
+        return (
+            f"No vLLM server answered for {self.server_timeout:.0f} s at {', '.join(self.base_urls)}. {faults} Start "
+            f"it with `{START_COMMAND}`, R.yaml being this run's recipe."
+        )

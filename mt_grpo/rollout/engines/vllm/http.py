@@ -1,0 +1,182 @@
+"""HTTP to a vLLM server: every failure as one sentence that names the URL, the status and the server's words."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import ssl
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import httpx
+import orjson
+
+from mt_grpo.errors import UserError
+from mt_grpo.rollout.engine import EngineError
+from mt_grpo.vllm_plugin.keys import read_key
+
+CONNECT_TIMEOUT = 5.0
+"""Seconds until a host that does not answer counts as unreachable."""
+KEEP_ALIVE = 4.0
+"""Seconds a connection is kept for the next turn: a little less than vLLM does, so that none is closed in use."""
+_REPEATABLE = {408, 425, 429}
+_LAST_WORDS = 10.0  # seconds for a call that tidies up after a failure
+
+
+class RequestFailed(EngineError):
+    """
+    A request came back without a usable answer.
+
+    Attributes:
+        repeat (`bool`): Whether the same request may succeed later: overload, a server's fault, a lost connection.
+        unreachable (`bool`): Whether there was no answer at all, so that the server may be down.
+        status (`int`, *optional*): HTTP status, where there was an answer.
+    """
+
+    def __init__(self, message: str, repeat: bool, unreachable: bool = False, status: int | None = None) -> None:
+        super().__init__(message)
+        self.repeat = repeat
+        self.unreachable = unreachable
+        self.status = status
+
+
+class ServerSetupError(UserError, ValueError):
+    """A server is up but cannot serve this run: wrong model, missing flag, refused key. One sentence with the mend."""
+
+
+class ServerGoneError(UserError, ConnectionError):
+    """No server could be reached for as long as the client waits. It ends the run, not one conversation."""
+
+
+def find_key(base_url: str) -> str | None:
+    """
+    The key of a server: `VLLM_API_KEY`, else what a server that runs at this address of this machine left for its
+    user; `None` where there is neither.
+
+    Raises:
+        PermissionError: If others could have left it; see `mt_grpo.vllm_plugin.keys`.
+    """
+    parts = urlsplit(base_url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return os.environ.get("VLLM_API_KEY") or read_key(parts.hostname, port)
+
+
+def headers(api_key: str | None) -> dict[str, str]:
+    """The headers of every request."""
+    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+
+
+def open_session() -> aiohttp.ClientSession:
+    """Connections of the running event loop to any number of servers, as many as are asked for."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE))
+
+
+def read_answer(request: str, status: int, body: bytes) -> Any:
+    """
+    The decoded JSON of an answer, `None` for an empty one.
+
+    Args:
+        request (`str`): Method and URL, for messages.
+        status (`int`): HTTP status of the answer.
+        body (`bytes`): Its body.
+
+    Raises:
+        RequestFailed: For any status but 200, and for a body that is not JSON.
+    """
+    if status != 200:
+        raise RequestFailed(
+            f"{request} was answered with HTTP {status}: {_words(body)}",
+            repeat=status >= 500 or status in _REPEATABLE,
+            status=status,
+        )
+    try:
+        return orjson.loads(body) if body else None
+    except ValueError as error:
+        raise RequestFailed(
+            f"{request} was answered with something that is not JSON: {_cut(body.decode(errors='replace'))}", True
+        ) from error
+
+
+def no_answer(request: str, error: Exception) -> RequestFailed:
+    """What a lost connection or a timeout is called."""
+    words = str(error) or "nothing was said"
+    if isinstance(error, (httpx.ReadTimeout, TimeoutError, asyncio.TimeoutError)):
+        words = "it took longer than the time limit of a request"
+    return RequestFailed(f"{request} got no answer ({type(error).__name__}: {words}).", True, unreachable=True)
+
+
+class ServerControl:
+    """
+    One server's control endpoints, called one after another and waited for.
+
+    Args:
+        base_url (`str`): The server.
+        api_key (`str`, *optional*): Its key; see `find_key` where none is given.
+        timeout (`float`, *optional*, defaults to `300.0`): Seconds one call may take.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 300.0) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._client = httpx.Client(
+            headers=headers(api_key or find_key(base_url)),
+            timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT),
+            # a connection for each call: after an error the server closes it, perhaps under the next call
+            limits=httpx.RolloutLimits(max_keepalive_connections=0),
+            verify=_certificates(),
+            trust_env=False,
+        )
+
+    def get(self, path: str, **params: Any) -> Any:
+        """GET; see `read_answer` for what is returned and raised."""
+        return self._call("GET", path, None, params)
+
+    def post(self, path: str, body: dict[str, Any] | None = None, **params: Any) -> Any:
+        """POST, never repeated; see `read_answer` for what is returned and raised."""
+        return self._call("POST", path, body, params)
+
+    def tidy_up(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """POST after a failure, which may be the server's: what comes of it does not matter, nor may it take long."""
+        with contextlib.suppress(RequestFailed):
+            self._call("POST", path, body, {}, timeout=httpx.Timeout(_LAST_WORDS, connect=CONNECT_TIMEOUT))
+
+    def _call(
+        self, method: str, path: str, body: dict[str, Any] | None, params: dict[str, Any], **options: Any
+    ) -> Any:
+        try:
+            response = self._client.request(method, self.base_url + path, json=body, params=params, **options)
+        except httpx.TransportError as error:
+            raise no_answer(f"{method} {self.base_url}{path}", error) from error
+        if path.endswith("_lora_adapter") and response.status_code == 200:  # vLLM answers these two in plain words
+            return response.text
+        return read_answer(f"{method} {response.request.url}", response.status_code, response.content)
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._client.close()
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """What servers are known by; read once, which takes longer than a call."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
+def _words(body: bytes) -> str:
+    """What the server said, out of whichever shape it said it in."""
+    try:
+        answer = orjson.loads(body)
+    except ValueError:
+        return _cut(body.decode(errors="replace"))
+    for key in ("error", "message", "detail"):
+        if isinstance(answer, dict) and key in answer:
+            answer = answer[key]
+    return _cut(answer if isinstance(answer, str) else json.dumps(answer))
+
+
+def _cut(text: str, length: int = 400) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= length else f"{text[:length]} ..."

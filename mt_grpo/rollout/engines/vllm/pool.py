@@ -1,0 +1,181 @@
+"""Which conversation is served where: whole groups on one server, so that its prefix cache serves them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from mt_grpo.rollout.engines.vllm.http import CONNECT_TIMEOUT, find_key, headers, no_answer, read_answer
+
+
+@dataclass(eq=False)
+class Server:
+    """
+    One server as its clients see it.
+
+    Args:
+        url (`str`): Base URL without a trailing slash.
+        api_key (`str`, *optional*): Its key; looked up (`find_key`) where none is given and the server wants one.
+        down_since (`float`, *optional*): Moment (`time.monotonic`) it stopped answering; `None` while it is up.
+        fault (`str`): What was seen when it stopped.
+        fingerprint (`str`, *optional*): The identity its answers carry, once seen; a restarted server has another.
+        failure (`BaseException`, *optional*): Why it can never be taken back, where that is so.
+        drops (`int`): How often it was left out.
+        sessions (`set[str]`): Conversations under way on it.
+    """
+
+    url: str
+    api_key: str | None = None
+    down_since: float | None = None
+    fault: str = ""
+    fingerprint: str | None = None
+    failure: BaseException | None = None
+    drops: int = 0
+    sessions: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.key = self.api_key
+
+    def renew_key(self) -> bool:
+        """Looks its key up again, after it was refused; returns whether it is another: a restart brings one."""
+        before, self.key = self.key, self.api_key or find_key(self.url)
+        return self.key != before
+
+    @property
+    def up(self) -> bool:
+        return self.down_since is None
+
+    def drop(self, fault: str) -> None:
+        """Leaves it out until it is taken back."""
+        if self.up:
+            self.down_since, self.fault = time.monotonic(), fault
+            self.drops += 1
+
+    def take_back(self) -> None:
+        """Lets conversations go to it."""
+        self.down_since, self.fault, self.fingerprint = None, "", None
+
+
+class ServerPool:
+    """
+    Places conversations on servers.
+
+    A conversation belongs to the group of its first context, which members of a GRPO group share. A group goes to the
+    server with the fewest conversations, equal ones told apart by a hash that is the same in every process. A
+    conversation stays where it is while that server is up.
+
+    Args:
+        urls (`list[str]`): The servers.
+        api_key (`str`, *optional*): Their key.
+    """
+
+    def __init__(self, urls: list[str], api_key: str | None = None) -> None:
+        self.servers = [Server(url.rstrip("/"), api_key) for url in urls]
+        self._server: dict[str, Server] = {}
+        self._group: dict[str, int] = {}
+        self._server_of_group: dict[int, Server] = {}
+        self._members: Counter[int] = Counter()
+
+    def place(self, session: str, context: list[int]) -> Server | None:
+        """The server of a conversation; `None` while none is up."""
+        server = self._server.get(session)
+        if server is not None and server.up:
+            return server
+        if session not in self._group:
+            self._group[session] = hash(tuple(context))
+            self._members[self._group[session]] += 1
+        group = self._group[session]
+        chosen = self._server_of_group.get(group)
+        if chosen is None or not chosen.up:
+            up = [candidate for candidate in self.servers if candidate.up]
+            if not up:
+                return None
+            chosen = min(up, key=lambda one: (len(one.sessions), zlib.crc32(f"{one.url}/{group}".encode())))
+            self._server_of_group[group] = chosen
+        if server is not None:
+            server.sessions.discard(session)
+        self._server[session] = chosen
+        chosen.sessions.add(session)
+        return chosen
+
+    def wait_anew(self) -> None:
+        """Servers that are down are looked for from now on: nobody did while nothing was sampled."""
+        for server in self.servers:
+            if not server.up:
+                server.down_since = time.monotonic()
+
+    def release(self, session: str) -> None:
+        """Forgets a conversation, and its group with the last of its members."""
+        group = self._group.pop(session, None)
+        if group is None:
+            return
+        server = self._server.pop(session, None)
+        if server is not None:
+            server.sessions.discard(session)
+        self._members[group] -= 1
+        if not self._members[group]:
+            del self._members[group]
+            self._server_of_group.pop(group, None)
+
+
+@dataclass
+class Connections:
+    """
+    What a client has that belongs to one event loop: connections, tasks that wait for servers, and how many requests
+    are under way.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    http: aiohttp.ClientSession
+    gate: asyncio.Semaphore
+    watchers: dict[str, asyncio.Future[None]]
+    asking: int = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is under way, which closing the connections would break."""
+        return self.asking > 0 and self.loop is asyncio.get_running_loop()
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Waits until one more request may be under way."""
+        self.asking += 1
+        try:
+            async with self.gate:
+                yield
+        finally:
+            self.asking -= 1
+
+    async def call(self, server: Server, method: str, path: str, content: bytes | None, timeout: float) -> Any:
+        """What `server` answers, decoded; see `read_answer` for what is raised, and `RequestFailed` for no answer."""
+        key = server.key
+        status, body = await self._exchange(server, method, path, content, timeout)
+        # another request may have looked the key up meanwhile
+        if status == 401 and (server.key != key or server.renew_key()):
+            status, body = await self._exchange(server, method, path, content, timeout)
+        return read_answer(f"{method} {server.url}{path}", status, body)
+
+    async def _exchange(
+        self, server: Server, method: str, path: str, content: bytes | None, timeout: float
+    ) -> tuple[int, bytes]:
+        limit = aiohttp.ClientTimeout(timeout, sock_connect=CONNECT_TIMEOUT)
+        options = {"data": content, "timeout": limit, "headers": headers(server.key)}
+        try:
+            async with self.http.request(method, server.url + path, **options) as answer:
+                return answer.status, await answer.read()
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise no_answer(f"{method} {server.url}{path}", error) from error
+
+    def end_watch(self, server: Server, done: asyncio.Future[None]) -> None:
+        """A server whose weights cannot be brought back fails every conversation, and with them the run."""
+        self.watchers.pop(server.url, None)
+        if not done.cancelled():
+            server.failure = done.exception()

@@ -1,0 +1,172 @@
+"""Whether the ids that are trained are those of the conversation rendered as a whole, and where they are not."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+from jinja2 import TemplateError as TemplateFailure
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean
+from mt_grpo.rollout.marks import SHIELD, show
+from mt_grpo.rollout.rendering import ChatRenderer
+from mt_grpo.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+MODES = ("strict", "ignore_strippable", "disable")
+SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Difference:
+    """
+    The first place at which the trained ids and the full rendering part.
+
+    Args:
+        cause (`str`): Short name of the cause: a message's role and whether text or only its tokens differ.
+        trained (`str`): What the model saw there.
+        rendered (`str`): What the template writes there.
+    """
+
+    cause: str
+    trained: str
+    rendered: str
+
+
+class SanityCheck:
+    """
+    Compares each trajectory with the full rendering of its messages. A difference is never fatal: it is counted, and
+    logged once for each cause.
+
+    Args:
+        renderer (`ChatRenderer`): Renders the conversation.
+        mode (`str`): `"strict"` compares ids; `"ignore_strippable"` compares text, white space left out.
+
+    Raises:
+        ValueError: For an unknown mode.
+    """
+
+    def __init__(self, renderer: ChatRenderer, mode: str) -> None:
+        if mode not in MODES:
+            known = ", ".join(MODES)
+            raise ConfigError(
+                f"`tokenization_sanity_check_mode` is {mode!r}{did_you_mean(mode, MODES)}: choose one of {known}."
+            )
+        self._renderer = renderer
+        self._mode = mode
+        self.causes: Counter[str] = Counter()
+        """How often each cause was met."""
+
+    def check(self, trajectory: Trajectory) -> Difference | None:
+        """Compares one trajectory; returns what was logged or counted, `None` where all is well."""
+        try:
+            difference = self.difference(trajectory)
+        except Exception as error:  # a template may refuse what a model wrote
+            difference = Difference("the template refuses the conversation", "", f"{type(error).__name__}: {error}")
+        if difference is not None:
+            if difference.cause not in self.causes:
+                logger.warning(
+                    "What is trained differs from the conversation rendered as a whole (%s): trained %r, rendered %r. "
+                    "The model is trained on exactly what it saw; review the chat template if that is not meant.",
+                    difference.cause,
+                    difference.trained,
+                    difference.rendered,
+                )
+            self.causes[difference.cause] += 1
+        return difference
+
+    def difference(self, trajectory: Trajectory) -> Difference | None:
+        """The first difference of one trajectory, without counting it."""
+        if not trajectory.turns:
+            return None
+        # The latest turn is compared as it is sampled, behind the assistant's header: what a template writes into a
+        # finished last turn (an empty thought, say) is nothing the model was ever asked for.
+        marks = self._renderer.marks
+        *actions, action = trajectory.tree.actions()
+        messages = self._renderer.shielded(trajectory.prompt)
+        for turn, sampled in zip(trajectory.turns[:-1], actions, strict=True):
+            messages += [marks.recall(turn.message, sampled), *self._renderer.shielded(turn.replies)]
+        ids = trajectory.tree.path()
+        rendered = self._renderer.shown_text(messages) + marks.decode(action)
+        known, begin = self._known(trajectory, ids, rendered)
+        ids, rest = ids[known:], rendered[begin:]
+        trained = marks.decode(ids)
+        if self._mode == "strict" and rest.startswith(trained):
+            if self._renderer.encode(rest)[: len(ids)] == ids or self._renderer.encode(trained) == ids:
+                return None
+            return Difference("the same text in other tokens", show(trained[-SHOWN:]), show(trained[-SHOWN:]))
+        left, right = trained, rest
+        if self._mode == "ignore_strippable":
+            left, right = ("".join(text.split()) for text in (trained, rest))
+            begin = len("".join(rendered[:begin].split()))
+        if right.startswith(left):
+            return None
+        place = next(i for i, (a, b) in enumerate(zip(left + "\0", right + "\0", strict=False)) if a != b)
+        told = SHIELD in (left[place : place + 1], right[place : place + 1])
+        what = "a mark, or text that spells one," if told else "text"
+        return Difference(
+            f"{what} of the {self._role(messages, rendered, begin + place)} message",
+            show(left[max(0, place - 10) : place + SHOWN]),
+            show(right[max(0, place - 10) : place + SHOWN]),
+        )
+
+    def _known(self, trajectory: Trajectory, ids: list[int], rendered: str) -> tuple[int, int]:
+        """
+        How many ids, and characters of the rendering, need no comparison: the prompt was encoded from that very text.
+        Its last piece is compared again with what follows it; pieces between special tokens are encoded by themselves.
+        """
+        prompt, text = self._renderer.prompt_ids(trajectory.prompt), self._renderer.prompt_text(trajectory.prompt)
+        special = self._renderer.special_ids
+        last = next((index for index in reversed(range(len(prompt))) if prompt[index] in special), 0)
+        piece = self._renderer.marks.decode(prompt[last:])
+        if ids[: len(prompt)] == prompt and rendered.startswith(text) and text.endswith(piece):
+            return last, len(text) - len(piece)
+        return 0, 0
+
+    def _role(self, messages: list[dict], rendered: str, place: int) -> str:
+        """Role of the message in which a position of the rendering lies."""
+        if self._mode == "ignore_strippable":  # back to a position with white space
+            seen = 0
+            for index, character in enumerate(rendered):
+                seen += not character.isspace()
+                if seen > place:
+                    place = index
+                    break
+        for count in range(1, len(messages)):
+            begun = self._renderer.shown_text(messages[:count], header=False)
+            if len(begun) > place and messages[count - 1]["role"] != "system":
+                return messages[count - 1]["role"]
+        return messages[-1]["role"]
+
+
+def examine_template(renderer: ChatRenderer) -> str:
+    """
+    A short verdict on a chat template: whether it only appends after tool results and user replies, and what it does
+    to the thinking of earlier turns.
+    """
+    question, thinking = [{"role": "user", "content": "Question."}], "A thought."
+    call = {"type": "function", "function": {"name": "tool", "arguments": {}}}
+    answer = {"role": "assistant", "content": f"<think>\n{thinking}\n</think>\n\nAnswer."}
+    replies = {
+        "tool results": ({**answer, "tool_calls": [call]}, {"role": "tool", "name": "tool", "content": "Result."}),
+        "user replies": (answer, {"role": "user", "content": "Reply."}),
+    }
+    findings = []
+    for name, (turn, reply) in replies.items():
+        plain = {**turn, "content": "Answer."}
+        try:
+            appends = renderer.prompt_text([*question, plain, reply]).startswith(
+                renderer.prompt_text(question) + "Answer."
+            )
+            keeps = thinking in renderer.prompt_text([*question, turn, reply])
+        except TemplateFailure as error:
+            findings.append(f"refuses {name} ({error})")
+            continue
+        findings.append(
+            f"after {name} it {'appends' if appends else 'rewrites the assistant turn'} and "
+            f"{'keeps' if keeps else 'drops'} earlier thinking"
+        )
+    return f"Chat template: {'; '.join(findings)}."

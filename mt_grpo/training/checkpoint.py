@@ -1,0 +1,136 @@
+"""What TRL leaves out of a checkpoint, and a resumed run needs: the rollouts that are still to be trained on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.training.config import MTGRPOConfig
+
+logger = logging.getLogger(__name__)
+
+BATCH_OPTIONS = (
+    "num_generations",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "num_iterations",
+    "use_vllm",
+)
+"""Options that shape the rollouts in a checkpoint, and say how many rows of the dataset were used."""
+
+
+def batch_options(args: MTGRPOConfig) -> dict[str, Any]:
+    """The options that a run must have to go on from a checkpoint of another."""
+    return {**{name: getattr(args, name) for name in BATCH_OPTIONS}, "beta": args.beta}
+
+
+def save_rollouts(folder: Path, accelerator: Accelerator, step: int, batches: Any, options: dict[str, Any]) -> None:
+    """
+    Saves what this process has still to train on; the last that it writes to a checkpoint.
+
+    Args:
+        folder (`Path`): The checkpoint.
+        accelerator (`Accelerator`): The run's.
+        step (`int`): Micro-batches trained so far.
+        batches (`list[dict]`): Micro-batches of the latest rollouts.
+        options (`dict`): The run's `batch_options`.
+    """
+    state = {"step": step, "buffered_inputs": batches, "processes": accelerator.num_processes, "options": options}
+    folder.mkdir(parents=True, exist_ok=True)  # where only the model is saved, the main process alone has made it
+    path = _path(folder, accelerator.process_index)
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)
+
+
+def load_rollouts(folder: Path, accelerator: Accelerator) -> tuple[int, Any]:
+    """The step and the micro-batches that `save_rollouts` saved for this process; after `check_checkpoint`."""
+    path = _path(folder, accelerator.process_index)
+    state = torch.load(path, map_location=accelerator.device, weights_only=True)
+    return state["step"], state["buffered_inputs"]
+
+
+def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes: int) -> None:
+    """
+    Whether a run can go on from a checkpoint.
+
+    Args:
+        folder (`Path`): The checkpoint.
+        options (`dict`): The run's `batch_options`.
+        rank, processes (`int`): This process, and the number of processes.
+
+    Raises:
+        ConfigError: If the checkpoint is of another number of processes or of other options, or not of this trainer.
+    """
+    path = _path(folder, rank)
+    state = torch.load(path, mmap=True, map_location="cpu", weights_only=True) if path.exists() else None
+    if state is None or state["processes"] != processes:
+        count = len(list(folder.glob("rollouts-rank*.pt")))
+        raise ConfigError(
+            f"The checkpoint {folder} has the rollouts of {count} processes, and this run has {processes}: resume "
+            "with as many as wrote it, or begin a run with its model (`model_name_or_path`)."
+        )
+    if "options" not in state:
+        logger.warning(
+            "The checkpoint %s does not say with which batch sizes it was made, so nobody checks that this run has "
+            "the same.",
+            folder,
+        )
+        return
+    saved = state["options"]
+    other = [name for name in BATCH_OPTIONS if saved[name] != options[name]]
+    if bool(saved["beta"]) != bool(options["beta"]):  # whether there are log-probs of the reference model
+        other.append("beta")
+    if other:
+        made, here = (", ".join(f"`{name}: {values[name]}`" for name in other) for values in (saved, options))
+        raise ConfigError(
+            f"The checkpoint {folder} was made with {made}, and this run has {here}: resume with what it was made "
+            "with, or begin a run with its model (`model_name_or_path`)."
+        )
+
+
+def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
+    """
+    The folder that `resume_from_checkpoint` means: the latest whole one in `output_dir` where it is `true`.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if wanted is None or str(wanted).lower() == "false":
+        return None
+    if str(wanted).lower() != "true":
+        if not Path(str(wanted)).is_dir():
+            raise ConfigError(
+                f"`resume_from_checkpoint: {wanted}` is no folder: name one, or `true` for the latest in `output_dir`."
+            )
+        return str(wanted)
+    folders = [path.parent for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/rollouts-rank0.pt")]
+    folders.sort(key=lambda folder: int(folder.name.rsplit("-", 1)[1]), reverse=True)
+    latest = next(filter(is_whole, folders), None)
+    if latest is None:
+        raise ConfigError(
+            f"There is no checkpoint in `output_dir: {output_dir}` to resume from; `save_strategy: steps` leaves some."
+        )
+    return str(latest)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every process had finished writing a checkpoint."""
+    first = _path(folder, 0)
+    if not first.exists():
+        return False
+    processes = torch.load(first, mmap=True, map_location="cpu", weights_only=True)["processes"]
+    paths = [folder / TRAINER_STATE_NAME, *(_path(folder, rank) for rank in range(processes))]
+    return all(path.exists() for path in paths)
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"rollouts-rank{rank}.pt"

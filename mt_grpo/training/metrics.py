@@ -1,0 +1,186 @@
+"""What a run leaves behind: trajectories and metrics, one JSON object a line, written as soon as they exist."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+import torch
+from accelerate.utils import gather, gather_object
+
+from mt_grpo.credit import RewardBatch
+from mt_grpo.training.tally import Tally
+from mt_grpo.trajectory import StopReason, Trajectory
+
+UNFINISHED = {StopReason.LENGTH, StopReason.TOKEN_BUDGET, StopReason.CONTEXT_FULL, StopReason.TIMEOUT}
+"""Stop reasons of a completion that was cut off rather than ended."""
+
+
+def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
+    """
+    Metrics of the conversations of all ranks; a collective call.
+
+    Returns:
+        `Tally`: TRL's `completions/*` in tokens sampled; `turns/mean`; `tools/call_frequency` (calls, a trajectory),
+        `tools/failure_frequency` (a call) and `tools/malformed_frequency` (turns with neither a call that could be
+        read nor an answer, a trajectory);
+        `sequences/mean`, `tokens/unique` and `tokens/turn_by_turn`, what a forward a turn would compute (a
+        trajectory); `turn_K/length` and `turn_K/context_length` (tokens), `turn_K/tool_calls`, `turn_K/failures` and
+        `turn_K/malformed` (a trajectory that has the turn), K from 1; `stop/REASON` for every reason, shares that sum
+        to 1; `rollouts/failed`, the share that the engine or the environment ended, which is left out of loss,
+        baseline and rewards; `forks/CAUSE` and `tokenization/CAUSE` (a trajectory), where there are any.
+    """
+    records = gather_object([_record(trajectory) for trajectory in trajectories])
+    turns = [turn for record in records for turn in record["turns"]]
+    tally = Tally()
+    tally.count("trajectory", len(records))
+    lengths = [(sum(turn["length"] for turn in record["turns"]), record["ended"]) for record in records]
+    _count_completions(tally, [length for length, _ in lengths], [length for length, ended in lengths if ended])
+    tally.count("call", sum(turn["tool_calls"] for turn in turns))
+    for name, total in (
+        ("turns/mean", len(turns)),
+        ("rollouts/failed", sum(record["failed"] for record in records)),
+        ("tools/call_frequency", sum(turn["tool_calls"] for turn in turns)),
+        ("tools/malformed_frequency", sum(turn["malformed"] for turn in turns)),
+        ("sequences/mean", sum(record["sequences"] for record in records)),
+        ("tokens/unique", sum(record["unique"] for record in records)),
+        ("tokens/turn_by_turn", sum(turn["context_length"] + turn["length"] for turn in turns)),
+    ):
+        tally.add(name, total, per="trajectory")
+    tally.add("tools/failure_frequency", sum(turn["failures"] for turn in turns), per="call")
+    for index in range(max(len(record["turns"]) for record in records)):
+        rows = [record["turns"][index] for record in records if index < len(record["turns"])]
+        tally.count(f"turn {index + 1}", len(rows))
+        for name in TURN_METRICS:
+            tally.add(f"turn_{index + 1}/{name}", sum(row[name] for row in rows), per=f"turn {index + 1}")
+    stops = Counter({reason.value: 0 for reason in StopReason})
+    stops.update(record["stop"] for record in records)
+    for name, numbers in (
+        ("stop", stops),
+        ("tokenization", Counter(record["tokenization"] for record in records if record["tokenization"])),
+        ("forks", Counter(turn["rewritten"] for turn in turns if turn["rewritten"])),
+    ):
+        for value, number in sorted(numbers.items()):
+            tally.add(f"{name}/{value.replace(' ', '_')}", number, per="trajectory")
+    return tally
+
+
+TURN_METRICS = ("length", "context_length", "tool_calls", "failures", "malformed")
+
+
+def _record(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "stop": trajectory.stop_reason.value,
+        "ended": trajectory.stop_reason not in UNFINISHED,
+        "failed": trajectory.failed,
+        "tokenization": trajectory.render_mismatch,
+        "sequences": trajectory.tree.num_sequences,
+        "unique": trajectory.tree.num_tokens,
+        "turns": [
+            {
+                "length": turn.num_tokens,
+                "context_length": turn.context_length,
+                "tool_calls": len(turn.tool_calls),
+                "failures": sum(call.error is not None for call in turn.tool_calls),
+                "malformed": int(turn.error is not None),
+                "rewritten": turn.fork_cause,
+            }
+            for turn in trajectory.turns
+        ],
+    }
+
+
+def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
+    """
+    Mean reward (of the trajectories to which one applies) and advantage of each turn.
+
+    Args:
+        batch (`RewardBatch`): Rewards of all ranks.
+        advantages (`torch.Tensor` of shape `(B, K)`): Their advantages.
+    """
+    tally = Tally()
+    for index in range(advantages.shape[1]):
+        rewards = batch.turn_rewards[:, index]
+        rewards = rewards[~rewards.isnan()]
+        exists = batch.turn_mask[:, index]
+        for name, values in (("reward", rewards), ("advantage", advantages[exists, index])):
+            if len(values):
+                tally.count(f"{name} of turn {index + 1}", len(values))
+                tally.add(f"turn_{index + 1}/{name}", values.sum().item(), per=f"{name} of turn {index + 1}")
+    return tally
+
+
+def show_advantages(shown: deque[float], batch: RewardBatch, advantages: torch.Tensor) -> None:
+    """
+    Puts the advantages that are trained, `(B, K)`, as means over turns, in the place of TRL's in its table of
+    completions.
+    """
+    means = advantages.sum(dim=1) / batch.turn_mask.sum(dim=1).clamp(min=1)
+    for _ in range(min(len(means), len(shown))):
+        shown.pop()
+    shown.extend(means.tolist())
+
+
+def reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str]) -> Tally:
+    """
+    Means of the rewards over the trajectories to which they apply.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(B, num_rewards)`): Rewards of all ranks; NaN where one does not apply.
+        weights (`torch.Tensor` of shape `(num_rewards,)`): Their weights.
+        names (`list[str]`): Their names.
+    """
+    totals = (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    tally = Tally()
+    for name, values in zip(
+        ["reward", *(f"rewards/{name}/mean" for name in names)], [totals, *rewards.T], strict=True
+    ):
+        values = values[~values.isnan()]
+        if len(values):
+            tally.count(name, len(values))
+            tally.add(name, values.sum().item(), per=name)
+    return tally
+
+
+def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> Tally:
+    """
+    How far the engine's log-probs are from the trainer's, turn by turn; a collective call.
+
+    Args:
+        batch (`dict`): This process's batch: `old_per_token_logps`, `sampling_per_token_logps`, `completion_mask`,
+            `tool_mask` and `turn_ids`, each `(B, T)`.
+        num_turns (`int`): Turns of the longest trajectory of all processes.
+
+    Returns:
+        `turn_K/sampling_logp_difference/mean` and `.../max`, in nats a token, K from 1.
+    """
+    trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    trained &= ~batch["sampling_per_token_logps"].isnan()  # trained tokens of the environment, which no engine scored
+    turns = batch["turn_ids"][trained]
+    difference = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()[trained].float()
+    zeros = difference.new_zeros(num_turns)
+    largest = zeros.scatter_reduce(0, turns, difference, "amax")
+    totals = torch.stack(
+        [zeros.scatter_add(0, turns, difference), torch.bincount(turns, minlength=num_turns), largest]
+    )
+    total, count, largest = gather(totals.unsqueeze(0)).unbind(dim=1)
+    total, count, largest = total.sum(dim=0), count.sum(dim=0), largest.amax(dim=0)
+    tally = Tally()
+    for index in range(num_turns):
+        if count[index]:
+            name = f"turn_{index + 1}/sampling_logp_difference"
+            tally.count(f"trained token of turn {index + 1}", count[index].item())
+            tally.add(f"{name}/mean", total[index].item(), per=f"trained token of turn {index + 1}")
+            tally.largest(f"{name}/max", largest[index].item())
+    return tally
+
+
+def _count_completions(tally: Tally, lengths: list[int], ended: list[int]) -> None:
+    """TRL's `completions/*`: the shortest and the longest are means over batches, as there."""
+    tally.count("batch", 1)
+    tally.count("ended trajectory", len(ended))
+    tally.add("completions/clipped_ratio", len(lengths) - len(ended), per="trajectory")
+    for infix, unit, values in (("", "trajectory", lengths), ("terminated_", "ended trajectory", ended)):
+        tally.add(f"completions/mean_{infix}length", sum(values), per=unit)
+        tally.add(f"completions/min_{infix}length", min(values, default=0), per="batch")
+        tally.add(f"completions/max_{infix}length", max(values, default=0), per="batch")

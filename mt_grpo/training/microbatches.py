@@ -1,0 +1,186 @@
+"""Which rank trains which rows in which micro-batch, so that no rank waits long for another."""
+
+from __future__ import annotations
+
+import heapq
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import gather
+from torch import Tensor
+
+from mt_grpo.forward.packing import unique_tokens
+from mt_grpo.training.batch import batch_trees
+
+Rows = dict[str, Tensor]
+
+
+def rebalance(batches: Sequence[dict[str, Any]], group_size: int) -> list[dict[str, Any]]:
+    """
+    Deals the rows of the micro-batches of all ranks again. Rows of a group meet in one micro-batch, where they share
+    their prompt; all micro-batches hold about as many unique tokens, and those that ranks run at the same time are the
+    most alike. Every rank keeps its number of rows and of micro-batches, so a loss whose mean is over rows, or over
+    the tokens of the whole batch, stays what it was.
+
+    Rows move where a micro-batch holds whole groups or a group fills whole micro-batches. Elsewhere they stay on their
+    rank: groups lie next to each other and are cut where a micro-batch ends.
+
+    Args:
+        batches (`list[dict]`): Micro-batches of equal size on every rank, as TRL buffers them: tensors whose first
+            dimension is the row, and anything else, which is left alone. `group_ids`, `(B,)`, numbers the groups.
+        group_size (`int`): Rows in a group.
+
+    Returns:
+        As many micro-batches. Padding that no row of this rank needs is gone.
+    """
+    state = PartialState()
+    size = len(batches[0]["group_ids"])
+    rows = {
+        key: torch.cat([batch[key] for batch in batches])
+        for key, value in batches[0].items()
+        if isinstance(value, Tensor) and value.dim()
+    }
+    order = rows["group_ids"].argsort(stable=True)
+    if size % group_size and group_size % size:
+        mine = [_take(rows, order)]
+    else:
+        pieces = [_take(rows, part) for part in order.split(min(size, group_size))]
+        weights = gather(torch.tensor([_weight(piece) for piece in pieces], device=order.device)).tolist()
+        plan = assign(weights, state.num_processes, len(batches))
+        first = state.process_index * len(pieces)
+        parcels: list[dict[int, Rows]] = [
+            {piece: pieces[piece - first] for step in plan for piece in step[rank] if 0 <= piece - first < len(pieces)}
+            for rank in range(state.num_processes)
+        ]
+        received = {piece: part for parcel in exchange(parcels, order.device) for piece, part in parcel.items()}
+        mine = [received[piece] for step in plan for piece in step[state.process_index]]
+    dealt = _join(mine)
+    rest = {key: value for key, value in batches[0].items() if key not in rows}
+    return [
+        {**rest, **{key: value[step * size : (step + 1) * size] for key, value in dealt.items()}}
+        for step in range(len(batches))
+    ]
+
+
+def assign(weights: Sequence[float], ranks: int, steps: int) -> list[list[list[int]]]:
+    """
+    Pieces of work for each micro-step, for each rank in it.
+
+    Args:
+        weights (`list[float]`): Cost of each piece; a multiple of `ranks * steps` of them.
+    """
+
+    def cost(bin: list[int]) -> float:
+        return sum(weights[piece] for piece in bin)
+
+    bins = sorted(balance(weights, ranks * steps), key=cost, reverse=True)
+    loads, plan = [0.0] * ranks, []
+    for start in range(0, len(bins), ranks):
+        step: list[list[int]] = [[]] * ranks
+        idlest = sorted(range(ranks), key=loads.__getitem__)
+        for rank, bin in zip(idlest, bins[start:], strict=False):
+            step[rank] = bin
+            loads[rank] += cost(bin)
+        plan.append(step)
+    # in the order of the prompts: long conversations must not all come in the first optimiser step
+    return sorted(plan, key=lambda step: min(map(min, step)))
+
+
+def exchange(parcels: list[Any], device: torch.device) -> list[Any]:
+    """Hands the parcel `parcels[rank]` to each rank. Returns the parcels meant for this one, tensors on `device`."""
+    if len(parcels) == 1:
+        return parcels
+    blobs = []
+    for parcel in parcels:
+        buffer = io.BytesIO()
+        torch.save(parcel, buffer)
+        blobs.append(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
+    sizes = torch.tensor([len(blob) for blob in blobs], device=device)
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes)
+    arrived = torch.empty(int(coming.sum()), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(arrived, torch.cat(blobs).to(device), coming.tolist(), sizes.tolist())
+    return [
+        torch.load(io.BytesIO(part.numpy().tobytes()), map_location=device, weights_only=True)
+        for part in arrived.cpu().split(coming.tolist())
+    ]
+
+
+def _take(rows: Rows, index: Tensor) -> Rows:
+    """Some rows, without the padding that none of them needs."""
+    prompt = int(rows["prompt_mask"][index].sum(dim=1).max())
+    completion = int(rows["completion_mask"][index].sum(dim=1).max())
+    taken = {}
+    for key, value in rows.items():
+        part = value[index]
+        if key.startswith("prompt_"):
+            part = part[:, part.size(1) - prompt :].clone()
+        elif value.shape == rows["completion_ids"].shape:
+            part = part[:, :completion].clone()
+        taken[key] = part
+    return taken
+
+
+def _weight(rows: Rows) -> int:
+    columns = [rows[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
+    trees, _ = batch_trees(*columns, rows["completion_mask"], rows.get("parents"))
+    return unique_tokens(trees)
+
+
+def _join(pieces: list[Rows]) -> Rows:
+    if any("parents" in piece for piece in pieces):  # a rank on which no history was rewritten sent none
+        for piece in pieces:
+            chain = torch.arange(piece["completion_ids"].size(1), device=piece["completion_ids"].device) - 1
+            piece.setdefault("parents", chain.expand_as(piece["completion_ids"]))
+    # TRL pads ratios with 1, and its VESPO multiplies those of the padding too
+    fills = {"importance_sampling_ratio": 1.0}
+    return {
+        key: _stack([piece[key] for piece in pieces], key.startswith("prompt_"), fills.get(key, 0.0))
+        for key in pieces[0]
+    }
+
+
+def _stack(parts: list[Tensor], left: bool, fill: float) -> Tensor:
+    """Rows below each other; what is narrower is padded with `fill`, prompts on the left."""
+    if parts[0].dim() == 1:
+        return torch.cat(parts)
+    width = max(part.size(1) for part in parts)
+    return torch.cat(
+        [
+            torch.nn.functional.pad(
+                part, ((width - part.size(1)) * left, (width - part.size(1)) * (not left)), value=fill
+            )
+            for part in parts
+        ]
+    )
+
+
+def balance(weights: Sequence[float], num_bins: int) -> list[list[int]]:
+    """
+    Distributes items over bins of equal count so that the heaviest bin is light: the largest items first, each to the
+    lightest bin with room (Graham's rule with a cap).
+
+    Args:
+        weights (`list[float]`): Cost of each item, e.g. the unique tokens of a group.
+        num_bins (`int`): Ranks or micro-batches.
+
+    Returns:
+        `list[list[int]]`: indices of the items in each bin; sizes differ by at most one.
+    """
+    room = -(-len(weights) // num_bins)
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0.0, bin) for bin in range(num_bins)]
+    full = len(weights) - num_bins * (room - 1)  # how many bins may hold `room` items, the rest one fewer
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        load, bin = heapq.heappop(heap)
+        while len(bins[bin]) == room - 1 and full == 0:
+            load, bin = heapq.heappop(heap)
+        full -= len(bins[bin]) == room - 1
+        bins[bin].append(item)
+        if len(bins[bin]) < room:
+            heapq.heappush(heap, (load + weights[item], bin))
+    return bins

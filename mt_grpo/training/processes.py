@@ -1,0 +1,71 @@
+"""A failure of one process ends all: none is left waiting for it in a collective."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.rewards import RewardError
+from mt_grpo.rollout import EngineError, RolloutError
+from mt_grpo.rollout.background import run
+from mt_grpo.rollout.engines.transformers import on_device
+from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
+from mt_grpo.weights.update_calls import WeightSyncError
+
+T = TypeVar("T")
+
+_SENTENCES = (ServerGoneError, ServerSetupError, WeightSyncError, RolloutError, RewardError, ConfigError, EngineError)
+"""Failures whose message says all; of others the traceback does."""
+
+
+class RankError(RuntimeError):
+    """Another process failed at something that nobody planned; the message has its traceback."""
+
+
+def everywhere(work: Callable[[], T]) -> T:
+    """
+    Does this process's part of something that all of them do; a collective call.
+
+    Raises:
+        Exception: In every process, that of the first one that failed: there as it is, elsewhere one of its kind with
+            the same sentence, or a `RankError` with its traceback.
+    """
+    failure: BaseException | None = None
+    try:
+        result = work()
+    except (Exception, asyncio.CancelledError, SystemExit) as error:  # Ctrl-C comes to every process by itself
+        failure = error
+    failures = gather_object([failure and _told(failure)])
+    first = next((rank for rank, entry in enumerate(failures) if entry is not None), None)
+    if first is None:
+        return result
+    if failure is not None and first == PartialState().process_index:
+        raise failure
+    kind, message = failures[first]  # also where this process failed as well: all end for the same reason
+    raise kind(message) from failure
+
+
+def run_here(work: Coroutine[Any, Any, T], device: torch.device) -> T:
+    """Runs a coroutine in the background thread, where `device` is the current GPU as it is in this one."""
+
+    async def on() -> T:
+        with on_device(device):
+            return await work
+
+    return run(on())
+
+
+def _told(failure: BaseException) -> tuple[type[Exception], str]:
+    """What other processes raise: the kind with its sentence, or the whole traceback."""
+    kind = next((kind for kind in _SENTENCES if isinstance(failure, kind)), None)
+    if kind is not None:
+        return kind, str(failure)
+    rank, lines = PartialState().process_index, traceback.format_exception(failure)
+    return RankError, f"Process {rank} failed:\n{''.join(lines)}"

@@ -1,0 +1,30 @@
+"""TRL's client of a server, for the transfer by NCCL, with the key that our server asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl.generation.vllm_client import VLLMClient
+
+from mt_grpo.rollout.engines.vllm.http import find_key
+
+
+class KeyedClient(VLLMClient):
+    """
+    Sends the server's key with every request.
+
+    Args:
+        args, options: Those of TRL's client.
+        api_key (`str`, *optional*): The key; see `find_key` where none is given.
+    """
+
+    def __init__(self, *args: Any, api_key: str | None, **options: Any) -> None:
+        self._api_key = api_key
+        super().__init__(*args, **options)
+
+    def check_server(self, *args: Any, **kwargs: Any) -> None:
+        """TRL calls it before any request that needs the key; the server, which may make one up, is up then."""
+        super().check_server(*args, **kwargs)
+        key = self._api_key or find_key(self.base_url)
+        if key is not None:
+            self.session.headers["Authorization"] = f"Bearer {key}"

@@ -1,0 +1,133 @@
+"""What one process does with all servers, and how the others learn of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm.http import CONNECT_TIMEOUT, RequestFailed, ServerControl, ServerGoneError
+from mt_grpo.rollout.engines.vllm.pool import Server
+from mt_grpo.weights.update_calls import WeightSyncError
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.5  # seconds between looks at a server that is down
+
+
+class ServerRounds:
+    """
+    Calls to all servers of a client by the main process, after which all processes know the same.
+
+    Args:
+        client (`VLLMServerClient`): Its servers.
+        accelerator (`Accelerator`): Its processes.
+        timeout (`float`): Seconds one call may take.
+
+    Attributes:
+        dtype (`torch.dtype`, *optional*): Of the servers' weights, the widest; once it was asked for.
+        checksum (`str`): Of the weights that were sent last.
+    """
+
+    repeatable = True
+    """Whether one process can send the weights again by itself."""
+
+    def __init__(self, client: VLLMServerClient, accelerator: Accelerator, timeout: float) -> None:
+        self.client = client
+        self.accelerator = accelerator
+        self.dtype: torch.dtype | None = None
+        self.checksum = ""
+        self._timeout = timeout
+
+    def _run(self, everywhere: Any, main: Any) -> None:
+        """
+        Runs `everywhere` in every process, then `main` in the main one; a failure is raised in all of them, and a
+        server that the main one lost is left out by all: it may hold other weights than the rest. One that it took
+        back, with its weights, is taken back by all.
+        """
+        failure = None
+        try:
+            everywhere()
+            if self.accelerator.is_main_process:
+                main()
+        except (RequestFailed, WeightSyncError, OSError) as error:
+            failure = error
+        servers = self.client.pool.servers
+        shared = [None if failure is None else str(failure), [(server.up, server.fault) for server in servers]]
+        shared += [self.checksum, self.dtype]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(shared)
+        self.checksum, self.dtype = shared[2:]
+        for server, (up, fault) in zip(servers, shared[1], strict=True):
+            if server.up and not up:
+                server.drop(fault)
+            elif up and not server.up:
+                server.take_back()
+        if isinstance(failure, (WeightSyncError, ServerGoneError)):
+            raise failure
+        if failure is not None or shared[0] is not None:
+            raise WeightSyncError(shared[0] if failure is None else str(failure)) from failure
+
+    def _each_server(self, action: Any, again: Any = None) -> None:
+        """
+        Does something with every server that is up, at once; one that is down gets its weights when it is back. Where
+        all are lost meanwhile, `again` is done, once, with those that come back.
+        """
+        self._wait_for_one()
+        up = [server for server in self.client.pool.servers if server.up]
+        if len(up) == 1:  # in this thread, which is the one that CUDA knows the device of
+            failures = [self._attempt(up[0], action)]
+        else:
+            with ThreadPoolExecutor(len(up)) as executor:
+                failures = list(executor.map(lambda server: self._attempt(server, action), up))
+        if not any(server.up for server in self.client.pool.servers):
+            if again is None or not self.repeatable:
+                raise failures[0]
+            return self._each_server(again)
+        for failure in failures:
+            if failure is not None and not failure.unreachable:
+                raise failure
+
+    def _attempt(self, server: Server, action: Any) -> RequestFailed | None:
+        control = self._control(server.url)
+        try:
+            action(control)
+        except RequestFailed as error:
+            if error.unreachable:
+                server.drop(str(error))
+            return error
+        finally:
+            control.close()
+
+    def _wait_for_one(self) -> None:
+        """Waits for a server while all are down."""
+        servers = self.client.pool.servers
+        told = 0.0
+        while not any(server.up for server in servers):
+            for server in servers:
+                control = ServerControl(server.url, self.client.api_key, CONNECT_TIMEOUT)
+                try:
+                    control.get("/health")
+                    server.take_back()
+                except RequestFailed as error:
+                    server.fault = str(error)
+                finally:
+                    control.close()
+            waited = time.monotonic() - max((one.down_since for one in servers if not one.up), default=0.0)
+            if any(server.up for server in servers):
+                return
+            if waited >= self.client.server_timeout:
+                raise ServerGoneError(self.client.gone())
+            if waited >= told:
+                logger.warning("Waiting for a vLLM server (%.0f of %.0f s).", waited, self.client.server_timeout)
+                told = waited + 5.0
+            time.sleep(_POLL)
+
+    def _control(self, base_url: str) -> ServerControl:
+        return ServerControl(base_url, self.client.api_key, self._timeout)

@@ -1,0 +1,271 @@
+"""From the trainer's weights to the server's, and the proof that they arrived."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from trl.distributed import DistributedBackend
+
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm.holder import new_run, weight_label
+from mt_grpo.rollout.engines.vllm.http import ServerControl
+from mt_grpo.weights.proof import halved
+from mt_grpo.weights.rounds import ServerRounds
+from mt_grpo.weights.update_calls import WeightSyncError, check_holder, check_still_held, give_back
+from mt_grpo.weights.verification import (
+    EXACT,
+    PADDING,
+    compare,
+    probe_ids,
+    server_logprobs,
+    tolerance_for,
+    trainer_logprobs,
+)
+
+logger = logging.getLogger(__name__)
+
+_GOODBYE = 5.0  # seconds a call may take when the run is over
+
+
+class WeightSync(Protocol):
+    """Brings weights to the servers of a client. Every process calls all but `restore` at the same points."""
+
+    def begin(self) -> None:
+        """
+        Makes sure that every server can be used by this run, before anything is sent; `sync` does it where nobody did.
+
+        Raises:
+            WeightSyncError: If one cannot, in every process; e.g. because another run uses it.
+        """
+        ...
+
+    def sync(self, step: int) -> None:
+        """
+        Makes the servers sample with the trainer's weights as they are after optimiser step `step`.
+
+        Raises:
+            WeightSyncError: If they do not, in every process.
+        """
+        ...
+
+    def restore(self, base_url: str) -> None:
+        """
+        Brings the weights of the latest `sync` to a server that was restarted, and verifies them. Any process calls
+        it, whenever it finds such a server: the others may be waiting for it in a collective.
+        """
+        ...
+
+    def check(self) -> None:
+        """
+        After rollouts, makes sure that nobody else sent weights to the servers meanwhile.
+
+        Raises:
+            WeightSyncError: If somebody did, in every process.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives the servers back to other runs, and removes what the transfer left behind."""
+        ...
+
+
+class WeightTransport(ServerRounds):
+    """
+    What all ways have in common: rank 0 talks to the servers, every rank learns how it went and who is left out.
+
+    Args:
+        client (`VLLMServerClient`): Its servers are synced; its version and `restore` are set.
+        get_model (`Callable[[], PreTrainedModel]`): Returns the trainer's model as it is wrapped at the moment.
+        accelerator (`Accelerator`): Its accelerator.
+        verify_every (`int`, *optional*, defaults to `50`): The first sync and then every so many are verified.
+        tolerance (`float`, *optional*): Largest mean absolute difference of a probe token's log-probability, in nats;
+            1e-3 where all is computed in float32; elsewhere measured, see `tolerance_for`.
+        timeout (`float`, *optional*, defaults to `300.0`): Seconds one call of a server may take.
+    """
+
+    _push: Callable[..., None]
+    """Sends the weights of `step` to `server`; each way's own method."""
+
+    def __init__(
+        self,
+        client: VLLMServerClient,
+        get_model: Callable[[], Any],
+        accelerator: Accelerator,
+        *,
+        verify_every: int = 50,
+        tolerance: float | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        super().__init__(client, accelerator, timeout)
+        self.get_model = get_model
+        self.verify_every = verify_every
+        self.tolerance = EXACT if tolerance is None else tolerance
+        self.num_syncs = 0
+        self.changed: set[str] | None = None
+        """While weights are sent that were changed as a proof: the names of those that are halved."""
+        self._measures = tolerance is None
+        self._probe = probe_ids(accelerator.unwrap_model(get_model()).config.get_text_config().vocab_size)
+        self._expected: list[float] = []
+        backend = DistributedBackend(accelerator)
+        # elsewhere a forward takes every process, or a thread that knows its device, and costs little
+        self._scores_late = accelerator.device.type == "cpu" and not (backend.is_fsdp or backend.is_zero3)
+        self._lock = threading.Lock()  # a server that is restarted is restored from another thread
+        name = [new_run()]
+        if accelerator.num_processes > 1:
+            broadcast_object_list(name)
+        self.run = client.run = name[0]
+        client.restore = self.restore
+        atexit.register(self.close)
+
+    def begin(self) -> None:
+        """See `WeightSync.begin`."""
+        if self.dtype is not None:
+            return
+        self._run(lambda: None, lambda: self._each_server(self._examine))
+        mixed = {"no": torch.float32, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.bfloat16)
+        dtypes = (next(self.get_model().parameters()).dtype, mixed, self.dtype)
+        self._epsilon = max(torch.finfo(dtype).eps for dtype in dtypes)
+        self._measures &= self._epsilon > torch.finfo(torch.float32).eps
+
+    def sync(self, step: int) -> None:
+        """See `WeightSync.sync`."""
+        with self._lock:
+            self.accelerator.wait_for_everyone()  # until no process brings a server the weights of before
+            self.begin()
+            if self.num_syncs == 0:
+                self._prove()
+            self._send(step)
+            self._expected = []
+            due = self.num_syncs % self.verify_every == 0
+            if due or not self._scores_late:  # a server that is restarted is verified while other processes are busy
+                self._expected = self._score(self.get_model())
+            if due:
+                self._verify()
+            self.num_syncs += 1
+
+    def verify(self) -> None:
+        """
+        Scores a probe sequence with the trainer and with every server.
+
+        Raises:
+            WeightSyncError: In every process, if they differ by more than `tolerance`; with both numbers.
+        """
+        with self._lock:
+            self._expected = self._score(self.get_model())
+            self._verify()
+
+    def check(self) -> None:
+        """See `WeightSync.check`."""
+        with self._lock:
+            self._run(lambda: None, self._check_up)
+
+    def _verify(self) -> None:
+        self._run(lambda: None, lambda: self._each_server(self._compare, self._push_and_compare))
+
+    def restore(self, base_url: str) -> None:
+        """See `WeightSync.restore`."""
+        control = self._control(base_url)
+        try:
+            with self._lock:
+                self._push_and_compare(control)
+        finally:
+            control.close()
+
+    def close(self) -> None:
+        """See `WeightSync.close`."""
+        atexit.unregister(self.close)
+        if self.accelerator.is_main_process and self.dtype is not None:
+            for server in self.client.pool.servers:
+                if server.up:
+                    control = ServerControl(server.url, self.client.api_key, _GOODBYE)
+                    give_back(control, self.run)
+                    control.close()
+
+    def _gather(self, step: int | None) -> None:
+        """Every process: gets the weights ready to be sent, those of the proof where `step` is `None`."""
+
+    def _pushed(self, step: int | None) -> None:
+        """Every process: all servers have them."""
+
+    def _prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
+        """Before the first sync: makes sure that weights can be handed over to `server`, whose configuration it is."""
+
+    _change = staticmethod(halved)
+    """Context in which a model computes as if its weights were those of the proof."""
+
+    def _examine(self, server: ServerControl) -> None:
+        check_holder(server, self.run)
+        config = server.get("/server_info", config_format="json")["vllm_config"]
+        dtype = getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
+        self.dtype = max(self.dtype or dtype, dtype, key=lambda one: one.itemsize)
+        self._prepare(server, config)
+
+    def _prove(self) -> None:
+        """Sends weights that were changed on purpose, and sees that every server answers with them."""
+        unchanged = self._score(self.get_model())
+        with self._change(self.accelerator.unwrap_model(self.get_model())) as self.changed:
+            self._expected = trainer_logprobs(self.get_model(), self._probe)
+        if compare(unchanged, self._expected).difference < 2 * self.tolerance:
+            logger.warning("Weights are not proved to reach every layer: the model's answers hardly depend on them.")
+        self.client.weight_version = None
+        self._send(None)
+        self._verify()
+        self.changed = None
+
+    def _send(self, step: int | None) -> None:
+        bring = functools.partial(self._bring, step=step)
+        self._run(lambda: self._gather(step), lambda: self._each_server(bring, bring))
+        self.client.weight_version = step
+        for server in self.client.pool.servers:
+            server.fingerprint = None
+        self._pushed(step)
+
+    def _bring(self, server: ServerControl, step: int | None) -> None:
+        check_holder(server, self.run)
+        self._push(server, step)
+
+    def _label(self, step: int | None) -> str:
+        return weight_label(self.run, "proof" if step is None else step)
+
+    def _check_up(self) -> None:
+        """Looks at every server that is up; one that cannot be reached is left out."""
+        look = functools.partial(check_still_held, label=self._label(self.client.weight_version))
+        for server in self.client.pool.servers:
+            failure = self._attempt(server, look) if server.up else None
+            if failure is not None and not failure.unreachable:
+                raise failure
+
+    def _score(self, model: Any) -> list[float]:
+        """The trainer's answers, and how far a server's may be from them."""
+        expected = trainer_logprobs(model, self._probe)
+        if self._measures:
+            padded = trainer_logprobs(model, self._probe, PADDING)
+            self.tolerance = tolerance_for(expected, padded, self._epsilon)
+        return expected
+
+    def _push_and_compare(self, server: ServerControl) -> None:
+        self._bring(server, self.client.weight_version)
+        self._compare(server)
+
+    def _compare(self, server: ServerControl) -> None:
+        self._expected = self._expected or self._score(self.accelerator.unwrap_model(self.get_model()))
+        verdict = compare(server_logprobs(server, self.client.model, self._probe), self._expected)
+        logger.info("Weight sync verified at %s: %.2e nats a token.", server.base_url, verdict.difference)
+        if verdict.difference > self.tolerance:
+            weights = "" if self.changed is None else ", with weights that were changed to see them arrive"
+            raise WeightSyncError(
+                f"The vLLM server at {server.base_url} does not compute what the trainer computes{weights}: over the "
+                f"same {len(self._probe)} tokens the mean log-probability is {verdict.server:.4f} on the server and "
+                f"{verdict.trainer:.4f} in the trainer; they differ by {verdict.difference:.2e} nats a token (at most "
+                f"{verdict.largest:.2e}), and {self.tolerance:.1e} is allowed. Likely causes: weights that did not "
+                "reach every layer (tied output embeddings, parameter names the server does not know), another run "
+                "writing to the same server, a different dtype, quantization or model revision on the server."
+            )

@@ -1,0 +1,202 @@
+"""The server's half of a weight update, as a sequence of HTTP calls that always leaves the server running."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from mt_grpo.errors import UserError
+from mt_grpo.rollout.engines.vllm.holder import holder, released
+from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
+from mt_grpo.vllm_plugin import BACKEND
+from mt_grpo.vllm_plugin.checksum import file_checksum
+
+
+class WeightSyncError(UserError, RuntimeError):
+    """The server does not hold the trainer's weights, and cannot be brought to. It ends the run."""
+
+
+@contextlib.contextmanager
+def paused(server: ServerControl):
+    """Requests under way wait inside and go on afterwards; cached prefixes, computed with other weights, go."""
+    try:
+        server.post("/pause", mode="keep")
+        yield
+        if server.post("/reset_prefix_cache", reset_running_requests="true") != {"success": True}:
+            raise WeightSyncError(f"The vLLM server at {server.base_url} could not empty its prefix cache.")
+    except BaseException:  # Ctrl-C as well: a server that stays paused answers nobody
+        server.tidy_up("/resume")
+        raise
+    server.post("/resume")
+
+
+@contextlib.contextmanager
+def updating(server: ServerControl, version: str):
+    """An update that ends, whatever happens; only one that succeeds gives the server its weight version."""
+    _start(server)
+    try:
+        yield
+    except BaseException:
+        server.tidy_up("/finish_weight_update", {})
+        raise
+    server.post("/finish_weight_update", {"weight_version": version})
+
+
+def push_file(server: ServerControl, path: Path, version: str, checksum: str) -> None:
+    """
+    Makes the server load a file of weights, and every worker of it confirm what its model was given.
+
+    Args:
+        server (`ServerControl`): The server.
+        path (`Path`): The file, on a path the server sees too.
+        version (`str`): Weight version the server then has.
+        checksum (`str`): Checksum of the weights.
+
+    Raises:
+        RequestFailed: With the server's words, after the update was ended and the server resumed.
+        WeightSyncError: If a worker loaded something else, or nothing; likewise.
+    """
+    with paused(server), updating(server, version):
+        server.post("/update_weights", {"update_info": {"path": str(path)}})
+        confirm(server, checksum)
+
+
+def push_adapter(server: ServerControl, path: Path, version: str, checksum: str, previous: str | None) -> None:
+    """
+    Makes the server load an adapter under the name of its folder, then forget the previous one.
+
+    Raises:
+        RequestFailed: With the server's words.
+        WeightSyncError: If it sees other weights under that path, or lists no adapter from there.
+    """
+    confirm(server, checksum, path / "adapter_model.safetensors")
+    server.post("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path), "load_inplace": True})
+    served = {(entry["id"], entry["root"]) for entry in server.get("/v1/models")["data"]}
+    if (path.name, str(path)) not in served:
+        raise WeightSyncError(
+            f"The vLLM server at {server.base_url} did not load the adapter {path}: it serves "
+            f"{', '.join(sorted(name for name, _ in served))}."
+        )
+    server.post("/update_weight_version", {"new_version": version})
+    if previous is not None:
+        with contextlib.suppress(RequestFailed):  # a server that was restarted does not know it
+            server.post("/v1/unload_lora_adapter", {"lora_name": previous})
+
+
+def confirm(server: ServerControl, checksum: str, path: Path | None = None) -> None:
+    """
+    Asks every worker of a server whether a checksum is that of the file at `path`, or of the weights it loaded last.
+
+    Raises:
+        WeightSyncError: If one sees something else.
+    """
+    info = {"checksum": checksum} if path is None else {"checksum": checksum, "path": str(path)}
+    try:
+        server.post("/init_weight_transfer_engine", {"init_info": info})
+    except RequestFailed as error:
+        if error.status is None or error.status < 500:
+            raise
+        raise WeightSyncError(
+            f"The weights did not arrive at the vLLM server at {server.base_url} as they were sent: {error}"
+        ) from error
+
+
+def check_holder(server: ServerControl, run: str) -> None:
+    """
+    Makes sure that no other run uses a server.
+
+    Raises:
+        WeightSyncError: If one does, or may do.
+    """
+    other = holder(server.get("/weight_info")["weight_version"])
+    if other is None or other.run == run or other.over:
+        return
+    end = "end it first" if other.here else "end it first, or restart the server if that run was killed"
+    raise WeightSyncError(
+        f"The vLLM server at {server.base_url} holds the weights of another run ({other.words}): give this run a "
+        f"server of its own on another port (`vllm_server_port`), or {end}."
+    )
+
+
+def check_still_held(server: ServerControl, label: str) -> None:
+    """
+    Makes sure that a server held the weights of `label` while it was sampled from.
+
+    Raises:
+        WeightSyncError: If another run's came in between.
+        RequestFailed: If it holds nobody's, as after a restart; it counts as down until it has its weights again.
+    """
+    version = server.get("/weight_info")["weight_version"]
+    if version in (label, released(label)):
+        return
+    other = holder(version)
+    if other is None:
+        raise RequestFailed(f"The server at {server.base_url} was restarted.", True, unreachable=True)
+    raise WeightSyncError(
+        f"The vLLM server at {server.base_url} was given the weights of another run ({other.words}) while this run "
+        "sampled from it, so that these conversations are not trained on: give each run a server of its own, on "
+        "another port (`vllm_server_port`)."
+    )
+
+
+def give_back(server: ServerControl, run: str) -> None:
+    """Says that a run is over with a server, where the server holds its weights and can be reached."""
+    with contextlib.suppress(RequestFailed):
+        version = server.get("/weight_info")["weight_version"]
+        held = holder(version)
+        if held is not None and held.run == run and version != released(version):
+            server.post("/update_weight_version", {"new_version": released(f"{run}:{held.step}")})
+
+
+def check_folder(server: ServerControl, config: dict[str, Any], folder: Path) -> None:
+    """
+    Makes sure that a server sees the trainer's files, and tells what it sees.
+
+    Args:
+        server (`ServerControl`): The server.
+        config (`dict`): Its configuration.
+        folder (`Path`): Where weights are handed over.
+
+    Raises:
+        WeightSyncError: If it does not.
+    """
+    transfer = config["weight_transfer_config"]
+    if transfer is None or transfer["backend"] != BACKEND:
+        raise WeightSyncError(
+            f"The vLLM server at {server.base_url} does not load weights from files: start it with `mt-grpo serve` "
+            "and this run's recipe."
+        )
+    nonce = folder / f"{uuid.uuid4().hex}.nonce"
+    save_file({"nonce": torch.randn(8)}, nonce)
+    try:
+        confirm(server, file_checksum(nonce), nonce)
+    except WeightSyncError as error:
+        raise WeightSyncError(
+            f"The vLLM server at {server.base_url} does not see the files in {folder}, where the trainer hands "
+            "weights over: set `weight_sync_folder` to a folder that trainer and server see under one path, and both "
+            f"may read ({error.__cause__})."
+        ) from error
+    try:
+        confirm(server, "wrong on purpose", nonce)
+    except WeightSyncError:
+        nonce.unlink()
+        return
+    raise WeightSyncError(
+        f"The vLLM server at {server.base_url} agrees with whatever it is told about weights, even with what is wrong "
+        "on purpose: start it with `mt-grpo serve` and this run's recipe."
+    )
+
+
+def _start(server: ServerControl) -> None:
+    try:
+        server.post("/start_weight_update", {})
+    except RequestFailed as error:
+        if "already active" not in str(error):
+            raise
+        server.post("/finish_weight_update", {})  # left behind by a trainer that was killed
+        server.post("/start_weight_update", {})

@@ -1,0 +1,137 @@
+"""Weights as one safetensors file: each tensor is copied once, from the trainer to where the server reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from mt_grpo.vllm_plugin.checksum import Checksum
+
+Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+
+
+class WeightFile:
+    """
+    A file that is filled tensor by tensor and appears under a name when it is complete. It can be filled again: fresh
+    memory costs several times what the copy does, so that two files taking turns are worth their room.
+
+    Args:
+        partial (`Path`): Its name while it is not complete.
+        layout (`list[tuple[str, torch.dtype, tuple]]`): Name, dtype and shape of every tensor.
+
+    Raises:
+        OSError: If there is no room for it; nothing is left behind.
+    """
+
+    def __init__(self, partial: Path, layout: Layout) -> None:
+        self.path = self._partial = partial
+        # wide dtypes first, so that every tensor begins at a multiple of its element's size
+        ordered = sorted(layout, key=lambda entry: -entry[1].itemsize)
+        header, offset, places = {}, 0, {}
+        for name, dtype, shape in ordered:
+            size = dtype.itemsize * torch.Size(shape).numel()
+            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+            places[name] = (offset, size, dtype, shape)
+            offset += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._begin, self._places = 8 + len(text), places
+        try:
+            with open(partial, "wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                # reserves the room: a full disk is an error here, not a bus error in the middle of a copy
+                os.posix_fallocate(file.fileno(), 0, self._begin + offset)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(
+                f"There is no room for {(self._begin + offset) / 1e9:.1f} GB of weights in {partial.parent} "
+                f"({error.strerror}): free some (two such files are kept), or set `weight_sync_folder` to another "
+                "folder that the server sees too."
+            ) from error
+        self._bytes = torch.from_file(str(partial), shared=True, size=self._begin + offset, dtype=torch.uint8)
+
+    def withdraw(self) -> None:
+        """Takes its name away, before it is filled again."""
+        self.path = self.path.replace(self._partial)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Copies one tensor to its place."""
+        offset, size, dtype, shape = self._places[name]
+        begin = self._begin + offset
+        self._bytes[begin : begin + size].view(dtype).view(shape).copy_(tensor)
+
+    def publish(self, path: Path) -> None:
+        """Gives the complete file a name, at once."""
+        with open(self.path, "rb") as file:
+            os.fsync(file.fileno())
+        self.path = self.path.replace(path)
+
+
+def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """
+    Fills a file without a name from a walk over parameters, names it `path`, and returns the checksum of what was
+    walked over.
+
+    The walk is always finished, even when writing fails: walking gathers parameters together with other processes, and
+    merges an adapter that only the end of the walk takes out again.
+    """
+    iterator, checksum = iter(tensors), Checksum()
+    try:
+        for name, tensor in iterator:
+            file.write(name, tensor)
+            checksum.add(name, tensor)
+        file.publish(path)
+    finally:
+        exhaust(iterator)
+    return checksum.hexdigest()
+
+
+def exhaust(iterator: Iterable[object]) -> None:
+    """Takes part in a walk without looking at it."""
+    for _ in iterator:
+        pass
+
+
+def make_folder(shared: str | None) -> Path:
+    """
+    A folder of this process for weight files: in `shared`, or in shared memory where none is given. Folders there of
+    processes of this machine that are gone, which had no time to clean up, are removed.
+    """
+    root = Path("/dev/shm" if shared is None else shared)
+    root.mkdir(parents=True, exist_ok=True)
+    # containers may share the host's name and memory, but then number their processes apart
+    own = f"mt-grpo-weights-{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    for folder in root.glob("mt-grpo-weights-*-*-*"):
+        machine, process, _ = folder.name.rsplit("-", 2)
+        if machine == own and not Path(f"/proc/{process}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{own}-{os.getpid()}-", dir=root))
+
+
+def shared_folder(folder: str | None, accelerator: Accelerator) -> Path:
+    """The folder for weight files that the main process makes, and every process can name to a server."""
+    made = [str(make_folder(folder)) if accelerator.is_main_process else None]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(made)
+    return Path(made[0])

@@ -1,0 +1,273 @@
+"""The command line on small inputs: bad ones are refused before any work, good ones leave what they promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import build_model, build_tokenizer
+
+from mt_grpo.cli import main
+from mt_grpo.credit import estimators
+from mt_grpo.rewards import RewardError
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder)
+    build_model(tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path, model_folder):
+    """Writes a recipe and its data; keys given replace its own."""
+    rows = [{"question": f"What is {number} of Peru", "answer": "Lima"} for number in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write(**keys):
+        options = {
+            "model_name_or_path": str(model_folder),
+            "dtype": "float32",
+            "dataset_name": str(tmp_path / "train.jsonl"),
+            "column_mapping": {"prompt": "question"},
+            "tools": ["calculator"],
+            "system_prompt": "",
+            "outcome_reward_funcs": ["exact_match_reward_func", "format_reward_func"],
+            "turn_reward_funcs": ["tool_execution_reward_func"],
+            "max_turn_length": 8,
+            "num_generations": 2,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 4,
+            "num_generations_eval": 1,
+            "max_steps": 2,
+            "do_eval": True,
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "report_to": "none",
+            "output_dir": str(tmp_path / "run"),
+            **keys,
+        }
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in options.items() if value is not None}))
+        return ["--config", str(path)]
+
+    return write
+
+
+def test_train_leaves_everything_it_promises(recipe, tmp_path, capsys):
+    assert main(["train", *recipe(), "--advantage_estimator", "grpo_mr"]) == 0
+    folder = tmp_path / "run"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["advantage_estimator"] == "grpo_mr"
+    assert summary["steps"] == 2 and summary["seconds"] > 0
+    assert summary["before"].keys() == summary["after"].keys() >= {"tool_execution", "exact_match", "format", "turns"}
+    assert summary["versions"]["trl"]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["advantage_estimator"] == "grpo_mr"
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) >= 2
+    assert len((folder / "trajectories.jsonl").read_text().splitlines()) == 4 + 2 * 4 + 4
+    assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "model.safetensors").exists()
+    printed = capsys.readouterr().out
+    assert "tool-execution rate" in printed and "before: example 1" in printed and "summary.json" in printed
+
+
+def test_what_a_model_samples_does_nothing_to_the_terminal(recipe, capfd):
+    """Its weights are random, and so a quarter of what it samples is single bytes."""
+    assert main(["train", *recipe(log_completions=True)]) == 0
+    assert main(["rollout", *recipe(), "--num_prompts", "4"]) == 0
+    printed, errors = capfd.readouterr()
+    assert "\\x1" in printed and "TokenRow" in printed
+    assert not [c for c in printed + errors if c not in "\n\t\r" and (ord(c) < 32 or 127 <= ord(c) < 160)]
+
+
+def test_the_same_seed_gives_the_same_run(recipe, tmp_path):
+    runs = []
+    for name in ("one", "two"):
+        assert main(["train", *recipe(output_dir=str(tmp_path / name), learning_rate=1e-2)]) == 0
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        trajectories = [json.loads(line) for line in (tmp_path / name / "trajectories.jsonl").open()]
+        runs.append((summary["before"], summary["after"], [row["tree"] for row in trajectories]))
+    assert runs[0] == runs[1]
+
+
+def test_a_run_is_resumed_from_its_latest_checkpoint(recipe, tmp_path):
+    save = ("--save_strategy", "steps", "--save_steps", "1", "--do_eval", "false")
+    assert main(["train", *recipe(), *save]) == 0
+    (tmp_path / "run" / "checkpoint-9").mkdir()  # of a run that was killed while it wrote it
+    assert main(["train", *recipe(), *save, "--max_steps", "3", "--resume_from_checkpoint", "true"]) == 0
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open() if '"loss"' in line]
+    assert steps == [1, 2, 3]
+
+
+def test_a_reward_that_raises_later_leaves_a_checkpoint(recipe, tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARD)
+    broken = recipe(outcome_reward_funcs=[f"{tmp_path / 'rewards.py'}:Broken"])
+    with pytest.raises(RewardError, match="gold.*--resume_from_checkpoint"):
+        main(["train", *broken, "--do_eval", "false"])
+    assert (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
+    assert len((tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()) == 2 * 4
+
+
+def test_rollout_shows_conversations_and_trains_nothing(recipe, tmp_path, capsys):
+    assert main(["rollout", *recipe(), "--num_prompts", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("<|im_start|>assistant") >= 3
+    assert "conversation 3" in printed and "conversation 4" not in printed
+    assert "«" in printed and "outcome reward exact_match_reward_func: 0" in printed
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+REWARD = """
+from mt_grpo.rewards import OutcomeReward
+
+
+class Broken(OutcomeReward):
+    calls = 0
+
+    def score(self, trajectory, **row):
+        self.calls += 1
+        if self.calls > 4:
+            raise KeyError("gold")
+        return float(len(trajectory.turns[0].text))
+"""
+
+TOOLS = '''
+def undocumented(query: str) -> str:
+    return query
+
+
+def untyped(query):
+    """
+    Looks up.
+
+    Args:
+        query: What.
+    """
+    return query
+'''
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"column_mapping": None}, "'prompt'"),
+        ({"outcome_reward_funcs": ["exact_match"]}, "exact_match_reward_func"),
+        ({"outcome_reward_funcs": ["no.such.reward"]}, "'no.such.reward' does not import"),
+        ({"tools": ["no.such.tool"]}, "'no.such.tool' does not import"),
+        ({"tools": ["TOOLS:undocumented"]}, "undocumented"),
+        ({"tools": ["TOOLS:untyped"]}, "untyped"),
+        ({"num_generations": 3}, "set it to one of 2, 4"),
+        ({"dataset_name": "missing.jsonl"}, "missing.jsonl"),
+        ({"env": "mt_grpo.envs.Missing"}, "Missing"),
+        ({"call_protocol": "nativ"}, "'native'"),
+        ({"importance_sampling_level": "sequence"}, "leave it at `token`, or choose a rule"),
+        ({"importance_sampling_level": "sequence", "loss_type": "luspo"}, "choose another `loss_type`"),
+        ({"external_plugins": ["missing_plugin.py"]}, "missing_plugin.py"),
+        ({"model_name_or_path": "/no/such/model"}, "/no/such/model"),
+        ({"system_prompt": "word " * 600}, "Every prompt is too long"),
+        ({"resume_from_checkpoint": "true"}, "There is no checkpoint in `output_dir"),
+        ({"resume_from_checkpoint": "/no/such/checkpoint"}, "is no folder"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_a_non_zero_exit(recipe, tmp_path, capsys, keys, message):
+    (tmp_path / "tools.py").write_text(TOOLS)
+    if "tools" in keys:
+        keys = {"tools": [name.replace("TOOLS", str(tmp_path / "tools.py")) for name in keys["tools"]]}
+    assert main(["train", *recipe(**keys)]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("mt-grpo: ") and message in lines[-1]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+PLUGIN = """
+from mt_grpo.credit import advantage_estimator, grpo_or
+
+
+@advantage_estimator("mine", splits_turns=SPLITS)
+def mine(batch, *, turn_coef=1.0, scale_rewards="group"):
+    return grpo_or(batch)
+"""
+
+
+def test_a_rule_of_a_plugin_is_found_and_says_whether_it_splits_turns(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(estimators.ADVANTAGE_ESTIMATORS))
+    monkeypatch.setattr(estimators, "WHOLE", set(estimators.WHOLE))
+    for splits, status in ((True, 1), (False, 0)):
+        plugin = tmp_path / f"plugin_{splits}.py"
+        plugin.write_text(PLUGIN.replace("SPLITS", str(splits)))
+        keys = {"advantage_estimator": "mine", "external_plugins": [str(plugin)]}
+        arguments = recipe(**keys, importance_sampling_level="sequence", loss_type="grpo")
+        assert main(["rollout", *arguments, "--num_prompts", "1"]) == status
+        assert ("credit that `advantage_estimator: mine`" in capsys.readouterr().err) == splits
+    keys["advantage_estimator"] = "mien"
+    assert main(["rollout", *recipe(**keys), "--num_prompts", "1"]) == 1
+    assert "the nearest is 'mine'" in capsys.readouterr().err
+
+
+def test_a_template_without_tools_is_refused_under_the_native_protocol(recipe, tmp_path, capsys):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    build_model(tokenizer).save_pretrained(tmp_path / "model")
+    keys = {"model_name_or_path": str(tmp_path / "model"), "call_protocol": "native"}
+    assert main(["train", *recipe(**keys)]) == 1
+    assert "no tool support" in capsys.readouterr().err
+
+
+def test_a_prompt_that_does_not_fit_is_dropped_with_a_counted_warning(recipe, tmp_path, caplog):
+    long = {"question": "word " * 600, "answer": "x"}
+    arguments = recipe()
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(json.dumps(long) + "\n")
+    assert main(["rollout", *arguments, "--num_prompts", "1"]) == 0
+    assert "Dropped 1 of 5 rows" in caplog.text
+
+
+def test_the_command_exists_and_fails_loudly_on_an_unknown_command():
+    run = subprocess.run([sys.executable, "-m", "mt_grpo", "trian"], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert run.stderr.startswith("mt-grpo: the command 'trian' is unknown; the commands are train, ")
+    assert run.stderr.count("\n") == 1
+
+
+STUBBORN = """
+import asyncio, signal
+from mt_grpo.envs import MultiTurnToolEnv
+
+class Env(MultiTurnToolEnv):
+    async def step(self, turn, trajectory, text, tokenizer):
+        signal.raise_signal(signal.SIGINT)
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass
+"""
+
+
+# a shell that runs tests in the background ignores SIGINT; a model that knows nothing would sample for long
+PRESSED = """
+import signal, sys
+from mt_grpo.envs.protocols import TagProtocol
+signal.signal(signal.SIGINT, signal.default_int_handler)
+TagProtocol.stop = tuple("aeiou ")
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "rollout"])
+def test_ctrl_c_ends_a_command_though_a_conversation_swallows_it(recipe, tmp_path, command):
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    arguments = recipe(env=f"{tmp_path}/stubborn.py:Env", max_completion_length=2048, max_turn_length=None)
+    code = PRESSED + "from mt_grpo.cli import main; sys.exit(main())"
+    run = subprocess.run([sys.executable, "-c", code, command, *arguments], capture_output=True, text=True)
+    assert run.returncode == 130 and "mt-grpo: ended by SIGINT." in run.stderr
+    assert "not ended within 5 s: conversation 'eval-0000" in run.stderr

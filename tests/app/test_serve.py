@@ -1,0 +1,127 @@
+"""The server's command follows the recipe."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import sys
+
+import pytest
+
+from mt_grpo.app import serve
+from mt_grpo.app.recipe import parse_recipe
+from mt_grpo.cli import main
+from mt_grpo.errors import ConfigError
+from mt_grpo.training.servers import check_importance_sampling, server_urls
+from mt_grpo.vllm_plugin import keys
+
+QUICKSTART = ["--config", "recipes/quickstart.yaml"]
+
+
+def command(*options, transport="auto"):
+    recipe = parse_recipe([*QUICKSTART, *options])
+    recipe.training.weight_sync = transport
+    words, environment = serve.server_command(recipe)
+    flags = {word: words[index + 1] for index, word in enumerate(words[:-1]) if word.startswith("--")}
+    return words, flags, environment
+
+
+def test_the_command_has_what_the_trainer_relies_on():
+    words, flags, environment = command("--vllm_server_port", "8123", "--vllm_max_model_length", "300")
+    assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert flags["--model"].endswith("embedded/model") and flags["--dtype"] == "float32"
+    assert flags["--port"] == "8123" and flags["--max-model-len"] == "300"
+    assert flags["--logprobs-mode"] == "processed_logprobs" and flags["--max-logprobs"] == "-1"
+    assert json.loads(flags["--weight-transfer-config"]) == {"backend": "safetensors"}
+    assert "--enable-prefix-caching" in words
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_the_environment_decides_how_a_cpu_is_used_and_where_it_is_silent_no_core_is_kept(monkeypatch):
+    names = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(serve.torch, "get_num_threads", lambda: 8)
+    assert [command()[2][name] for name in names] == ["nobind", "7"]
+    for name in names:
+        monkeypatch.setenv(name, "0-3")
+    assert [command()[2][name] for name in names] == ["0-3", "0-3"]
+
+
+def test_each_server_has_an_identity_of_its_own():
+    identities = {command()[1]["--fingerprint-value"] for _ in range(2)}
+    assert len(identities) == 2
+
+
+def test_weights_by_nccl_and_by_adapter_change_the_flags():
+    assert json.loads(command(transport="nccl")[1]["--weight-transfer-config"]) == {"backend": "nccl"}
+    words, flags, environment = command("--lora_r", "20", transport="lora")
+    assert flags["--max-lora-rank"] == "32" and "--enable-lora" in words
+    assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+def test_the_key_is_on_no_command_line(monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setattr(os, "execve", lambda *arguments: None)
+    main(["serve", *QUICKSTART])
+    assert "secret" not in " ".join(command()[0]) + str(command()[2]) + capsys.readouterr().out
+
+
+def test_the_guard_stands_before_every_server():
+    for transport in ("auto", "nccl", "lora"):
+        _, flags, _ = command("--lora_r", "8", transport=transport)
+        module, name = flags["--middleware"].rsplit(".", 1)
+        assert inspect.isclass(getattr(importlib.import_module(module), name))
+
+
+def test_a_server_that_cannot_hide_its_key_is_refused_before_it_starts(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr(os, "execve", lambda *arguments: pytest.fail("it was started"))
+    (tmp_path / f"mt-grpo-keys-{os.geteuid()}").symlink_to(tmp_path)
+    assert main(["serve", *QUICKSTART]) == 1
+    assert "remove it, or set `VLLM_API_KEY`" in capsys.readouterr().err
+
+
+def test_the_trainer_finds_the_server_where_the_recipe_puts_it():
+    def urls(*options):
+        return server_urls(parse_recipe([*QUICKSTART, *options]).training)
+
+    assert urls("--vllm_server_host", "10.0.0.2", "--vllm_server_port", "9") == ["http://10.0.0.2:9"]
+    assert urls("--vllm_server_host", "0.0.0.0") == ["http://127.0.0.1:8000"]
+    assert urls("--vllm_server_base_url", "http://a:1/, http://b:2") == ["http://a:1", "http://b:2"]
+
+
+def test_servers_on_other_machines_are_not_started_from_here():
+    with pytest.raises(ConfigError, match="start each on its own machine"):
+        command("--vllm_server_base_url", "http://a:1,http://b:2")
+    assert command("--vllm_server_base_url", "http://localhost:7001")[1]["--port"] == "7001"
+
+
+def test_serve_prints_the_command_and_becomes_it(monkeypatch, capsys):
+    became = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: became.append(arguments))
+    main(["serve", *QUICKSTART])
+    ((program, words, environment),) = became
+    assert program == words[0] and environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["PATH"]
+    printed = capsys.readouterr().out
+    assert "VLLM_SERVER_DEV_MODE=1" in printed and "vllm.entrypoints.openai.api_server --model" in printed
+
+
+def test_serve_says_in_one_sentence_what_is_wrong(capsys):
+    assert main(["serve", "--config", "nowhere.yaml"]) == 1
+    assert capsys.readouterr().err == "mt-grpo: The recipe 'nowhere.yaml' does not exist.\n"
+
+
+def test_the_interpreter_is_this_one_where_there_is_no_environment_for_the_server(monkeypatch, tmp_path):
+    monkeypatch.setattr(serve.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
+    assert command()[0][0] == sys.executable
+
+
+def test_a_loss_that_needs_a_correction_by_token_is_refused_another(tmp_path):
+    options = ["--loss_type", "vespo", "--vllm_importance_sampling_mode"]
+    with pytest.raises(ConfigError, match="token_truncate, token_mask"):
+        check_importance_sampling(parse_recipe([*QUICKSTART, *options, "sequence_mask"]).training)
+    check_importance_sampling(parse_recipe([*QUICKSTART, *options, "token_mask"]).training)

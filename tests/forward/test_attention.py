@@ -1,0 +1,237 @@
+import functools
+import warnings
+
+import pytest
+import torch
+from conftest import build_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
+from transformers import (
+    DogeConfig,
+    DogeForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+)
+
+from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward.attention import flex
+from mt_grpo.forward.attention import interface as attention
+from mt_grpo.forward.attention.interface import KERNELS
+from mt_grpo.forward.attention.layout import BLOCK, TreeLayout
+from mt_grpo.forward.logps import token_logps
+from mt_grpo.forward.model import check_model
+from mt_grpo.forward.packing import pack
+from mt_grpo.token_tree import TokenTree
+
+CPU = torch.device("cpu")
+token = st.integers(1, 3)
+timestep = st.tuples(st.lists(token, min_size=1, max_size=8), st.lists(token, max_size=4))
+forests = st.lists(st.lists(timestep, min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+def make_tree(timesteps):
+    tree = TokenTree()
+    for context, action in timesteps:
+        tree.add_turn(context, action, [-1.0] * len(action))
+    return tree
+
+
+def make_qkv(size, heads=4, groups=2, dim=8, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(size)
+    shapes = ((1, heads, size, dim), (1, groups, size, dim), (1, groups, size, dim))
+    return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def attend(kernel, packed, tensors, window):
+    output = KERNELS[kernel](TreeLayout(packed, kernel), *tensors, 0.3, window)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    return output.detach(), *torch.autograd.grad((output * weights).sum(), tensors)
+
+
+@settings(max_examples=50, deadline=None)
+@given(forests, st.sampled_from([None, 1, 2, 3, 7]), st.sampled_from([1, 2, 4]))
+def test_segments_attend_as_the_whole_mask_does(forest, window, groups):
+    packed = pack([make_tree(timesteps) for timesteps in forest])
+    tensors = make_qkv(len(packed.input_ids), groups=groups)
+    for ours, oracle in zip(
+        attend("segment", packed, tensors, window), attend("dense", packed, tensors, window), strict=True
+    ):
+        torch.testing.assert_close(ours, oracle, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(forests, st.sampled_from([None, 1, 3]))
+def test_the_whole_mask_shows_a_token_its_ancestors_in_the_window_and_nothing_else(forest, window):
+    packed = pack([make_tree(timesteps) for timesteps in forest])
+    size = len(packed.input_ids)
+    expected = torch.zeros(size, size, dtype=torch.bool)
+    for token in range(size):
+        ancestor = token
+        while ancestor >= 0:
+            near = packed.position_ids[token] - packed.position_ids[ancestor] < (window or size)
+            expected[token, ancestor] = bool(near)
+            ancestor = packed.parent[ancestor]
+    assert torch.equal(TreeLayout(packed).dense_mask(CPU, window), expected)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([None, 40, 200]), st.lists(st.integers(1, 300), min_size=1, max_size=6))
+def test_flex_attends_as_the_whole_mask_does(seed, window, lengths):
+    trees, context = [], []
+    generator = torch.Generator().manual_seed(seed)
+    for length in lengths:  # forks at any depth, so that blocks are full, partial and empty
+        cut = int(torch.randint(len(context) + 1, (), generator=generator))
+        context = context[:cut] + torch.randint(50, (length,), generator=generator).tolist()
+        trees.append(make_tree([(context, [51])]))
+    packed = pack(trees)
+    tensors = [tensor.detach().float() for tensor in make_qkv(len(packed.input_ids))]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(attention, "compiled_flex_attention", lambda device: flex_attention)  # compiled on GPUs only
+        ours = KERNELS["flex"](TreeLayout(packed, "flex"), *tensors, 0.3, window)
+    oracle = KERNELS["dense"](TreeLayout(packed, "dense"), *tensors, 0.3, window)
+    torch.testing.assert_close(ours, oracle, rtol=1e-4, atol=1e-5)
+    assert_blocks_agree(TreeLayout(packed), window)
+
+
+def assert_blocks_agree(layout, window):
+    """Blocks called full are visible to the last token, blocks left out hold nothing visible."""
+    mask = layout.block_mask(CPU, window)
+    dense = layout.dense_mask(CPU, window)
+    full, partial = (
+        {
+            (row, column)
+            for row in range(counts.shape[-1])
+            for column in indices[0, 0, row, : counts[0, 0, row]].tolist()
+        }
+        for counts, indices in (
+            (mask.full_kv_num_blocks, mask.full_kv_indices),
+            (mask.kv_num_blocks, mask.kv_indices),
+        )
+    )
+    assert not full & partial
+    for row, queries in enumerate(dense.split(BLOCK, dim=0)):
+        for column, block in enumerate(queries.split(BLOCK, dim=1)):
+            if (row, column) in full:
+                assert block.all()
+            elif (row, column) not in partial:
+                assert not block.any()
+
+
+def test_flex_skips_the_blocks_of_other_branches():
+    prompt, branches = list(range(BLOCK)), 4
+    trees = [make_tree([([*prompt, 1000 + branch], [7] * (BLOCK - 1))]) for branch in range(branches)]
+    mask = TreeLayout(pack(trees)).block_mask(CPU, None)
+    assert mask.full_kv_num_blocks.flatten().tolist() == [0, 1, 1, 1, 1]  # the prompt
+    assert mask.kv_num_blocks.flatten().tolist() == [1, 1, 1, 1, 1]  # its own branch
+    assert [mask.kv_indices[0, 0, row, 0].item() for row in range(5)] == [0, 1, 2, 3, 4]
+
+
+FORKED = pack([make_tree([([1, 2], [3]), ([1, 4], [5])])])
+
+
+def queries(heads):
+    return [tensor.detach().float() for tensor in make_qkv(len(FORKED.input_ids), heads, 1, 16)]
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """FlexAttention as it is compiled for a GPU, but for the kernels, which have no backward on a CPU."""
+    torch._dynamo.reset()
+    flex._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    mask = TreeLayout(FORKED).block_mask(CPU, None)
+    yield lambda heads: flex._call(*queries(heads), block_mask=mask, scale=0.3, enable_gqa=True)
+    flex._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+def test_more_layouts_of_heads_than_dynamo_allows_are_all_compiled(compiling):
+    assert torch._dynamo.config.recompile_limit == 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # FlexAttention warns where it runs uncompiled
+        for heads in range(2, 14):
+            oracle = KERNELS["dense"](TreeLayout(FORKED), *queries(heads), 0.3, None)
+            torch.testing.assert_close(compiling(heads), oracle)
+    assert torch._dynamo.config.recompile_limit == 8
+
+
+def test_past_its_own_limit_flex_fails_and_names_the_mend(compiling, monkeypatch):
+    monkeypatch.setattr(flex, "RECOMPILE_LIMIT", 2)
+    compiling(2), compiling(3)
+    with pytest.raises(RuntimeError, match="compiled for 2 layouts.*with the whole mask in memory.*`segment`"):
+        compiling(4)
+
+
+def test_other_compiled_functions_keep_their_limit(compiling):
+    for heads in range(2, 14):
+        compiling(heads)
+    counted = torch._dynamo.utils.counters["stats"]
+    other = torch.compile(flex_attention, dynamic=True)
+    before = counted["unique_graphs"]
+    other(*queries(2), block_mask=TreeLayout(FORKED).block_mask(CPU, None), enable_gqa=True)
+    assert counted["unique_graphs"] == before + 1
+
+
+def test_flex_on_a_cpu_is_refused_with_the_mend(tokenizer):
+    with pytest.raises(ValueError, match="for GPUs only.*choose `auto` or `segment`"):
+        token_logps(build_model(tokenizer), [make_tree([([1, 2], [3])])], attention="flex")
+
+
+def test_auto_takes_segments_on_a_cpu_and_flex_on_a_gpu():
+    layout = TreeLayout(pack([make_tree([([1, 2], [3]), ([1, 4], [5])])]))
+    assert layout.attention(CPU) == "segment"
+    assert layout.attention(torch.device("cuda")) == "flex"
+
+
+# Which models are refused
+
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def test_a_decoder_with_plain_attention_is_accepted():
+    check_model(LlamaForCausalLM(LlamaConfig(**TINY)))
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1)), "layers of type"),
+        (lambda: Gemma2ForCausalLM(Gemma2Config(**TINY)), "caps its attention scores"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**TINY, attention_dropout=0.1)), "drops attention weights"),
+        (lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2)), "drops attention weights"),
+    ],
+)
+def test_a_model_that_cannot_is_refused_with_the_reason_and_the_mend(build, reason):
+    with pytest.raises(UnsupportedModelError, match=f"{reason}.*`forward: padded`"):
+        check_model(build())
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: DogeForCausalLM(DogeConfig(**TINY)),
+        lambda: PhimoeForCausalLM(PhimoeConfig(**TINY, sliding_window=3, num_local_experts=2)),
+    ],
+    ids=["mask", "window"],
+)
+def test_a_layer_that_masks_by_itself_is_refused_by_the_first_forward(build):
+    with pytest.raises(UnsupportedModelError, match="of its own making.*`forward: padded`"):
+        token_logps(build(), [make_tree([([1, 2, 3, 4, 5], [6])])])

@@ -1,0 +1,343 @@
+import copy
+
+import pytest
+import torch
+from conftest import build_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward import lm_head as head
+from mt_grpo.forward.lm_head import chunked_logps
+from mt_grpo.forward.logps import token_logps
+from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.packing import flatten, unique_tokens
+from mt_grpo.token_tree import TokenTree
+from mt_grpo.training.batch import batch_logps
+
+token = st.integers(1, 3)  # few ids, so that prefixes meet often
+timestep = st.tuples(st.lists(token, min_size=1, max_size=8), st.lists(token, max_size=4))
+forests = st.lists(st.lists(timestep, min_size=1, max_size=4), min_size=1, max_size=3)
+
+FOREST = [
+    [([1, 2, 3, 4], [5, 6]), ([1, 2, 3, 4, 5, 6, 7], [8]), ([1, 2, 3, 4, 6, 7, 7], [9, 9, 9])],
+    [([1, 2, 3, 4], [5, 6, 9]), ([1, 2, 3, 4, 5, 8, 7], [8, 2])],
+    [([1, 2, 3, 4], [5, 6])],
+]
+
+
+def make_tree(timesteps):
+    tree = TokenTree()
+    for context, action in timesteps:
+        tree.add_turn(context, action, [-1.0] * len(action))
+    return tree
+
+
+@pytest.fixture(scope="module")
+def shared_model(tokenizer):
+    return build_model(tokenizer)
+
+
+def measure(model, trees, **options):
+    """Log-probabilities of all turns in a row, and the gradient of a weighted sum of them."""
+    model.zero_grad()
+    logps = token_logps(model, trees, **options)
+    assert [[len(turn) for turn in tree] for tree in logps] == [
+        [len(action) for action in tree.actions()] for tree in trees
+    ]
+    flat = torch.cat([turn for tree in logps for turn in tree])
+    (flat * torch.linspace(1, 2, len(flat))).sum().backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return flat.detach(), torch.cat(gradients)
+
+
+def distance(ours, oracle):
+    return ((ours - oracle).norm() / oracle.norm()).item()
+
+
+def assert_equal(model, forest, bound=1e-6, **options):
+    trees = [make_tree(timesteps) for timesteps in forest]
+    values, gradient = measure(model, trees, forward="turn_by_turn", **options)
+    for choice in ({"attention": "segment"}, {"attention": "dense"}, {"forward": "padded"}):
+        ours, ours_gradient = measure(model, trees, **choice, **options)
+        assert distance(ours, values) <= bound, choice
+        assert distance(ours_gradient, gradient) <= bound, choice
+
+
+# Every way gives what one forward a turn gives
+
+
+@settings(max_examples=20, deadline=None)
+@given(forests, st.sampled_from([1.0, 0.7]))
+def test_random_trees_score_as_one_forward_a_turn(shared_model, forest, temperature):
+    if any(action for timesteps in forest for _, action in timesteps):
+        assert_equal(shared_model, forest, temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"tie_word_embeddings": False},
+        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 4},
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    ],
+)
+def test_every_shape_of_decoder_scores_as_one_forward_a_turn(tokenizer, overrides):
+    assert_equal(build_model(tokenizer, **overrides), FOREST)
+
+
+@pytest.mark.parametrize(
+    "family", [(LlamaConfig, LlamaForCausalLM), (Qwen2Config, Qwen2ForCausalLM)], ids=["llama", "qwen2"]
+)
+def test_other_families_score_as_one_forward_a_turn(family):
+    torch.manual_seed(0)
+    config = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "initializer_range": 0.2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    assert_equal(family[1](family[0](**config, **heads)), FOREST)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_computes_the_tree_again(tokenizer, reentrant):
+    model = build_model(tokenizer)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_equal(model.train(), FOREST)
+
+
+def test_an_adapter_scores_and_learns_as_one_forward_a_turn(tokenizer):
+    model = get_peft_model(build_model(tokenizer), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    assert_equal(model, FOREST)
+    with model.disable_adapter(), torch.no_grad():
+        trees = [make_tree(timesteps) for timesteps in FOREST]
+        ours, oracle = (token_logps(model, trees, forward=way) for way in ("tree", "turn_by_turn"))
+    torch.testing.assert_close(ours, oracle)
+
+
+def test_bfloat16_is_within_the_noise_of_padding(tokenizer):
+    model = build_model(tokenizer)
+    trees = [make_tree(timesteps) for timesteps in FOREST]
+    exact, _ = measure(model, trees, forward="turn_by_turn")
+    with torch.autocast("cpu", torch.bfloat16):
+        noise = max(distance(measure(model, trees, forward=way)[0], exact) for way in ("padded", "turn_by_turn"))
+        for attention in ("segment", "dense"):
+            assert distance(measure(model, trees, attention=attention)[0], exact) <= 2 * noise
+
+
+def test_the_model_sees_every_unique_token_once(shared_model):
+    seen = []
+    hook = shared_model.model.layers[0].register_forward_hook(
+        lambda module, args, output: seen.append(output.shape[1])
+    )
+    trees = [make_tree(timesteps) for timesteps in FOREST]
+    token_logps(shared_model, trees)
+    hook.remove()
+    assert sum(seen) == unique_tokens(trees) == 19
+
+
+def test_a_model_that_can_run_over_trees_generates_as_before(tokenizer):
+    model = build_model(tokenizer)
+    prompt = torch.tensor([[0, 5, 6, 7], [3, 4, 5, 6]])
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    before = model.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    logits = model(prompt, attention_mask=mask).logits
+    enable_trees(model)
+    assert torch.equal(model.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False), before)
+    assert torch.equal(model(prompt, attention_mask=mask).logits, logits)
+
+
+def test_a_layer_that_loses_the_tree_is_noticed(tokenizer):
+    model = build_model(tokenizer)
+    layer = model.model.layers[1].self_attn
+    forward = layer.forward
+    layer.forward = lambda *args, tree_layout=None, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(UnsupportedModelError, match="1 layers of Qwen3ForCausalLM .*`forward: padded`"):
+        token_logps(model, [make_tree(FOREST[0])])
+
+
+def test_an_unknown_forward_is_refused(shared_model):
+    with pytest.raises(ValueError, match="'fast'; choose one of tree, padded, turn_by_turn"):
+        token_logps(shared_model, [], forward="fast")
+
+
+# The head
+
+
+@pytest.mark.parametrize("elements", [1, 2**24], ids=["many chunks", "one chunk"])
+@pytest.mark.parametrize("uses", ["logps", "entropies", "both"])
+def test_the_head_is_log_softmax_and_entropy_with_their_gradients(monkeypatch, elements, uses):
+    monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", elements)
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(37, 6, dtype=torch.float64),
+        torch.randn(50, 6, dtype=torch.float64),
+        torch.randn(50).double(),
+    ]
+    labels = torch.randint(50, (37,))
+
+    def value(logps, entropies):
+        weights = torch.linspace(-1, 1, 37, dtype=torch.float64)
+        return (logps * weights).sum() * (uses != "entropies") + (entropies * weights).cos().sum() * (uses != "logps")
+
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    logits = (leaves[0] @ leaves[1].T + leaves[2]) / 0.7
+    plain = logits.log_softmax(dim=-1)
+    expected = plain.gather(1, labels[:, None])[:, 0], -(plain.exp() * plain).sum(dim=1)
+    oracle = torch.autograd.grad(value(*expected), leaves)
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    ours = chunked_logps(leaves[0], leaves[1], leaves[2], labels, 0.7)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(torch.autograd.grad(value(*ours), leaves), oracle)
+
+
+def test_the_head_holds_no_more_logits_than_a_chunk(monkeypatch):
+    monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", 16 * 1000)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            output = function(*args, **(kwargs or {}))
+            if isinstance(output, torch.Tensor) and output.dim() == 2 and output.size(1) == 1000:
+                largest = max(largest, output.size(0))
+            return output
+
+    hidden, weight = torch.randn(200, 4, requires_grad=True), torch.randn(1000, 4)
+    with Watch():
+        sum(chunked_logps(hidden, weight, None, torch.zeros(200, dtype=torch.long))).sum().backward()
+    assert largest == 16
+
+
+def test_logits_in_float32_are_computed_outside_autocast(tokenizer):
+    model, seen = build_model(tokenizer), []
+    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].float()))
+    enable_trees(model, cast_head_to_fp32=True)
+    ids, ones = torch.tensor([[1, 2, 3]]), torch.ones(1, 3, dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        logps, _ = batch_logps(model, ids, ones, ids, ones, ones)
+    expected = (seen[0] @ model.lm_head.weight.T).log_softmax(dim=-1).gather(1, ids.T)[:, 0]
+    torch.testing.assert_close(logps[0], expected)
+
+
+def test_a_batch_with_nothing_to_score_has_a_gradient_of_zero(tokenizer):
+    model = build_model(tokenizer)
+    enable_trees(model)
+    ids, ones = torch.tensor([[1, 2], [1, 3]]), torch.ones(2, 2, dtype=torch.long)
+    logps, entropies = batch_logps(model, ids, ones, ids, ones, torch.zeros(2, 2))
+    (logps + entropies).sum().backward()
+    assert all(p.grad.abs().max() == 0 for p in model.parameters())
+
+
+# TRL's batches
+
+
+def padded_logps(model, input_ids, attention_mask, width):
+    logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -width - 1 : -1]
+    return logits.log_softmax(-1).gather(2, input_ids[:, -width:, None]).squeeze(2)
+
+
+def test_a_padded_batch_gives_the_log_probabilities_of_its_scored_tokens(tokenizer):
+    model = build_model(tokenizer)
+    prompt_ids = torch.tensor([[0, 1, 2], [0, 1, 2], [3, 1, 2]])
+    prompt_mask = torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1]])
+    completion_ids = torch.tensor([[4, 5, 6, 7], [4, 6, 0, 0], [4, 5, 5, 0]])
+    completion_mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
+    loss_mask = completion_mask * torch.tensor([1, 0, 1, 1])
+    mask = torch.cat([prompt_mask, completion_mask], dim=1)
+    expected = padded_logps(model, torch.cat([prompt_ids, completion_ids], dim=1), mask, 4)
+    enable_trees(model)
+    logps, entropies = batch_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, loss_mask)
+    torch.testing.assert_close(logps, expected * loss_mask)
+    assert (entropies > 0).equal(loss_mask.bool())
+
+
+def test_a_row_can_be_a_tree(tokenizer):
+    model = build_model(tokenizer)
+    tree = make_tree([*FOREST[0], ([1, 2, 9], [8, 9])])  # the last history is rewritten within the prompt
+    flat = flatten(tree)
+    prompt = 4
+    tokens, parents, turns = (
+        torch.from_numpy(array)[None] for array in (flat.tokens, flat.parents - prompt, flat.turns)
+    )
+    completion = tokens[:, prompt:]
+    ones = torch.ones_like(tokens)
+    scored = (turns[:, prompt:] >= 0).long()
+    enable_trees(model)
+    logps, _ = batch_logps(
+        model,
+        tokens[:, :prompt],
+        ones[:, :prompt],
+        completion,
+        torch.ones_like(completion),
+        scored,
+        parents[:, prompt:],
+    )
+    expected = torch.cat(token_logps(model, [tree], forward="turn_by_turn")[0])
+    order = torch.argsort(turns[0, prompt:][scored[0].bool()], stable=True)
+    torch.testing.assert_close(logps[scored.bool()][order], expected)
+
+
+def test_trees_of_several_rows_come_back_in_their_order(tokenizer, monkeypatch):
+    model = build_model(tokenizer)
+    trees = [make_tree(timesteps) for timesteps in FOREST]
+    whole = token_logps(model, trees)
+    monkeypatch.setattr("mt_grpo.forward.logps.ROW_TOKENS", 9)
+    for one, other in zip(whole, token_logps(model, trees), strict=True):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("forward", ["tree", "padded", "turn_by_turn"])
+def test_nothing_has_no_log_probabilities(tokenizer, forward):
+    assert token_logps(build_model(tokenizer), [], forward=forward) == []
+    assert token_logps(build_model(tokenizer), [TokenTree()], forward=forward) == [[]]
+
+
+def test_an_unknown_attention_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="`attention` is 'fast'; choose one of auto, segment"):
+        token_logps(build_model(tokenizer), [], attention="fast")
+
+
+def test_a_second_model_with_the_configuration_of_one_that_runs_over_trees_does_too(tokenizer):
+    """As the reference model that TRL makes from the policy's configuration."""
+    model = build_model(tokenizer)
+    trees = [make_tree(FOREST[0])]
+    first = token_logps(model, trees)
+    second = type(model)(model.config)
+    second.load_state_dict(model.state_dict())
+    for a, b in zip(first[0], token_logps(second, trees)[0], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_kernel_that_transformers_finds_by_its_name_gives_way_in_other_forwards(tokenizer):
+    model = build_model(tokenizer)
+    ids = torch.tensor([[1, 2, 3]])
+    expected = model(input_ids=ids).logits
+    model.config._attn_implementation = "flash_attention_2"
+    enable_trees(model)
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)
+
+
+def test_empty_trees_among_several_rows_have_no_log_probabilities(tokenizer, monkeypatch):
+    monkeypatch.setattr("mt_grpo.forward.logps.ROW_TOKENS", 5)
+    empty, found, _ = token_logps(build_model(tokenizer), [TokenTree(), make_tree(FOREST[0]), TokenTree()])
+    assert empty == [] and [len(turn) for turn in found] == [2, 1, 3]
+
+
+def test_a_deep_copy_of_a_model_that_runs_over_trees_has_weights_of_its_own(tokenizer):
+    model = build_model(tokenizer)
+    enable_trees(model)
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert not twin(input_ids=torch.tensor([[1, 2, 3]])).logits.any()
+    assert token_logps(twin, [make_tree(FOREST[0])])[0][0].unique().numel() == 1
+
+
+def test_log_probs_between_two_steps_leave_the_precision_of_the_head_as_it_was(tokenizer):
+    model = build_model(tokenizer)
+    enable_trees(model, cast_head_to_fp32=True)
+    token_logps(model, [make_tree(FOREST[0])])
+    assert model._head_in_float32

@@ -1,0 +1,346 @@
+"""The thread with the event loop: plain calls inside a running loop, Ctrl-C, and what does not let itself be ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from conftest import CPU_RUN, build_model, lookup
+from support.scoring import score
+from test_vllm_client import SAMPLING, client_of, completion, start  # noqa: F401 (a fixture)
+
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.rewards import OutcomeReward, TurnReward
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine, background
+from mt_grpo.trajectory import StopReason, Trajectory, Turn
+
+CALL = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
+INTERRUPT = '<tool>{"name": "interrupt", "args": {}}</tool>'
+ANSWER = "<answer>Lima</answer>"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ctrl_c_counts():
+    """A shell that runs the tests in the background has them, and what they start, ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_coroutine_runs_inside_a_running_loop_with_the_callers_context():
+    variable = contextvars.ContextVar("variable")
+
+    async def work():
+        await asyncio.sleep(0)
+        return variable.get(), threading.current_thread() is threading.main_thread()
+
+    async def notebook():
+        variable.set("seen")
+        return background.run(work())
+
+    assert asyncio.run(notebook()) == ("seen", False)
+
+
+def test_a_call_that_would_wait_for_itself_is_refused():
+    async def work():
+        return background.run(asyncio.sleep(0))
+
+    with pytest.raises(RuntimeError, match="would wait for itself: await the coroutine"):
+        background.run(work())
+
+
+def test_a_task_that_exits_ends_neither_the_thread_nor_the_process():
+    async def leave():
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        background.run(leave())
+    assert background.run(asyncio.sleep(0, "alive")) == "alive"
+
+
+def test_a_forked_process_has_a_loop_of_its_own():
+    background.run(asyncio.sleep(0))
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        os._exit(0 if background.run(asyncio.sleep(0, True)) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_code_that_blocks_the_thread_is_left_behind(caplog, monkeypatch):
+    monkeypatch.setattr(background, "GRACE", 0.2)
+    release = threading.Event()
+
+    async def block():
+        asyncio.current_task().set_name("conversation '7'")
+        signal.raise_signal(signal.SIGINT)
+        release.wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        background.run(block())
+    assert "blocks its thread" in caplog.text and "conversation '7'" in caplog.text
+    assert background.run(asyncio.sleep(0, "alive")) == "alive"
+    release.set()
+
+
+# In a notebook
+
+
+def test_env_generate_works_inside_a_running_loop(tokenizer):
+    async def notebook():
+        return MultiTurnToolEnv([lookup]).generate(["Lima?"], ScriptedEngine(tokenizer, [CALL, ANSWER]))
+
+    messages = asyncio.run(notebook())["messages"][0]
+    assert [message["content"] for message in messages] == [CALL, "<result>about Lima</result>", ANSWER]
+
+
+def test_chat_works_inside_a_running_loop(tokenizer, start):  # noqa: F811
+    server = start()
+
+    async def notebook():
+        return client_of(tokenizer, server).chat([[{"role": "user", "content": "Lima?"}]], SAMPLING)
+
+    assert [reply.token_ids for reply in asyncio.run(notebook())] == [[5, 6]]
+
+
+def test_a_chat_beside_a_rollout_leaves_it_its_connections(tokenizer, start):  # noqa: F811
+    asked, answered = threading.Event(), threading.Event()
+
+    def complete(number, body):
+        if body["max_tokens"] == 7:
+            asked.set()
+            answered.wait(20)
+        return completion(5)
+
+    client = client_of(tokenizer, start(complete))
+
+    async def rollout():
+        await client.connect()
+        try:
+            return await client.generate([1], SamplingParams(7), "rollout")
+        finally:
+            await client.close()
+
+    samples = []
+    waiting = threading.Thread(target=lambda: samples.append(background.run(rollout())))
+    waiting.start()
+    assert asked.wait(20)
+    client.chat([[{"role": "user", "content": "Lima?"}]], SAMPLING)
+    answered.set()
+    waiting.join(20)
+    assert [sample.ids for sample in samples] == [[5]] and len(client.pool.servers[0].sessions) <= 1
+
+
+def test_rewards_are_called_in_the_callers_thread_and_awaited_behind():
+    threads = {}
+
+    class Plain(OutcomeReward):
+        def score(self, trajectory, **row):
+            threads["plain"] = threading.current_thread()
+            signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))  # the main thread only
+            return 1.0
+
+    class Judge(TurnReward):
+        async def score(self, turn, trajectory, **row):
+            threads["judge"] = threading.current_thread()
+            return 2.0
+
+    async def notebook():
+        return score([Judge()], [Plain()], [Trajectory([], [Turn(0, {"role": "assistant", "content": "a"})])])
+
+    scores = asyncio.run(notebook())
+    assert scores.turn == [[[2.0]]] and scores.outcome == [[1.0]]
+    assert threads["plain"] is threading.main_thread() is not threads["judge"]
+
+
+def trainer_of(tmp_path, tokenizer, questions, env, script, **options):
+    from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+
+    class Letters(OutcomeReward):
+        async def score(self, trajectory, **row):
+            return float(sum(turn.text.count("a") for turn in trajectory.turns))
+
+    return MTGRPOEnvTrainer(
+        build_model(tokenizer, max_position_embeddings=2048),
+        env,
+        outcome_reward_funcs=[Letters()],
+        args=MTGRPOConfig(str(tmp_path), **CPU_RUN, max_completion_length=400, max_steps=2, **options),
+        train_dataset=questions,
+        engine=script and ScriptedEngine(tokenizer, script),
+        processing_class=tokenizer,
+    )
+
+
+@pytest.mark.parametrize("script", [None, [CALL, ANSWER]], ids=["model", "script"])
+def test_the_trainer_trains_inside_a_running_loop(tmp_path, tokenizer, questions, script):
+    async def notebook():
+        trainer = trainer_of(tmp_path, tokenizer, questions, MultiTurnToolEnv([lookup]), script, max_turn_length=4)
+        trainer.train()
+        await asyncio.sleep(0)
+        return trainer.state.global_step
+
+    assert asyncio.run(notebook()) == 2
+
+
+# Ctrl-C and failures
+
+
+class Interrupting:
+    """A tool that presses Ctrl-C on its second call, and another that never ends meanwhile."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.cancelled = 0
+
+    def interrupt(self) -> str:
+        """Presses Ctrl-C."""
+        self.calls += 1
+        if self.calls == 2:
+            signal.raise_signal(signal.SIGINT)  # in this thread: nothing wakes the main one
+        return "pressed"
+
+    async def lookup(self, query: str) -> str:
+        """
+        Looks a query up.
+
+        Args:
+            query: What to look for.
+        """
+        if self.calls != 1 or query != "hang":
+            return f"about {query}"
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled += 1
+
+
+def test_training_goes_on_rightly_after_ctrl_c(tmp_path, tokenizer, questions):
+    """In the second step, with conversations at a tool, in the engine and ended."""
+    tools, sessions = Interrupting(), []
+
+    def script(session, turn):
+        sessions.append(session)
+        member = int(session.rsplit("-", 1)[1]) % 4
+        hang = CALL.replace("Lima", "hang")
+        return {0: [INTERRUPT, ANSWER], 1: [hang, hang, ANSWER]}.get(member, [CALL, "<answer>a</answer>"])[turn]
+
+    env = MultiTurnToolEnv([tools.interrupt, tools.lookup])
+    options = {"steps_per_generation": 1, "gradient_accumulation_steps": 1, "tokenization_sanity_check_mode": "strict"}
+    trainer = trainer_of(tmp_path, tokenizer, questions, env, script, **options)
+    thresholds, threads = gc.get_threshold(), threading.active_count()
+    tools.calls = 1  # the first call of all presses
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert gc.get_threshold() == thresholds and tools.cancelled <= 1
+    assert not [task for task in asyncio.all_tasks(background._background().loop) if not task.done()]
+    sessions.clear()
+    trainer.train()
+    assert trainer.state.global_step == 2 and len(set(sessions)) == 8
+    assert [row["stop/answered"] for row in trainer.state.log_history if "loss" in row] == [1.0, 1.0]
+    assert threading.active_count() <= threads + 1  # the background thread
+
+
+def test_a_model_that_was_interrupted_while_it_sampled_samples_again(tmp_path, tokenizer, questions):
+    trainer = trainer_of(tmp_path, tokenizer, questions, MultiTurnToolEnv(), None, max_turn_length=200)
+    forwards = []
+
+    def press(*_: object) -> None:
+        forwards.append(1)
+        if len(forwards) == 20:
+            signal.raise_signal(signal.SIGINT)
+
+    trainer.model.register_forward_pre_hook(press)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.runner.engine._batch is None and not trainer.runner.engine._live
+    assert len(forwards) < 200 and trainer.model.training
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("error", [MemoryError("full"), KeyboardInterrupt(), SystemExit(1), ZeroDivisionError("bug")])
+def test_rollouts_go_on_after_whatever_ended_the_last_ones(tokenizer, error):
+    def fail_once(trajectory: Trajectory) -> None:
+        if not failed:
+            failed.append(trajectory.session)
+            raise error
+
+    failed, thresholds = [], gc.get_threshold()
+    engine = ScriptedEngine(tokenizer, [CALL, ANSWER], latency=lambda session, turn: 0.0 if session == "1" else 0.05)
+    runner = RolloutRunner(MultiTurnToolEnv([lookup]), engine, sanity_check_mode="strict")
+    requests = [RolloutRequest("hi", str(index)) for index in range(4)]
+    with pytest.raises(type(error)):
+        background.run(runner.run(requests, SamplingParams(), fail_once))
+    assert gc.get_threshold() == thresholds and failed == ["1"]
+    trajectories = background.run(runner.run(requests, SamplingParams(), fail_once))
+    assert [trajectory.stop_reason for trajectory in trajectories] == [StopReason.ANSWERED] * 4
+
+
+# What does not let itself be ended
+
+STUBBORN = """
+import asyncio, signal, sys, threading
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.rewards import OutcomeReward
+from support.scoring import score
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, Sampling, ScriptedEngine, background
+from mt_grpo.tools import Tool
+from mt_grpo.trajectory import Trajectory, Turn
+
+background.GRACE = 0.5
+
+async def swallow():
+    if "ctrl-c" in sys.argv:
+        signal.raise_signal(signal.SIGINT)
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+
+class Judge(OutcomeReward):
+    async def score(self, trajectory, **row):
+        await swallow()
+
+def in_thread():
+    return asyncio.to_thread(threading.Event().wait)
+
+function = in_thread if "thread" in sys.argv else swallow
+tool = Tool("hang", "A tool.", {"type": "object", "properties": {}}, function, is_async=True)
+env = MultiTurnToolEnv([tool], tool_timeout=None if "ctrl-c" in sys.argv else 0.1)
+turn = Turn(0, {})
+try:
+    if "reward" in sys.argv:
+        score([], [Judge()], [Trajectory([], [turn])])
+    else:
+        background.run(env.step(turn, Trajectory([], [turn]), '<tool>{"name": "hang"}</tool>', None))
+        print(turn.replies[0]["content"])
+except KeyboardInterrupt:
+    print("interrupted", turn.tool_calls and turn.tool_calls[0].error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "says", "warns"),
+    [
+        ("tool", "hang took longer than 0.1 s.", "not ended within 0.5 s: tool 'hang'"),
+        (
+            "tool ctrl-c",
+            "interrupted hang did not finish before the conversation",
+            "not ended within 0.5 s: tool 'hang'",
+        ),
+        ("reward ctrl-c", "interrupted", "not ended within 0.5 s: reward 'Judge'"),
+        ("tool thread", "hang took longer than 0.1 s.", ""),
+    ],
+)
+def test_what_swallows_cancellation_does_not_keep_a_process_from_ending(how, says, warns):
+    command = [sys.executable, "-c", STUBBORN, *how.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert says in ended.stdout and warns in ended.stderr and ended.returncode == 0

@@ -1,0 +1,161 @@
+"""Whose weights a server holds: two runs on one server notice each other, and a run that is gone blocks nobody."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from accelerate import Accelerator
+from conftest import build_model
+from test_weight_sync import Replica, step_of
+
+from mt_grpo.rollout.engines.vllm import holder as vllm_run
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm.holder import holder, new_run, released, weight_label
+from mt_grpo.rollout.engines.vllm.http import ServerSetupError
+from mt_grpo.training import MTGRPOConfig
+from mt_grpo.training.servers import weight_sync
+from mt_grpo.weights.transports.files import SafetensorsSync
+from mt_grpo.weights.update_calls import WeightSyncError
+
+
+@pytest.fixture
+def replicas(tokenizer):
+    pair = [Replica(tokenizer), Replica(tokenizer)]
+    yield pair
+    for replica in pair:
+        replica.http.stop()
+
+
+@pytest.fixture
+def sync_of(replicas, tokenizer, model):
+    """Makes syncs of one model to the first replicas."""
+    made = []
+
+    def make(servers=1):
+        client = VLLMServerClient([replica.http.url for replica in replicas[:servers]], tokenizer, server_timeout=5.0)
+        made.append(SafetensorsSync(client, lambda: model, Accelerator(cpu=True)))
+        return made[-1]
+
+    yield make
+    for sync in made:
+        sync.close()
+
+
+def run_of(process: int) -> str:
+    """The name a run of that process has."""
+    own = f"-{os.getpid()}-{vllm_run._start(os.getpid())}-"
+    return new_run().replace(own, f"-{process}-{vllm_run._start(process)}-")
+
+
+@pytest.fixture
+def other():
+    """A process that does something else."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+
+
+def test_a_run_of_another_process_is_refused_while_it_lives(replicas, sync_of, other):
+    version = replicas[0].version = weight_label(run_of(other.pid), 7)
+    words = rf"another run \(process {other.pid} on .*, step 7\).*`vllm_server_port`.*end it first\.$"
+    with pytest.raises(WeightSyncError, match=words):
+        sync_of().sync(0)
+    assert replicas[0].version == version and not replicas[0].updates
+
+
+def test_a_run_is_refused_before_its_trainer_is_made(replicas, tokenizer, model, other, tmp_path):
+    replicas[0].version = weight_label(run_of(other.pid), 7)
+    client = VLLMServerClient(replicas[0].http.url, tokenizer)
+    args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(ServerSetupError, match="another run"):
+        weight_sync(args, client, lambda: model, Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("reaped", [False, True], ids=["unnoticed", "gone"])
+def test_a_run_that_was_killed_blocks_nobody(replicas, sync_of, other, reaped):
+    run = run_of(other.pid)
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    if reaped:
+        other.wait()
+    replicas[0].version = weight_label(run, 7)
+    sync_of().sync(0)
+    assert step_of(replicas[0].version) == "0"
+
+
+def test_a_process_of_the_same_number_is_another_one(replicas, sync_of, other):
+    run = run_of(other.pid)
+    start = vllm_run._start(other.pid)
+    replicas[0].version = weight_label(run.replace(f"-{start}-", f"-{start - 1}-"), 7)
+    sync_of().sync(0)
+
+
+def test_a_run_on_another_machine_is_refused_unless_it_gave_the_server_back(replicas, sync_of):
+    there = new_run().replace(vllm_run._machine(), "0a1b2c3d.4026531836")
+    replicas[0].version = weight_label(there, "proof")
+    with pytest.raises(WeightSyncError, match="step proof.*or restart the server if that run was killed"):
+        sync_of().sync(0)
+    replicas[0].version = released(replicas[0].version)
+    sync_of().sync(0)
+
+
+@pytest.mark.parametrize("version", ["default", "12", "a-b:3"])
+def test_versions_that_no_run_of_ours_set_name_nobody(replicas, sync_of, version):
+    assert holder(version) is None
+    replicas[0].version = version
+    sync_of().sync(0)
+
+
+def test_a_run_that_ends_gives_its_servers_back(replicas, sync_of):
+    first = sync_of(servers=2)
+    first.sync(4)
+    first.close()
+    assert [replica.version for replica in replicas] == [f"{first.run}:4:released"] * 2
+    first.close()
+    second = sync_of(servers=2)
+    second.sync(0)
+    first.close()
+    assert [replica.version for replica in replicas] == [f"{second.run}:0"] * 2
+
+
+def test_every_server_is_looked_at(replicas, sync_of, other):
+    replicas[1].version = weight_label(run_of(other.pid), 7)
+    with pytest.raises(WeightSyncError, match=f"{replicas[1].http.url} holds the weights of another run"):
+        sync_of(servers=2).sync(0)
+    assert not replicas[0].updates
+
+
+def test_weights_that_another_run_sends_during_rollouts_are_noticed_after_them(replicas, sync_of, other):
+    sync = sync_of(servers=2)
+    sync.sync(0)
+    sync.check()
+    replicas[1].version = weight_label(run_of(other.pid), 7)
+    with pytest.raises(WeightSyncError, match="while this run sampled from it"):
+        sync.check()
+    with pytest.raises(WeightSyncError, match="holds the weights of another run"):
+        sync.sync(1)
+
+
+def test_a_second_trainer_of_one_process_takes_the_server_over_and_the_first_one_notices(replicas, sync_of):
+    first, second = sync_of(), sync_of()
+    first.sync(0)
+    second.sync(0)
+    with pytest.raises(WeightSyncError, match="while this run sampled from it"):
+        first.check()
+    first.sync(1)
+    first.check()
+
+
+def test_a_server_that_was_restarted_during_rollouts_ends_no_run(replicas, sync_of, tokenizer):
+    sync = sync_of(servers=2)
+    sync.sync(0)
+    replicas[1].version, replicas[1].model = "default", build_model(tokenizer, seed=9)
+    sync.check()
+    assert [server.up for server in sync.client.pool.servers] == [True, False]
+    sync.restore(replicas[1].http.url)
+    assert step_of(replicas[1].version) == "0"

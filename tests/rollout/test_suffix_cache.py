@@ -1,0 +1,154 @@
+"""Reply frames: letter for letter what the template writes, whatever it does with a content, mostly without it."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+import pytest
+from conftest import TEMPLATES, build_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2 import Environment
+from jinja2 import TemplateError as TemplateFailure
+from tokenizers import AddedToken
+
+from mt_grpo.rollout import ChatRenderer, TemplateError
+from mt_grpo.rollout.suffix_cache import SuffixCache
+
+PASSAGES = [f"Lima is the capital of Perú.\n{number} llamas" for number in range(40)]
+
+
+@lru_cache
+def renderer(name: str) -> ChatRenderer | None:
+    """One with the special tokens of its template; `None` where that holds no conversation."""
+    tokenizer = build_tokenizer(name)
+    marks = set(re.findall(r"<[|｜][^<>\s]+?[|｜]>|</?[a-z_]+_of_turn>|<turn\|>", tokenizer.chat_template))
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in sorted(marks)])
+    try:
+        return ChatRenderer(tokenizer)
+    except (TemplateError, TemplateFailure, TypeError):
+        return None
+
+
+NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if renderer(path.stem))
+
+
+@lru_cache
+def words(name: str) -> list[str]:
+    tokens = Environment().lexer.tokenize(renderer(name).tokenizer.chat_template)
+    return sorted({token.value for token in tokens if token.type == "string"})
+
+
+def outcome(function, *arguments):
+    """What a call returns, or the kind of what it raises."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return type(error)
+
+
+def test_most_templates_are_among_those_compared():
+    assert len(NAMES) > 50 and {"qwen3", "llama3_1", "gemma3", "gptoss", "gemma4", "nemotron_3_nano"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_ids_of_replies_are_those_of_the_full_rendering_for_every_template_of_trl(name, data):
+    chat = renderer(name)
+    pieces = st.sampled_from([*words(name), " ", "\n", '{"a": [1, "b"]}', "Perú 🙂 北京", chat.end_of_turn, "<b>&\\"])
+    contents = st.lists(pieces | st.text(max_size=8), max_size=4).map("".join)
+    for content in data.draw(st.lists(contents, min_size=1, max_size=4)):
+        for replies in (
+            [{"role": "user", "content": content}],
+            [{"role": "tool", "name": "lookup", "tool_call_id": "call_0", "content": content}],
+            [{"role": "tool", "name": "lookup", "content": content}, {"role": "tool", "name": "a", "content": "ok"}],
+        ):
+            full = outcome(lambda replies=replies: chat.encode(chat._reply_text(replies)))
+            assert outcome(chat.reply_ids, replies, -1) == full
+
+
+class Counted:
+    """Renders through a template of one message, and counts."""
+
+    def __init__(self, template: str) -> None:
+        self._template = Environment().from_string(template)
+        self.times = 0
+
+    def __call__(self, replies: list[dict]) -> str:
+        self.times += 1
+        return self._template.render(messages=replies)
+
+
+def text(content: str, **fields: str) -> dict:
+    return {"role": "user", "content": content, **fields}
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "m.content | trim",
+        "m.content | tojson",
+        "m.content | upper",
+        "m.content | capitalize",
+        "m.content | e",
+        "m.content | replace('llama', 'alpaca')",
+        "m.content[:200]",
+        "m.content.split('</think>')[-1]",
+        "'/no_think' if '/no_think' in m.content else m.content",
+        "m.content + ('!' if m.content.endswith('.') else '')",
+        "m.content + ('!' if m.content.startswith('<a>') and m.content.endswith('</a>') else '')",
+        "m.content + ('!' if m.content == 'same' else '')",
+        "m.content + ('!' if not m.content else '')",
+        "m.content ~ m.content",
+        "m.name + m.content",
+        "loop.index ~ m.content",
+    ],
+)
+def test_whatever_a_template_does_with_a_content_is_done(expression):
+    template = "{% for m in messages %}<user>{{ " + expression + " }}</user>{% endfor %}"
+    render = Counted(template)
+    frames = SuffixCache(template, render)
+    contents = [
+        "plain",
+        " spaced\n",
+        'say "a"\\b',
+        "one llama",
+        "<a>x</a>",
+        "<a>x",
+        "x</a>",
+        "ends.",
+        "same",
+        "",
+        "é<b>",
+    ]
+    contents += ["x" * 300, "</think>", "a</think>b", "/no_think please", "user", *PASSAGES]
+    for _ in range(2):
+        for content in contents:
+            for replies in ([text(content, name="a")], [text(content, name="b"), text("plain", name="c")]):
+                assert frames.text(replies) == render(replies)
+
+
+def test_a_kind_of_reply_that_is_known_is_not_rendered():
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    render = Counted(template)
+    frames = SuffixCache(template, render)
+    for passage in PASSAGES:
+        frames.text([text(passage)])
+        frames.text([text(passage), text(passage)])
+    assert render.times == 4  # two kinds: the first of each, and its probe
+
+
+def test_names_without_end_do_not_fill_the_memory():
+    render = Counted("{% for m in messages %}{{ m.content }}{% endfor %}")
+    frames = SuffixCache("", render)
+    for number in range(3000):
+        assert frames.text([text("x", tool_call_id=str(number))]) == "x"
+    assert render.times == 3000 + 1024
+
+
+def test_a_content_that_is_no_text_is_rendered():
+    template = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}"
+    frames = SuffixCache(template, Counted(template))
+    assert frames.text([{"role": "user", "content": [{"type": "text", "text": "Lima"}]}]) == "Lima"

@@ -1,0 +1,520 @@
+"""The embedded engine: what it says it sampled is what it sampled, whoever else is in the batch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import random
+import threading
+import time
+
+import pytest
+import torch
+from conftest import build_model, build_tokenizer
+from transformers import GenerationConfig
+
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, Sample, SamplingParams
+from mt_grpo.rollout.engines.transformers import TransformersEngine, _Recorder, _Request, _warpers
+from mt_grpo.trajectory import StopReason
+
+TOKENIZER = build_tokenizer()
+TEXTS = ["What is the capital of Peru", "Lima", "user " * 30, "answer the query", "name"]
+CONTEXTS = [TOKENIZER.encode(text) for text in TEXTS]
+DRAWINGS = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "top_p": {"top_p": 0.6},
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.2},
+    "penalty": {"repetition_penalty": 1.3},
+    "min_p and top_p": {"min_p": 0.15, "top_p": 0.7},
+    "all": {"temperature": 1.3, "top_p": 0.8, "top_k": 40, "min_p": 0.05},
+}
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    model = build_model(TOKENIZER).eval()
+    with torch.no_grad():  # a padding token is born with a logit of zero, which hides what is done to it
+        model.lm_head.weight[TOKENIZER.pad_token_id].normal_(std=0.5)
+    return model
+
+
+@pytest.fixture
+def engine(frozen):
+    return TransformersEngine(frozen, TOKENIZER, patience=0.05)
+
+
+async def ask(engine: TransformersEngine, context: list[int], session: str, **sampling) -> Sample:
+    try:
+        return await engine.generate(context, SamplingParams(**{"max_tokens": 16, **sampling}), session)
+    finally:
+        engine.release(session)
+
+
+def ask_all(engine: TransformersEngine, asked: list[tuple[list[int], dict]]) -> list[Sample]:
+    async def main() -> list[Sample]:
+        return await asyncio.gather(
+            *(ask(engine, context, f"{i:03d}", **sampling) for i, (context, sampling) in enumerate(asked))
+        )
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@torch.no_grad()
+def logits_at(model, context: list[int], ids: list[int]) -> torch.Tensor:
+    """Logits that predict each of `ids`, from one forward without cache or padding."""
+    return model(torch.tensor([context + ids])).logits[0, len(context) - 1 : -1].float()
+
+
+def truncated(logits: torch.Tensor, seen: list[int], temperature=1.0, top_p=1.0, top_k=0, min_p=0.0,
+              repetition_penalty=1.0) -> torch.Tensor:  # fmt: skip
+    """The distribution of one position by its definition: penalty, temperature, then min-p, top-k and top-p."""
+    logits = logits.clone()
+    for token in set(seen):
+        logits[token] *= repetition_penalty if logits[token] < 0 else 1 / repetition_penalty
+    probabilities = (logits / temperature).softmax(0)
+
+    def keep(chosen: torch.Tensor) -> torch.Tensor:
+        kept = torch.where(chosen, probabilities, 0.0)
+        return kept / kept.sum()
+
+    probabilities = keep(probabilities >= min_p * probabilities.max())
+    if top_k:
+        probabilities = keep(probabilities >= probabilities.sort().values[-top_k])
+    if top_p < 1:
+        order = probabilities.argsort(descending=True)
+        before = probabilities[order].cumsum(0) - probabilities[order]
+        chosen = torch.zeros_like(probabilities, dtype=torch.bool)
+        chosen[order[before < top_p]] = True
+        probabilities = keep(chosen)
+    return probabilities
+
+
+# What was sampled
+
+
+@pytest.mark.parametrize("drawing", DRAWINGS)
+def test_log_probabilities_are_those_of_the_distribution_that_was_drawn_from(engine, frozen, drawing):
+    options = DRAWINGS[drawing]
+    samples = ask_all(engine, [(context, {"seed": i, **options}) for i, context in enumerate(CONTEXTS)])
+    for context, sample in zip(CONTEXTS, samples, strict=True):
+        logits = logits_at(frozen, context, sample.ids)
+        for position, (token, logprob) in enumerate(zip(sample.ids, sample.logprobs, strict=True)):
+            expected = truncated(logits[position], context + sample.ids[:position], **options)[token].log()
+            assert logprob == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_the_models_own_generation_settings_do_not_change_the_distribution(frozen):
+    model = copy.deepcopy(frozen)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=0.3, top_k=3, top_p=0.5, repetition_penalty=1.5, eos_token_id=331, pad_token_id=329
+    )
+    asked = [(context, {"seed": i}) for i, context in enumerate(CONTEXTS)]
+    assert ask_all(TransformersEngine(model, TOKENIZER), asked) == ask_all(
+        TransformersEngine(frozen, TOKENIZER), asked
+    )
+
+
+def test_temperature_zero_is_greedy_search(engine, frozen):
+    samples = ask_all(engine, [(context, {"temperature": 0.0, "top_p": 0.5}) for context in CONTEXTS])
+    for context, sample in zip(CONTEXTS, samples, strict=True):
+        expected = frozen.generate(torch.tensor([context]), do_sample=False, max_new_tokens=16)
+        assert sample.ids == expected[0, len(context) :].tolist()
+        logprobs = logits_at(frozen, context, sample.ids).log_softmax(-1)
+        assert sample.logprobs == pytest.approx(logprobs[range(len(sample.ids)), sample.ids].tolist(), abs=1e-5)
+
+
+def test_sampled_frequencies_follow_the_distribution():
+    number, options = 4000, {"temperature": 0.8, "top_k": 12}
+    torch.manual_seed(1)
+    logits = torch.randn(50) * 2
+    requests = [_Request([0], SamplingParams(1, seed=seed), "", None) for seed in range(number)]
+    recorder = _Recorder(requests, 1, torch.device("cpu"), greedy=False)
+    scores = logits.expand(number, -1).clone()
+    for warper in _warpers((options["temperature"], 1.0, options["top_k"], 0.0, 1.0)):
+        scores = warper(torch.zeros(number, 1, dtype=torch.long), scores)
+    recorder(torch.zeros(number, 1, dtype=torch.long), scores)
+    counts = torch.bincount(torch.tensor(recorder.ids), minlength=50)
+    expected = truncated(logits, [], **options) * number
+    assert counts[expected == 0].sum() == 0
+    drawn = expected > 0
+    chi_square = ((counts - expected)[drawn] ** 2 / expected[drawn]).sum()
+    assert chi_square < 31.3  # 11 degrees of freedom, one in a thousand
+
+
+def test_a_request_draws_anew_at_each_position():
+    requests = [_Request([0], SamplingParams(200, seed=5), "", None)]
+    recorder = _Recorder(requests, 1, torch.device("cpu"), greedy=False)
+    drawn = []
+    for step in range(200):
+        recorder(torch.zeros(1, 1 + step, dtype=torch.long), torch.zeros(1, 10))
+        drawn += recorder.ids
+    assert len(set(drawn)) == 10 and len({tuple(drawn[i : i + 3]) for i in range(0, 198, 3)}) > 40
+
+
+# Random streams
+
+
+@pytest.mark.parametrize("drawing", ["plain", "penalty", "all"])
+def test_the_same_seed_gives_the_same_ids_in_any_company_and_any_order(frozen, drawing):
+    def sample(companions: int, order: int) -> list[list[int]]:
+        engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
+        company = [(CONTEXTS[i % 5] * (i % 3 + 1), {"seed": 100 + i, "max_tokens": 5 + i}) for i in range(companions)]
+        own = [(context, {"seed": i, **DRAWINGS[drawing]}) for i, context in enumerate(CONTEXTS)]
+        named = list(enumerate(own + company))
+        random.Random(order).shuffle(named)
+
+        async def main() -> dict[int, Sample]:
+            samples = await asyncio.gather(
+                *(ask(engine, context, f"{name:03d}", **options) for name, (context, options) in named)
+            )
+            return {name: sample for (name, _), sample in zip(named, samples, strict=True)}
+
+        samples = asyncio.run(main())
+        return [samples[i].ids for i in range(len(own))]
+
+    alone = [
+        ask_all(TransformersEngine(frozen, TOKENIZER), [(context, {"seed": i, **DRAWINGS[drawing]})])[0].ids
+        for i, context in enumerate(CONTEXTS)
+    ]
+    assert sample(0, 0) == sample(3, 1) == sample(8, 2) == sample(8, 3) == alone
+
+
+def test_different_seeds_give_different_ids(engine):
+    samples = ask_all(engine, [(CONTEXTS[0], {"seed": seed}) for seed in range(12)])
+    assert len({tuple(sample.ids) for sample in samples}) == 12
+
+
+# The end of a turn
+
+
+class Dictated(torch.nn.Module):
+    """Stands where the model's output layer is and makes every row say the same ids, step by step."""
+
+    def __init__(self, ids: list[int], size: int) -> None:
+        super().__init__()
+        self.ids, self.size, self.step = ids, size, 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(*hidden.shape[:-1], self.size)
+        logits[..., self.ids[min(self.step, len(self.ids) - 1)]] = 50.0
+        self.step += 1
+        return logits
+
+
+def dictated_engine(text: str) -> TransformersEngine:
+    model = build_model(TOKENIZER, tie_word_embeddings=False).eval()
+    model.lm_head = Dictated(TOKENIZER.encode(text), len(TOKENIZER))
+    return TransformersEngine(model, TOKENIZER, patience=0.05)
+
+
+@pytest.mark.parametrize("stop", ["</tool>", "</answer>"])
+def test_a_stop_string_of_several_tokens_ends_the_turn_and_stays_in_it(stop):
+    assert len(TOKENIZER.encode(stop)) > 1
+    said = f"a > b </tol> < {stop}"
+    asked = [(CONTEXTS[0], {"stop": ("</tool>", "</answer>"), "max_tokens": 90})]
+    [sample] = ask_all(dictated_engine(said + " more"), asked)
+    assert TOKENIZER.decode(sample.ids) == said and sample.finish_reason == "stop"
+    assert len(sample.logprobs) == len(sample.ids)
+
+
+def test_a_stop_string_in_the_context_or_of_another_request_ends_nothing():
+    said = "x</tool>y"
+    context = TOKENIZER.encode("a</tool")
+    engine = dictated_engine(said)
+    first, second = ask_all(
+        engine, [(context, {"stop": ("</tool>",), "max_tokens": 30}), (context, {"max_tokens": 30})]
+    )
+    assert TOKENIZER.decode(first.ids) == "x</tool>" and first.finish_reason == "stop"
+    assert TOKENIZER.decode(second.ids).startswith(said) and (len(second.ids), second.finish_reason) == (30, "length")
+    [closed] = ask_all(dictated_engine("> y"), [(context, {"stop": ("</tool>",), "max_tokens": 4})])
+    assert closed.finish_reason == "length"
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
+def test_an_end_token_of_tokenizer_or_model_ends_the_turn_and_stays_in_it(end):
+    engine = dictated_engine(f"Lima{end}Peru")
+    engine.model.generation_config.eos_token_id = TOKENIZER.convert_tokens_to_ids(["<|endoftext|>"])
+    [sample] = ask_all(engine, [(CONTEXTS[0], {})])
+    assert TOKENIZER.decode(sample.ids) == f"Lima{end}" and sample.finish_reason == "stop"
+
+
+def test_an_end_token_as_the_last_of_the_budget_is_a_stop():
+    size = len(TOKENIZER.encode("Lima<|im_end|>"))
+    [sample] = ask_all(dictated_engine("Lima<|im_end|>"), [(CONTEXTS[0], {"max_tokens": size})])
+    assert (len(sample.ids), sample.finish_reason) == (size, "stop")
+
+
+def test_each_request_of_a_mixed_batch_has_its_own_budget(frozen):
+    engine = TransformersEngine(frozen, TOKENIZER)
+    budgets = [1, 7, 3, 30, 12]
+    samples = ask_all(engine, [(context, {"max_tokens": n}) for context, n in zip(CONTEXTS, budgets, strict=True)])
+    for sample, budget in zip(samples, budgets, strict=True):
+        ended = sample.ids[-1] == TOKENIZER.eos_token_id
+        assert sample.finish_reason == ("stop" if ended else "length")
+        assert len(sample.ids) == budget or (ended and len(sample.ids) < budget)
+    assert [sample.finish_reason for sample in samples].count("length") >= 3
+
+
+# Batches
+
+
+def recorded(engine: TransformersEngine) -> list[list[str]]:
+    """Sessions of each batch the engine samples from here on."""
+    batches, sample = [], engine._sample
+    engine._sample = lambda batch: (batches.append([request.session for request in batch]), sample(batch))[-1]
+    return batches
+
+
+def test_more_requests_than_fit_are_served_in_several_batches(frozen):
+    engine = TransformersEngine(frozen, TOKENIZER, max_batch_size=3, patience=0.05)
+    batches = recorded(engine)
+    samples = ask_all(engine, [(CONTEXTS[i % 5], {"seed": i}) for i in range(8)])
+    assert all(sample.ids for sample in samples)
+    assert batches == [["000", "001", "002"], ["003", "004", "005"], ["006", "007"]]
+
+
+def test_conversations_go_in_lockstep_in_the_order_of_their_sessions(frozen):
+    engine = TransformersEngine(frozen, TOKENIZER, patience=30)
+    batches = recorded(engine)
+
+    async def converse(session: str) -> None:
+        for turn in range(3):
+            for _ in range(turn * int(session) * 3):  # some dawdle
+                await asyncio.sleep(0)
+            await engine.generate(CONTEXTS[0], SamplingParams(4, seed=turn), session)
+        engine.release(session)
+
+    async def main() -> None:
+        await asyncio.gather(*(converse(session) for session in ("002", "000", "001")))
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert batches == [["000", "001", "002"]] * 3
+
+
+def test_a_slow_tool_holds_the_others_up_for_no_longer_than_patience(frozen):
+    engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
+    batches = recorded(engine)
+
+    async def main() -> None:
+        over = asyncio.Event()
+
+        async def slow() -> None:
+            await engine.generate(CONTEXTS[0], SamplingParams(4), "000")
+            await over.wait()
+            await ask(engine, CONTEXTS[0], "000")
+
+        async def quick() -> None:
+            for _ in range(4):
+                await engine.generate(CONTEXTS[1], SamplingParams(4), "001")
+            engine.release("001")
+            over.set()
+
+        await asyncio.gather(slow(), quick())
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert batches == [["000", "001"], ["001"], ["001"], ["001"], ["000"]]
+
+
+def test_patience_holds_after_a_conversation_left_while_others_were_awaited(frozen):
+    engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
+
+    async def main() -> None:
+        await engine.generate(CONTEXTS[0], SamplingParams(2), "000")  # lives on, elsewhere
+        leaving = asyncio.ensure_future(ask(engine, CONTEXTS[0], "001"))
+        await asyncio.sleep(0.01)
+        leaving.cancel()
+        await asyncio.sleep(0.1)
+        await ask(engine, CONTEXTS[1], "002")
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_a_failure_of_the_model_reaches_every_caller_and_the_engine_serves_on(frozen):
+    engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
+
+    async def main() -> None:
+        sample, engine._sample = engine._sample, lambda batch: 1 / 0
+        failed = await asyncio.gather(*(ask(engine, CONTEXTS[i], f"{i}") for i in range(3)), return_exceptions=True)
+        assert [type(error) for error in failed] == [ZeroDivisionError] * 3
+        engine._sample = sample
+        assert (await ask(engine, CONTEXTS[0], "3")).ids
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_conversation_cancelled_while_its_batch_runs_disturbs_nobody(frozen):
+    asked = [(CONTEXTS[i], {"seed": i, "max_tokens": 40}) for i in range(3)]
+    expected = ask_all(TransformersEngine(frozen, TOKENIZER), asked)
+    engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
+    started, go, steps = threading.Event(), threading.Event(), []
+
+    def hold(*_: object) -> None:
+        steps.append(1)
+        started.set()
+        assert go.wait(20)
+
+    async def main() -> list[Sample]:
+        tasks = [asyncio.ensure_future(ask(engine, c, f"{i:03d}", **s)) for i, (c, s) in enumerate(asked)]
+        while not started.is_set():
+            await asyncio.sleep(0.001)
+        tasks[1].cancel()
+        await asyncio.wait([tasks[1]])
+        go.set()
+        others = [await tasks[0], await tasks[2]]
+        assert tasks[1].cancelled()
+        return others
+
+    hook = frozen.register_forward_pre_hook(hold)
+    try:
+        assert asyncio.run(asyncio.wait_for(main(), 30)) == [expected[0], expected[2]]
+        assert len(steps) == 40
+    finally:
+        hook.remove()
+
+
+def test_the_engine_outlives_an_event_loop_even_one_that_ended_within_a_batch(frozen):
+    engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
+    asked = [(CONTEXTS[0], {"seed": 1}), (CONTEXTS[1], {"seed": 2})]
+    expected = ask_all(engine, asked)
+    assert ask_all(engine, asked) == expected
+    started, go = threading.Event(), threading.Event()
+
+    def hold(*_: object) -> None:
+        started.set()
+        assert go.wait(20)
+
+    async def abandon() -> None:
+        running = asyncio.ensure_future(ask(engine, CONTEXTS[0], "000"))
+        while not started.is_set():
+            await asyncio.sleep(0.001)
+        running.cancel()
+
+    hook = frozen.register_forward_pre_hook(hold)
+    try:
+        asyncio.run(abandon())
+    finally:
+        hook.remove()
+        go.set()
+    assert ask_all(engine, asked) == expected
+
+
+def test_runs_in_a_row_on_one_event_loop_are_all_served(frozen, search_tool):
+    engine = TransformersEngine(frozen, TOKENIZER)
+    runner = RolloutRunner(MultiTurnToolEnv([search_tool], max_steps=1), engine, RolloutLimits(max_turn_tokens=3))
+    loop = asyncio.new_event_loop()
+    runs = []
+    for _ in range(4):
+        requests = [RolloutRequest("hi", f"{i}", seed=i) for i in range(3)]
+        runs.append(loop.run_until_complete(runner.run(requests, SamplingParams())))
+    loop.close()
+    ids = [[trajectory.tree.actions() for trajectory in run] for run in runs]
+    assert ids[0] == ids[1] == ids[2] == ids[3]
+    assert all(trajectory.stop_reason is StopReason.LENGTH for run in runs for trajectory in run)
+
+
+def test_whole_rollouts_are_the_same_again_whatever_the_tools_take(frozen):
+    def run(delays: list[float]) -> list[list[list[int]]]:
+        async def wait(session: int) -> None:
+            await asyncio.sleep(delays[session])
+
+        class Env(MultiTurnToolEnv):
+            stop = ("a", "e")
+
+            async def step(self, turn, trajectory, text, tokenizer):
+                await wait(int(trajectory.session))
+                return await super().step(turn, trajectory, text, tokenizer)
+
+        engine = TransformersEngine(frozen, TOKENIZER, patience=0.02)
+        runner = RolloutRunner(Env(system_prompt="", max_steps=2), engine, RolloutLimits(max_turn_tokens=80))
+        requests = [RolloutRequest(f"What is {i}", f"{i}", seed=i) for i in range(3)]
+        trajectories = asyncio.run(runner.run(requests, SamplingParams(temperature=0.7)))
+        assert max(len(trajectory.turns) for trajectory in trajectories) == 3
+        return [trajectory.tree.actions() for trajectory in trajectories]
+
+    assert run([0, 0, 0]) == run([0.06, 0.0, 0.01]) == run([0.0, 0.06, 0.03])
+
+
+def test_a_stop_token_id_ends_a_request_as_an_end_token_does(model, tokenizer):
+    engine = TransformersEngine(model, tokenizer)
+
+    async def sample(stop_token_ids):
+        result = await engine.generate(
+            [5, 6, 7], SamplingParams(max_tokens=24, seed=3, stop_token_ids=stop_token_ids), "a"
+        )
+        engine.release("a")
+        return result
+
+    free = asyncio.run(sample(()))
+    stopped = asyncio.run(sample((free.ids[4],)))
+    cut = free.ids.index(free.ids[4]) + 1
+    assert stopped.ids == free.ids[:cut] and stopped.finish_reason == "stop"
+
+
+def test_a_conversation_that_ends_late_takes_nothing_from_one_of_the_same_name(frozen):
+    engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
+
+    async def main() -> None:
+        asking = asyncio.ensure_future(engine.generate(CONTEXTS[0], SamplingParams(2), "000"))
+        await asyncio.sleep(0)
+        engine.release("000")  # of an earlier batch, which was left behind
+        assert (await asking).ids
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_closing_waits_for_the_batch_of_conversations_that_left(frozen):
+    engine = TransformersEngine(frozen, TOKENIZER)
+    started, ended = threading.Event(), []
+
+    def hold(*_: object) -> None:
+        started.set()
+        time.sleep(0.1)
+        ended.append(True)
+
+    async def main() -> None:
+        asking = asyncio.ensure_future(ask(engine, CONTEXTS[0], "000", max_tokens=40))
+        while not started.is_set():
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await engine.close()
+        steps = len(ended)
+        assert engine._batch is None and 1 <= steps < 40
+
+    hook = frozen.register_forward_pre_hook(hold)
+    try:
+        asyncio.run(asyncio.wait_for(main(), 20))
+    finally:
+        hook.remove()
+
+
+def test_it_samples_on_the_gpu_of_the_model_in_its_own_thread(frozen, monkeypatch):
+    """Each thread of CUDA begins with the first GPU. The seam is torch's own context manager."""
+    current = threading.local()
+
+    @contextlib.contextmanager
+    def on(device):
+        current.device = device
+        yield
+        del current.device
+
+    class OnSecond:
+        device = torch.device("cuda", 1)
+        config = frozen.config
+
+    class Engine(TransformersEngine):
+        def _generate(self, batch, drawing):
+            sampled.append((current.device, threading.current_thread()))
+            for request in batch:
+                request.ids, request.logprobs, request.finish_reason = [1], [0.0], "stop"
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    sampled = []
+    engine = Engine(OnSecond(), TOKENIZER)
+    asyncio.run(ask(engine, CONTEXTS[0], "000"))
+    [(device, thread)] = sampled
+    assert device == torch.device("cuda", 1) and thread is not threading.current_thread()

@@ -1,0 +1,418 @@
+"""The server's client against an upstream that fails as scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+from support.servers import ScriptedServer, free_port
+
+from mt_grpo.rollout.engine import EngineError, SamplingParams
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
+from mt_grpo.rollout.engines.vllm.pool import ServerPool
+from mt_grpo.vllm_plugin import keys
+
+SAMPLING = SamplingParams(max_tokens=8, seed=3)
+
+
+def completion(*ids: int, fingerprint: str = "one", reason: str = "stop") -> tuple[int, dict]:
+    tokens = {"tokens": [f"token_id:{token}" for token in ids], "token_logprobs": [-0.5] * len(ids)}
+    choice = {"logprobs": tokens, "finish_reason": reason}
+    return 200, {"choices": [choice], "system_fingerprint": fingerprint}
+
+
+def upstream(tokenizer, complete, *, version="7", model="base", port=0, **endpoints):
+    """A server that is healthy and fits, and whose completions come from `complete(number, body)`."""
+    numbers = iter(range(1000))
+
+    def script(method, path, body):
+        if path == "/v1/completions":
+            return complete(next(numbers), body)
+        if path in endpoints:
+            return endpoints[path]
+        config = {"model_config": {"logprobs_mode": "processed_logprobs"}}
+        entry = {"id": model, "root": model, "max_model_len": 64}
+        return {
+            "/health": (200, ""),
+            "/v1/models": (200, {"data": [entry]}),
+            "/server_info": (200, {"vllm_config": config}),
+            "/weight_info": (200, {"weight_version": version() if callable(version) else version}),
+            "/tokenize": (200, {"tokens": tokenizer.encode(body.get("prompt", ""), add_special_tokens=False)}),
+        }[path]
+
+    return ScriptedServer(script, port)
+
+
+@pytest.fixture
+def start(tokenizer):
+    servers = []
+
+    def begin(complete=lambda number, body: completion(5, 6), **options):
+        servers.append(upstream(tokenizer, complete, **options))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        if not server.stopped:
+            server.stop()
+
+
+def client_of(tokenizer, *servers, **options):
+    urls = [getattr(server, "url", server) for server in servers]
+    return VLLMServerClient(urls, tokenizer, **{"server_timeout": 1.0, "request_timeout": 30.0, **options})
+
+
+def ask(client, context=(1, 2, 3), session="a", connect=True):
+    async def go():
+        if connect:
+            await client.connect()
+        try:
+            return await client.generate(list(context), SAMPLING, session)
+        finally:
+            await client.close()
+
+    return asyncio.run(go())
+
+
+def test_ids_log_probabilities_and_reason_come_back_as_the_server_sampled_them(tokenizer, start):
+    server = start(lambda number, body: completion(9, 8, 7, reason="length"))
+    client = client_of(tokenizer, server)
+    client.weight_version = 7
+    sample = ask(client)
+    assert (sample.ids, sample.logprobs, sample.finish_reason, sample.weight_version) == (
+        [9, 8, 7],
+        [-0.5] * 3,
+        "length",
+        7,
+    )
+    (body,) = server.asked("/v1/completions")
+    assert body["prompt"] == [1, 2, 3] and body["max_tokens"] == 8 and body["seed"] == 3 and body["model"] == ""
+    assert client.context_length == 64
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        (500, {"error": {"message": "out of memory"}}),
+        (503, "overloaded"),
+        (429, {"detail": "slow down"}),
+        (200, "<html>not JSON</html>"),
+        (200, {"choices": []}),
+        (200, completion(4, reason="abort")[1]),
+        None,
+    ],
+    ids=["500", "503", "429", "not-json", "no-choices", "aborted", "closed-without-answer"],
+)
+def test_a_passing_fault_is_repeated(tokenizer, start, fault):
+    server = start(lambda number, body: fault if number == 0 else completion(5))
+    assert ask(client_of(tokenizer, server)).ids == [5]
+    first, second = server.asked("/v1/completions")
+    assert first == second
+
+
+def test_a_refused_request_is_not_repeated_and_the_error_has_url_status_and_the_servers_words(tokenizer, start):
+    server = start(lambda number, body: (400, {"error": {"message": "Token id 99 is out of vocabulary"}}))
+    with pytest.raises(EngineError) as caught:
+        ask(client_of(tokenizer, server))
+    for part in (f"{server.url}/v1/completions", "HTTP 400", "Token id 99 is out of vocabulary"):
+        assert part in str(caught.value)
+    assert len(server.asked("/v1/completions")) == 1
+
+
+def test_a_fault_that_stays_ends_the_conversation_after_the_repeats(tokenizer, start):
+    server = start(lambda number, body: (500, "it broke"))
+    with pytest.raises(EngineError, match="HTTP 500: it broke"):
+        ask(client_of(tokenizer, server, max_retries=2))
+    assert len(server.asked("/v1/completions")) == 3
+
+
+def test_a_request_that_hangs_is_given_up_and_repeated(tokenizer, start):
+    done = threading.Event()
+
+    def complete(number, body):
+        if number == 0:
+            done.wait(20)
+        return completion(5)
+
+    server = start(complete)
+    begin = time.monotonic()
+    try:
+        assert ask(client_of(tokenizer, server, request_timeout=0.3)).ids == [5]
+    finally:
+        done.set()
+    assert time.monotonic() - begin < 10
+
+
+def test_a_request_that_always_hangs_names_the_time_limit(tokenizer, start):
+    done = threading.Event()
+    server = start(lambda number, body: done.wait(20) and None)
+    try:
+        with pytest.raises(EngineError, match=r"/v1/completions got no answer .*time limit"):
+            ask(client_of(tokenizer, server, request_timeout=0.2, max_retries=1))
+    finally:
+        done.set()
+
+
+def test_a_server_that_is_not_up_is_waited_for_with_progress_then_named_with_the_command(tokenizer):
+    lines = []
+    url = f"http://127.0.0.1:{free_port()}"
+    client = client_of(tokenizer, url, server_timeout=0.6)
+    with pytest.raises(ServerGoneError) as caught:
+        asyncio.run(client.connect(lines.append))
+    assert url in str(caught.value) and "mt-grpo serve --config" in str(caught.value)
+    assert lines and url in lines[0]
+
+
+def test_a_server_that_comes_up_later_is_used(tokenizer, start):
+    port = free_port()
+    timer = threading.Timer(0.5, lambda: start(port=port))
+    timer.start()
+    assert ask(client_of(tokenizer, f"http://127.0.0.1:{port}", server_timeout=20)).ids == [5, 6]
+    timer.join()
+
+
+def test_the_key_is_sent(tokenizer, start):
+    server = start()
+    ask(client_of(tokenizer, server, api_key="secret"))
+    assert server.last_headers["Authorization"] == "Bearer secret"
+
+
+def test_the_key_that_a_server_made_up_is_found_again_after_each_restart(tokenizer, start, monkeypatch, tmp_path):
+    """Of two servers, each with its own; many requests under way learn of a restart at once."""
+    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    servers = [start(), start()]
+
+    def restart():
+        for server in servers:
+            server.key = f"key {len(server.requests)} of {server.port}"
+            keys.write_key("127.0.0.1", server.port, server.key)
+
+    async def go():
+        client = client_of(tokenizer, *servers, max_retries=0)
+        await client.connect()
+        for _ in range(2):
+            jobs = [client.generate([index], SAMPLING, str(index)) for index in range(16)]
+            assert {tuple(sample.ids) for sample in await asyncio.gather(*jobs)} == {(5, 6)}
+            restart()
+        await client.close()
+
+    restart()
+    asyncio.run(go())
+    assert all(server.asked("/v1/completions") for server in servers)
+
+
+def test_a_key_that_is_given_is_the_only_one_that_is_tried(tokenizer, start, monkeypatch, tmp_path):
+    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    server = start()
+    server.key = "the server's"
+    keys.write_key("127.0.0.1", server.port, server.key)
+    with pytest.raises(ServerSetupError, match="refuses the API key"):
+        ask(client_of(tokenizer, server, api_key="another"))
+    assert len(server.requests) == 2  # its health, and its models once
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "words"),
+    [
+        ({"/v1/models": (401, {"error": "Unauthorized"})}, "VLLM_API_KEY"),
+        ({"/tokenize": (200, {"tokens": [1, 2]})}, "encodes text differently"),
+        ({"/server_info": (404, {"detail": "Not Found"})}, "VLLM_SERVER_DEV_MODE=1"),
+        (
+            {"/server_info": (200, {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}})},
+            "processed_logprobs",
+        ),
+        ({"model": "other/model"}, "'other/model', not 'base'"),
+    ],
+    ids=["key", "vocabulary", "flags", "logprobs", "model"],
+)
+def test_a_server_that_does_not_fit_is_refused_at_the_start(tokenizer, start, endpoints, words):
+    with pytest.raises(ServerSetupError, match=words):
+        ask(client_of(tokenizer, start(**endpoints), model="base"))
+
+
+def test_concurrency_is_bounded(tokenizer, start):
+    under_way, most, lock = 0, 0, threading.Lock()
+
+    def complete(number, body):
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        time.sleep(0.05)
+        with lock:
+            under_way -= 1
+        return completion(5)
+
+    client = client_of(tokenizer, start(complete), max_concurrent=3)
+
+    async def go():
+        await client.connect()
+        await asyncio.gather(*(client.generate([1], SAMPLING, str(index)) for index in range(12)))
+        await client.close()
+
+    asyncio.run(go())
+    assert most == 3
+
+
+def test_one_client_serves_several_event_loops_in_turn(tokenizer, start):
+    client = client_of(tokenizer, start())
+    assert [ask(client, session=str(index), connect=not index).ids for index in range(3)] == [[5, 6]] * 3
+
+
+def test_a_group_stays_on_one_server_and_groups_are_spread(tokenizer, start):
+    servers = [start(), start()]
+    client = client_of(tokenizer, *servers)
+
+    async def go():
+        await client.connect()
+        prompts = [[group, 1, 2] for group in range(6)]
+        for turn in ([], [9, 9]):
+            await asyncio.gather(
+                *(client.generate(p + turn, SAMPLING, f"{p[0]}-{member}") for p in prompts for member in range(4))
+            )
+        await client.close()
+
+    asyncio.run(go())
+    groups = [{body["prompt"][0] for body in server.asked("/v1/completions")} for server in servers]
+    assert [len(one) for one in groups] == [3, 3] and not groups[0] & groups[1]
+
+
+def test_a_group_of_conversations_that_are_over_is_forgotten():
+    pool = ServerPool(["http://a", "http://b"])
+    for round_ in range(3):
+        for index in range(8):
+            pool.place(f"{round_}-{index}", [index // 4])
+        for index in range(8):
+            pool.release(f"{round_}-{index}")
+    assert not any(server.sessions for server in pool.servers)
+    assert not pool._server_of_group and not pool._group and not pool._server
+
+
+def test_a_dead_server_among_several_is_left_out_and_taken_back(tokenizer, start):
+    dying, other = start(), start()
+    client = client_of(tokenizer, dying, other, server_timeout=20)
+
+    async def go():
+        await client.connect()
+        sessions = [f"s{index}" for index in range(4)]
+
+        async def turn():
+            await asyncio.gather(*(client.generate([i], SAMPLING, s) for i, s in enumerate(sessions)))
+
+        await turn()
+        assert dying.asked("/v1/completions") and other.asked("/v1/completions")
+        dying.stop()
+        await turn()
+        assert len(other.asked("/v1/completions")) >= 2 + 4
+        back = start(port=dying.port)
+        while not all(server.up for server in client.pool.servers):
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*(client.generate([i], SAMPLING, f"t{i}") for i in range(8)))
+        assert back.asked("/v1/completions")
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_all_servers_gone_ends_the_run_with_the_command(tokenizer, start):
+    server = start()
+    client = client_of(tokenizer, server, server_timeout=0.5)
+    ask(client)
+    server.stop()
+    with pytest.raises(ServerGoneError, match="mt-grpo serve --config"):
+        ask(client, connect=False)
+
+
+def test_a_restarted_server_gets_its_weights_before_it_is_asked_again(tokenizer, start):
+    """The answer of a server with another identity is thrown away: it was sampled with other weights."""
+    held = ["default"]
+    server = start(
+        lambda number, body: completion(5 if held[0] == "7" else 1, fingerprint="one" if number == 0 else "two"),
+        version=lambda: held[0],
+    )
+    client = client_of(tokenizer, server, server_timeout=20)
+    held[0] = "7"
+    client.weight_version = 7
+    restored = []
+
+    def restore(url):
+        restored.append(url)
+        held[0] = "7"
+
+    client.restore = restore
+
+    async def go():
+        await client.connect()
+        assert (await client.generate([1], SAMPLING, "a")).ids == [5]
+        held[0] = "default"
+        assert (await client.generate([1], SAMPLING, "a")).ids == [5]
+        await client.close()
+
+    asyncio.run(go())
+    assert restored == [server.url]
+
+
+def test_a_server_whose_weights_cannot_be_restored_ends_the_run(tokenizer, start):
+    server = start(lambda number, body: completion(5, fingerprint=str(number)), version="default")
+    client = client_of(tokenizer, server, server_timeout=20)
+    client.weight_version = 7
+
+    def restore(url):
+        raise RuntimeError("lost for good")
+
+    client.restore = restore
+
+    async def go():
+        await client.connect()
+        await client.generate([1], SAMPLING, "a")
+        with pytest.raises(RuntimeError, match="lost for good"):
+            await client.generate([1], SAMPLING, "a")
+        await client.close()
+
+    asyncio.run(go())
+
+
+def test_a_restart_shows_though_the_server_only_says_that_it_does_not_know_the_adapter(tokenizer, start):
+    held = ["7"]
+    unknown = (404, {"error": {"message": "The model `adapter-7` does not exist."}})
+    server = start(lambda number, body: completion(5) if held[0] == "7" else unknown, version=lambda: held[0])
+    client = client_of(tokenizer, server, server_timeout=20)
+    client.weight_version, client.model = 7, "adapter-7"
+    client.restore = lambda url: held.__setitem__(0, "7")
+
+    async def go():
+        await client.connect()
+        held[0] = "default"
+        assert (await client.generate([1], SAMPLING, "a")).ids == [5]
+        await client.close()
+
+    asyncio.run(go())
+
+
+def test_servers_may_keep_the_model_in_different_folders(tokenizer, start):
+    def only(name):
+        missing = (404, {"error": {"message": "The model does not exist."}})
+        return lambda number, body: completion(5) if body["model"] in ("", name) else missing
+
+    servers = [start(only(name), model=name) for name in ("/data/a/qwen", "/data/b/qwen")]
+    client = client_of(tokenizer, *servers, model="/home/me/qwen")
+
+    async def go():
+        await client.connect()
+        samples = await asyncio.gather(*(client.generate([number], SAMPLING, str(number)) for number in range(8)))
+        await client.close()
+        return samples
+
+    assert [sample.ids for sample in asyncio.run(go())] == [[5]] * 8
+    assert all(server.asked("/v1/completions") for server in servers)
+
+
+def test_a_server_that_was_lost_long_ago_is_asked_before_it_is_given_up(tokenizer, start):
+    """Nobody looks for it between two batches of rollouts."""
+    client = client_of(tokenizer, start())
+    client.pool.servers[0].down_since = time.monotonic() - 1000
+    assert ask(client, connect=False).ids == [5, 6]

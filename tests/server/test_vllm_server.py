@@ -1,0 +1,598 @@
+"""Everything that depends on how vLLM behaves, against a real server on this machine's CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import build_model, build_tokenizer
+from peft import LoraConfig, get_peft_model
+from support.servers import ROOT, SERVER_PYTHON, RealServer
+from transformers import AutoTokenizer
+
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.forward.truncation import Truncation
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engines.vllm.http import ServerControl, ServerGoneError, ServerSetupError
+from mt_grpo.token_tree import TokenTree
+from mt_grpo.training import token_logps
+from mt_grpo.trajectory import StopReason
+from mt_grpo.weights.transports.adapter import LoraSync
+from mt_grpo.weights.transports.files import SafetensorsSync
+from mt_grpo.weights.update_calls import WeightSyncError
+
+pytestmark = pytest.mark.skipif(
+    not SERVER_PYTHON.exists(), reason="there is no .venv-vllm: make it with `make server-cpu`"
+)
+LENGTH = 512
+TOLERANCE = 1e-4
+HEAD = 32  # the smallest head that vLLM's CPU attention knows
+
+
+class Served:
+    """A tiny model, its tokenizer, and the server that holds it."""
+
+    def __init__(self, folder: Path, tied: bool, *options: str, transport: str = "auto") -> None:
+        self.tokenizer = build_tokenizer()
+        self.model = build_model(self.tokenizer, tie_word_embeddings=tied, head_dim=HEAD).eval()
+        self.path = str(folder / ("tied" if tied else "untied"))
+        self.model.save_pretrained(self.path)
+        self.tokenizer.save_pretrained(self.path)
+        options = ("--vllm_max_model_length", str(LENGTH), *options)
+        self.server = RealServer(self.path, folder / "server.log", *options, transport=transport)
+        self.server.start()
+
+    def client(self, **options) -> VLLMServerClient:
+        client = VLLMServerClient(
+            self.server.url, self.tokenizer, model=self.path, **{"server_timeout": 20.0, **options}
+        )
+        asyncio.run(client.connect())
+        return client
+
+    def sync(self, client, model=None, **options) -> SafetensorsSync:
+        return SafetensorsSync(client, lambda: model or self.model, Accelerator(cpu=True), **options)
+
+    def prompts(self, number: int = 6) -> list[list[int]]:
+        texts = [f"user What is the capital of Peru {index}" for index in range(number)]
+        return [self.tokenizer.encode(text) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    served = Served(tmp_path_factory.mktemp("tied"), True)
+    yield served
+    served.server.stop()
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    """Its server also takes adapters."""
+    options = ("--use_peft", "true", "--lora_r", "4")
+    served = Served(tmp_path_factory.mktemp("untied"), False, *options, transport="lora")
+    yield served
+    served.server.stop()
+
+
+def generate(client, contexts, sampling, prefix="s"):
+    async def go():
+        try:
+            jobs = (client.generate(ids, sampling, f"{prefix}{index}") for index, ids in enumerate(contexts))
+            return await asyncio.gather(*jobs)
+        finally:
+            for index in range(len(contexts)):
+                client.release(f"{prefix}{index}")
+            await client.close()
+
+    return asyncio.run(go())
+
+
+@torch.no_grad()
+def score(model, context: list[int], action: list[int], temperature: float = 1.0) -> list[float]:
+    logits = model(input_ids=torch.tensor([context + action])).logits[0, len(context) - 1 : -1].float()
+    return torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(action).unsqueeze(1))[:, 0].tolist()
+
+
+def largest_difference(model, contexts, samples, temperature=1.0) -> float:
+    return max(
+        abs(one - other)
+        for context, sample in zip(contexts, samples, strict=True)
+        for one, other in zip(sample.logprobs, score(model, context, sample.ids, temperature), strict=True)
+    )
+
+
+def train_a_little(model, steps: int = 1) -> None:
+    """Optimiser steps that move every parameter."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(steps):
+        tokens = torch.randint(model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(step))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture
+def trained(request):
+    """Gives a served model back as it was on the server, whatever a test made of it."""
+    served = request.getfixturevalue(request.param)
+    before = {name: value.clone() for name, value in served.model.state_dict().items()}
+    yield served
+    served.model.load_state_dict(before)
+    client = served.client()
+    sync = served.sync(client)
+    sync.sync(0)
+    sync.close()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_tokens_and_log_probabilities_are_those_of_the_model(tied, temperature):
+    client, contexts = tied.client(), tied.prompts()
+    samples = generate(client, contexts, SamplingParams(max_tokens=40, temperature=temperature, seed=11))
+    assert largest_difference(tied.model, contexts, samples, temperature) < TOLERANCE
+    assert len({tuple(sample.ids) for sample in samples}) > 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"min_p": 0.3, "top_p": 0.7},
+        {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
+    ],
+)
+def test_log_probabilities_of_a_cut_distribution_are_those_of_training(tied, options):
+    client, contexts = tied.client(), tied.prompts()
+    samples = generate(client, contexts, SamplingParams(max_tokens=40, temperature=0.8, seed=11, **options))
+    trees = [TokenTree() for _ in contexts]
+    for tree, context, sample in zip(trees, contexts, samples, strict=True):
+        tree.add_turn(context, sample.ids, sample.logprobs)
+    with torch.no_grad():
+        trained = token_logps(tied.model, trees, temperature=0.8, truncation=Truncation(**options))
+    served = torch.cat([torch.tensor(sample.logprobs) for sample in samples])
+    assert (torch.cat([turn for tree in trained for turn in tree]) - served).abs().max() <= TOLERANCE
+
+
+def test_greedy_tokens_are_those_of_the_model(tied):
+    (context,) = tied.prompts(1)
+    (sample,) = generate(tied.client(), [context], SamplingParams(max_tokens=12, temperature=0.0))
+    ids = list(context)
+    for token in sample.ids:
+        assert token == tied.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()
+        ids.append(token)
+
+
+def test_a_stop_string_ends_the_turn_and_stays_in_it(tied):
+    client, contexts = tied.client(), tied.prompts(8)
+    free = generate(client, contexts, SamplingParams(max_tokens=60, seed=4))
+    letter = max("aeiost", key=lambda one: sum(one in tied.tokenizer.decode(sample.ids) for sample in free))
+    stopped = generate(client, contexts, SamplingParams(max_tokens=60, seed=4, stop=(letter,)))
+    ended = 0
+    for one, other in zip(stopped, free, strict=True):
+        assert one.ids == other.ids[: len(one.ids)]
+        text = tied.tokenizer.decode(one.ids)
+        assert letter not in tied.tokenizer.decode(one.ids[:-1])
+        ended += one.finish_reason == "stop" and letter in text
+    assert ended
+
+
+def test_a_stop_token_ends_the_turn_and_stays_in_it(tied):
+    client, (context,) = tied.client(), tied.prompts(1)
+    (free,) = generate(client, [context], SamplingParams(max_tokens=20, seed=2))
+    token = free.ids[6]
+    (sample,) = generate(client, [context], SamplingParams(max_tokens=20, seed=2, stop_token_ids=(token,)))
+    assert sample.finish_reason == "stop" and sample.ids == free.ids[: free.ids.index(token) + 1]
+
+
+def test_the_same_seed_draws_the_same_tokens(tied):
+    client, contexts = tied.client(), tied.prompts()
+    first, second, other = (
+        [sample.ids for sample in generate(client, contexts, SamplingParams(max_tokens=30, seed=seed))]
+        for seed in (5, 5, 6)
+    )
+    assert first == second != other
+
+
+def test_a_context_without_room_stops_the_conversation_before_the_server_refuses_it(tied):
+    client = tied.client()
+    env = MultiTurnToolEnv(tools=[lookup_nothing], system_prompt="user", max_steps=2)
+    runner = RolloutRunner(env, client, RolloutLimits())
+    before = tied.server.metric("http_requests_total", status="4xx")
+    prompts = ["What is " * 2 * LENGTH, "What is the capital of Peru"]
+    requests = [RolloutRequest(prompt, session=str(index)) for index, prompt in enumerate(prompts)]
+
+    async def go():
+        try:
+            return await runner.run(requests, SamplingParams(temperature=1.5))
+        finally:
+            await client.close()
+
+    full, other = asyncio.run(go())
+    assert client.context_length == LENGTH
+    assert full.stop_reason is StopReason.CONTEXT_FULL and not full.turns
+    assert other.turns and other.stop_reason is not StopReason.ENGINE_ERROR
+    assert tied.server.metric("http_requests_total", status="4xx") == before
+
+
+def lookup_nothing(query: str) -> str:
+    """
+    Looks nothing up.
+
+    Args:
+        query: What to look for.
+    """
+    return query
+
+
+def test_a_server_keeps_no_core_to_itself(tied):
+    """Two servers bound to one core, where their threads spin, can keep a third process off it for ever."""
+    group, seen = tied.server._process.pid, 0
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
+            for task in os.listdir(f"/proc/{process}/task") if os.getpgid(int(process)) == group else ():
+                assert os.sched_getaffinity(int(task)) == os.sched_getaffinity(0)
+                seen += 1
+    assert seen > 3
+
+
+def test_cancelling_a_request_aborts_it_on_the_server(tied):
+    client, contexts = tied.client(), tied.prompts(16)
+    finished = tied.server.metric("vllm:request_success_total")
+    sampling = SamplingParams(max_tokens=400, temperature=2.0)
+    started, returned = 0, 0
+
+    async def ask_on(index):
+        nonlocal started, returned
+        while True:
+            started += 1
+            await client.generate(contexts[index], sampling, str(index))
+            returned += 1
+
+    async def some_returned(jobs):
+        while returned < 3 and not any(job.done() for job in jobs):
+            await asyncio.sleep(0.01)
+
+    async def go():
+        jobs = [asyncio.ensure_future(ask_on(index)) for index in range(16)]
+        await asyncio.wait_for(some_returned(jobs), 120)
+        # a paused server finishes nothing between the cancelling and the news of it, however busy the machine
+        with contextlib.closing(ServerControl(tied.server.url)) as control:
+            await asyncio.to_thread(control.post, "/pause", mode="keep")
+            for job in jobs:
+                job.cancel()
+            results = await asyncio.gather(*jobs, return_exceptions=True)
+            await asyncio.to_thread(control.post, "/resume")
+        assert not [result for result in results if not isinstance(result, asyncio.CancelledError)]
+        for number in range(8):  # as long as what was cancelled: whatever still ran would be finished afterwards
+            await client.generate(contexts[0], sampling, f"after-{number}")
+        await client.close()
+
+    asyncio.run(go())
+    assert returned < started
+    assert tied.server.metric("vllm:request_success_total") < finished + started + 8
+
+
+def test_later_turns_of_a_group_come_from_the_prefix_cache(tied):
+    client = tied.client()
+    context = tied.tokenizer.encode("capital of Peru number " * 40)[:300]
+    generate(client, [context], SamplingParams(max_tokens=1))
+    hits = tied.server.metric("vllm:prefix_cache_hits_total")
+    generate(client, [context + [7, 8, 9]] * 3, SamplingParams(max_tokens=1))
+    assert tied.server.metric("vllm:prefix_cache_hits_total") - hits >= 3 * (len(context) - 128)
+
+
+def test_more_prompt_tokens_than_one_step_holds_are_served(tied):
+    """vLLM's CPU build ends where a seeded prompt is split over two steps."""
+    contexts = [[10 + index] * (LENGTH - 8) for index in range(8)]
+    samples = generate(tied.client(), contexts, SamplingParams(max_tokens=2, seed=1))
+    assert all(sample.ids for sample in samples)
+
+
+def test_chat_answers_conversations_with_text_and_token_ids(tied):
+    client = VLLMServerClient(tied.server.url, tied.tokenizer)
+    conversations = [[{"role": "user", "content": f"What is {number}"}] for number in range(3)]
+    replies = client.chat(conversations, SamplingParams(max_tokens=10, seed=1))
+    for messages, reply in zip(conversations, replies, strict=True):
+        expected = tied.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert reply.prompt_token_ids == expected
+        assert tied.tokenizer.decode(reply.token_ids).startswith(reply.text) and len(reply.token_ids) <= 10
+        for one, other in zip(reply.logprobs, score(tied.model, expected, reply.token_ids), strict=True):
+            assert one == pytest.approx(other, abs=TOLERANCE)
+    assert client.chat(conversations, SamplingParams(max_tokens=10, seed=1)) == replies
+
+
+@pytest.mark.parametrize("trained", ["tied", "untied"], indirect=True)
+def test_after_a_sync_the_server_samples_with_the_trained_weights(trained):
+    client, contexts = trained.client(), trained.prompts()
+    sync = trained.sync(client, verify_every=1)
+    sync.sync(0)
+    assert generate(client, contexts[:1], SamplingParams(max_tokens=4))[0].weight_version == 0
+    for step in range(1, 6):
+        train_a_little(trained.model)
+        sync.sync(step)
+    samples = generate(client, contexts, SamplingParams(max_tokens=40, seed=3))
+    assert largest_difference(trained.model, contexts, samples) < TOLERANCE
+    assert {sample.weight_version for sample in samples} == {5}
+    assert ServerControl(trained.server.url).get("/weight_info") == {"weight_version": f"{sync.run}:5"}
+    (file,) = sync._folder.glob("*.safetensors")
+    assert file.name == "weights-00000005.safetensors"
+    sync.close()
+    assert not file.parent.exists()
+
+
+@pytest.mark.parametrize("trained", ["tied"], indirect=True)
+def test_cached_prefixes_do_not_outlive_the_weights_they_were_computed_with(trained):
+    client = trained.client()
+    context = trained.tokenizer.encode("capital of Peru number " * 40)[:300]
+    sync = trained.sync(client)
+    sync.sync(0)
+    generate(client, [context], SamplingParams(max_tokens=1))
+    train_a_little(trained.model, 3)
+    sync.sync(1)
+    samples = generate(client, [context], SamplingParams(max_tokens=8))
+    assert largest_difference(trained.model, [context], samples) < TOLERANCE
+    sync.close()
+
+
+@pytest.mark.parametrize("trained", ["tied"], indirect=True)
+def test_requests_under_way_during_a_sync_are_finished(trained):
+    client, contexts = trained.client(max_retries=0), trained.prompts(8)
+    sync = trained.sync(client)
+    times, moments, done, push = [], {}, asyncio.Event(), sync._push
+
+    def timed(server, step):
+        post = server.post
+
+        def noted(path, *args, **params):
+            answer = post(path, *args, **params)
+            moments[path] = time.monotonic()
+            return answer
+
+        server.post = noted
+        push(server, step)
+
+    sync._push = timed
+
+    async def ask_on(index):
+        while not done.is_set():
+            begin = time.monotonic()
+            sample = await client.generate(
+                contexts[index], SamplingParams(max_tokens=200, temperature=2.0), str(index)
+            )
+            assert sample.finish_reason in ("stop", "length") and len(sample.ids) == len(sample.logprobs)
+            times.append((begin, time.monotonic()))
+
+    async def go():
+        jobs = [asyncio.ensure_future(ask_on(index)) for index in range(8)]
+        while not times and not any(job.done() for job in jobs):
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(sync.sync, 1)
+        done.set()
+        await asyncio.gather(*jobs)
+        await client.close()
+
+    asyncio.run(go())
+    paused, updated = moments["/pause"], moments["/finish_weight_update"]
+    assert any(first < paused and last > updated for first, last in times)
+    sync.close()
+
+
+@pytest.mark.parametrize("trained", ["tied"], indirect=True)
+def test_weights_that_did_not_arrive_end_the_run_with_both_numbers(trained):
+    client = trained.client()
+    sync = trained.sync(client, verify_every=2)
+    sync.sync(0)
+    train_a_little(trained.model)
+    with pytest.raises(WeightSyncError, match=r"is -\d+\.\d{4} on the server and -\d+\.\d{4} in the trainer"):
+        sync.verify()
+    sync.sync(1)  # not verified: the second of every two
+    sync._push = lambda server, step: None  # weights that never leave, as where a push is forgotten
+    train_a_little(trained.model)
+    with pytest.raises(WeightSyncError, match="Likely causes"):
+        sync.sync(2)
+    sync.close()
+
+
+@pytest.mark.parametrize("trained", ["tied"], indirect=True)
+def test_a_failed_update_leaves_the_server_running_with_its_old_weights(trained, tmp_path):
+    client, contexts = trained.client(), trained.prompts()
+    sync = trained.sync(client)
+    sync.sync(3)
+    good, broken = sync._files[-1].path, tmp_path / "broken.safetensors"
+    broken.write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{broken}")
+    for bad in (broken, tmp_path / "missing.safetensors"):
+        sync._files[-1].path = bad
+        with pytest.raises(WeightSyncError, match="HTTP 500"):
+            sync._run(lambda: None, lambda: sync._each_server(lambda control: sync._push(control, 4)))
+    sync._files[-1].path = good
+    control = ServerControl(trained.server.url)
+    assert control.get("/is_paused") == {"is_paused": False}
+    assert control.get("/weight_info") == {"weight_version": f"{sync.run}:3"}
+    samples = generate(client, contexts, SamplingParams(max_tokens=20))
+    assert largest_difference(trained.model, contexts, samples) < TOLERANCE
+    sync.sync(4)
+    sync.close()
+
+
+@pytest.mark.parametrize("trained", ["tied"], indirect=True)
+def test_two_ranks_learn_from_the_server_what_one_learns(trained, tmp_path):
+    """Each rank drives conversations of its own; ranks differ in the number of turns they take."""
+    steps, weights, sampled, turns = {}, {}, {}, {}
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if processes == 2 else []
+        command = [
+            sys.executable,
+            *launch,
+            str(ROOT / "tests" / "support" / "ranks_vllm.py"),
+            str(folder),
+            str(processes),
+        ]
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, trained.server.url, trained.path], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        result = torch.load(folder / "result.pt")
+        steps[processes], weights[processes] = torch.tensor(result["steps"]), result["weights"]
+        ranks = [[json.loads(line) for line in path.open()] for path in sorted(folder.glob("*.jsonl"))]
+        assert len(ranks) == processes + 1  # the metrics are the first
+        records = [record for rank in ranks[1:] for record in rank]
+        trees = {record["session"]: TokenTree.from_dict(record["tree"]) for record in records}
+        sampled[processes] = {session: tree.path() for session, tree in trees.items()}
+        turns[processes] = [
+            [sum(len(record["turns"]) for record in rank if record["step"] == step) for rank in ranks[1:]]
+            for step in range(3)
+        ]
+    assert all(first != second for first, second in turns[2])
+    assert sampled[1] == sampled[2] and len(sampled[1]) == 3 * 8
+    torch.testing.assert_close(steps[1][:, :2], steps[2][:, :2], rtol=1e-4, atol=1e-6)
+    assert max(steps[1][:, 2].max(), steps[2][:, 2].max()) < TOLERANCE
+    for name, weight in weights[1].items():
+        torch.testing.assert_close(weights[2][name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("trained", ["tied"], indirect=True)
+def test_an_update_that_a_killed_trainer_left_open_is_ended(trained):
+    control = ServerControl(trained.server.url)
+    control.post("/pause", mode="keep")
+    control.post("/start_weight_update", {})
+    client, contexts = trained.client(), trained.prompts(1)
+    sync = trained.sync(client, verify_every=1)
+    sync.sync(0)
+    assert generate(client, contexts, SamplingParams(max_tokens=4))[0].ids
+    sync.close()
+
+
+def test_a_merged_adapter_reaches_the_server_and_is_taken_out_again(untied):
+    model = adapted(untied)
+    client, contexts = untied.client(), untied.prompts()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sync = untied.sync(client, model, verify_every=1)
+    sync.sync(1)
+    samples = generate(client, contexts, SamplingParams(max_tokens=20))
+    assert largest_difference(model, contexts, samples) < TOLERANCE
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], atol=1e-6, rtol=0)
+    sync.close()
+    restore(untied)
+
+
+def test_an_adapter_is_taken_out_again_when_the_disk_is_full(untied, monkeypatch):
+    model = adapted(untied)
+    sync = untied.sync(untied.client(), model)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(WeightSyncError, match="No space left on device"):
+        sync.sync(1)
+    assert not any(layer.merged for layer in model.modules() if hasattr(layer, "merged"))
+    assert not list(sync._folder.iterdir())
+    sync.close()
+
+
+def test_an_adapter_is_loaded_under_a_name_of_its_own(untied):
+    model = adapted(untied)
+    client, contexts = untied.client(), untied.prompts()
+    sync = LoraSync(client, lambda: model, Accelerator(cpu=True), verify_every=1)
+    for step in (1, 2):
+        sync.sync(step)
+        samples = generate(client, contexts, SamplingParams(max_tokens=20))
+        assert largest_difference(model, contexts, samples) < TOLERANCE
+        assert {sample.weight_version for sample in samples} == {step}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.mul_(1.5)
+    served = {entry["id"] for entry in ServerControl(untied.server.url).get("/v1/models")["data"]}
+    assert served == {untied.path, "adapter-00000002"}
+    sync.close()
+
+
+def adapted(served):
+    """The served model with an adapter that does something."""
+    torch.manual_seed(1)
+    base = build_model(served.tokenizer, tie_word_embeddings=False, head_dim=HEAD)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def restore(served):
+    sync = served.sync(served.client())
+    sync.sync(0)
+    sync.close()
+
+
+def test_a_server_with_another_model_is_refused(tied, tmp_path):
+    with pytest.raises(ServerSetupError, match="serves .*tied"):
+        asyncio.run(VLLMServerClient(tied.server.url, tied.tokenizer, model="Qwen/Qwen3-4B").connect())
+    other = AutoTokenizer.from_pretrained("mt_grpo/data/embedded/model")
+    with pytest.raises(ServerSetupError, match="encodes text differently"):
+        asyncio.run(VLLMServerClient(tied.server.url, other, model=tied.path).connect())
+
+
+def test_a_server_killed_in_the_middle_of_rollouts_comes_back_with_the_trained_weights(tied):
+    """The last test but one: it ends the server of this module."""
+    client = tied.client(server_timeout=240.0)
+    sync = tied.sync(client)
+    train_a_little(tied.model, 2)
+    sync.sync(2)
+    contexts = tied.prompts(4)
+    killed = asyncio.Event()
+
+    async def go():
+        async def converse(index):
+            context, samples = list(contexts[index]), []
+            for turn in range(6):
+                if turn == 3 and index == 0:
+                    await asyncio.to_thread(tied.server.stop, signal.SIGKILL)
+                    tied.server.start(wait=False)
+                    killed.set()
+                sample = await client.generate(list(context), SamplingParams(max_tokens=16, seed=turn), f"k{index}")
+                samples.append((list(context), sample))
+                context += sample.ids
+                if turn == 2 and index:
+                    await killed.wait()
+            return samples
+
+        try:
+            return await asyncio.gather(*(converse(index) for index in range(4)))
+        finally:
+            await client.close()
+
+    conversations = asyncio.run(go())
+    for samples in conversations:
+        contexts, answers = zip(*samples, strict=True)
+        assert largest_difference(tied.model, contexts, answers) < TOLERANCE
+        assert {answer.weight_version for answer in answers} == {2}
+    sync.verify()
+    sync.close()
+
+
+def test_a_stopped_server_leaves_no_process_and_a_client_that_says_so(tied):
+    client = tied.client(server_timeout=1.0)
+    group = tied.server._process.pid
+    os.kill(group, signal.SIGTERM)
+    tied.server._process.wait(60)
+    with pytest.raises(ServerGoneError, match="mt-grpo serve"):
+        generate(client, tied.prompts(1), SamplingParams(max_tokens=2))
+    deadline = time.monotonic() + 30
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.05)

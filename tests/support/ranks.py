@@ -1,0 +1,199 @@
+"""A run of three steps on scripted conversations, for one process or several: `ranks.py OUTPUT_DIR WORLD SCENARIO`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, gather
+from conftest import CPU_RUN, build_model, build_tokenizer, lookup
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig
+from rich.console import Console
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from mt_grpo.app.train import leave_group, run_training
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.rewards import OutcomeReward, TurnReward
+from mt_grpo.rollout import ScriptedEngine
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.batch import batch_logps
+from mt_grpo.training.nonfinite import NonFiniteError
+from mt_grpo.training.reference import load_reference
+from mt_grpo.weights.parameters import FullParameters
+
+BATCH = 8
+SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
+SCENARIOS = {
+    "plain": {},
+    # only the second rank's conversations are rewritten
+    "steps": {
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 2,
+        "history": "strip_thinking",
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "save_only_model": True,
+    },
+    # the conversations of the second rank do not fit, so it has nothing to learn from
+    "adapter": {"max_completion_length": 150, "mask_truncated_completions": True},
+    "bf16": {"bf16": True, "max_grad_norm": 1e9},  # gradients as they were reduced
+    "outcomes": {"max_steps": 1},
+    "turns": {"max_steps": 1},
+    "reference": {
+        "beta": 0.5,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 3,
+    },
+    "spoilt": {},  # the second rank's loss is not finite
+    "measured": {"do_eval": True, "per_device_eval_batch_size": 3, "num_generations_eval": 1},
+    # ten evaluated conversations, eight to a batch: of the second batch the second rank has none
+    "uneven": {"do_eval": True, "num_generations_eval": 2},
+}
+
+
+def conversation(session: str, turn: int) -> str:
+    """The second half of a batch, which is the second rank's, thinks, and takes three turns more than the first."""
+    number = int(session.rsplit("-", 1)[1])
+    second = number >= BATCH // 2
+    turns = number % 2 + 3 * second
+    action = SEARCH if turn < turns else f"<answer>Lima {'of Peru ' * (number % 3)}</answer>"
+    return "<think>well</think>" * second + action
+
+
+class Searched(TurnReward):
+    def score(self, turn, trajectory, **row):
+        return 0.1 * (turn.index + 1) if turn.has_result else None
+
+
+class Length(OutcomeReward):
+    def score(self, trajectory, **row):
+        return float(len(trajectory.answer or ""))
+
+
+class Watch(TrainerCallback):
+    """Sees the gradients of each optimiser step."""
+
+    rounded = True
+    """Whether every gradient is a number of bfloat16."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        gradients = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        self.rounded &= all(gradient.equal(gradient.bfloat16().to(gradient.dtype)) for gradient in gradients)
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def assert_a_checkpoint_restores(trainer: MTGRPOEnvTrainer, folder: Path) -> None:
+    reference = dict(trainer.ref_model.named_parameters())
+    synced = {name: whole(parameter).detach().clone() for name, parameter in reference.items()}
+    sharded = bool(os.environ.get("ACCELERATE_USE_FSDP"))
+    assert any(isinstance(parameter, DTensor) for parameter in reference.values()) == sharded
+    assert any((whole(p) != synced[n]).any() for n, p in trainer.model.named_parameters() if n in synced)
+    for parameter in reference.values():
+        parameter.data.zero_()
+    load_reference(folder, trainer.args, trainer.accelerator, trainer.ref_model)
+    for name, parameter in reference.items():
+        torch.testing.assert_close(whole(parameter).detach(), synced[name], rtol=0, atol=0)
+
+
+def gather_as_nccl() -> None:
+    """accelerate's way of gathering where the backend is not gloo, which asks for flat tensors in that call."""
+    flat = dist.all_gather_into_tensor
+    dist.all_gather_into_tensor = lambda output, tensor: flat(output, tensor.reshape(-1))
+    PartialState._shared_state["backend"] = "nccl"
+
+
+def main(folder: str, world: int, scenario: str) -> Accelerator:
+    tokenizer = build_tokenizer()
+    rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
+    options = {**CPU_RUN, "max_completion_length": 480, "max_steps": 3, **SCENARIOS[scenario]}
+    options["per_device_train_batch_size"] = BATCH // world // options.get("steps_per_generation", 1)
+    if scenario == "uneven":
+        options["per_device_eval_batch_size"] = BATCH // world
+    args = MTGRPOConfig(
+        folder,
+        learning_rate=0.1,
+        optim="sgd",
+        **options,
+    )
+    if os.environ.get("ACCELERATE_USE_FSDP"):  # accelerate shards on GPUs only, though torch does it on a CPU too
+        args.distributed_state.distributed_type = DistributedType.MULTI_GPU
+    if os.environ.get("GATHER_AS_NCCL"):
+        gather_as_nccl()
+    adapter = None
+    if scenario == "adapter":
+        adapter = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
+    model = build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None)
+    if scenario == "reference":  # is loaded from where the policy came from
+        model.config._name_or_path = str(Path(folder) / "model")
+        with args.distributed_state.main_process_first():
+            model.save_pretrained(model.config._name_or_path)
+    trainer = MTGRPOEnvTrainer(
+        model,
+        MultiTurnToolEnv([lookup], system_prompt="", max_steps=6),
+        [] if scenario == "outcomes" else [Searched()],
+        [] if scenario == "turns" else [Length()],
+        args,
+        Dataset.from_list(rows),
+        Dataset.from_list(rows[: 5 if scenario == "uneven" else 6]) if options.get("do_eval") else None,
+        engine=ScriptedEngine(tokenizer, conversation),
+        processing_class=tokenizer,
+        peft_config=adapter,
+        callbacks=[watch := Watch()],
+    )
+    assert trainer.accelerator.num_processes == world
+    if scenario == "spoilt":
+        if trainer.accelerator.process_index == 1:
+            trainer.model.get_input_embeddings().register_forward_hook(
+                lambda module, inputs, output: output * torch.nan
+            )
+        with pytest.raises(NonFiniteError, match="loss of step 1 is nan"):
+            trainer.train()
+    elif scenario in ("measured", "uneven"):
+        run_training(trainer, {}, Console(quiet=True))
+    else:
+        trainer.train()
+    evaluations = []
+    if scenario == "uneven":
+        stream = IterableDataset.from_generator(lambda: iter(rows[:5]))
+        for dataset in (None, stream):
+            evaluations.append(trainer.evaluate(dataset))
+    if scenario == "reference":
+        assert_a_checkpoint_restores(trainer, Path(folder) / "checkpoint-3")
+    walk = FullParameters(trainer.model, trainer.accelerator)
+    walk.dtype = torch.bfloat16 if args.bf16 else None  # of the server that such a recipe starts
+    sent = {name: tensor.detach().clone() for name, tensor in walk}
+    ids = torch.tensor([[1, 2]])
+    with trainer.accelerator.autocast():
+        logps, _ = batch_logps(trainer.model, ids, ids > 0, ids, ids > 0, ids > 0)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    result = {
+        "sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        "turns": [row["turns/mean"] for row in logged],
+        "learnt": [[float(row["loss"]), float(row["grad_norm"])] for row in logged],
+        "weights": {name: whole(parameter).detach() for name, parameter in model.named_parameters()},
+        "sent": sent,
+        "dtype": logps.dtype,
+        "evaluations": evaluations,
+        "rounded": watch.rounded,
+        "work": gather(torch.stack([part["completion_mask"].sum() for part in trainer._buffered_inputs])),
+    }
+    if trainer.accelerator.is_main_process:
+        torch.save(result, Path(folder) / "result.pt")
+    return trainer.accelerator
+
+
+if __name__ == "__main__":
+    leave_group(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))

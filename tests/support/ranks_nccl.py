@@ -1,0 +1,78 @@
+"""A sync by NCCL, whose wire is scripted, from two processes with sharded weights: `ranks_nccl.py FOLDER FAILING`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, broadcast_object_list
+from conftest import build_model, build_tokenizer
+from test_weight_nccl import Receiver, ScriptedGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from mt_grpo.app.train import leave_group
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.weights.nccl_group import take_bucket
+from mt_grpo.weights.transports import files as weight_transports
+from mt_grpo.weights.update_calls import WeightSyncError
+
+LOG: list[tuple[str, float]] = []
+
+
+def log(event: str) -> None:
+    LOG.append((event, time.monotonic()))
+
+
+def logged(walk):
+    """A walk that notes when a parameter is gathered."""
+    while True:
+        log("gather")
+        item = next(walk, None)
+        log("gathered")
+        if item is None:
+            return
+        yield item
+
+
+def take(walk, keep):
+    """A few parameters only, so that there are several buckets."""
+    return take_bucket(logged(walk), keep, 16_000)
+
+
+def main(folder: str, failing: str) -> Accelerator:
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU  # accelerate shards on GPUs only
+    accelerator = Accelerator(cpu=True)
+    weight_transports.is_vllm_available = lambda: True
+    weight_transports.NcclGroup, weight_transports.take_bucket = ScriptedGroup, take
+    ScriptedGroup.log = staticmethod(log)
+    tokenizer = build_tokenizer()
+    url = [None]
+    if accelerator.is_main_process:
+        ScriptedGroup.server = Receiver(tokenizer, None if failing == "None" else int(failing))
+        url = [ScriptedGroup.server.http.url]
+    broadcast_object_list(url)
+    model, mesh = build_model(tokenizer), init_device_mesh("cpu", (accelerator.num_processes,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    sync = weight_transports.NcclSync(VLLMServerClient(url[0], tokenizer), lambda: model, accelerator)
+    failure = None
+    try:
+        sync.sync(1)
+    except WeightSyncError as error:
+        failure = str(error)
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    report = {"log": LOG, "failure": failure, "sharded": sharded}
+    (Path(folder) / f"rank{accelerator.process_index}.json").write_text(json.dumps(report))
+    accelerator.wait_for_everyone()
+    sync.close()
+    return accelerator
+
+
+if __name__ == "__main__":
+    leave_group(main(*sys.argv[1:]))

@@ -1,0 +1,49 @@
+"""One sync from each of two processes to two servers, then rollouts of rank 1 only: `ranks_sync.py FOLDER URL URL`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from accelerate import Accelerator
+from conftest import build_model, build_tokenizer
+
+from mt_grpo.app.train import leave_group
+from mt_grpo.rollout import SamplingParams
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.weights.transports.files import SafetensorsSync
+
+
+async def sample(client: VLLMServerClient) -> list[tuple[int, int | None]]:
+    """One token of each of some conversations, until every server has been asked: (token, version)."""
+    samples, number = [], 0
+    while not all(server.up for server in client.pool.servers) or number < 16:
+        taken = await client.generate([number % 50, 1], SamplingParams(max_tokens=1), str(number))
+        samples.append((taken.ids[0], taken.weight_version))
+        number += 1
+    await client.close()
+    return samples
+
+
+def main(folder: str, *urls: str) -> Accelerator:
+    accelerator = Accelerator(cpu=True)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    client = VLLMServerClient(list(urls), tokenizer)
+    asyncio.run(client.connect())
+    sync = SafetensorsSync(client, lambda: model, accelerator, folder=folder)
+    sync.sync(1)
+    seen = {"up": [server.up for server in client.pool.servers]}
+    if not accelerator.is_main_process:
+        seen["sampled"] = asyncio.run(asyncio.wait_for(sample(client), 60))
+        seen["up_afterwards"] = [server.up for server in client.pool.servers]
+    (Path(folder) / f"rank{accelerator.process_index}.json").write_text(json.dumps(seen))
+    accelerator.wait_for_everyone()
+    sync.close()
+    return accelerator
+
+
+if __name__ == "__main__":
+    leave_group(main(*sys.argv[1:]))

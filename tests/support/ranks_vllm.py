@@ -1,0 +1,79 @@
+"""Three steps on a real server, for one process or several: `ranks_vllm.py OUTPUT_DIR PROCESSES URL MODEL`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from conftest import CPU_RUN
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mt_grpo.app.train import leave_group
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.rewards import OutcomeReward
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.trajectory import StopReason
+
+BATCH = 8
+
+
+class Talks(MultiTurnToolEnv):
+    """Replies as often as the row says. A turn ends with its first vowel."""
+
+    stop = tuple("aeio")
+
+    async def step(self, turn, trajectory, text, tokenizer):
+        turn.message = {"role": "assistant", "content": text}
+        if turn.index >= trajectory.row["replies"]:
+            return StopReason.ANSWERED
+        turn.replies = [{"role": "user", "content": "Go on"}]
+        return None
+
+
+class Length(OutcomeReward):
+    def score(self, trajectory, **row):
+        return float(sum(turn.num_tokens for turn in trajectory.turns))
+
+
+def main(folder: str, processes: int, url: str, model: str) -> Accelerator:
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {number} of Peru"}], "replies": number}
+        for number in range(6)
+    ]
+    args = MTGRPOConfig(
+        folder,
+        max_completion_length=400,
+        max_steps=3,
+        learning_rate=0.05,
+        optim="sgd",
+        use_vllm=True,
+        vllm_server_base_url=url,
+        vllm_importance_sampling_mode="token_truncate",
+        verify_sync_every=1,
+        **CPU_RUN | {"per_device_train_batch_size": BATCH // processes},
+    )
+    trainer = MTGRPOEnvTrainer(
+        AutoModelForCausalLM.from_pretrained(model),
+        Talks(system_prompt=""),
+        [],
+        [Length()],
+        args,
+        Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    assert trainer.accelerator.num_processes == processes
+    trainer.train()
+    trainer.weight_sync.close()
+    if trainer.accelerator.is_main_process:
+        names = ("loss", "grad_norm", "sampling/sampling_logp_difference/max")
+        steps = [[row[name] for name in names] for row in trainer.state.log_history if "loss" in row]
+        weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+        torch.save({"steps": steps, "weights": weights}, Path(folder) / "result.pt")
+    return trainer.accelerator
+
+
+if __name__ == "__main__":
+    leave_group(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))

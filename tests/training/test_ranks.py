@@ -1,0 +1,159 @@
+"""Several ranks on a CPU: unequal numbers of turns neither deadlock nor change what is learnt."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SUPPORT = Path(__file__).parents[1] / "support"
+SHARDED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}
+
+
+def run(folder: Path, processes: int, scenario: str = "plain", **environment: str) -> dict:
+    launch([str(SUPPORT / "ranks.py"), str(folder), str(processes), scenario], processes, **environment)
+    return torch.load(folder / "result.pt")
+
+
+def launch(script: list[str], processes: int, **environment: str) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = {
+        **os.environ,
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    command = [sys.executable, *(torchrun if processes > 1 else []), *script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def assert_the_same_is_learnt(one: dict, two: dict) -> None:
+    assert one["turns"] == two["turns"] and len(one["learnt"]) == 3
+    torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)
+    for kind in ("weights", "sent"):  # as trained, and as a server would get them
+        assert one[kind].keys() == two[kind].keys()
+        for name, weight in one[kind].items():
+            torch.testing.assert_close(two[kind][name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("alone"), 1)
+
+
+def test_two_ranks_learn_what_one_learns(tmp_path, alone):
+    assert_the_same_is_learnt(alone, run(tmp_path, 2))
+    assert (tmp_path / "trajectories.rank1.jsonl").exists()
+
+
+def test_two_ranks_with_sharded_weights_learn_what_one_learns(tmp_path, alone):
+    two = run(tmp_path, 2, **SHARDED)
+    assert two["sharded"] and not alone["sharded"]
+    assert_the_same_is_learnt(alone, two)
+
+
+def test_measuring_before_training_leaves_sharded_weights_to_be_trained(tmp_path, alone):
+    """FSDP and DeepSpeed wrap a model once, with its optimiser: an evaluation must not do it first."""
+    assert_the_same_is_learnt(alone, run(tmp_path, 2, "measured", **SHARDED))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["before"]["questions"] == summary["after"]["questions"] == 6 and summary["steps"] == 3
+
+
+def test_a_trained_output_layer_is_learnt_from_all_ranks_though_one_has_nothing_to_learn_from(tmp_path):
+    one, two = run(tmp_path / "1", 1, "adapter"), run(tmp_path / "2", 2, "adapter", **SHARDED)
+    assert two["sharded"] and any("lm_head.modules_to_save" in name for name in two["weights"])
+    assert_the_same_is_learnt(one, two)
+
+
+@pytest.fixture(scope="module")
+def sharded_in_bfloat16(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("bfloat16"), 2, "bf16", **SHARDED)
+
+
+def test_sharding_in_bfloat16_rounds_what_is_sent_and_no_log_probs(sharded_in_bfloat16):
+    two = sharded_in_bfloat16
+    assert two["sharded"] and two["dtype"] == torch.float32
+    assert {tensor.dtype for tensor in two["sent"].values()} == {torch.bfloat16}
+
+
+def test_sharding_in_bfloat16_does_not_round_the_sum_of_gradients(sharded_in_bfloat16):
+    assert sharded_in_bfloat16["sharded"] and not sharded_in_bfloat16["rounded"]
+
+
+def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):
+    one, two = run(tmp_path / "1", 1, "steps"), run(tmp_path / "2", 2, "steps")
+    assert_the_same_is_learnt(one, two)
+    assert sum(two["work"]) == sum(one["work"])
+    saved = {path.name for path in (tmp_path / "2" / "checkpoint-3").iterdir()}
+    assert saved >= {"model.safetensors", "rollouts-rank0.pt", "rollouts-rank1.pt"}
+    first, second = two["work"].view(2, 2).sum(dim=1).tolist()  # a rank's micro-batches
+    assert max(first, second) < 1.05 * min(first, second)
+
+
+def test_rows_that_only_fill_up_the_last_batch_are_not_counted(tmp_path):
+    one, two = run(tmp_path / "1", 1, "uneven"), run(tmp_path / "2", 2, "uneven")
+    for alone, shared in zip(one["evaluations"], two["evaluations"], strict=True):
+        assert alone.keys() == shared.keys()
+        for name in alone:
+            kind = name.removeprefix("eval_").split("/")[0]
+            if kind in ("stop", "turns", "tools", "tokens", "reward") or kind.startswith("turn_"):
+                assert shared[name] == pytest.approx(alone[name], rel=1e-4), name
+            if name.startswith(("eval_rewards/", "eval_completions/")) and "/mean" in name:
+                assert shared[name] == pytest.approx(alone[name], rel=1e-4), name
+        assert sum(value for name, value in shared.items() if name.startswith("eval_stop/")) == pytest.approx(1)
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in "12"]
+    assert [summary[moment]["questions"] for summary in summaries for moment in ("before", "after")] == [10] * 4
+    assert summaries[0]["before"] == pytest.approx(summaries[1]["before"])
+    lines = [json.loads(line) for path in (tmp_path / "2").glob("trajectories*.jsonl") for line in path.open()]
+    assert sum(line["mode"] == "eval" for line in lines) == 4 * 10
+
+
+@pytest.mark.parametrize("scenario", ["outcomes", "turns"])
+def test_one_kind_of_reward_is_enough_where_ranks_gather_as_nccl_does(tmp_path, scenario):
+    """NCCL's branch of accelerate cannot gather a tensor without elements; gloo's can."""
+    one, two = run(tmp_path / "1", 1, scenario), run(tmp_path / "2", 2, scenario, GATHER_AS_NCCL="1")
+    torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_both(tmp_path):
+    two = run(tmp_path, 2, "spoilt", **SHARDED)
+    assert two["sharded"] and not two["learnt"]
+
+
+def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
+    launch([str(SUPPORT / "ranks_failures.py"), str(tmp_path)], 2)
+    first, second = (json.loads((tmp_path / f"ends-{rank}.json").read_text()) for rank in range(2))
+    kinds = {name: (first[name][0], second[name][0]) for name in first}
+    assert kinds == {
+        "engine_fails": ("RankError", "Local"),
+        "memory_ends": ("RankError", "MemoryError"),
+        "on_finish_raises": ("RankError", "OSError"),
+        "writer_fails": ("RankError", "FileExistsError"),
+        "reward_raises": ("RewardError", "RewardError"),
+        "reward_exits": ("RankError", "SystemExit"),
+        "both_fail_differently": ("RewardError", "RewardError"),
+        "env_cannot_begin": ("trained", "trained"),
+    }
+    for name, (kind, _) in kinds.items():
+        if kind == "RankError":  # with the traceback of the one that failed
+            assert first[name][1].startswith("Process 1 failed:\nTraceback") and second[name][1] in first[name][1]
+        else:
+            assert first[name][1] == second[name][1]
+    assert "a bug in the engine (7)" in first["engine_fails"][1] and "scripted.py" in first["engine_fails"][1]
+
+
+@pytest.mark.parametrize("environment", [{}, SHARDED], ids=["whole", "sharded"])
+def test_a_synced_reference_is_restored_on_every_rank(tmp_path, environment):
+    assert run(tmp_path, 2, "reference", **environment)["sharded"] == bool(environment)
+    assert (tmp_path / "checkpoint-3" / "reference.safetensors").exists()

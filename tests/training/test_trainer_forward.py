@@ -1,0 +1,182 @@
+"""The trainer's forward over packed trees learns what TRL's padded forward learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig
+from test_trainer import LOSS_TYPES, batch, build, conversation  # noqa: F401  (a fixture)
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from mt_grpo.errors import ConfigError
+
+LAYOUTS = [
+    {},
+    {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8},
+    {"num_iterations": 2},
+    {"beta": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", LAYOUTS)
+def test_tree_and_padded_runs_are_the_same(build, model, tmp_path, options):  # noqa: F811
+    model.save_pretrained(tmp_path / "model")
+    runs = []
+    for forward in ("tree", "padded", "turn_by_turn"):
+        trainer = build(model=str(tmp_path / "model"), forward=forward, optim="sgd", max_steps=3, **options)
+        torch.manual_seed(0)
+        trainer.train()
+        logged = [row for row in trainer.state.log_history if "loss" in row]
+        runs.append(([[row["loss"], row["grad_norm"], row["entropy"]] for row in logged], trainer.model))
+    for other in (1, 2):
+        torch.testing.assert_close(torch.tensor(runs[0][0]), torch.tensor(runs[other][0]), rtol=1e-4, atol=1e-6)
+        for a, b in zip(runs[0][1].parameters(), runs[other][1].parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_type_has_the_same_loss_and_gradient(build, loss_type):  # noqa: F811
+    losses, gradients = [], []
+    for forward in ("tree", "padded"):
+        trainer = build(forward=forward, loss_type=loss_type)
+        loss = trainer.compute_loss(trainer.model, batch(trainer))
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([parameter.grad for parameter in trainer.model.parameters()])
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-7)
+    tree, padded = (torch.cat([gradient.flatten() for gradient in run]) for run in gradients)
+    assert (tree - padded).norm() <= 1e-5 * padded.norm()
+
+
+def test_lora_and_gradient_checkpointing_go_through_the_tree(build):  # noqa: F811
+    gradients = []
+    for forward in ("tree", "padded"):
+        torch.manual_seed(0)
+        adapter = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        trainer = build(forward=forward, peft_config=adapter)
+        if forward == "tree":
+            trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+            assert trainer.model.is_gradient_checkpointing
+        trainer.compute_loss(trainer.model, batch(trainer)).backward()
+        gradients.append([p.grad for p in trainer.model.parameters() if p.requires_grad])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_balancing_experts_is_refused_and_experts_without_it_learn_as_with_padding(build, tokenizer, tmp_path):  # noqa: F811
+    size = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, **size, **heads))
+    with pytest.raises(ConfigError, match="set `router_aux_loss_coef: 0.0`, or `forward: padded`"):
+        build(model=model)
+    model.save_pretrained(tmp_path / "model")
+    gradients = []
+    for forward in ("tree", "padded"):
+        trainer = build(model=str(tmp_path / "model"), forward=forward, router_aux_loss_coef=0.0)
+        trainer.compute_loss(trainer.model, batch(trainer)).backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
+
+
+def test_flex_is_refused_on_a_cpu_before_any_work(build):  # noqa: F811
+    with pytest.raises(ConfigError, match="`tree_attention: flex` needs a GPU.*`tree_attention: segment`"):
+        build(tree_attention="flex")
+
+
+def test_the_rows_of_a_group_meet_in_one_micro_batch(build):  # noqa: F811
+    trainer = build(steps_per_generation=2, gradient_accumulation_steps=2)
+    trainer.current_gradient_accumulation_steps = 2
+    rows = [trainer.train_dataset[number] for number in (0, 1) for _ in range(4)]
+    trainer.model.train()
+    trainer._prepare_inputs(rows)
+    assert sorted(set(map(tuple, (part["group_ids"].tolist() for part in trainer._buffered_inputs)))) == [
+        (0, 0, 0, 0),
+        (1, 1, 1, 1),
+    ]
+
+
+def window(trainer):
+    """Loss and gradient of one optimiser step of two micro-batches, and what each of them adds."""
+    trainer.current_gradient_accumulation_steps = 2
+    trainer.model.train()
+    rows = [trainer.train_dataset[number] for number in (0, 1) for _ in range(4)]
+    losses = []
+    for _ in range(2):
+        inputs = trainer._prepare_inputs(rows)
+        loss = trainer.compute_loss(trainer.model, inputs)
+        loss.backward()
+        losses.append(loss.detach())
+        trainer._step += 1
+    return sum(losses), torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
+
+
+BY_MICRO_BATCH = [
+    {"loss_type": "bnpo"},
+    *({"loss_type": loss_type, "entropy_coef": 0.5} for loss_type in ("grpo", "dapo")),
+    *({"loss_type": loss_type, "top_entropy_quantile": 0.3} for loss_type in ("grpo", "dapo")),
+]
+
+
+@pytest.mark.parametrize(
+    "options", [*({"loss_type": kind} for kind in LOSS_TYPES if kind != "bnpo"), *BY_MICRO_BATCH], ids=str
+)
+def test_rows_that_change_their_micro_batch_change_the_gradient_of_these_only(build, options):  # noqa: F811
+    """In which micro-batch a row comes is drawn by lot in TRL, and chosen by `forward: tree`."""
+    results = []
+    for forward in ("tree", "padded"):
+        trainer = build(forward=forward, steps_per_generation=2, gradient_accumulation_steps=2, **options)
+        torch.manual_seed(0)
+        results.append(window(trainer))
+    groups = [set(part["group_ids"].tolist()) for part in trainer._buffered_inputs]
+    assert groups == [{0, 1}, {0, 1}]  # TRL's lots: the two forwards see other micro-batches
+    (loss, gradient), (other_loss, other) = results
+    distance = (gradient - other).norm() / other.norm()
+    if options in BY_MICRO_BATCH:
+        assert distance > 1e-3
+    else:
+        assert distance <= 1e-5
+        torch.testing.assert_close(loss, other_loss, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", BY_MICRO_BATCH, ids=str)
+def test_on_one_micro_batch_these_have_trl_gradients_too(build, options):  # noqa: F811
+    gradients = []
+    for forward in ("tree", "padded"):
+        trainer = build(forward=forward, **options)
+        trainer.compute_loss(trainer.model, batch(trainer)).backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
+
+
+@pytest.mark.parametrize(
+    ("history", "loss_type", "env_mask"),
+    [
+        *(("strip_thinking", loss_type, 0) for loss_type in LOSS_TYPES),
+        ("compact", "dapo", 0),
+        ("template", "grpo", 0),
+        ("strip_thinking", "dapo", 1),
+        ("compact", "grpo", 1),
+    ],
+)
+def test_rewritten_histories_have_the_loss_of_a_forward_a_turn(build, loss_type, history, env_mask):  # noqa: F811
+    def script(session, turn):
+        return "<think>well</think>" + conversation(session, turn)
+
+    options = {"history": history, "compact_every": 2, "loss_type": loss_type, "turn_advantage_coef": 0.7}
+    trainer = build(script, **options)
+    trainer.env.env_mask = env_mask
+    inputs = batch(trainer)
+    assert max(len(item.tree.sequences()) for item in trainer._trajectories) > 1
+    trainer.compute_loss(trainer.model, inputs).backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
+
+    oracle = build(script, **{**options, "forward": "turn_by_turn"})
+    oracle.env.env_mask = env_mask
+    oracle.compute_loss(oracle.model, batch(oracle)).backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in oracle.model.parameters()])
+    assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_rewritten_history_is_refused_with_the_padded_forward(build):  # noqa: F811
+    with pytest.raises(ValueError, match="leave `forward` at `tree`"):
+        build(history="strip_thinking", forward="padded")

@@ -1,0 +1,73 @@
+"""What a terminal is shown of conversations: text, whatever characters are in it."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+from conftest import build_tokenizer
+from rich.console import Console
+
+from mt_grpo.app import report
+from mt_grpo.cli import _refuse
+from mt_grpo.token_tree import TokenTree
+from mt_grpo.trajectory import StopReason, Trajectory
+from mt_grpo.viewer import render_trajectory, visible
+
+ATTACK = "a\x1b]0;title\x07b\x1b[2J\x1b]52;c;bGlt\x1b\\c\r\x08\x7f\x9b31m\x00\u202ed\u2066\u200f"
+HARMLESS = "\tPerú 🙂 北京 [bold]not markup[/bold] [/]\n\u200d"
+
+
+def drawn(renderable, **options) -> str:
+    console = Console(file=io.StringIO(), soft_wrap=True, **options)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def controls(text: str) -> list[str]:
+    return [c for c in text if c not in "\n\t" and (ord(c) < 32 or 127 <= ord(c) < 160 or c in "\u202e\u2066\u200f")]
+
+
+def test_control_characters_are_shown_as_text():
+    assert visible("\x1b[2J\x07\r\x7f\x9b\u202e") == "\\x1b[2J\\x07\\x0d\\x7f\\x9b\\u202e"
+    assert visible(HARMLESS) == HARMLESS
+    assert visible([{"content": "\x1b", "n": 1}]) == [{"content": "\\x1b", "n": 1}]
+    assert not controls(visible("".join(map(chr, range(0xD800)))).replace("\x1b", ""))
+
+
+@pytest.mark.parametrize("color", [True, False])
+def test_a_conversation_does_nothing_to_the_terminal(color):
+    tokenizer, tree = build_tokenizer(), TokenTree()
+    action = tokenizer.encode(ATTACK + HARMLESS)
+    tree.add_turn(tokenizer.encode(ATTACK), action, [0.0] * len(action))
+    trajectory = Trajectory([], tree=tree, stop_reason=StopReason.ENV_ERROR, error=ATTACK)
+    trajectory.rewards = {"turn": {f"r{ATTACK}[red]": [1.0, None]}, "outcome": {}}
+    shown = drawn(render_trajectory(trajectory, tokenizer, color))
+    assert not controls(shown)
+    assert "[bold]not markup[/bold]" in shown and "[red]: 1, -" in shown and shown.count("\\x1b]0;title") == 4
+
+
+def test_an_error_does_nothing_to_the_terminal(capsys):
+    assert _refuse(ValueError(f"bad {ATTACK}")) == 1
+    printed = capsys.readouterr().err
+    assert not controls(printed) and "\\x1b]0;title" in printed
+
+
+def test_a_traceback_does_nothing_to_the_terminal():
+    code = (
+        "from mt_grpo import cli\n"
+        "def fail(arguments):\n"
+        f"    raise RuntimeError({ATTACK!r})\n"
+        "cli._interruptible(fail)([])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "RuntimeError: a\\x1b]0;title" in done.stderr and "Traceback" in done.stderr
+    assert not controls(done.stderr)
+
+
+def test_names_of_rewards_are_no_markup():
+    measures = {"[red]mine[/red] [/]": 0.5, "questions": 2}
+    assert "[red]mine[/red] [/]" in drawn(report.table(measures, measures, "title [/x]"), width=100)
+    assert "title [/x]" in drawn(report.table(measures, measures, "title [/x]"), width=100)

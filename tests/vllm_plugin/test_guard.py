@@ -1,0 +1,263 @@
+"""What stands before a server's endpoints, and the key it leaves for its user."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from types import SimpleNamespace
+
+import pytest
+
+from mt_grpo.rollout.engines.vllm.http import find_key
+from mt_grpo.vllm_plugin import keys
+from mt_grpo.vllm_plugin.guard import ALLOWED, Guard
+
+KEY = "the key"
+ARGS = SimpleNamespace(host="127.0.0.1", port=8000, api_key=None)
+URL = "http://127.0.0.1:8000"
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path, monkeypatch):
+    monkeypatch.setattr(keys, "ROOT", str(tmp_path))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    return tmp_path
+
+
+class Server:
+    """An ASGI server that answers everything, and writes down what reached it."""
+
+    def __init__(self, end: Exception | None = None) -> None:
+        self.reached, self.end = [], end
+
+    async def __call__(self, scope, receive, send):
+        self.reached.append((scope["type"], scope.get("method"), scope.get("path")))
+        if scope["type"] == "lifespan":
+            await receive()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            if self.end is not None:
+                raise self.end
+            await send({"type": "lifespan.shutdown.complete"})
+        else:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+def ask(guard, method, path, *headers, kind="http", **scope):
+    """The first message that `guard` answers with."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": kind, "method": method, "path": path, "headers": list(headers), **scope}
+    asyncio.run(guard(scope, None, send))
+    return sent[0]
+
+
+def bearer(key=KEY, scheme="Bearer"):
+    return (b"authorization", f"{scheme} {key}".encode())
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    server = Server()
+    guard = Guard(server)
+    live(guard)
+    server.reached.clear()
+    return server, guard
+
+
+@pytest.mark.parametrize(("method", "path"), sorted(ALLOWED))
+def test_what_a_trainer_asks_for_passes_with_the_key_alone(guarded, method, path):
+    server, guard = guarded
+    assert ask(guard, method, path, bearer())["status"] == 200
+    assert ask(guard, method, path, bearer(scheme="bearer"))["status"] == 200
+    expected = 200 if path == "/health" else 401
+    for headers in (
+        [],
+        [bearer("another")],
+        [bearer(KEY + " ")],
+        [bearer("")],
+        [bearer(scheme="Basic")],
+        [bearer("é")],
+    ):
+        assert ask(guard, method, path, *headers)["status"] == expected
+    assert len(server.reached) == (8 if path == "/health" else 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *(("POST", path) for path in ("/collective_rpc", "/sleep", "/wake_up", "/abort_requests", "/invocations")),
+        *(("POST", path) for path in ("/start_profile", "/scale_elastic_ep", "/reset_mm_cache", "/detokenize")),
+        *(("POST", path) for path in ("/v1/responses", "/v1/embeddings", "/inference/v1/generate", "/", "")),
+        *(("GET", path) for path in ("/docs", "/openapi.json", "/load", "/ping", "/is_sleeping", "/v1/realtime")),
+        *(("POST", path) for path in ("//collective_rpc", "/v1/../collective_rpc", "/health/../collective_rpc")),
+        *(
+            ("POST", path)
+            for path in ("//pause", "/pause/", "/./pause", "/PAUSE", "/pause;x", "/pause?x", "/pause\x00")
+        ),
+        *(
+            ("GET", path)
+            for path in ("/health/", "//health", "/Health", "/health%2f", "/health/x", "/metrics/", " /health")
+        ),
+        *((method, "/pause") for method in ("GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "post")),
+        *((method, "/health") for method in ("HEAD", "POST", "OPTIONS", "CONNECT")),
+    ],
+)
+def test_nothing_else_passes_though_the_key_is_right(guarded, method, path):
+    server, guard = guarded
+    raw = {"raw_path": b"/health", "query_string": b"method=GET", "root_path": "/v1"}
+    override = (b"x-http-method-override", b"GET")
+    assert ask(guard, method, path, bearer(), override, **raw)["status"] == 403
+    assert not server.reached
+
+
+@pytest.mark.parametrize("origin", [b"http://evil.example", b"null", b"http://127.0.0.1:8000", b""])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("POST", "/pause"), ("OPTIONS", "/v1/completions")])
+def test_no_request_of_a_web_page_passes_and_no_answer_is_open_to_one(guarded, origin, method, path):
+    server, guard = guarded
+    asked = (b"access-control-request-method", b"POST")
+    answer = ask(guard, method, path, bearer(), (b"origin", origin), asked)
+    assert answer["status"] == 403
+    assert not [name for name, _ in answer["headers"] if name.startswith(b"access-control")]
+    assert not server.reached
+
+
+def test_a_websocket_is_closed_before_it_is_open(guarded):
+    server, guard = guarded
+    assert ask(guard, "GET", "/v1/realtime", bearer(), kind="websocket")["type"] == "websocket.close"
+    assert ask(guard, "GET", "/health", bearer(), kind="websocket")["type"] == "websocket.close"
+    assert not server.reached
+
+
+def live(guard, check=lambda: None, args=ARGS):
+    """A server's life, with a look at it while it runs."""
+    events = iter(["lifespan.startup", "lifespan.shutdown"])
+    sent = []
+
+    async def receive():
+        return {"type": next(events)}
+
+    async def send(message):
+        sent.append(message["type"])
+        if message["type"] == "lifespan.startup.complete":
+            check()
+
+    scope = {"type": "lifespan", "app": SimpleNamespace(state=SimpleNamespace(args=args))}
+    asyncio.run(guard(scope, receive, send))
+    return sent
+
+
+@pytest.mark.parametrize("end", [None, RuntimeError("a failure")])
+def test_a_key_that_was_made_up_is_found_while_the_server_runs_and_opens_it(root, end):
+    server = Server(end)
+    guard, found = Guard(server), []
+
+    def check():
+        found.append(find_key(URL))
+        assert [find_key(url) for url in ("http://localhost:8000/", "http://[::1]:8000")] == found * 2
+        assert not find_key("http://127.0.0.1:8001") and not find_key("http://10.0.0.2:8000")
+        (folder,) = root.iterdir()
+        (file,) = folder.iterdir()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE(file.stat().st_mode) == 0o600
+
+    assert find_key(URL) is None
+    if end is None:
+        assert live(guard, check) == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+    else:
+        with pytest.raises(RuntimeError, match="a failure"):
+            live(guard, check)
+    assert len(found[0]) >= 32
+    assert find_key(URL) is None
+    assert ask(guard, "POST", "/pause", bearer(found[0]))["status"] == 200
+    assert ask(guard, "POST", "/pause", bearer("None"))["status"] == 401
+    assert ask(guard, "POST", "/pause")["status"] == 401
+
+
+def test_every_server_makes_up_another_key():
+    found = []
+    for _ in range(2):
+        live(Guard(Server()), lambda: found.append(find_key(URL)))
+    assert len(set(found)) == 2
+
+
+@pytest.mark.parametrize("host", [None, "", "0.0.0.0", "::", "localhost", "::1"])
+def test_a_server_is_found_on_loopback_whatever_it_listens_on(host):
+    found = []
+    live(Guard(Server()), lambda: found.append(find_key(URL)), SimpleNamespace(host=host, port=8000, api_key=None))
+    assert found[0]
+
+
+def test_a_key_that_is_given_is_written_nowhere(guarded, root):
+    live(guarded[1])
+    assert not list(root.iterdir())
+    assert find_key("http://10.0.0.2:8000") == KEY
+
+
+def test_keys_on_the_command_line_go_before_that_of_the_environment_as_with_vllm(guarded, root):
+    _, guard = guarded
+    live(guard, args=SimpleNamespace(host=None, port=8000, api_key=["first", "second"]))
+    assert [ask(guard, "POST", "/pause", bearer(key))["status"] for key in ("first", "second", KEY)] == [200, 200, 401]
+    assert not list(root.iterdir())
+
+
+def test_no_key_opens_a_server_that_has_not_begun():
+    for key in ("", "None"):
+        assert ask(Guard(Server()), "POST", "/pause", bearer(key))["status"] == 401
+
+
+def test_a_server_leaves_the_key_of_another_where_it_is():
+    """It ends slowly, and its successor is up."""
+    live(Guard(Server()), lambda: keys.write_key("127.0.0.1", 8000, "of the next"))
+    assert find_key(URL) == "of the next"
+
+
+def test_the_key_of_a_server_that_was_killed_is_replaced():
+    keys.write_key("127.0.0.1", 8000, "of a killed server, and longer than the next")
+    keys.write_key("127.0.0.1", 8000, "of the next")
+    assert find_key(URL) == "of the next"
+
+
+def folder_name(root, uid=None):
+    return root / f"mt-grpo-keys-{os.geteuid() if uid is None else uid}"
+
+
+def make_link(root, monkeypatch):
+    (root / "elsewhere").mkdir(mode=0o700)
+    folder_name(root).symlink_to(root / "elsewhere")
+
+
+def make_file(root, monkeypatch):
+    folder_name(root).touch()
+
+
+def make_open(root, monkeypatch):
+    folder_name(root).mkdir()
+    folder_name(root).chmod(0o750)
+
+
+def make_foreign(root, monkeypatch):
+    mine = os.geteuid()
+    folder_name(root, mine + 1).mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+
+
+@pytest.mark.parametrize("make", [make_link, make_file, make_open, make_foreign])
+def test_a_folder_that_others_may_have_made_is_refused(root, monkeypatch, make):
+    make(root, monkeypatch)
+    for use in (
+        keys.check_folder,
+        lambda: keys.write_key("127.0.0.1", 8000, KEY),
+        lambda: find_key(URL),
+        lambda: live(Guard(Server())),
+    ):
+        with pytest.raises(PermissionError, match="remove it, or set `VLLM_API_KEY`") as caught:
+            use()
+        assert "\n" not in str(caught.value)
+    assert not list(root.glob("*/*"))
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    assert find_key(URL) == KEY

@@ -1,0 +1,214 @@
+"""Whether weights arrive: each fault that leaves a server with other weights is seen, whatever the learning rate."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import build_model
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from test_weight_sync import Replica
+
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.weights.parameters import FullParameters
+from mt_grpo.weights.transports.adapter import LoraSync
+from mt_grpo.weights.transports.files import SafetensorsSync
+from mt_grpo.weights.update_calls import WeightSyncError
+from mt_grpo.weights.verification import EXACT
+
+
+@pytest.fixture
+def replica(tokenizer):
+    """A server that holds what the trainer begins with, as at the start of every run."""
+    replica = Replica(tokenizer)
+    replica.model = build_model(tokenizer)
+    yield replica
+    replica.http.stop()
+
+
+@pytest.fixture
+def sync_of(replica, tokenizer):
+    """Makes the sync of a model to the replica, and closes it."""
+    made = []
+
+    def make(model, kind=SafetensorsSync, **options):
+        client = VLLMServerClient(replica.http.url, tokenizer, server_timeout=5.0)
+        made.append(kind(client, lambda: model, Accelerator(cpu=True), **options))
+        return made[-1]
+
+    yield make
+    for sync in made:
+        sync.close()
+
+
+def learn_a_little(model) -> None:
+    """What 50 steps at a learning rate of 1e-6 change: less than any comparison of log-probs allows."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 1e-6
+
+
+def adapted(model):
+    """The model with an adapter as training begins: it changes nothing yet."""
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"]))
+
+
+def test_a_push_that_never_arrives_is_seen_at_that_sync(replica, sync_of, model):
+    sync = sync_of(model)
+    sync.sync(0)
+    learn_a_little(model)
+    replica.deaf = True
+    with pytest.raises(WeightSyncError, match="did not arrive.*checksum"):
+        sync.sync(1)
+
+
+def test_a_push_of_another_file_is_seen_at_that_sync(replica, sync_of, model, tmp_path):
+    sync = sync_of(model)
+    sync.sync(0)
+    learn_a_little(model)
+    load, old = replica.load, shutil.copy(next(sync._folder.glob("weights-*")), tmp_path)
+    replica.load = lambda path: load(old)
+    with pytest.raises(WeightSyncError, match="did not arrive.*checksum"):
+        sync.sync(1)
+
+
+@pytest.mark.parametrize("missing", ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.v_proj.weight"])
+def test_a_layer_that_gets_no_weights_is_seen_at_the_first_sync(replica, sync_of, model, missing):
+    """The server's weights are right all the same: nothing was learnt yet."""
+    replica.skipped = {missing}
+    with pytest.raises(WeightSyncError, match="changed to see them arrive.*is -.* on the server"):
+        sync_of(model).sync(0)
+
+
+def test_a_server_that_agrees_with_everything_is_refused(replica, sync_of, model):
+    replica.deaf = replica.agrees = True
+    with pytest.raises(WeightSyncError, match="agrees with whatever it is told.*mt-grpo serve"):
+        sync_of(model).sync(0)
+
+
+def test_a_server_that_reads_no_files_is_refused(replica, sync_of, model):
+    replica.backend = "nccl"
+    with pytest.raises(WeightSyncError, match="does not load weights from files: start it with `mt-grpo serve`"):
+        sync_of(model).sync(0)
+
+
+def test_a_server_that_sees_no_files_is_told_of_the_folder(replica, tmp_path, model, tokenizer):
+    """At the start, before anything is gathered."""
+    replica.blind = True
+    client = VLLMServerClient(replica.http.url, tokenizer)
+    sync = SafetensorsSync(client, lambda: model, Accelerator(cpu=True))
+    with pytest.raises(WeightSyncError, match="set `weight_sync_folder` to.*No such file"):
+        sync.begin()
+    assert not replica.http.asked("/update_weights")
+    sync.close()
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["whole", "merged adapter"])
+def test_the_proof_touches_no_weight_and_leaves_the_true_ones(replica, sync_of, model, peft):
+    if peft:
+        model = adapted(model)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sent, load = [], replica.load
+    replica.load = lambda path: (sent.append(load_file(path)), load(path))
+    sync_of(model).sync(0)
+    tolerance = {"rtol": 0, "atol": 1e-6 if peft else 0}  # merging an adapter and taking it out again rounds
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], **tolerance)
+    proof, true = sent
+    halves = {name for name in true if not torch.equal(proof[name], true[name])}
+    assert "model.embed_tokens.weight" in halves and not any("norm" in name for name in halves)
+    assert all(torch.equal(proof[name] * 2, true[name]) for name in halves)
+    assert len(replica.http.asked("/v1/completions")) == 2
+
+
+def test_a_proof_by_adapter_shows_an_adapter_that_changes_nothing_yet(replica, sync_of, model):
+    model = adapted(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sync = sync_of(model, LoraSync)
+    sync.sync(0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    learn_a_little(model)
+    sync.sync(1)
+    assert sync.client.model == "adapter-00000001"
+
+
+def test_an_adapter_that_is_not_loaded_is_seen_at_that_sync(replica, sync_of, model):
+    model = adapted(model)
+    sync = sync_of(model, LoraSync)
+    sync.sync(0)
+    learn_a_little(model)
+    replica.deaf = True
+    with pytest.raises(WeightSyncError, match="did not load the adapter"):
+        sync.sync(1)
+
+
+def test_a_server_that_ignores_its_adapters_is_seen_at_the_first_sync(replica, sync_of, model):
+    scored = replica.scored
+    replica.scored = lambda body: scored(body | {"model": "base"})
+    with pytest.raises(WeightSyncError, match="changed to see them arrive"):
+        sync_of(adapted(model), LoraSync).sync(0)
+
+
+# Narrow types
+
+
+@pytest.fixture
+def sharp(tokenizer):
+    """A model in bfloat16 that is sure of itself, as trained ones are: its logits are rounded in large steps."""
+    model = build_model(tokenizer)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(8.0)
+    return model.to(torch.bfloat16)
+
+
+def test_rounding_of_a_narrow_type_ends_no_run(replica, sync_of, tokenizer, sharp):
+    """A server in float32 computes what the trainer would without rounding: 0.1 nats a token away and more."""
+    replica.model.load_state_dict(sharp.state_dict())
+    sync = sync_of(sharp, verify_every=1)
+    sync.sync(0)
+    assert 0.25 <= sync.tolerance <= 2.0
+
+
+def test_weights_that_did_not_arrive_show_in_a_narrow_type(replica, sync_of, tokenizer, sharp):
+    replica.model.load_state_dict(sharp.state_dict())
+    sync = sync_of(sharp)
+    sync.sync(0)
+    other = build_model(tokenizer, seed=5)
+    replica.model.load_state_dict(other.state_dict())
+    with pytest.raises(WeightSyncError, match="does not compute what the trainer computes"):
+        sync.verify()
+
+
+def test_in_float32_a_thousandth_of_a_nat_is_allowed(replica, sync_of, model):
+    sync = sync_of(model)
+    sync.sync(0)
+    assert sync.tolerance == EXACT == 1e-3
+
+
+def test_weights_travel_in_the_type_of_the_server(replica, sync_of, model):
+    """FSDP2 and mixed precision keep float32 weights, which are twice the bytes."""
+    replica.dtype = "torch.bfloat16"
+    sync = sync_of(model)
+    sync.sync(0)
+    dtypes = {tensor.dtype for tensor in load_file(sync._files[-1].path).values()}
+    assert dtypes == {torch.bfloat16}
+    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+def test_parameters_that_must_stay_wide_and_narrow_ones_are_sent_as_they_are(model):
+    model._keep_in_fp32_modules_strict = {"k_norm"}
+    model.lm_head.to(torch.float16)
+    walk = FullParameters(model, Accelerator(cpu=True))
+    walk.dtype = torch.bfloat16
+    sent = {name: tensor.dtype for name, tensor in walk}
+    assert sent.pop("model.embed_tokens.weight") is torch.float16  # tied to the output layer
+    assert {dtype for name, dtype in sent.items() if "k_norm" in name} == {torch.float32}
+    assert {dtype for name, dtype in sent.items() if "k_norm" not in name} == {torch.bfloat16}

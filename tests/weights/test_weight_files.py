@@ -1,0 +1,89 @@
+"""Weights as a file: complete or absent, and the walk over parameters always finished."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mt_grpo.weights.weight_file import WeightFile, make_folder, write_weights
+
+TENSORS = {
+    "odd": torch.arange(3, dtype=torch.bfloat16),
+    "wide": torch.randn(5, 7, dtype=torch.float64),
+    "flags": torch.tensor([1, 2, 3], dtype=torch.uint8),
+    "matrix": torch.randn(4, 3),
+    "strided": torch.randn(6, 4).T,
+    "scalar": torch.tensor(2.0),
+}
+
+
+def layout():
+    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+
+
+def test_what_is_written_is_what_safetensors_reads(tmp_path):
+    file = WeightFile(tmp_path / "0.partial", layout())
+    for factor in (1, 3):
+        tensors = {name: tensor * factor for name, tensor in TENSORS.items()}
+        file.withdraw()
+        assert not list(tmp_path.glob("*.safetensors"))
+        write_weights(file, tmp_path / f"{factor}.safetensors", tensors.items())
+        assert [entry.name for entry in tmp_path.iterdir()] == [f"{factor}.safetensors"]
+        read = load_file(file.path)
+        assert read.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+
+
+def test_a_failure_leaves_nothing_under_the_name_and_the_walk_is_finished(tmp_path):
+    walked = []
+
+    def walk():
+        for name, tensor in TENSORS.items():
+            walked.append(name)
+            yield name, tensor if name != "flags" else torch.zeros(99)
+
+    with pytest.raises(RuntimeError, match="size"):
+        write_weights(WeightFile(tmp_path / "0.partial", layout()), tmp_path / "w.safetensors", walk())
+    assert walked == list(TENSORS) and not (tmp_path / "w.safetensors").exists()
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left.*weight_sync_folder"):
+        WeightFile(tmp_path / "0.partial", layout())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_not_there_under_its_name_before_it_is_complete(tmp_path):
+    path = tmp_path / "w.safetensors"
+
+    def walk():
+        for item in TENSORS.items():
+            assert not path.exists()
+            yield item
+
+    write_weights(WeightFile(tmp_path / "0.partial", layout()), path, walk())
+    assert path.exists()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_a_killed_process_left_is_removed(shared, tmp_path):
+    root = str(tmp_path) if shared else None
+    code = f"import os; from mt_grpo.weights.weight_file import make_folder as m; print(m({root!r})); os._exit(9)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    left = Path(run.stdout.strip())
+    (left / "weights.partial").write_bytes(b"half")
+    assert run.returncode == 9
+    own = make_folder(root)
+    assert own.exists() and not left.exists()
+    own.rmdir()

@@ -1,0 +1,246 @@
+"""The transfer by NCCL without GPUs: what is between the two ends is scripted, the rest is as in a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import build_model
+from peft import LoraConfig, get_peft_model
+from test_weight_sync import Replica, step_of
+from trl.generation.vllm_client import VLLMClient
+
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.weights.nccl_group import BUCKET, KeyedClient, take_bucket
+from mt_grpo.weights.transports.nccl import NcclSync
+from mt_grpo.weights.update_calls import WeightSyncError
+
+SUPPORT = Path(__file__).parents[1] / "support"
+UPDATE = ["/start_weight_update", "/update_weights", "/update_weights", "/finish_weight_update"]
+
+
+class Receiver(Replica):
+    """
+    A server whose workers take part in a broadcast, as both ends of NCCL must before either goes on.
+
+    Args:
+        failing (`int`, *optional*): The update, from 0, in which it fails before it takes part.
+    """
+
+    def __init__(self, tokenizer, failing: int | None = None) -> None:
+        super().__init__(tokenizer)
+        self.backend, self.failing = "nccl", failing
+        self.offered: list = []
+        self.offer, self.taken = threading.Semaphore(0), threading.Semaphore(0)
+
+    def answer(self, method, path, body):
+        if path != "/update_weights":
+            return super().answer(method, path, body)
+        self.updates += 1
+        if self.updates - 1 == self.failing:
+            return 500, "CUDA out of memory"
+        self.offer.acquire()
+        bucket = self.offered.pop()
+        assert [name for name, _ in bucket] == body["update_info"]["names"]
+        assert [str(tensor.dtype) for _, tensor in bucket] == [
+            f"torch.{name}" for name in body["update_info"]["dtype_names"]
+        ]
+        self.take(dict(bucket))
+        self.taken.release()
+        return 200, {}
+
+
+class ScriptedGroup:
+    """The trainer's end: a broadcast that waits for the server, or until it is aborted."""
+
+    server: Receiver
+    log = staticmethod(lambda event: None)
+
+    def __init__(self, *args):
+        self.receiver, self.aborted = self.server, False
+
+    def send(self, bucket):
+        self.log("send")
+        self.receiver.offered.append(bucket)
+        self.receiver.offer.release()
+        self.receiver.taken.acquire()
+        self.log("sent")
+        if self.aborted:
+            raise RuntimeError("NCCL error: unhandled system error")
+
+    def abort(self):
+        self.aborted = True
+        self.receiver.taken.release()
+
+
+@pytest.fixture
+def receiver(tokenizer):
+    receiver = Receiver(tokenizer)
+    yield receiver
+    receiver.http.stop()
+
+
+@pytest.fixture
+def sync_of(receiver, tokenizer, monkeypatch):
+    """Makes the sync of a model in two buckets."""
+    made = []
+    monkeypatch.setattr("mt_grpo.weights.transports.files.is_vllm_available", lambda: True)
+    monkeypatch.setattr("mt_grpo.weights.transports.files.NcclGroup", ScriptedGroup)
+    monkeypatch.setattr(ScriptedGroup, "server", receiver, raising=False)
+
+    def make(model):
+        size = sum(parameter.nbytes for parameter in model.parameters()) // 2
+        monkeypatch.setattr(
+            "mt_grpo.weights.transports.files.take_bucket", lambda walk, keep: take_bucket(walk, keep, size)
+        )
+        client = VLLMServerClient(receiver.http.url, tokenizer, server_timeout=5.0)
+        made.append(NcclSync(client, lambda: model, Accelerator(cpu=True)))
+        return made[-1]
+
+    yield make
+    for sync in made:
+        sync.close()
+
+
+def posts(receiver) -> list[str]:
+    return [path for method, path, _ in receiver.http.requests if method == "POST"]
+
+
+def adapted(model):
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["whole", "merged adapter"])
+def test_by_nccl_the_server_is_paused_while_the_weights_travel(receiver, sync_of, model, peft):
+    model = adapted(model) if peft else model
+    sync = sync_of(model)
+    sync.sync(3)
+    push = ["/pause", *UPDATE, "/reset_prefix_cache", "/resume"]
+    assert posts(receiver) == [*push, "/v1/completions"] * 2  # halved ones first, as a proof
+    assert sync.client.weight_version == 3 and step_of(receiver.version) == "3"
+
+
+def test_by_nccl_a_layer_that_gets_no_weights_is_seen_at_the_first_sync(receiver, sync_of, model):
+    receiver.model = build_model(receiver.tokenizer)
+    receiver.skipped = {"model.layers.1.mlp.down_proj.weight"}
+    with pytest.raises(WeightSyncError, match="changed to see them arrive"):
+        sync_of(model).sync(0)
+
+
+def test_by_nccl_weights_travel_in_the_type_of_the_server(receiver, sync_of, model):
+    receiver.dtype = "torch.bfloat16"
+    sync_of(model).sync(0)
+    sent = receiver.http.asked("/update_weights")
+    assert {dtype for body in sent for dtype in body["update_info"]["dtype_names"]} == {"bfloat16"}
+
+
+def test_by_nccl_no_rank_walks_over_the_parameters_unless_the_server_is_paused(receiver, sync_of, model):
+    receiver.refused = "/pause"
+    with pytest.raises(WeightSyncError, match="/pause.*HTTP 500"):
+        sync_of(model).sync(3)
+    assert "/update_weights" not in posts(receiver)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_a_server_that_fails_in_its_update_ends_the_broadcast_and_the_run(receiver, sync_of, model, failing):
+    """The broadcast would wait for it for ever; an adapter that was merged for it is taken out again."""
+    receiver.failing, model = failing, adapted(model)
+    sync = sync_of(model)
+    with pytest.raises(WeightSyncError, match="HTTP 500: CUDA out of memory"):
+        sync.sync(3)
+    assert sync._group.aborted
+    assert posts(receiver)[-2:] == ["/finish_weight_update", "/resume"]
+    assert receiver.http.asked("/finish_weight_update")[-1] == {}
+    assert not any(layer.merged for layer in model.modules() if hasattr(layer, "merged"))
+
+
+def test_a_broadcast_that_fails_does_not_wait_for_the_server(receiver, sync_of, model, monkeypatch):
+    def broken(self, bucket):
+        receiver.offered.append(bucket)
+        raise RuntimeError("NCCL error: unhandled cuda error")
+
+    monkeypatch.setattr(ScriptedGroup, "send", broken)
+    sync = sync_of(model)
+    with pytest.raises(WeightSyncError, match="could not be broadcast by NCCL: NCCL error"):
+        sync.sync(3)
+    assert sync._group.aborted
+    receiver.offer.release()  # lets the server go
+
+
+def test_a_group_that_cannot_be_made_is_said_at_the_start(receiver, sync_of, model, monkeypatch):
+    def broken(self, *args):
+        raise Exception("Request failed: 500")
+
+    monkeypatch.setattr(ScriptedGroup, "__init__", broken)
+    with pytest.raises(WeightSyncError, match="No NCCL group.*Request failed: 500.*weight_sync: safetensors"):
+        sync_of(model).begin()
+
+
+@pytest.mark.parametrize("failing", [None, 3])
+def test_all_ranks_gather_a_bucket_before_any_of_it_is_sent(tmp_path, failing):
+    """Sharded weights on two ranks; a failure in the middle ends both."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [sys.executable, *launch, str(SUPPORT / "ranks_nccl.py"), str(tmp_path), str(failing)]
+    environment = {
+        **os.environ,
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert all(rank["sharded"] for rank in ranks)
+    sends = [time for event, time in ranks[0]["log"] if event in ("send", "sent")]
+    pairs = list(zip(sends[::2], sends[1::2], strict=True))
+    gathers = [time for rank in ranks for event, time in rank["log"] if event in ("gather", "gathered")]
+    assert len(pairs) >= 3 and len(gathers) >= 4 * len(pairs)
+    assert not [time for time in gathers for begin, end in pairs if begin < time < end]
+    failures = {rank["failure"] for rank in ranks}
+    (failure,) = failures
+    assert failure is None if failing is None else "HTTP 500: CUDA out of memory" in failure
+
+
+def test_a_key_is_sent_by_nccl_too(monkeypatch):
+    """TRL's client needs a package that comes with vLLM: only its session is made here."""
+
+    def make(self, *args, **kwargs):
+        self.session = SimpleNamespace(headers={})
+        self.check_server()
+
+    asked = []
+    monkeypatch.setattr(VLLMClient, "__init__", make)
+    monkeypatch.setattr(VLLMClient, "check_server", lambda self: asked.append(dict(self.session.headers)))
+    KeyedClient("http://127.0.0.1:1", api_key="secret")
+    assert [headers["Authorization"] for headers in asked] == ["Bearer secret"]
+
+
+def test_a_bucket_holds_what_was_walked_over_though_the_walk_goes_on():
+    weights = [("a", torch.ones(4)), ("b", torch.ones(4)), ("c", torch.ones(4))]
+
+    def walk():
+        yield from weights
+        for _, tensor in weights:
+            tensor.zero_()  # as when an adapter is taken out again
+
+    kept, left = walk(), walk()
+    assert [len(take_bucket(kept, True, 32)), len(take_bucket(left, False, 32))] == [2, 2]
+    (last,) = take_bucket(kept, True, 32)
+    assert last[1].tolist() == [1.0] * 4 and take_bucket(kept, True) == []
+    assert BUCKET == 2**28
