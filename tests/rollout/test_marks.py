@@ -12,8 +12,8 @@ from datasets import Dataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError as TemplateFailure
-from test_suffix_cache import NAMES, renderer
 from test_history import Talk, user
+from test_suffix_cache import NAMES, renderer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
