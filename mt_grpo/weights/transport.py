@@ -111,7 +111,7 @@ class WeightTransport(ServerRounds):
         self.num_syncs = 0
         self.changed: set[str] | None = None
         """While weights are sent that were changed as a proof: the names of those that are halved."""
-        self._measures = tolerance is None
+        self._measures, self._begun = tolerance is None, False
         self._probe = probe_ids(accelerator.unwrap_model(get_model()).config.get_text_config().vocab_size)
         self._expected: list[float] = []
         backend = DistributedBackend(accelerator)
@@ -127,13 +127,14 @@ class WeightTransport(ServerRounds):
 
     def begin(self) -> None:
         """See `WeightSync.begin`."""
-        if self.dtype is not None:
+        if self._begun:
             return
         self._run(lambda: None, lambda: self._each_server(self._examine))
         mixed = {"no": torch.float32, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.bfloat16)
         dtypes = (next(self.get_model().parameters()).dtype, mixed, self.dtype)
         self._epsilon = max(torch.finfo(dtype).eps for dtype in dtypes)
         self._measures &= self._epsilon > torch.finfo(torch.float32).eps
+        self._begun = True
 
     def sync(self, step: int) -> None:
         """See `WeightSync.sync`."""
@@ -146,7 +147,7 @@ class WeightTransport(ServerRounds):
             self._expected = []
             due = self.num_syncs % self.verify_every == 0
             if due or not self._scores_late:  # a server that is restarted is verified while other processes are busy
-                self._expected = self._score(self.get_model())
+                self._expected = self._score(self.get_model(), measure=due)
             if due:
                 self._verify()
             self.num_syncs += 1
@@ -182,7 +183,7 @@ class WeightTransport(ServerRounds):
     def close(self) -> None:
         """See `WeightSync.close`."""
         atexit.unregister(self.close)
-        if self.accelerator.is_main_process and self.dtype is not None:
+        if self.accelerator.is_main_process and self._begun:
             for server in self.client.pool.servers:
                 if server.up:
                     control = ServerControl(server.url, self.client.api_key, _GOODBYE)
@@ -243,10 +244,10 @@ class WeightTransport(ServerRounds):
             if failure is not None and not failure.unreachable:
                 raise failure
 
-    def _score(self, model: Any) -> list[float]:
-        """The trainer's answers, and how far a server's may be from them."""
+    def _score(self, model: Any, measure: bool = True) -> list[float]:
+        """The trainer's answers; and, with `measure`, how far a server's may be from them."""
         expected = trainer_logprobs(model, self._probe)
-        if self._measures:
+        if measure and self._measures:
             padded = trainer_logprobs(model, self._probe, PADDING)
             self.tolerance = tolerance_for(expected, padded, self._epsilon)
         return expected
