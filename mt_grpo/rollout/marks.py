@@ -52,10 +52,8 @@ class Marks:
                 self.ids[token_id], self._tokens[text] = text, token
             else:
                 others[token_id] = token
-        private = f"[{SHIELD}{_ESCAPE}]"
         self._mark = re.compile(_any_of(self._tokens) or "(?!)")
-        self._found = re.compile("|".join(filter(None, (private, _any_of(self._tokens)))))
-        self._risk = re.compile("|".join(filter(None, (private, _any_of(self._tokens, cut=True)))))
+        self._risk = re.compile("|".join(filter(None, (f"[{SHIELD}{_ESCAPE}]", _any_of(self._tokens, cut=True)))))
         self._names = {value for kind, value in constants if kind in ("name", "string")}
         self._joined = self._completing(value for kind, value in constants if kind in ("string", "data"))
         self._plain = self._slow if backend is None else _PlainText(backend, others)
@@ -81,27 +79,18 @@ class Marks:
         A message whose contents spell no mark. An assistant's words may hold marks that are not special, `<think>` for
         one: so its model writes them.
         """
-        role = message.get("role")
-        shielded = {key: self.shield_all(value) for key, value in message.items() if key != "role"}
-        if role == "assistant":
+        shielded = {key: value if key == "role" else self.shield_all(value) for key, value in message.items()}
+        if message.get("role") == "assistant":
             words = {key: message[key] for key in _SAMPLED if key in message}
             shielded |= _each(words, lambda text: self._cover(text, lambda m: not self._tokens[m.group()].special))
-        return {key: role if key == "role" else shielded[key] for key in message}
+        return shielded
 
     def shield_all(self, value: Any) -> Any:
         """The same of every text in nested lists and dictionaries."""
-        return _each(value, self._shield_text)
+        return _each(value, lambda text: self._cover(text, lambda match: False))
 
-    def _shield_text(self, text: str) -> str:
-        text = self._cover(text, lambda match: False)
-        if self._joined and text not in self._names and (match := self._joined.match(text)):
-            return text[:1] + SHIELD + text[1:] if match.group() else text
-        return text
-
-    def _cover(
-        self, text: str, is_mark: Callable[[re.Match[str]], bool], pattern: re.Pattern[str] | None = None
-    ) -> str:
-        """Shields what spells a mark, or begins one at the end of the text, unless it is one."""
+    def _cover(self, text: str, is_mark: Callable[[re.Match[str]], bool]) -> str:
+        """Shields what spells a mark, or part of one at an edge of the text, unless it is one."""
 
         def covered(match: re.Match[str]) -> str:
             found = match.group()
@@ -111,7 +100,10 @@ class Marks:
                 return found
             return found[0] + SHIELD + found[1:]
 
-        return (pattern or self._risk).sub(covered, text)
+        text = self._risk.sub(covered, text)
+        if self._joined and text not in self._names and self._joined.match(text):
+            return text[0] + SHIELD + text[1:]
+        return text
 
     def recall(self, message: Message, ids: list[int]) -> Message:
         """
@@ -133,7 +125,7 @@ class Marks:
                 return self._cover(text, lambda match: match.group() in real)
             return self._cover(text, lambda match: begin + match.start() in places)
 
-        return _each(message, cover)
+        return {key: value if key == "role" else _each(value, cover) for key, value in message.items()}
 
     # Shielded text and ids
 
@@ -159,7 +151,7 @@ class Marks:
         """Shielded text of ids, what they spell told from the marks among them."""
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         places = self._places(text, ids)
-        return self._cover(text, lambda match: match.start() in places, self._found)
+        return self.tidy(self._cover(text, lambda match: match.start() in places))
 
     def _places(self, text: str, ids: list[int]) -> set[int]:
         """Where the marks' tokens begin in the text of `ids`."""

@@ -178,6 +178,8 @@ def test_what_the_template_puts_together_itself_stays_a_mark():
     messages = [{"role": "user", "content": "user|> <|user|> <"}, {"role": "assistant", "content": "Lima"}]
     marks = [chat.marks.ids[token] for token in chat.prompt_ids(messages) if token in chat.marks.ids]
     assert marks == ["<|user|>", "<|im_end|>", "<|assistant|>", "<|im_end|>"]
+    recalled = chat.marks.recall({"role": "assistant", "content": "user|>"}, tokenizer.encode("user|>"))
+    assert recalled["role"] == "assistant" and SHIELD in recalled["content"]
 
 
 def test_an_assistant_of_the_prompt_thinks_but_ends_no_turn():
