@@ -69,8 +69,8 @@ def _cause(inputs: dict[str, Any], model: nn.Module) -> str:
         if value is not None and not value.masked_select(trained).isfinite().all():
             return f"`{name}` of its batch are not finite"
     return (
-        "the model's own log-probabilities, or their ratio to the old ones, overflowed: lower `learning_rate`, or "
-        "train in bfloat16 or float32"
+        "the model's own log-probabilities, their ratio to the old ones, or its product with an advantage overflowed: "
+        "lower `learning_rate` or the rewards, or train in bfloat16 or float32"
     )
 
 

@@ -213,6 +213,16 @@ def test_a_rule_of_a_plugin_is_found_and_says_whether_it_splits_turns(recipe, tm
     assert "the nearest is 'mine'" in capsys.readouterr().err
 
 
+def test_a_rule_that_returns_nan_ends_training_with_a_sentence(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(estimators.ADVANTAGE_ESTIMATORS))
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(PLUGIN.replace("SPLITS", "True").replace("grpo_or(batch)", "grpo_or(batch) / 0"))
+    keys = {"advantage_estimator": "mine", "external_plugins": [str(plugin)], "do_eval": False}
+    assert main(["train", *recipe(**keys)]) == 1
+    assert "mt-grpo: The advantage estimator 'mine' gave nan to turn 1" in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("*.safetensors"))
+
+
 def test_a_template_without_tools_is_refused_under_the_native_protocol(recipe, tmp_path, capsys):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
