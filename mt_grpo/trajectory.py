@@ -31,6 +31,11 @@ class StopReason(str, Enum):
     ENV_ERROR = "env_error"
     """The environment itself (not a tool) raised."""
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the conversation was cut off by a limit rather than ended."""
+        return self in (StopReason.LENGTH, StopReason.TOKEN_BUDGET, StopReason.CONTEXT_FULL, StopReason.TIMEOUT)
+
 
 @dataclass
 class ToolCall:

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of the scored tokens, without ever holding more logits than one chunk."""
+"""Log-probabilities and entropies of the labels, without ever holding more logits than one chunk."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def chunked_logps(
     label, and the entropy of the same distribution. Which tokens are left is a constant of the gradient.
 
     Args:
-        hidden (`Tensor`): `(M, hidden)` states that predict the scored tokens.
+        hidden (`Tensor`): `(M, hidden)` states that predict the labels.
         weight (`Tensor`): `(vocab, hidden)` of the output layer.
         bias (`Tensor`, *optional*): `(vocab,)`.
-        labels (`Tensor`): `(M,)` scored tokens.
+        labels (`Tensor`): `(M,)` tokens whose log-probs are wanted.
         temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
         truncation (`Truncation`, *optional*): What of the distribution can be drawn; all of it where unset.
 

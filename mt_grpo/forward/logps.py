@@ -51,7 +51,7 @@ def token_logps(
         if value not in known:
             raise ValueError(f"`{name}` is {value!r}; choose one of {', '.join(known)}.")
     flat = [flatten(tree) for tree in trees]
-    if any(((tree.turns >= 0) & (tree.parents < 0)).any() for tree in flat):
+    if any(((tree.turns >= 0) & (tree.parent < 0)).any() for tree in flat):
         raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
     turns = [tree.num_turns for tree in trees]
     if not any(len(tree.tokens) for tree in flat):
@@ -101,7 +101,7 @@ def _padded(
     ).to(device)
     mask = (torch.arange(input_ids.size(1)) < lengths[:, None]).long().to(device)
     logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
-    scores = _gather(logits[:, :-1], input_ids[:, 1:], temperature, truncation)
+    logps = _gather(logits[:, :-1], input_ids[:, 1:], temperature, truncation)
     found: list[list[list[Tensor]]] = [[[] for _ in range(count)] for count in num_turns]
     seen = [np.zeros(len(tree.tokens), dtype=bool) for tree in flat]
     for row, (number, path) in enumerate(paths):
@@ -109,8 +109,8 @@ def _padded(
         seen[number][path] = True
         for turn in sorted(set(turns[turns >= 0].tolist())):
             places = np.flatnonzero(turns == turn)
-            found[number][turn].append(scores[row, torch.from_numpy(places - 1)])
-    empty = scores.new_zeros(0)
+            found[number][turn].append(logps[row, torch.from_numpy(places - 1)])
+    empty = logps.new_zeros(0)
     return [[torch.cat([empty, *pieces]) for pieces in tree] for tree in found]
 
 
@@ -124,12 +124,12 @@ def _turn_by_turn(
     device = next(model.parameters()).device
     found = []
     for tree, count in zip(flat, num_turns, strict=True):
-        tokens, turns, parents = (
-            torch.from_numpy(array).to(device)[None] for array in (tree.tokens, tree.turns, tree.parents)
+        tokens, turns, parent = (
+            torch.from_numpy(array).to(device)[None] for array in (tree.tokens, tree.turns, tree.parent)
         )
         prompt = tokens[:, :0]
         logps, _ = turn_by_turn_logps(
-            model, prompt, prompt, tokens, turns >= 0, turns, parents, temperature, truncation
+            model, prompt, prompt, tokens, turns >= 0, turns, parent, temperature, truncation
         )
         found.append([logps[0, turns[0] == turn] for turn in range(count)])
     return found

@@ -24,7 +24,7 @@ from mt_grpo.forward.truncation import Truncation
 @dataclass(frozen=True)
 class TreeScores:
     """
-    What a model's forward returns for a packed row of `M` scored tokens.
+    What a model's forward returns for a packed row of `M` labels.
 
     Args:
         logps (`Tensor`): `(M,)` log-probabilities.
@@ -99,20 +99,20 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
                 "trees cannot be packed for it; set `forward: padded`."
             )
         predictor = torch.from_numpy(tree.packed.predictor).to(hidden.device)
-        scored = hidden.index_select(0, predictor)
-        return _through_head(self.get_output_embeddings(), scored, tree, self._head_in_float32)
+        predicting = hidden.index_select(0, predictor)
+        return _through_head(self.get_output_embeddings(), predicting, tree, self._head_in_float32)
 
     model.forward = types.MethodType(forward, model)
 
 
 def _through_head(module: nn.Module, hidden: Tensor, tree: TreeInput, cast_to_fp32: bool) -> tuple[Tensor, Tensor]:
     """
-    Scores hidden states inside the output layer's own forward: a layer that is sharded by itself has its weights
+    Computes log-probs inside the output layer's own forward: a layer that is sharded by itself has its weights
     gathered, and their gradients reduced, by hooks that only a call of the module fires.
     """
     head = _linear(module)
 
-    def scoring(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
         hidden = hidden.to(head.weight.device)
         label = torch.from_numpy(tree.packed.label).to(hidden.device)
         if not cast_to_fp32:
@@ -121,7 +121,7 @@ def _through_head(module: nn.Module, hidden: Tensor, tree: TreeInput, cast_to_fp
             return chunked_logps(hidden.float(), head.weight, head.bias, label, tree.temperature, tree.truncation)
 
     usual = vars(head).get("forward")
-    head.forward = scoring
+    head.forward = forward
     try:
         return module(hidden)
     finally:

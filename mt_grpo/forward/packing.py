@@ -21,28 +21,28 @@ class FlatTree:
     Args:
         tokens (`np.ndarray`): `(L,)` token ids.
         turns (`np.ndarray`): `(L,)` turn whose trained action a token is; -1 where it is not trained.
-        parents (`np.ndarray`, *optional*): `(L,)` index of the token it follows, -1 for a root; `None` for a tree that
+        parent (`np.ndarray`, *optional*): `(L,)` index of the token it follows, -1 for a root; `None` for a tree that
             is one sequence.
     """
 
     tokens: np.ndarray
     turns: np.ndarray
-    parents: np.ndarray | None = None
+    parent: np.ndarray | None = None
 
     def paths(self) -> list[np.ndarray]:
         """Indices of the tokens on each root-to-leaf path."""
         length = len(self.tokens)
         columns = np.arange(length)
-        if self.parents is None or length == 0:
+        if self.parent is None or length == 0:
             return [columns] if length else []
-        starts = np.flatnonzero(np.r_[True, self.parents[1:] != columns[:-1]])
-        parents = self.parents[starts]
-        owners = np.searchsorted(starts, parents, side="right") - 1
+        starts = np.flatnonzero(np.r_[True, self.parent[1:] != columns[:-1]])
+        parent = self.parent[starts]
+        parent_run = np.searchsorted(starts, parent, side="right") - 1
         paths = []
         for run, end in enumerate([*starts[1:], length]):
             pieces = [columns[starts[run] : end]]
-            while parents[run] >= 0:
-                last, run = parents[run], owners[run]
+            while parent[run] >= 0:
+                last, run = parent[run], parent_run[run]
                 pieces.append(columns[starts[run] : last + 1])
             paths.append(np.concatenate(pieces[::-1]))
         return paths
@@ -54,26 +54,26 @@ def flatten(tree: TokenTree) -> FlatTree:
     children: list[list[int]] = [[] for _ in range(len(nodes) + 1)]  # the last entry holds the roots
     for index, node in enumerate(nodes):
         children[node.parent].append(index)
-    order, ends, parents, length = [], [0] * len(nodes), [], 0
+    order, ends, first_parent, length = [], [0] * len(nodes), [], 0
     stack = children[-1][::-1]
     while stack:
         index = stack.pop()
         order.append(nodes[index])
-        parents.append(ends[nodes[index].parent] - 1 if nodes[index].parent >= 0 else -1)
+        first_parent.append(ends[nodes[index].parent] - 1 if nodes[index].parent >= 0 else -1)
         length += len(nodes[index].tokens)
         ends[index] = length
         stack += children[index][::-1]
     sizes = np.array([len(node.tokens) for node in order], dtype=np.int64)
     tokens = np.fromiter((token for node in order for token in node.tokens), np.int64, length)
-    above = np.arange(-1, length - 1)
-    above[np.cumsum(sizes) - sizes] = parents
-    return FlatTree(tokens, np.repeat([node.turn for node in order], sizes).astype(np.int64), above)
+    parent = np.arange(-1, length - 1)
+    parent[np.cumsum(sizes) - sizes] = first_parent
+    return FlatTree(tokens, np.repeat([node.turn for node in order], sizes).astype(np.int64), parent)
 
 
 @dataclass(frozen=True)
 class Packed:
     """
-    `N` unique tokens of many trees in depth-first order, and the `M` tokens to be scored.
+    `N` unique tokens of many trees in depth-first order, and the `M` tokens whose log-probs are wanted, the labels.
 
     Token `q` sees token `k` if and only if `k <= q <= subtree_end[k]`.
 
@@ -82,8 +82,8 @@ class Packed:
         position_ids (`np.ndarray`): `(N,)` depth.
         parent (`np.ndarray`): `(N,)` index of the token whose hidden state predicts this one; -1 for a root.
         subtree_end (`np.ndarray`): `(N,)` last index of the subtree.
-        predictor (`np.ndarray`): `(M,)` index whose hidden state predicts a scored token.
-        label (`np.ndarray`): `(M,)` the scored token's id.
+        predictor (`np.ndarray`): `(M,)` index whose hidden state predicts a label.
+        label (`np.ndarray`): `(M,)` the label's id.
         tree (`np.ndarray`): `(M,)` tree it belongs to.
         column (`np.ndarray`): `(M,)` its index in that `FlatTree`.
         turn (`np.ndarray`): `(M,)` turn it was sampled in.
@@ -101,14 +101,14 @@ class Packed:
 
     @cached_property
     def turn_order(self) -> np.ndarray:
-        """`(M,)` order that sorts the scored tokens by tree, turn and place in the turn."""
+        """`(M,)` order that sorts the labels by tree, turn and place in the turn."""
         return np.lexsort((self.position_ids[self.predictor], self.turn, self.tree))
 
 
 def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
     """
     Lays trees out in one row. Whatever prefix they share is there once: a group's prompt, a system message, the
-    history before a fork. A token sampled twice at the same place is forwarded once and scored twice.
+    history before a fork. A token sampled twice at the same place is forwarded once and a label twice.
 
     The sequences from the roots to the leaves are sorted, so that each adds to its predecessor's path what follows
     their longest common prefix; that order is the depth-first order of the tree they form together. A numpy call costs
@@ -121,10 +121,10 @@ def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
     order, shared = sort_by_prefix([sequence.tokens for sequence in sequences])
     sequences = [sequences[index] for index in order]
     sizes = [len(sequence.tokens) for sequence in sequences]
-    shifts, parents, subtree_end = lay_out(sizes, shared)
+    shifts, parent_sequence, subtree_end = lay_out(sizes, shared)
     forks = {
         shift + common: shifts[fork] + common - 1 if common else -1
-        for shift, fork, common, size in zip(shifts, parents, shared, sizes, strict=True)
+        for shift, fork, common, size in zip(shifts, parent_sequence, shared, sizes, strict=True)
         if common < size
     }
     indices = np.arange(len(subtree_end))
@@ -148,7 +148,7 @@ def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
     early = (place < start).nonzero()[0]
     if len(early):  # in the common prefix, so an earlier sequence added them
         number = np.arange(len(sequences)).repeat(counts)[early]
-        place[early] = locate(place[early] - np.array(shifts)[number], number, shifts, parents, shared)
+        place[early] = locate(place[early] - np.array(shifts)[number], number, shifts, parent_sequence, shared)
     predictor = parent[place]
     if len(predictor) and predictor.min() < 0:
         raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
@@ -186,7 +186,7 @@ def _sequences(trees: Sequence[FlatTree | TokenTree]) -> list[_Sequence]:
     sequences = []
     for number, tree in enumerate(trees):
         flat = flatten(tree) if isinstance(tree, TokenTree) else tree
-        if flat.parents is None:
+        if flat.parent is None:
             if len(flat.tokens):
                 sequences.append(_Sequence(flat.tokens, flat.turns, number, 0))
             continue

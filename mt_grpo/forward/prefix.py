@@ -46,12 +46,12 @@ def lay_out(sizes: list[int], shared: list[int]) -> tuple[list[int], list[int], 
     start = depth = 0
     for number, (size, common) in enumerate(zip(sizes, shared, strict=True)):
         while depth > common:  # closes the subtrees that this sequence leaves, from the leaf up
-            owner = path[-1]
-            cut = max(common, shared[owner])
-            shift = shifts[owner]
+            last = path[-1]
+            cut = max(common, shared[last])
+            shift = shifts[last]
             subtree_end[shift + cut : shift + depth] = start - 1
             depth = cut
-            if cut == shared[owner]:
+            if cut == shared[last]:
                 path.pop()
         shifts.append(start - common)
         parent.append(path[-1] if path else -1)
@@ -66,7 +66,7 @@ def locate(
     depth: np.ndarray, sequence: np.ndarray, shifts: list[int], parent: list[int], shared: list[int]
 ) -> np.ndarray:
     """Indices, in the layout of `lay_out`, of the tokens at some depths of some sequences, whoever added them."""
-    parents, commons = np.array(parent), np.array(shared)
-    while (higher := depth < commons[sequence]).any():
-        sequence = np.where(higher, parents[sequence], sequence)
+    parent_of, common = np.array(parent), np.array(shared)
+    while (higher := depth < common[sequence]).any():
+        sequence = np.where(higher, parent_of[sequence], sequence)
     return depth + np.array(shifts)[sequence]

@@ -17,7 +17,7 @@ def turn_by_turn_logps(
     completion_ids: Tensor,
     loss_mask: Tensor,
     turn_ids: Tensor,
-    parents: Tensor | None,
+    parent: Tensor | None,
     temperature: float,
     truncation: Truncation | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -28,7 +28,7 @@ def turn_by_turn_logps(
         model: A causal language model.
         prompt_ids, prompt_mask (`Tensor`): `(B, P)`, padded on the left.
         completion_ids, loss_mask, turn_ids (`Tensor`): `(B, T)`, padded on the right.
-        parents (`Tensor`, *optional*): `(B, T)` column of the token each one follows, -1 for the prompt's last; `None`
+        parent (`Tensor`, *optional*): `(B, T)` column of the token each one follows, -1 for the prompt's last; `None`
             where every row is one sequence.
         temperature (`float`): Divides the logits.
         truncation (`Truncation`, *optional*): What of the distribution can be drawn.
@@ -39,12 +39,12 @@ def turn_by_turn_logps(
     rows, columns, logps, entropies = [], [], [], []
     for row in range(len(prompt_ids)):
         prompt = prompt_ids[row][prompt_mask[row].bool()]
-        above = range(-1, completion_ids.shape[1] - 1) if parents is None else parents[row].tolist()
+        row_parent = range(-1, completion_ids.shape[1] - 1) if parent is None else parent[row].tolist()
         trained = loss_mask[row].bool()
         for turn in turn_ids[row][trained].unique().tolist():
             left = (trained & (turn_ids[row] == turn)).nonzero()[:, 0].tolist()
             while left:  # where the history was rewritten, what answers a turn is on another branch
-                path = _path(above, left[-1])
+                path = _path(row_parent, left[-1])
                 action = [column for column in left if column in path]
                 left = [column for column in left if column not in path]
                 kept = prompt[: len(prompt) + 1 + path.pop(0)]
@@ -69,9 +69,9 @@ def turn_by_turn_logps(
     return empty.index_put(index, torch.cat(logps)), empty.index_put(index, torch.cat(entropies))
 
 
-def _path(above: Any, column: int) -> list[int]:
+def _path(parent: Any, column: int) -> list[int]:
     """Columns from the prompt to `column`; the first entry is where the path leaves the prompt, -1 for its end."""
     path = [column]
     while path[-1] >= 0:
-        path.append(above[path[-1]])
+        path.append(parent[path[-1]])
     return path[::-1]

@@ -15,12 +15,12 @@ def observed(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
     """
     nodes, held = trajectory.tree.nodes, {}
     for index in trajectory.tree.depth_first():
-        turn, above = nodes[index].turn, nodes[index].parent
-        if turn < 0 or (above >= 0 and nodes[above].turn == turn):  # the lower part of an action
+        turn, parent = nodes[index].turn, nodes[index].parent
+        if turn < 0 or (parent >= 0 and nodes[parent].turn == turn):  # the lower part of an action
             continue
         left = trajectory.turns[turn].observation_length
         while left > 0:
-            size = len(nodes[above].tokens)
-            held[above] = (min(left, size), turn - 1)
-            left, above = left - size, nodes[above].parent
+            size = len(nodes[parent].tokens)
+            held[parent] = (min(left, size), turn - 1)
+            left, parent = left - size, nodes[parent].parent
     return held

@@ -60,7 +60,7 @@ class ChatRenderer:
         self.end_id = self._find_end_of_turn()
         self.end_of_turn = tokenizer.convert_ids_to_tokens(self.end_id)
         self._prompt_ids = lru_cache(_PROMPTS_KEPT)(self.encode)
-        self._frames = SuffixCache(tokenizer.get_chat_template(), self._shielded_reply_text)
+        self._suffixes = SuffixCache(tokenizer.get_chat_template(), self._shielded_reply_text)
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
         """Ids of a conversation up to where the assistant begins. A group shares the list: it is not to be changed."""
@@ -94,7 +94,7 @@ class ChatRenderer:
         return ids[1:] if ids[0] == last_id else ids
 
     def _reply_ids(self, replies: list[Message]) -> list[int]:
-        return self.encode(self.marks.tidy(self._frames.text(self.shielded(replies))))
+        return self.encode(self.marks.tidy(self._suffixes.text(self.shielded(replies))))
 
     def _exceed(self, replies: list[Message], room: int) -> bool:
         """Whether replies have more tokens than `room` twice over, told from as little of them as shows it."""

@@ -16,9 +16,9 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.execution import fail_unanswered
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
 from mt_grpo.rollout.history import History, check_history
-from mt_grpo.rollout.observations import observed
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.token_check import SanityCheck
+from mt_grpo.rollout.token_row import TokenRow, token_row
 from mt_grpo.token_tree import common_prefix
 from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
 
@@ -64,29 +64,6 @@ class RolloutRequest:
     session: str
     row: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
-
-
-@dataclass
-class TokenRow:
-    """
-    The tokens of a trajectory for a trainer; all lists but the first have the completion's length.
-
-    Args:
-        prompt_ids (`list[int]`): The first context.
-        ids (`list[int]`): Token ids after it.
-        mask (`list[int]`): 1 for a sampled token, `env_mask` for the environment's; 0 for a past that is shown again.
-        turns (`list[int]`): Turn a token belongs to; a reply belongs to the turn it answers.
-        logprobs (`list[float]`): As sampled; NaN for the environment's tokens.
-        parents (`list[int]`): Position of the token that each one follows: the one before it, except where the history
-            was rewritten; -1 is the last token of the prompt, -2 the one before, and so on.
-    """
-
-    prompt_ids: list[int]
-    ids: list[int]
-    mask: list[int]
-    turns: list[int]
-    logprobs: list[float]
-    parents: list[int]
 
 
 class RolloutRunner:
@@ -275,37 +252,8 @@ class RolloutRunner:
         return min(bounds, key=lambda bound: bound[0])
 
     def completion(self, trajectory: Trajectory) -> TokenRow:
-        """The tokens of a trajectory as one row: its tree depth-first, whatever its forks."""
-        tree = trajectory.tree
-        order = tree.depth_first()
-        first = next((index for index in order if tree.nodes[index].turn == 0), None)
-        if first is None:
-            began = trajectory.stop_reason not in (None, StopReason.ENV_ERROR)  # else the prompt may have no rendering
-            ids = self.renderer.prompt_ids(trajectory.prompt) if began else [self.renderer.end_id]
-            return TokenRow(list(ids), [], [], [], [], [])
-        prompt = tree.ancestors(first)[:-1]
-        prompt_ids = [token for index in prompt for token in tree.nodes[index].tokens]
-        ends = {-1: -len(prompt_ids) - 1}  # column of each node's last token; the prompt's are below 0
-        for index in prompt:
-            ends[index] = ends[tree.nodes[index].parent] + len(tree.nodes[index].tokens)
-        row = TokenRow(prompt_ids, [], [], [], [], [])
-        replied = observed(trajectory)
-        answered = {-1: 0} | dict.fromkeys(prompt, 0)  # latest turn on the path to each node
-        for index in order:
-            if index in ends:
-                continue
-            node = tree.nodes[index]
-            begin, size = len(row.ids), len(node.tokens)
-            trained = node.turn >= 0
-            answered[index] = max(node.turn, answered[node.parent])
-            row.ids += node.tokens
-            tail, turn = (size, node.turn) if trained else replied.get(index, (0, 0))
-            row.mask += [0] * (size - tail) + [1 if trained else self.env.env_mask] * tail
-            row.turns += [answered[index]] * (size - tail) + [turn] * tail
-            row.logprobs += node.logprobs if trained else [float("nan")] * size
-            row.parents += [ends[node.parent], *range(begin, begin + size - 1)]
-            ends[index] = begin + size - 1
-        return row
+        """See `token_row`."""
+        return token_row(trajectory, self.renderer, self.env.env_mask)
 
 
 def derive_seed(*parts: object) -> int:

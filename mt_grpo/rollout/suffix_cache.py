@@ -11,7 +11,7 @@ from mt_grpo.trajectory import Message
 _FIELDS = {"role", "content", "name", "tool_call_id"}
 # Whatever a template escapes, cuts or folds, it does so to something in here.
 _HARD = "\"double\" 'single' \\back\\ <b>&amp;</b> {curly} UPPER lower\n\n\ttab Perú 北京 🙂 " + "long " * 400
-_MOST_FRAMES = 1024
+_MOST_PATTERNS = 1024
 
 
 class SuffixCache:
@@ -23,7 +23,7 @@ class SuffixCache:
     length, in the template's constants found in their content, and in which of those it begins and ends with. The
     first replies of a kind are rendered; so is a probe of the same kind, made of the same contents and everything that
     templates escape, and longer than any reply of the kind. Where the probe shows the contents as they are, and the
-    text around them fits the first rendering, that text is the frame of the kind.
+    text around them fits the first rendering, that text is the pattern of the kind.
     Whatever is of no kind (white space around it, content that is no string) or fails the probe is rendered each time.
 
     Args:
@@ -35,17 +35,17 @@ class SuffixCache:
         tokens = Environment().lexer.tokenize(template)
         self._constants = sorted({""} | {token.value for token in tokens if token.type == "string"})
         self._render = render
-        self._frames: dict[tuple, list[str] | None] = {}
+        self._patterns: dict[tuple, list[str] | None] = {}
 
     def text(self, replies: list[Message]) -> str:
         """What the template writes for replies, letter for letter."""
         kind = tuple(map(self._kind, replies))
         if None in kind:
             return self._render(replies)
-        if kind not in self._frames:
+        if kind not in self._patterns:
             return self._learn(kind, replies)
-        frame = self._frames[kind]
-        return self._render(replies) if frame is None else _fill(frame, replies)
+        pattern = self._patterns[kind]
+        return self._render(replies) if pattern is None else _fill(pattern, replies)
 
     def _kind(self, reply: Message) -> tuple | None:
         content = reply.get("content")
@@ -59,26 +59,26 @@ class SuffixCache:
 
     def _learn(self, kind: tuple, replies: list[Message]) -> str:
         text = self._render(replies)
-        if len(self._frames) < _MOST_FRAMES:  # names and ids may differ without end
+        if len(self._patterns) < _MOST_PATTERNS:  # names and ids may differ without end
             probes = [
                 {**reply, "content": f"{reply['content']}{_HARD}{number}{reply['content']}"}
                 for number, reply in enumerate(replies)
             ]
-            frame = _cut(self._render(probes), probes)
-            self._frames[kind] = frame if frame and _fill(frame, replies) == text else None
+            pattern = _cut(self._render(probes), probes)
+            self._patterns[kind] = pattern if pattern and _fill(pattern, replies) == text else None
         return text
 
 
 def _cut(text: str, replies: list[Message]) -> list[str] | None:
     """The text before, between and after the contents; `None` where they are not all found in order."""
-    frame = []
+    pattern = []
     for reply in replies:
         piece, found, text = text.partition(reply["content"])
         if not found:
             return None
-        frame.append(piece)
-    return [*frame, text]
+        pattern.append(piece)
+    return [*pattern, text]
 
 
-def _fill(frame: list[str], replies: list[Message]) -> str:
-    return frame[0] + "".join(reply["content"] + piece for reply, piece in zip(replies, frame[1:], strict=True))
+def _fill(pattern: list[str], replies: list[Message]) -> str:
+    return pattern[0] + "".join(reply["content"] + piece for reply, piece in zip(replies, pattern[1:], strict=True))

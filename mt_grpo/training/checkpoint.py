@@ -55,6 +55,9 @@ def load_rollouts(folder: Path, accelerator: Accelerator) -> tuple[int, Any]:
     """The step and the micro-batches that `save_rollouts` saved for this process; after `check_checkpoint`."""
     path = _path(folder, accelerator.process_index)
     state = torch.load(path, map_location=accelerator.device, weights_only=True)
+    for batch in state["buffered_inputs"] or []:
+        if "parents" in batch:  # the name of the column in checkpoints of version 0.1
+            batch["parent"] = batch.pop("parents")
     return state["step"], state["buffered_inputs"]
 
 

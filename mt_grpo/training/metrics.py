@@ -12,9 +12,6 @@ from mt_grpo.credit import RewardBatch
 from mt_grpo.training.tally import Tally
 from mt_grpo.trajectory import StopReason, Trajectory
 
-UNFINISHED = {StopReason.LENGTH, StopReason.TOKEN_BUDGET, StopReason.CONTEXT_FULL, StopReason.TIMEOUT}
-"""Stop reasons of a completion that was cut off rather than ended."""
-
 
 def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
     """
@@ -57,8 +54,8 @@ def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
     stops.update(record["stop"] for record in records)
     for name, numbers in (
         ("stop", stops),
-        ("tokenization", Counter(record["tokenization"] for record in records if record["tokenization"])),
-        ("forks", Counter(turn["rewritten"] for turn in turns if turn["rewritten"])),
+        ("tokenization", Counter(record["render_mismatch"] for record in records if record["render_mismatch"])),
+        ("forks", Counter(turn["fork_cause"] for turn in turns if turn["fork_cause"])),
     ):
         for value, number in sorted(numbers.items()):
             tally.add(f"{name}/{value.replace(' ', '_')}", number, per="trajectory")
@@ -71,9 +68,9 @@ TURN_METRICS = ("length", "context_length", "tool_calls", "failures", "malformed
 def _record(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "stop": trajectory.stop_reason.value,
-        "ended": trajectory.stop_reason not in UNFINISHED,
+        "ended": not trajectory.stop_reason.is_truncated,
         "failed": trajectory.failed,
-        "tokenization": trajectory.render_mismatch,
+        "render_mismatch": trajectory.render_mismatch,
         "sequences": trajectory.tree.num_sequences,
         "unique": trajectory.tree.num_tokens,
         "turns": [
@@ -83,7 +80,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
                 "tool_calls": len(turn.tool_calls),
                 "failures": sum(call.error is not None for call in turn.tool_calls),
                 "malformed": int(turn.error is not None),
-                "rewritten": turn.fork_cause,
+                "fork_cause": turn.fork_cause,
             }
             for turn in trajectory.turns
         ],
@@ -155,7 +152,7 @@ def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> Tally:
         `turn_K/sampling_logp_difference/mean` and `.../max`, in nats a token, K from 1.
     """
     trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
-    trained &= ~batch["sampling_per_token_logps"].isnan()  # trained tokens of the environment, which no engine scored
+    trained &= ~batch["sampling_per_token_logps"].isnan()  # trained tokens of the environment, which no engine sampled
     turns = batch["turn_ids"][trained]
     difference = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()[trained].float()
     zeros = difference.new_zeros(num_turns)

@@ -127,15 +127,15 @@ def _take(rows: Rows, index: Tensor) -> Rows:
 
 def _weight(rows: Rows) -> int:
     columns = [rows[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
-    trees, _ = batch_trees(*columns, rows["completion_mask"], rows.get("parents"))
+    trees, _ = batch_trees(*columns, rows["completion_mask"], rows.get("parent"))
     return unique_tokens(trees)
 
 
 def _join(pieces: list[Rows]) -> Rows:
-    if any("parents" in piece for piece in pieces):  # a rank on which no history was rewritten sent none
+    if any("parent" in piece for piece in pieces):  # a rank on which no history was rewritten sent none
         for piece in pieces:
             chain = torch.arange(piece["completion_ids"].size(1), device=piece["completion_ids"].device) - 1
-            piece.setdefault("parents", chain.expand_as(piece["completion_ids"]))
+            piece.setdefault("parent", chain.expand_as(piece["completion_ids"]))
     # TRL pads ratios with 1, and its VESPO multiplies those of the padding too
     fills = {"importance_sampling_ratio": 1.0}
     return {

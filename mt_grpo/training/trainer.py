@@ -309,10 +309,10 @@ class MTGRPOEnvTrainer(CountedTrainer):
         first = self.accelerator.process_index * len(inputs)
         rows = torch.arange(first, first + len(inputs), device=advantages.device)
         output["group_ids"] = rows // self._reward_batch.group_size
-        _, turn_ids, parents = scored_columns(self._completions, output["completion_ids"])
+        _, turn_ids, parent = scored_columns(self._completions, output["completion_ids"])
         output["turn_ids"], output["advantages"] = turn_ids, advantages[rows].gather(1, turn_ids)
-        if parents is not None:
-            output["parents"] = parents
+        if parent is not None:
+            output["parent"] = parent
         if "importance_sampling_ratio" in output:
             self._record(mode, mismatch_metrics(output, advantages.shape[1]))
         if mode == "eval":
@@ -330,7 +330,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         return inputs
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._scored = inputs["completion_mask"] * inputs["tool_mask"], inputs["turn_ids"], inputs.get("parents")
+        self._scored = inputs["completion_mask"] * inputs["tool_mask"], inputs["turn_ids"], inputs.get("parent")
         try:
             return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
@@ -353,16 +353,16 @@ class MTGRPOEnvTrainer(CountedTrainer):
                     model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
                 )
         ids = input_ids[:, -logits_to_keep:]
-        scored, turn_ids, parents = self._scored or scored_columns(self._completions, ids)
+        scored, turn_ids, parent = self._scored or scored_columns(self._completions, ids)
         prompt_ids, prompt_mask = input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep]
         mask = attention_mask[:, -logits_to_keep:]
         with self.accelerator.autocast(), without_dropout(model, self._scored is None):
             if self.args.forward == "turn_by_turn":
                 logps, entropies = turn_by_turn_logps(
-                    model, prompt_ids, prompt_mask, ids, scored, turn_ids, parents, **self._distribution
+                    model, prompt_ids, prompt_mask, ids, scored, turn_ids, parent, **self._distribution
                 )
             else:
-                columns = [prompt_ids, prompt_mask, ids, mask, scored, *([] if parents is None else [parents])]
+                columns = [prompt_ids, prompt_mask, ids, mask, scored, *([] if parent is None else [parent])]
                 pieces = zip(*(column.split(batch_size or len(ids)) for column in columns), strict=True)
                 options = {"attention": self.args.tree_attention, **self._distribution}
                 results = [batch_logps(model, *piece, **options) for piece in pieces]

@@ -68,7 +68,7 @@ class ServerRounds:
             if server.up and not up:
                 server.drop(fault)
             elif up and not server.up:
-                server.take_back()
+                server.mark_up()
         if isinstance(failure, (WeightSyncError, ServerGoneError)):
             raise failure
         if failure is not None or shared[0] is not None:
@@ -114,7 +114,7 @@ class ServerRounds:
                 control = ServerControl(server.url, self.client.api_key, CONNECT_TIMEOUT)
                 try:
                     control.get("/health")
-                    server.take_back()
+                    server.mark_up()
                 except RequestFailed as error:
                     server.fault = str(error)
                 finally:

@@ -116,7 +116,7 @@ class WeightTransport(ServerRounds):
         self._expected: list[float] = []
         backend = DistributedBackend(accelerator)
         # elsewhere a forward takes every process, or a thread that knows its device, and costs little
-        self._scores_late = accelerator.device.type == "cpu" and not (backend.is_fsdp or backend.is_zero3)
+        self._computes_late = accelerator.device.type == "cpu" and not (backend.is_fsdp or backend.is_zero3)
         self._lock = threading.Lock()  # a server that is restarted is restored from another thread
         name = [new_run()]
         if accelerator.num_processes > 1:
@@ -146,21 +146,21 @@ class WeightTransport(ServerRounds):
             self._send(step)
             self._expected = []
             due = self.num_syncs % self.verify_every == 0
-            if due or not self._scores_late:  # a server that is restarted is verified while other processes are busy
-                self._expected = self._score(self.get_model(), measure=due)
+            if due or not self._computes_late:  # a server that is restarted is verified while other processes are busy
+                self._expected = self._compute_expected(self.get_model(), measure=due)
             if due:
                 self._verify()
             self.num_syncs += 1
 
     def verify(self) -> None:
         """
-        Scores a probe sequence with the trainer and with every server.
+        Holds the log-probs of a probe sequence that every server computes against the trainer's.
 
         Raises:
             WeightSyncError: In every process, if they differ by more than `tolerance`; with both numbers.
         """
         with self._lock:
-            self._expected = self._score(self.get_model())
+            self._expected = self._compute_expected(self.get_model())
             self._verify()
 
     def check(self) -> None:
@@ -211,7 +211,7 @@ class WeightTransport(ServerRounds):
 
     def _prove(self) -> None:
         """Sends weights that were changed on purpose, and sees that every server answers with them."""
-        unchanged = self._score(self.get_model())
+        unchanged = self._compute_expected(self.get_model())
         with self._change(self.accelerator.unwrap_model(self.get_model())) as self.changed:
             self._expected = trainer_logprobs(self.get_model(), self._probe)
         if compare(unchanged, self._expected).difference < 2 * self.tolerance:
@@ -244,7 +244,7 @@ class WeightTransport(ServerRounds):
             if failure is not None and not failure.unreachable:
                 raise failure
 
-    def _score(self, model: Any, measure: bool = True) -> list[float]:
+    def _compute_expected(self, model: Any, measure: bool = True) -> list[float]:
         """The trainer's answers; and, with `measure`, how far a server's may be from them."""
         expected = trainer_logprobs(model, self._probe)
         if measure and self._measures:
@@ -257,7 +257,7 @@ class WeightTransport(ServerRounds):
         self._compare(server)
 
     def _compare(self, server: ServerControl) -> None:
-        self._expected = self._expected or self._score(self.accelerator.unwrap_model(self.get_model()))
+        self._expected = self._expected or self._compute_expected(self.accelerator.unwrap_model(self.get_model()))
         verdict = compare(server_logprobs(server, self.client.model, self._probe), self._expected)
         logger.info("Weight sync verified at %s: %.2e nats a token.", server.base_url, verdict.difference)
         if verdict.difference > self.tolerance:

@@ -1,4 +1,4 @@
-"""The proof of a weight sync: one sequence, scored by the server and by the trainer."""
+"""The proof of a weight sync: the log-probs of one sequence, computed by the server and by the trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXACT = 1e-3
 @dataclass(frozen=True)
 class Verdict:
     """
-    How far two scorings of the probe are apart.
+    How far two computations of the probe's log-probs are apart.
 
     Args:
         server (`float`), trainer (`float`): Mean log-probability of the probe's tokens, in nats.
@@ -50,9 +50,7 @@ def server_logprobs(server: ServerControl, model: str, ids: list[int]) -> list[f
         return [entry[str(token)]["logprob"] for entry, token in zip(positions[1:], ids[1:], strict=True)]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         request, shown = f"POST {server.base_url}/v1/completions", str(answer)[:400]
-        raise RequestFailed(f"{request} was answered with something that is not a scored prompt: {shown}", True) from (
-            error
-        )
+        raise RequestFailed(f"{request} was answered with no log-probs of a prompt: {shown}", True) from (error)
 
 
 @torch.no_grad()
@@ -95,7 +93,7 @@ def tolerance_for(expected: list[float], padded: list[float], epsilon: float) ->
 
 
 def compare(server: list[float], trainer: list[float]) -> Verdict:
-    """The distance between two scorings; one that is not a number counts as infinite."""
+    """The distance between two lists of log-probs; one that is not a number counts as infinite."""
     differences = [abs(one - other) for one, other in zip(server, trainer, strict=True)]
     differences = [math.inf if math.isnan(value) else value for value in differences]
     count = len(differences)

@@ -258,8 +258,8 @@ def test_a_row_can_be_a_tree(tokenizer):
     tree = make_tree([*FOREST[0], ([1, 2, 9], [8, 9])])  # the last history is rewritten within the prompt
     flat = flatten(tree)
     prompt = 4
-    tokens, parents, turns = (
-        torch.from_numpy(array)[None] for array in (flat.tokens, flat.parents - prompt, flat.turns)
+    tokens, parent, turns = (
+        torch.from_numpy(array)[None] for array in (flat.tokens, flat.parent - prompt, flat.turns)
     )
     completion = tokens[:, prompt:]
     ones = torch.ones_like(tokens)
@@ -272,7 +272,7 @@ def test_a_row_can_be_a_tree(tokenizer):
         completion,
         torch.ones_like(completion),
         scored,
-        parents[:, prompt:],
+        parent[:, prompt:],
     )
     expected = torch.cat(token_logps(model, [tree], forward="turn_by_turn")[0])
     order = torch.argsort(turns[0, prompt:][scored[0].bool()], stable=True)

@@ -290,7 +290,7 @@ import asyncio, signal, sys, threading
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from support.scoring import score
-from mt_grpo.rollout import RolloutRequest, RolloutRunner, Sampling, ScriptedEngine, background
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine, background
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import Trajectory, Turn
 

@@ -167,7 +167,7 @@ def test_the_engine_is_given_exactly_the_paths_of_the_tree(template, history):
             path = []
             while column >= 0:
                 path.append(row.ids[column])
-                column = row.parents[column]
+                column = row.parent[column]
             kept = len(row.prompt_ids) + 1 + column
             assert row.prompt_ids[:kept] + path[::-1] == context + action
 
@@ -261,7 +261,7 @@ def test_logps_of_forked_rows_are_those_of_each_turn_alone(tokenizer):
         pad([row.ids for row in rows]),
         pad([[1] * len(row.ids) for row in rows]),
         pad([row.mask for row in rows]),
-        pad([row.parents for row in rows]),
+        pad([row.parent for row in rows]),
     )
     for number, row in enumerate(rows):
         for turn in range(4):

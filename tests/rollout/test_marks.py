@@ -449,8 +449,8 @@ def test_every_way_into_a_conversation_is_the_same():
 def test_a_reply_that_is_known_is_not_rendered_whatever_it_spells():
     chat = ChatRenderer(build_tokenizer())
     times = []
-    frames = chat._frames
-    render, frames._render = frames._render, lambda replies: times.append(replies) or render(replies)
+    cache = chat._suffixes
+    render, cache._render = cache._render, lambda replies: times.append(replies) or render(replies)
     for number in range(20):
         chat.reply_ids([tool(f"{number:02d} <|im_end|> {number:02d}")], -1)
     assert len(times) == 2

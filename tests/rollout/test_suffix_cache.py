@@ -1,4 +1,4 @@
-"""Reply frames: letter for letter what the template writes, whatever it does with a content, mostly without it."""
+"""The suffix cache: letter for letter what the template writes, whatever it does with a content, mostly without it."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def text(content: str, **fields: str) -> dict:
 def test_whatever_a_template_does_with_a_content_is_done(expression):
     template = "{% for m in messages %}<user>{{ " + expression + " }}</user>{% endfor %}"
     render = Counted(template)
-    frames = SuffixCache(template, render)
+    cache = SuffixCache(template, render)
     contents = [
         "plain",
         " spaced\n",
@@ -127,28 +127,28 @@ def test_whatever_a_template_does_with_a_content_is_done(expression):
     for _ in range(2):
         for content in contents:
             for replies in ([text(content, name="a")], [text(content, name="b"), text("plain", name="c")]):
-                assert frames.text(replies) == render(replies)
+                assert cache.text(replies) == render(replies)
 
 
 def test_a_kind_of_reply_that_is_known_is_not_rendered():
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
     render = Counted(template)
-    frames = SuffixCache(template, render)
+    cache = SuffixCache(template, render)
     for passage in PASSAGES:
-        frames.text([text(passage)])
-        frames.text([text(passage), text(passage)])
+        cache.text([text(passage)])
+        cache.text([text(passage), text(passage)])
     assert render.times == 4  # two kinds: the first of each, and its probe
 
 
 def test_names_without_end_do_not_fill_the_memory():
     render = Counted("{% for m in messages %}{{ m.content }}{% endfor %}")
-    frames = SuffixCache("", render)
+    cache = SuffixCache("", render)
     for number in range(3000):
-        assert frames.text([text("x", tool_call_id=str(number))]) == "x"
+        assert cache.text([text("x", tool_call_id=str(number))]) == "x"
     assert render.times == 3000 + 1024
 
 
 def test_a_content_that_is_no_text_is_rendered():
     template = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}"
-    frames = SuffixCache(template, Counted(template))
-    assert frames.text([{"role": "user", "content": [{"type": "text", "text": "Lima"}]}]) == "Lima"
+    cache = SuffixCache(template, Counted(template))
+    assert cache.text([{"role": "user", "content": [{"type": "text", "text": "Lima"}]}]) == "Lima"

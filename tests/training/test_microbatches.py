@@ -47,7 +47,7 @@ def test_what_branches_of_a_rewritten_history_share_weighs_once():
         batch["completion_mask"] = torch.ones(size, 8, dtype=torch.long)
         branches = torch.tensor([-1, 0, 1, 2, -1, 4, 5, 6])  # the second is the first once more
         chain = torch.arange(-1, 7)
-        batch["parents"] = torch.stack([branches if group in (1, 3) else chain for group in (1, 2, 3, 4)])
+        batch["parent"] = torch.stack([branches if group in (1, 3) else chain for group in (1, 2, 3, 4)])
     for batch in rebalance(batches, 2):
         assert len({1, 3} & set(batch["group_ids"].tolist())) == 1
 

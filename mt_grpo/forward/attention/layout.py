@@ -38,12 +38,11 @@ class TreeLayout:
         begins[:1] = True
         self.starts = begins.nonzero()[0]
         self.sizes = np.diff(np.array([*self.starts, self.size]))
-        parents = packed.parent[self.starts]
-        owners = np.searchsorted(self.starts, parents, side="right") - 1
+        parent_chain = np.searchsorted(self.starts, packed.parent[self.starts], side="right") - 1  # -1 for a root
         self.paths: list[list[int]] = []
         """For each chain the chains from the root to it, itself included."""
-        for chain, (parent, owner) in enumerate(zip(parents.tolist(), owners.tolist(), strict=True)):
-            self.paths.append([*(self.paths[owner] if parent >= 0 else []), chain])
+        for chain, parent in enumerate(parent_chain.tolist()):
+            self.paths.append([*(self.paths[parent] if parent >= 0 else []), chain])
         self._attention = attention
         self._cache: dict[Any, Any] = {}
 

@@ -246,7 +246,7 @@ class VLLMServerClient:
                 server.fault = str(error)
             await asyncio.sleep(_POLL)
         logger.warning("The vLLM server at %s is back.", server.url)
-        server.take_back()
+        server.mark_up()
 
     async def _serves(self, server: Server) -> bool:
         try:

@@ -59,7 +59,7 @@ class Server:
             self.down_since, self.fault = time.monotonic(), fault
             self.drops += 1
 
-    def take_back(self) -> None:
+    def mark_up(self) -> None:
         """Lets conversations go to it."""
         self.down_since, self.fault, self.fingerprint = None, "", None
 
