@@ -37,7 +37,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl
-from mt_grpo.weights.transports.files import SafetensorsSync
+from mt_grpo.weights.transports.files import SafetensorsTransport
 
 TARGET = 0.7
 HANDSHAKE = "pause, start, finish, cache reset, resume"
@@ -46,7 +46,7 @@ Times = dict[str, list[tuple[float, float]]]
 """Of each part, in each repeat: seconds that passed, and seconds of processors."""
 
 
-class Timed(SafetensorsSync):
+class Timed(SafetensorsTransport):
     """Keeps the times of its parts in `times`; `worker` is the process id of the server's worker."""
 
     times: Times

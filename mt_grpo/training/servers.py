@@ -15,9 +15,9 @@ from mt_grpo.rollout.engines.vllm.http import ServerSetupError
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.sampling import check_sequence_ratio
 from mt_grpo.weights.transport import WeightSync
-from mt_grpo.weights.transports.adapter import LoraSync
-from mt_grpo.weights.transports.files import SafetensorsSync
-from mt_grpo.weights.transports.nccl import NcclSync
+from mt_grpo.weights.transports.adapter import LoraTransport
+from mt_grpo.weights.transports.files import SafetensorsTransport
+from mt_grpo.weights.transports.nccl import NcclTransport
 from mt_grpo.weights.update_calls import WeightSyncError
 
 _EVERYWHERE = "0.0.0.0"
@@ -107,9 +107,9 @@ def weight_sync(
     transport = weight_transport(args)
     options: dict[str, Any] = {"verify_every": args.verify_sync_every}
     if transport == "nccl":
-        kind, options["group_port"] = NcclSync, args.vllm_group_port
+        kind, options["group_port"] = NcclTransport, args.vllm_group_port
     else:
-        kind = {"safetensors": SafetensorsSync, "lora": LoraSync}[transport]
+        kind = {"safetensors": SafetensorsTransport, "lora": LoraTransport}[transport]
         options["folder"] = args.weight_sync_folder
     try:
         sync = kind(client, get_model, accelerator, **options)

@@ -36,7 +36,9 @@ _GOODBYE = 5.0  # seconds a call may take when the run is over
 
 
 class WeightSync(Protocol):
-    """Brings weights to the servers of a client. Every process calls all but `restore` at the same points."""
+    """
+    What a trainer asks of its transport. Every process calls all but `restore` at the same points.
+    """
 
     def begin(self) -> None:
         """
@@ -79,7 +81,8 @@ class WeightSync(Protocol):
 
 class WeightTransport(ServerRounds):
     """
-    What all ways have in common: rank 0 talks to the servers, every rank learns how it went and who is left out.
+    What all transports have in common; each is a `WeightSync`. Rank 0 talks to the servers, every rank learns how it
+    went and who is left out.
 
     Args:
         client (`VLLMServerClient`): Its servers are synced; its version and `restore` are set.
@@ -92,7 +95,7 @@ class WeightTransport(ServerRounds):
     """
 
     _push: Callable[..., None]
-    """Sends the weights of `step` to `server`; each way's own method."""
+    """Sends the weights of `step` to `server`; each transport's own method."""
 
     def __init__(
         self,

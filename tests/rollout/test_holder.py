@@ -17,7 +17,7 @@ from mt_grpo.rollout.engines.vllm.holder import holder, new_run, released, weigh
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import weight_sync
-from mt_grpo.weights.transports.files import SafetensorsSync
+from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.update_calls import WeightSyncError
 
 
@@ -36,7 +36,7 @@ def sync_of(replicas, tokenizer, model):
 
     def make(servers=1):
         client = VLLMServerClient([replica.http.url for replica in replicas[:servers]], tokenizer, server_timeout=5.0)
-        made.append(SafetensorsSync(client, lambda: model, Accelerator(cpu=True)))
+        made.append(SafetensorsTransport(client, lambda: model, Accelerator(cpu=True)))
         return made[-1]
 
     yield make

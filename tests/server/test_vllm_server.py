@@ -28,8 +28,8 @@ from mt_grpo.rollout.engines.vllm.http import ServerControl, ServerGoneError, Se
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import token_logps
 from mt_grpo.trajectory import StopReason
-from mt_grpo.weights.transports.adapter import LoraSync
-from mt_grpo.weights.transports.files import SafetensorsSync
+from mt_grpo.weights.transports.adapter import LoraTransport
+from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.update_calls import WeightSyncError
 
 pytestmark = pytest.mark.skipif(
@@ -60,8 +60,8 @@ class Served:
         asyncio.run(client.connect())
         return client
 
-    def sync(self, client, model=None, **options) -> SafetensorsSync:
-        return SafetensorsSync(client, lambda: model or self.model, Accelerator(cpu=True), **options)
+    def sync(self, client, model=None, **options) -> SafetensorsTransport:
+        return SafetensorsTransport(client, lambda: model or self.model, Accelerator(cpu=True), **options)
 
     def prompts(self, number: int = 6) -> list[list[int]]:
         texts = [f"user What is the capital of Peru {index}" for index in range(number)]
@@ -397,7 +397,7 @@ def test_weights_that_did_not_arrive_end_the_run_with_both_numbers(trained):
     with pytest.raises(WeightSyncError, match=r"is -\d+\.\d{4} on the server and -\d+\.\d{4} in the trainer"):
         sync.verify()
     sync.sync(1)  # not verified: the second of every two
-    sync._push = lambda server, step: None  # weights that never leave, as where a push is forgotten
+    sync._push = lambda server, step: None  # weights that never leave, as where a sync is forgotten
     train_a_little(trained.model)
     with pytest.raises(WeightSyncError, match="Likely causes"):
         sync.sync(2)
@@ -507,7 +507,7 @@ def test_an_adapter_is_taken_out_again_when_the_disk_is_full(untied, monkeypatch
 def test_an_adapter_is_loaded_under_a_name_of_its_own(untied):
     model = adapted(untied)
     client, contexts = untied.client(), untied.prompts()
-    sync = LoraSync(client, lambda: model, Accelerator(cpu=True), verify_every=1)
+    sync = LoraTransport(client, lambda: model, Accelerator(cpu=True), verify_every=1)
     for step in (1, 2):
         sync.sync(step)
         samples = generate(client, contexts, SamplingParams(max_tokens=20))

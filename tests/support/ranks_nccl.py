@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from mt_grpo.app.train import leave_group
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.weights.nccl_group import take_bucket
-from mt_grpo.weights.transports import files as weight_transports
+from mt_grpo.weights.transports import nccl as weight_transports
 from mt_grpo.weights.update_calls import WeightSyncError
 
 LOG: list[tuple[str, float]] = []
@@ -60,7 +60,7 @@ def main(folder: str, failing: str) -> Accelerator:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    sync = weight_transports.NcclSync(VLLMServerClient(url[0], tokenizer), lambda: model, accelerator)
+    sync = weight_transports.NcclTransport(VLLMServerClient(url[0], tokenizer), lambda: model, accelerator)
     failure = None
     try:
         sync.sync(1)

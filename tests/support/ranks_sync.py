@@ -13,7 +13,7 @@ from conftest import build_model, build_tokenizer
 from mt_grpo.app.train import leave_group
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.weights.transports.files import SafetensorsSync
+from mt_grpo.weights.transports.files import SafetensorsTransport
 
 
 async def sample(client: VLLMServerClient) -> list[tuple[int, int | None]]:
@@ -33,7 +33,7 @@ def main(folder: str, *urls: str) -> Accelerator:
     model = build_model(tokenizer)
     client = VLLMServerClient(list(urls), tokenizer)
     asyncio.run(client.connect())
-    sync = SafetensorsSync(client, lambda: model, accelerator, folder=folder)
+    sync = SafetensorsTransport(client, lambda: model, accelerator, folder=folder)
     sync.sync(1)
     seen = {"up": [server.up for server in client.pool.servers]}
     if not accelerator.is_main_process:

@@ -14,8 +14,8 @@ from test_weight_sync import Replica
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.weights.parameters import FullParameters
-from mt_grpo.weights.transports.adapter import LoraSync
-from mt_grpo.weights.transports.files import SafetensorsSync
+from mt_grpo.weights.transports.adapter import LoraTransport
+from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.update_calls import WeightSyncError
 from mt_grpo.weights.verification import EXACT
 
@@ -34,7 +34,7 @@ def sync_of(replica, tokenizer):
     """Makes the sync of a model to the replica, and closes it."""
     made = []
 
-    def make(model, kind=SafetensorsSync, **options):
+    def make(model, kind=SafetensorsTransport, **options):
         client = VLLMServerClient(replica.http.url, tokenizer, server_timeout=5.0)
         made.append(kind(client, lambda: model, Accelerator(cpu=True), **options))
         return made[-1]
@@ -101,7 +101,7 @@ def test_a_server_that_sees_no_files_is_told_of_the_folder(replica, tmp_path, mo
     """At the start, before anything is gathered."""
     replica.blind = True
     client = VLLMServerClient(replica.http.url, tokenizer)
-    sync = SafetensorsSync(client, lambda: model, Accelerator(cpu=True))
+    sync = SafetensorsTransport(client, lambda: model, Accelerator(cpu=True))
     for _ in range(2):
         with pytest.raises(WeightSyncError, match="set `weight_sync_folder` to.*No such file"):
             sync.begin()
@@ -133,7 +133,7 @@ def test_the_proof_touches_no_weight_and_leaves_the_true_ones(replica, sync_of, 
 def test_a_proof_by_adapter_shows_an_adapter_that_changes_nothing_yet(replica, sync_of, model):
     model = adapted(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    sync = sync_of(model, LoraSync)
+    sync = sync_of(model, LoraTransport)
     sync.sync(0)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     learn_a_little(model)
@@ -143,7 +143,7 @@ def test_a_proof_by_adapter_shows_an_adapter_that_changes_nothing_yet(replica, s
 
 def test_an_adapter_that_is_not_loaded_is_seen_at_that_sync(replica, sync_of, model):
     model = adapted(model)
-    sync = sync_of(model, LoraSync)
+    sync = sync_of(model, LoraTransport)
     sync.sync(0)
     learn_a_little(model)
     replica.deaf = True
@@ -155,7 +155,7 @@ def test_a_server_that_ignores_its_adapters_is_seen_at_the_first_sync(replica, s
     scored = replica.scored
     replica.scored = lambda body: scored(body | {"model": "base"})
     with pytest.raises(WeightSyncError, match="changed to see them arrive"):
-        sync_of(adapted(model), LoraSync).sync(0)
+        sync_of(adapted(model), LoraTransport).sync(0)
 
 
 # Narrow types

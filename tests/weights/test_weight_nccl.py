@@ -19,8 +19,9 @@ from test_weight_sync import Replica, step_of
 from trl.generation.vllm_client import VLLMClient
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.weights.nccl_group import BUCKET, KeyedClient, take_bucket
-from mt_grpo.weights.transports.nccl import NcclSync
+from mt_grpo.weights.nccl_client import KeyedClient
+from mt_grpo.weights.nccl_group import BUCKET, take_bucket
+from mt_grpo.weights.transports.nccl import NcclTransport
 from mt_grpo.weights.update_calls import WeightSyncError
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -92,17 +93,17 @@ def receiver(tokenizer):
 def sync_of(receiver, tokenizer, monkeypatch):
     """Makes the sync of a model in two buckets."""
     made = []
-    monkeypatch.setattr("mt_grpo.weights.transports.files.is_vllm_available", lambda: True)
-    monkeypatch.setattr("mt_grpo.weights.transports.files.NcclGroup", ScriptedGroup)
+    monkeypatch.setattr("mt_grpo.weights.transports.nccl.is_vllm_available", lambda: True)
+    monkeypatch.setattr("mt_grpo.weights.transports.nccl.NcclGroup", ScriptedGroup)
     monkeypatch.setattr(ScriptedGroup, "server", receiver, raising=False)
 
     def make(model):
         size = sum(parameter.nbytes for parameter in model.parameters()) // 2
         monkeypatch.setattr(
-            "mt_grpo.weights.transports.files.take_bucket", lambda walk, keep: take_bucket(walk, keep, size)
+            "mt_grpo.weights.transports.nccl.take_bucket", lambda walk, keep: take_bucket(walk, keep, size)
         )
         client = VLLMServerClient(receiver.http.url, tokenizer, server_timeout=5.0)
-        made.append(NcclSync(client, lambda: model, Accelerator(cpu=True)))
+        made.append(NcclTransport(client, lambda: model, Accelerator(cpu=True)))
         return made[-1]
 
     yield make

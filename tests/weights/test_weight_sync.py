@@ -27,9 +27,9 @@ from mt_grpo.training.servers import own_engine
 from mt_grpo.vllm_plugin import keys
 from mt_grpo.vllm_plugin.checksum import file_checksum
 from mt_grpo.weights.nccl_client import KeyedClient
-from mt_grpo.weights.transports.adapter import LoraSync
-from mt_grpo.weights.transports.files import SafetensorsSync
-from mt_grpo.weights.transports.nccl import NcclSync
+from mt_grpo.weights.transports.adapter import LoraTransport
+from mt_grpo.weights.transports.files import SafetensorsTransport
+from mt_grpo.weights.transports.nccl import NcclTransport
 from mt_grpo.weights.update_calls import WeightSyncError, paused
 from mt_grpo.weights.verification import trainer_logprobs
 
@@ -152,7 +152,7 @@ def test_a_server_that_missed_an_update_is_left_out_by_every_rank_until_one_of_t
 
 def test_a_restored_server_is_verified_though_the_latest_sync_was_not(tokenizer, replicas, client):
     model, replica = build_model(tokenizer), replicas[0]
-    sync = SafetensorsSync(client, lambda: model, Accelerator(cpu=True))
+    sync = SafetensorsTransport(client, lambda: model, Accelerator(cpu=True))
     sync.sync(0)
     model.model.embed_tokens.weight.data *= 1.5
     sync.sync(1)
@@ -170,10 +170,10 @@ def test_a_restored_server_is_verified_though_the_latest_sync_was_not(tokenizer,
     [(False, 1, "needs vLLM"), (True, 2, "one server")],
 )
 def test_what_nccl_cannot_do_is_said_at_the_start(tokenizer, monkeypatch, installed, urls, words):
-    monkeypatch.setattr("mt_grpo.weights.transports.files.is_vllm_available", lambda: installed)
+    monkeypatch.setattr("mt_grpo.weights.transports.nccl.is_vllm_available", lambda: installed)
     client = VLLMServerClient([f"http://127.0.0.1:{port}" for port in range(1, 1 + urls)], tokenizer)
     with pytest.raises(ConfigError, match=f"{words}.*weight_sync: safetensors"):
-        NcclSync(client, lambda: build_model(tokenizer), Accelerator(cpu=True))
+        NcclTransport(client, lambda: build_model(tokenizer), Accelerator(cpu=True))
 
 
 class Session(httpx.Client):
@@ -200,19 +200,19 @@ def test_by_nccl_the_key_is_sent_from_the_first_request_that_needs_it(
         monkeypatch.setattr(f"trl.generation.vllm_client.{name}", lambda: True)
     for name, value in (("requests", requests), ("Retry", dict), ("HTTPAdapter", dict)):
         monkeypatch.setattr(f"trl.generation.vllm_client.{name}", value, raising=False)
-    monkeypatch.setattr("mt_grpo.weights.transports.files.is_vllm_available", lambda: True)
+    monkeypatch.setattr("mt_grpo.weights.transports.nccl.is_vllm_available", lambda: True)
     seen = []
     monkeypatch.setattr(KeyedClient, "init_communicator", lambda self, device: seen.append(self.get_server_info()))
     http.key = key
     client = VLLMServerClient(http.url, tokenizer, api_key=key if given == "given" else None)
-    sync = NcclSync(client, lambda: build_model(tokenizer), Accelerator(cpu=True), group_port=51299)
+    sync = NcclTransport(client, lambda: build_model(tokenizer), Accelerator(cpu=True), group_port=51299)
     assert seen and sync._generation.vllm_client.group_port == 51299
     assert [path for _, path, _ in http.requests] == ["/health", "/v1/models", "/server_info"]
 
 
 def test_sync_by_adapter_needs_an_adapter(tokenizer, client):
     with pytest.raises(ConfigError, match="use_peft: true"):
-        LoraSync(client, lambda: build_model(tokenizer), Accelerator(cpu=True))
+        LoraTransport(client, lambda: build_model(tokenizer), Accelerator(cpu=True))
 
 
 def test_a_server_is_resumed_though_the_pause_itself_was_interrupted():

@@ -17,13 +17,13 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.vllm_plugin.checksum import file_checksum
 from mt_grpo.weights.proof import shift_file, shifted
-from mt_grpo.weights.transports.files import FolderSync
+from mt_grpo.weights.transports.files import FolderTransport
 from mt_grpo.weights.update_calls import (
     push_adapter,
 )
 
 
-class LoraSync(FolderSync):
+class LoraTransport(FolderTransport):
     """
     By adapter: the server keeps the base model and loads each version of the adapter under a name of its own, which
     requests then ask for. Much less to send; the server must be started for it (`mt-grpo serve` does so).

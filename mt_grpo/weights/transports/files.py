@@ -20,7 +20,7 @@ from mt_grpo.weights.update_calls import (
 from mt_grpo.weights.weight_file import Layout, WeightFile, exhaust, shared_folder, write_weights
 
 
-class FolderSync(WeightTransport):
+class FolderTransport(WeightTransport):
     """
     By files that the servers read.
 
@@ -50,7 +50,7 @@ class FolderSync(WeightTransport):
         super().close()
 
 
-class SafetensorsSync(FolderSync):
+class SafetensorsTransport(FolderTransport):
     """By a file, in shared memory on one host or in a folder that all hosts see. Works on every device."""
 
     def __init__(

@@ -25,7 +25,7 @@ from mt_grpo.weights.update_calls import (
 from mt_grpo.weights.weight_file import exhaust
 
 
-class NcclSync(WeightTransport):
+class NcclTransport(WeightTransport):
     """
     By NCCL broadcast between GPUs, as TRL does, which needs vLLM in the trainer's environment too. The server joins a
     process group when the run begins, so that one which is restarted cannot be given its weights again: the run ends,
