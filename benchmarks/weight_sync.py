@@ -199,7 +199,8 @@ def main() -> None:
     layers, repeats = (1, 1) if args.quick else (6, 9)
     model = build_model(layers)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # where the server finds its extension
+    # where the server finds its extension, beside what it finds already
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)

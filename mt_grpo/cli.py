@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from mt_grpo.errors import UserError
+
 USAGE = """usage: mt-grpo COMMAND --config RECIPE.yaml [--field value ...]
 
 commands:
@@ -77,13 +79,12 @@ def train(arguments: list[str]) -> int:
     trainer, resolved = _prepare(arguments)
     if trainer is None:
         return 1
-    from mt_grpo.app.train import FAILURES, leave_group, run_training
-    from mt_grpo.errors import ConfigError, UnsupportedModelError
+    from mt_grpo.app.train import leave_group, run_training
 
     accelerator = trainer.accelerator
     try:
         run_training(trainer, resolved, _console(quiet=not accelerator.is_main_process))
-    except (*FAILURES, ConfigError, UnsupportedModelError) as error:
+    except UserError as error:
         return _refuse(error)
     del trainer
     leave_group(accelerator)
@@ -99,13 +100,12 @@ def rollout(arguments: list[str]) -> int:
     trainer, _ = _prepare(rest, trains=False)
     if trainer is None:
         return 1
-    from mt_grpo.app.train import FAILURES
     from mt_grpo.viewer import render_trajectory
 
     console = _console()
     try:
         trajectories = trainer.rollout(options.num_prompts)
-    except FAILURES as error:
+    except UserError as error:
         return _refuse(error)
     for number, trajectory in enumerate(trajectories):
         console.rule(f"conversation {number + 1}")
@@ -121,12 +121,12 @@ def serve(arguments: list[str]) -> int:
 
     try:
         server.serve(parse_recipe(arguments))
-    except (ValueError, OSError) as error:
+    except UserError as error:
         return _refuse(error)
     return 1
 
 
-def _refuse(error: Exception) -> int:
+def _refuse(error: UserError) -> int:
     from mt_grpo.viewer import visible
 
     print(f"mt-grpo: {visible(' '.join(str(error).split()))}", file=sys.stderr)
@@ -144,12 +144,11 @@ def _prepare(arguments: list[str], trains: bool = True):
     warnings.simplefilter("ignore", FutureWarning)  # libraries' notes to each other, not to the user
     from mt_grpo.app.build import build_trainer
     from mt_grpo.app.recipe import parse_recipe
-    from mt_grpo.rollout.engine import EngineError
 
     try:
         recipe = parse_recipe(arguments)
         resolved = recipe.resolved()
         return build_trainer(recipe, trains), resolved
-    except (ValueError, OSError, EngineError) as error:  # every check of the input raises one of these
+    except UserError as error:
         _refuse(error)
         return None, None

@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config, get_quantization_config
 
+from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import embedded, load_rows
 from mt_grpo.envs import MultiTurnToolEnv
@@ -97,12 +98,12 @@ def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
     if trains:
         check_training(args, train_dataset)
     name = resolve_model(model.model_name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(
-        name, revision=model.model_revision, trust_remote_code=args.trust_remote_code
-    )
+    source = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
+    with libraries_may_refuse(f"The model {name!r} cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
+        config = AutoConfig.from_pretrained(name, **source)
     prepare_tokenizer(tokenizer, env)
     renderer = ChatRenderer(tokenizer, env.tool_schemas, args.chat_template_kwargs, env.protocol.tags)
-    config = AutoConfig.from_pretrained(name, revision=model.model_revision, trust_remote_code=args.trust_remote_code)
     context_length = config.get_text_config().max_position_embeddings
     if args.use_vllm and args.vllm_max_model_length:
         context_length = min(context_length, args.vllm_max_model_length)
@@ -118,18 +119,19 @@ def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
-    return MTGRPOEnvTrainer(
-        model=name,
-        env=env,
-        turn_reward_funcs=turn_rewards,
-        outcome_reward_funcs=outcome_rewards,
-        args=args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
-        quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(model),
-    )
+    with libraries_may_refuse("The trainer cannot be built from these options"):
+        return MTGRPOEnvTrainer(
+            model=name,
+            env=env,
+            turn_reward_funcs=turn_rewards,
+            outcome_reward_funcs=outcome_rewards,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
+        )
 
 
 def resolve_model(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from trl import ModelConfig, ScriptArguments, TrlParser
 
+from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.training.config import MTGRPOConfig
@@ -79,7 +80,8 @@ def parse_recipe(arguments: list[str]) -> Recipe:
         recipe = read_recipe(arguments[index + 1], known)
         del arguments[index : index + 2]
         parser.set_defaults_with_config(**recipe)
-    script, training, model = parser.parse_args_into_dataclasses(arguments)
+    with libraries_may_refuse("The options do not fit together"):
+        script, training, model = parser.parse_args_into_dataclasses(arguments)
     if isinstance(script.column_mapping, str):
         script.column_mapping = yaml.safe_load(script.column_mapping)
     if not model.model_name_or_path:

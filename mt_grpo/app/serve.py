@@ -74,11 +74,14 @@ def serve(recipe: Recipe) -> None:
     Prints the command and becomes it.
 
     Raises:
-        ConfigError: If the recipe's server is on another machine.
-        PermissionError: If the server has to make up a key, and there is no place that only this user can read.
+        ConfigError: If the recipe's server is on another machine, or it has to make up a key and there is no place
+            that only this user can read.
     """
     if not os.environ.get("VLLM_API_KEY"):
-        check_folder()
+        try:
+            check_folder()
+        except PermissionError as error:
+            raise ConfigError(str(error)) from error
     command, environment = server_command(recipe)
     print(" ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(command)]), flush=True)
     os.execve(command[0], command, {**os.environ, **environment})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import enable_trees, score_packed
 from mt_grpo.forward.packing import FlatTree, flatten, pack, split
 from mt_grpo.forward.reference import turn_by_turn_logps
@@ -49,7 +50,7 @@ def token_logps(
     """
     for name, value, known in (("forward", forward, FORWARDS), ("attention", attention, ATTENTIONS)):
         if value not in known:
-            raise ValueError(f"`{name}` is {value!r}; choose one of {', '.join(known)}.")
+            raise ConfigError(f"`{name}` is {value!r}; choose one of {', '.join(known)}.")
     flat = [flatten(tree) for tree in trees]
     if any(((tree.turns >= 0) & (tree.parent < 0)).any() for tree in flat):
         raise ValueError("The first token of a tree is trained, but no token before it predicts it.")

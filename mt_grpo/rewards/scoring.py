@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mt_grpo.errors import UserError
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
 from mt_grpo.trajectory import Trajectory
 
@@ -18,7 +17,7 @@ Pending = Callable[[], Coroutine[Any, Any, Any]]
 """A reward that was called: waits for its value."""
 
 
-class RewardError(UserError, RuntimeError):
+class RewardError(RuntimeError):
     """A reward failed. The message is one sentence that names the reward, the failure, the trajectory and its row."""
 
 

@@ -53,7 +53,7 @@ class Sample:
     weight_version: int | None = None
 
 
-class EngineError(RuntimeError):
+class EngineError(UserError, RuntimeError):
     """The engine could not serve a request, and a repeat would not help. It ends one conversation, not the run."""
 
 

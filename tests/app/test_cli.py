@@ -281,3 +281,18 @@ def test_ctrl_c_ends_a_command_though_a_conversation_swallows_it(recipe, tmp_pat
     run = subprocess.run([sys.executable, "-c", code, command, *arguments], capture_output=True, text=True)
     assert run.returncode == 130 and "mt-grpo: ended by SIGINT." in run.stderr
     assert "not ended within 5 s: conversation 'eval-0000" in run.stderr
+
+
+def test_a_bug_of_ours_keeps_its_traceback(recipe, monkeypatch):
+    def broken(*args, **kwargs):
+        raise ValueError("not the user's to mend")
+
+    monkeypatch.setattr("mt_grpo.app.build.load_rewards", broken)
+    with pytest.raises(ValueError, match="not the user's to mend"):
+        main(["train", *recipe()])
+
+
+def test_what_a_library_refuses_is_one_sentence(recipe, tmp_path, capsys):
+    assert main(["train", *recipe(model_name_or_path=str(tmp_path / "nowhere"))]) == 1
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith(f"mt-grpo: The model '{tmp_path / 'nowhere'}' cannot be loaded: ")

@@ -11,6 +11,7 @@ from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.layout import TreeLayout
 
 RECOMPILE_LIMIT = 64
@@ -22,10 +23,10 @@ def check_flex(device: torch.device) -> None:
     Refuses a device that FlexAttention is not compiled for.
 
     Raises:
-        ValueError: If it is a CPU, on which FlexAttention has no backward.
+        ConfigError: If it is a CPU, on which FlexAttention has no backward.
     """
     if device.type == "cpu":
-        raise ValueError(
+        raise ConfigError(
             "FlexAttention (`flex`) is compiled for GPUs only, and the model is on a CPU: choose `auto` or `segment`."
         )
 

@@ -58,11 +58,14 @@ def find_key(base_url: str) -> str | None:
     user; `None` where there is neither.
 
     Raises:
-        PermissionError: If others could have left it; see `mt_grpo.vllm_plugin.keys`.
+        ServerSetupError: If others could have left it; see `mt_grpo.vllm_plugin.keys`.
     """
     parts = urlsplit(base_url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    return os.environ.get("VLLM_API_KEY") or read_key(parts.hostname, port)
+    try:
+        return os.environ.get("VLLM_API_KEY") or read_key(parts.hostname, port)
+    except PermissionError as error:
+        raise ServerSetupError(str(error)) from error
 
 
 def headers(api_key: str | None) -> dict[str, str]:
