@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import build_model
-from test_recipes import RECIPES, parse_for
+from support.models import build_model
+from support.recipes import RECIPES, parse_for
 
 from mt_grpo.app.serve import server_command
 

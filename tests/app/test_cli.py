@@ -8,59 +8,11 @@ import sys
 
 import pytest
 import yaml
-from conftest import build_model, build_tokenizer
+from support.models import build_model, build_tokenizer
 
 from mt_grpo.cli import main
 from mt_grpo.credit import estimators
 from mt_grpo.rewards import RewardError
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(folder)
-    build_model(tokenizer).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def recipe(tmp_path, model_folder):
-    """Writes a recipe and its data; keys given replace its own."""
-    rows = [{"question": f"What is {number} of Peru", "answer": "Lima"} for number in range(4)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def write(**keys):
-        options = {
-            "model_name_or_path": str(model_folder),
-            "dtype": "float32",
-            "dataset_name": str(tmp_path / "train.jsonl"),
-            "column_mapping": {"prompt": "question"},
-            "tools": ["calculator"],
-            "system_prompt": "",
-            "outcome_reward_funcs": ["exact_match_reward_func", "format_reward_func"],
-            "turn_reward_funcs": ["tool_execution_reward_func"],
-            "max_turn_length": 8,
-            "num_generations": 2,
-            "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 4,
-            "num_generations_eval": 1,
-            "max_steps": 2,
-            "do_eval": True,
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "report_to": "none",
-            "output_dir": str(tmp_path / "run"),
-            **keys,
-        }
-        path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump({key: value for key, value in options.items() if value is not None}))
-        return ["--config", str(path)]
-
-    return write
 
 
 def test_train_leaves_everything_it_promises(recipe, tmp_path, capsys):

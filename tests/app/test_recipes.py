@@ -8,23 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from support.recipes import RECIPES, ROOT, parse_for
 
 from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.rewards import load_rewards
 from mt_grpo.training import ConfigError
 from mt_grpo.training.environment import build_env
-
-ROOT = Path(__file__).parents[2] / "recipes"
-RECIPES = sorted([*ROOT.glob("*.yaml"), *ROOT.glob("Qwen/*.yaml")])
-
-
-def parse_for(processes: int, path: Path):
-    """Parses a recipe as one process that has the batch of all of them."""
-    options = yaml.safe_load(path.read_text())
-    arguments = ["--config", str(path), "--use_cpu", "true", "--bf16", "false"]
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-        arguments += [f"--{name}", str(options[name] * processes)]
-    return parse_recipe(arguments)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

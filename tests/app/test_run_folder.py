@@ -9,8 +9,7 @@ import shutil
 import pytest
 import torch
 from datasets import IterableDataset
-from test_cli import model_folder, recipe  # noqa: F401
-from test_trainer import Letters, build  # noqa: F401
+from support.trainers import Letters
 
 from mt_grpo.cli import main
 from mt_grpo.rewards import OutcomeReward
@@ -39,7 +38,7 @@ def steps(folder):
         ({"beta": 0.1}, "`beta: 0.0`", "`beta: 0.1`"),
     ],
 )
-def test_a_checkpoint_of_other_batches_is_refused(build, model, tmp_path, options, made, here):  # noqa: F811
+def test_a_checkpoint_of_other_batches_is_refused(build, model, tmp_path, options, made, here):
     model.save_pretrained(tmp_path / "model")  # a reference model is loaded from there
     options = {"steps_per_generation": 2, **options}
     kept = {"model": str(tmp_path / "model"), "max_steps": 1}
@@ -49,14 +48,14 @@ def test_a_checkpoint_of_other_batches_is_refused(build, model, tmp_path, option
     assert "\n" not in str(caught.value)
 
 
-def test_other_batches_are_refused_before_the_model_is_loaded(recipe, tmp_path, capsys):  # noqa: F811
+def test_other_batches_are_refused_before_the_model_is_loaded(recipe, tmp_path, capsys):
     assert main(["train", *recipe(), *SAVE, "--max_steps", "1"]) == 0
     keys = {"model_name_or_path": "/no/such/model", "num_generations": 4, "resume_from_checkpoint": "true"}
     assert main(["train", *recipe(**keys), *SAVE]) == 1
     assert "was made with `num_generations: 2`, and this run has `num_generations: 4`" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_does_not_say_its_batches_is_resumed_with_a_warning(build, tmp_path, caplog):  # noqa: F811
+def test_a_checkpoint_that_does_not_say_its_batches_is_resumed_with_a_warning(build, tmp_path, caplog):
     build(save_strategy="steps", save_steps=1).train()
     path = tmp_path / "checkpoint-1" / "rollouts-rank0.pt"
     state = torch.load(path, weights_only=True)
@@ -68,7 +67,7 @@ def test_a_checkpoint_that_does_not_say_its_batches_is_resumed_with_a_warning(bu
 
 
 @pytest.mark.parametrize("max_steps", [2, 1])
-def test_a_finished_run_takes_no_further_step(build, tmp_path, caplog, max_steps):  # noqa: F811
+def test_a_finished_run_takes_no_further_step(build, tmp_path, caplog, max_steps):
     whole = build(None, rewards=((), (Letters(),)), save_strategy="steps", save_steps=1)
     whole.train()
     resumed = build(None, rewards=((), (Letters(),)), max_steps=max_steps)
@@ -82,7 +81,7 @@ def test_a_finished_run_takes_no_further_step(build, tmp_path, caplog, max_steps
 # Another run's folder
 
 
-def test_a_used_folder_is_refused_unless_resumed_or_overwritten(recipe, tmp_path, capsys):  # noqa: F811
+def test_a_used_folder_is_refused_unless_resumed_or_overwritten(recipe, tmp_path, capsys):
     folder = tmp_path / "run"
     assert main(["train", *recipe(), *SAVE]) == 0
     (folder / "notes.txt").write_text("mine")
@@ -105,7 +104,7 @@ def test_a_used_folder_is_refused_unless_resumed_or_overwritten(recipe, tmp_path
     assert steps(folder) == [1, 2]
 
 
-def test_a_checkpoint_elsewhere_does_not_open_a_used_folder(recipe, tmp_path, capsys):  # noqa: F811
+def test_a_checkpoint_elsewhere_does_not_open_a_used_folder(recipe, tmp_path, capsys):
     assert main(["train", *recipe(), *SAVE, "--max_steps", "1"]) == 0
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "metrics.jsonl").write_text("{}\n")
@@ -115,7 +114,7 @@ def test_a_checkpoint_elsewhere_does_not_open_a_used_folder(recipe, tmp_path, ca
     assert "holds an earlier run (metrics.jsonl): remove it and begin anew" in line
 
 
-def test_the_model_that_a_run_begins_with_is_not_overwritten(recipe, model_folder, tmp_path, capsys):  # noqa: F811
+def test_the_model_that_a_run_begins_with_is_not_overwritten(recipe, model_folder, tmp_path, capsys):
     folder = shutil.copytree(model_folder, tmp_path / "run")
     assert main(["train", *recipe(model_name_or_path=str(folder), overwrite_output_dir=True)]) == 1
     assert "which `overwrite_output_dir: true` clears" in capsys.readouterr().err
@@ -135,7 +134,7 @@ def test_what_counts_as_used(tmp_path, name):
     assert [path.name for path in left_by_runs(str(tmp_path))] == [name]
 
 
-def test_from_python_records_are_appended_with_a_warning(build, tmp_path, caplog):  # noqa: F811
+def test_from_python_records_are_appended_with_a_warning(build, tmp_path, caplog):
     first = build(max_steps=1)
     first.train()
     first.train()  # the same run to its caller
@@ -159,14 +158,14 @@ def test_from_python_records_are_appended_with_a_warning(build, tmp_path, caplog
         ({"temperature": -1.0}, "`temperature: -1.0` cannot be trained"),
     ],
 )
-def test_a_run_that_could_take_no_step_is_refused(recipe, tmp_path, capsys, keys, message):  # noqa: F811
+def test_a_run_that_could_take_no_step_is_refused(recipe, tmp_path, capsys, keys, message):
     assert main(["train", *recipe(**keys, model_name_or_path="/no/such/model")]) == 1
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("mt-grpo: ") and message in line
     assert not (tmp_path / "run").exists()
 
 
-def test_rows_dropped_as_too_long_are_named(recipe, tmp_path, capsys):  # noqa: F811
+def test_rows_dropped_as_too_long_are_named(recipe, tmp_path, capsys):
     arguments = recipe(per_device_train_batch_size=10)
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write(json.dumps({"question": "word " * 600, "answer": "x"}) + "\n")
@@ -175,7 +174,7 @@ def test_rows_dropped_as_too_long_are_named(recipe, tmp_path, capsys):  # noqa: 
     assert "has 4 rows left (1 were dropped, whose prompts are too long), and one batch takes 5 prompts" in line
 
 
-def test_a_look_at_a_few_rows_needs_no_whole_batch(recipe, capsys):  # noqa: F811
+def test_a_look_at_a_few_rows_needs_no_whole_batch(recipe, capsys):
     keys = {"per_device_train_batch_size": 12, "temperature": 0.0}
     assert main(["rollout", *recipe(**keys), "--num_prompts", "1"]) == 0
     assert "conversation 1" in capsys.readouterr().out
@@ -189,12 +188,12 @@ def test_a_look_at_a_few_rows_needs_no_whole_batch(recipe, capsys):  # noqa: F81
         ({"temperature": 0.0}, "`temperature: 0.0` cannot be trained"),
     ],
 )
-def test_from_python_it_is_refused_as_well(build, options, message):  # noqa: F811
+def test_from_python_it_is_refused_as_well(build, options, message):
     with pytest.raises(ConfigError, match=message):
         build(**options).train()
 
 
-def test_a_stream_that_ends_before_the_first_step_is_refused_and_saves_nothing(build, questions, tmp_path):  # noqa: F811
+def test_a_stream_that_ends_before_the_first_step_is_refused_and_saves_nothing(build, questions, tmp_path):
     passes = iter([8])  # enough rows at the first look, and one after that
 
     def rows():
@@ -225,7 +224,7 @@ class Spoils(OutcomeReward):
 
 
 @pytest.mark.parametrize("save_strategy", ["no", "steps"])
-def test_spoiled_weights_are_neither_saved_nor_a_success(build, tmp_path, save_strategy):  # noqa: F811
+def test_spoiled_weights_are_neither_saved_nor_a_success(build, tmp_path, save_strategy):
     reward = Spoils()
     trainer = build(rewards=((), (reward,)), save_strategy=save_strategy, save_steps=1)
     reward.model = trainer.model
@@ -252,7 +251,7 @@ class Spoils(OutcomeReward):
 """
 
 
-def test_a_spoiled_run_ends_with_one_sentence_and_without_a_model(recipe, tmp_path, capsys):  # noqa: F811
+def test_a_spoiled_run_ends_with_one_sentence_and_without_a_model(recipe, tmp_path, capsys):
     (tmp_path / "spoil.py").write_text(SPOILING)
     keys = {"outcome_reward_funcs": [f"{tmp_path / 'spoil.py'}:Spoils"], "do_eval": False}
     assert main(["train", *recipe(**keys)]) == 1

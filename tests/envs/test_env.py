@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from conftest import build_tokenizer
+from support.models import build_tokenizer
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.envs import MultiTurnToolEnv

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import build_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.models import build_tokenizer
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.envs.protocols import NativeProtocol, TagProtocol

@@ -3,9 +3,9 @@ import warnings
 
 import pytest
 import torch
-from conftest import build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models import build_model
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import (
     DogeConfig,

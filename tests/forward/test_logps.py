@@ -2,10 +2,11 @@ import copy
 
 import pytest
 import torch
-from conftest import build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from support.forests import FOREST, distance, forests, make_tree, measure
+from support.models import build_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from mt_grpo.errors import UnsupportedModelError
@@ -16,45 +17,6 @@ from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.packing import flatten, unique_tokens
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.batch import batch_logps
-
-token = st.integers(1, 3)  # few ids, so that prefixes meet often
-timestep = st.tuples(st.lists(token, min_size=1, max_size=8), st.lists(token, max_size=4))
-forests = st.lists(st.lists(timestep, min_size=1, max_size=4), min_size=1, max_size=3)
-
-FOREST = [
-    [([1, 2, 3, 4], [5, 6]), ([1, 2, 3, 4, 5, 6, 7], [8]), ([1, 2, 3, 4, 6, 7, 7], [9, 9, 9])],
-    [([1, 2, 3, 4], [5, 6, 9]), ([1, 2, 3, 4, 5, 8, 7], [8, 2])],
-    [([1, 2, 3, 4], [5, 6])],
-]
-
-
-def make_tree(timesteps):
-    tree = TokenTree()
-    for context, action in timesteps:
-        tree.add_turn(context, action, [-1.0] * len(action))
-    return tree
-
-
-@pytest.fixture(scope="module")
-def shared_model(tokenizer):
-    return build_model(tokenizer)
-
-
-def measure(model, trees, **options):
-    """Log-probabilities of all turns in a row, and the gradient of a weighted sum of them."""
-    model.zero_grad()
-    logps = token_logps(model, trees, **options)
-    assert [[len(turn) for turn in tree] for tree in logps] == [
-        [len(action) for action in tree.actions()] for tree in trees
-    ]
-    flat = torch.cat([turn for tree in logps for turn in tree])
-    (flat * torch.linspace(1, 2, len(flat))).sum().backward()
-    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return flat.detach(), torch.cat(gradients)
-
-
-def distance(ours, oracle):
-    return ((ours - oracle).norm() / oracle.norm()).item()
 
 
 def assert_equal(model, forest, bound=1e-6, **options):

@@ -6,12 +6,12 @@ import logging
 
 import pytest
 import torch
-from conftest import CPU_RUN, build_model, lookup
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_importance_sampling import Length, Spelling
-from test_logps import FOREST, distance, forests, make_tree, measure, shared_model  # noqa: F401  (a fixture)
-from test_transformers_engine import truncated
+from support.forests import FOREST, distance, forests, make_tree, measure
+from support.models import CPU_RUN, build_model, lookup
+from support.sampling import truncated
+from support.trainers import Length, Spelling
 
 from mt_grpo.forward import lm_head as head
 from mt_grpo.forward.lm_head import chunked_logps
@@ -122,7 +122,7 @@ def test_the_head_in_float32_is_that_in_float64(options):
 
 @settings(max_examples=20, deadline=None)
 @given(forests, truncations)
-def test_random_trees_score_as_one_forward_a_turn(shared_model, forest, truncation):  # noqa: F811
+def test_random_trees_score_as_one_forward_a_turn(shared_model, forest, truncation):
     if not any(action for timesteps in forest for _, action in timesteps):
         return
     trees = [make_tree(timesteps) for timesteps in forest]
@@ -134,7 +134,7 @@ def test_random_trees_score_as_one_forward_a_turn(shared_model, forest, truncati
         assert (ours_gradient - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6
 
 
-def test_truncated_log_probs_are_others_than_those_of_the_whole_distribution(shared_model):  # noqa: F811
+def test_truncated_log_probs_are_others_than_those_of_the_whole_distribution(shared_model):
     trees = [make_tree(timesteps) for timesteps in FOREST]
     values = [measure(shared_model, trees, truncation=cut)[0] for cut in (None, Truncation(top_k=5))]
     assert distance(*values) > 0.1

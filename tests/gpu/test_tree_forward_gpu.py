@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from conftest import build_model, build_tokenizer
+from support.models import build_model, build_tokenizer
 
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import token_logps

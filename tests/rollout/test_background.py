@@ -12,9 +12,9 @@ import sys
 import threading
 
 import pytest
-from conftest import CPU_RUN, build_model, lookup
+from support.models import CPU_RUN, build_model, lookup
 from support.scoring import score
-from test_vllm_client import SAMPLING, client_of, completion, start  # noqa: F401 (a fixture)
+from support.upstreams import SAMPLING, client_of, completion
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
@@ -101,7 +101,7 @@ def test_env_generate_works_inside_a_running_loop(tokenizer):
     assert [message["content"] for message in messages] == [CALL, "<result>about Lima</result>", ANSWER]
 
 
-def test_chat_works_inside_a_running_loop(tokenizer, start):  # noqa: F811
+def test_chat_works_inside_a_running_loop(tokenizer, start):
     server = start()
 
     async def notebook():
@@ -110,7 +110,7 @@ def test_chat_works_inside_a_running_loop(tokenizer, start):  # noqa: F811
     assert [reply.token_ids for reply in asyncio.run(notebook())] == [[5, 6]]
 
 
-def test_a_chat_beside_a_rollout_leaves_it_its_connections(tokenizer, start):  # noqa: F811
+def test_a_chat_beside_a_rollout_leaves_it_its_connections(tokenizer, start):
     asked, answered = threading.Event(), threading.Event()
 
     def complete(number, body):

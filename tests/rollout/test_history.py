@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
 import torch
-from conftest import build_model, build_tokenizer
+from support.conversations import converse, user
+from support.models import build_model, build_tokenizer
 
-from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.history import strip_thinking
-from mt_grpo.trajectory import StopReason
-
-
-class Talk(MultiTurnToolEnv):
-    """Answers every turn with the next user message of a list, until there is none."""
-
-    def __init__(self, replies, **options):
-        super().__init__(system_prompt="", **options)
-        self.replies = replies
-
-    async def step(self, turn, trajectory, text, tokenizer):
-        turn.message = {"role": "assistant", "content": text}
-        if turn.index == len(self.replies):
-            return StopReason.ANSWERED
-        turn.replies = self.replies[turn.index]
-        return None
-
-
-def user(text: str) -> list[dict]:
-    return [{"role": "user", "content": text}]
-
-
-def converse(tokenizer, turns, replies, history, compact_every=None, prompt="Q1", end="<|im_end|>"):
-    """Runs one scripted conversation: its trajectory, the runner, and (context, action) as the engine saw them."""
-    engine = ScriptedEngine(tokenizer, lambda session, turn: turns[turn] + end)
-    runner = RolloutRunner(Talk(replies), engine, history=history, compact_every=compact_every)
-    (trajectory,) = asyncio.run(runner.run([RolloutRequest(prompt, "0")], SamplingParams()))
-    assert trajectory.error is None, trajectory.error
-    return trajectory, runner, [(context, sample.ids) for _, context, sample in engine.requests]
 
 
 def thought(number: int) -> str:

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 from accelerate import Accelerator
-from conftest import build_model
-from test_weight_sync import Replica, step_of
+from support.models import build_model
+from support.replicas import Replica, step_of
 
 from mt_grpo.rollout.engines.vllm import holder as vllm_run
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient

@@ -7,13 +7,12 @@ from collections import Counter
 from functools import lru_cache
 
 import pytest
-from conftest import build_tokenizer
 from datasets import Dataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError as TemplateFailure
-from test_history import Talk, user
-from test_suffix_cache import NAMES, renderer
+from support.conversations import NAMES, Talk, renderer, user
+from support.models import build_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from conftest import TEMPLATES, build_tokenizer
+from support.models import TEMPLATES, build_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 

@@ -10,9 +10,9 @@ import threading
 from collections import defaultdict
 
 import pytest
-from conftest import lookup
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models import lookup
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import tool_execution_reward_func

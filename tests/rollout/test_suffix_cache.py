@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 
 import pytest
-from conftest import TEMPLATES, build_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import Environment
-from jinja2 import TemplateError as TemplateFailure
-from tokenizers import AddedToken
+from support.conversations import NAMES, renderer
 
-from mt_grpo.rollout import ChatRenderer, TemplateError
 from mt_grpo.rollout.suffix_cache import SuffixCache
 
 PASSAGES = [f"Lima is the capital of Perú.\n{number} llamas" for number in range(40)]
-
-
-@lru_cache
-def renderer(name: str) -> ChatRenderer | None:
-    """One with the special tokens of its template; `None` where that holds no conversation."""
-    tokenizer = build_tokenizer(name)
-    marks = set(re.findall(r"<[|｜][^<>\s]+?[|｜]>|</?[a-z_]+_of_turn>|<turn\|>", tokenizer.chat_template))
-    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in sorted(marks)])
-    try:
-        return ChatRenderer(tokenizer)
-    except (TemplateError, TemplateFailure, TypeError):
-        return None
-
-
-NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if renderer(path.stem))
 
 
 @lru_cache

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
-from conftest import build_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_history import converse, user
+from support.conversations import converse, user
+from support.models import build_tokenizer
 
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_check import SanityCheck, examine_template

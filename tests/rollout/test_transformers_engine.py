@@ -11,7 +11,8 @@ import time
 
 import pytest
 import torch
-from conftest import build_model, build_tokenizer
+from support.models import build_model, build_tokenizer
+from support.sampling import truncated
 from transformers import GenerationConfig
 
 from mt_grpo.envs import MultiTurnToolEnv
@@ -67,30 +68,6 @@ def ask_all(engine: TransformersEngine, asked: list[tuple[list[int], dict]]) -> 
 def logits_at(model, context: list[int], ids: list[int]) -> torch.Tensor:
     """Logits that predict each of `ids`, from one forward without cache or padding."""
     return model(torch.tensor([context + ids])).logits[0, len(context) - 1 : -1].float()
-
-
-def truncated(logits: torch.Tensor, seen: list[int], temperature=1.0, top_p=1.0, top_k=0, min_p=0.0,
-              repetition_penalty=1.0) -> torch.Tensor:  # fmt: skip
-    """The distribution of one position by its definition: penalty, temperature, then min-p, top-k and top-p."""
-    logits = logits.clone()
-    for token in set(seen):
-        logits[token] *= repetition_penalty if logits[token] < 0 else 1 / repetition_penalty
-    probabilities = (logits / temperature).softmax(0)
-
-    def keep(chosen: torch.Tensor) -> torch.Tensor:
-        kept = torch.where(chosen, probabilities, 0.0)
-        return kept / kept.sum()
-
-    probabilities = keep(probabilities >= min_p * probabilities.max())
-    if top_k:
-        probabilities = keep(probabilities >= probabilities.sort().values[-top_k])
-    if top_p < 1:
-        order = probabilities.argsort(descending=True)
-        before = probabilities[order].cumsum(0) - probabilities[order]
-        chosen = torch.zeros_like(probabilities, dtype=torch.bool)
-        chosen[order[before < top_p]] = True
-        probabilities = keep(chosen)
-    return probabilities
 
 
 # What was sampled

@@ -7,62 +7,13 @@ import threading
 import time
 
 import pytest
-from support.servers import ScriptedServer, free_port
+from support.servers import free_port
+from support.upstreams import SAMPLING, client_of, completion
 
-from mt_grpo.rollout.engine import EngineError, SamplingParams
-from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.rollout.engine import EngineError
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
 from mt_grpo.rollout.engines.vllm.pool import ServerPool
 from mt_grpo.vllm_plugin import keys
-
-SAMPLING = SamplingParams(max_tokens=8, seed=3)
-
-
-def completion(*ids: int, fingerprint: str = "one", reason: str = "stop") -> tuple[int, dict]:
-    tokens = {"tokens": [f"token_id:{token}" for token in ids], "token_logprobs": [-0.5] * len(ids)}
-    choice = {"logprobs": tokens, "finish_reason": reason}
-    return 200, {"choices": [choice], "system_fingerprint": fingerprint}
-
-
-def upstream(tokenizer, complete, *, version="7", model="base", port=0, **endpoints):
-    """A server that is healthy and fits, and whose completions come from `complete(number, body)`."""
-    numbers = iter(range(1000))
-
-    def script(method, path, body):
-        if path == "/v1/completions":
-            return complete(next(numbers), body)
-        if path in endpoints:
-            return endpoints[path]
-        config = {"model_config": {"logprobs_mode": "processed_logprobs"}}
-        entry = {"id": model, "root": model, "max_model_len": 64}
-        return {
-            "/health": (200, ""),
-            "/v1/models": (200, {"data": [entry]}),
-            "/server_info": (200, {"vllm_config": config}),
-            "/weight_info": (200, {"weight_version": version() if callable(version) else version}),
-            "/tokenize": (200, {"tokens": tokenizer.encode(body.get("prompt", ""), add_special_tokens=False)}),
-        }[path]
-
-    return ScriptedServer(script, port)
-
-
-@pytest.fixture
-def start(tokenizer):
-    servers = []
-
-    def begin(complete=lambda number, body: completion(5, 6), **options):
-        servers.append(upstream(tokenizer, complete, **options))
-        return servers[-1]
-
-    yield begin
-    for server in servers:
-        if not server.stopped:
-            server.stop()
-
-
-def client_of(tokenizer, *servers, **options):
-    urls = [getattr(server, "url", server) for server in servers]
-    return VLLMServerClient(urls, tokenizer, **{"server_timeout": 1.0, "request_timeout": 30.0, **options})
 
 
 def ask(client, context=(1, 2, 3), session="a", connect=True):

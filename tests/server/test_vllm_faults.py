@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import build_model, build_tokenizer
+from support.models import build_model, build_tokenizer
 from support.servers import ROOT, SERVER_PYTHON, START_LIMIT, Proxy, RealServer, free_port
 from transformers import AutoTokenizer
 

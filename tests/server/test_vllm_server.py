@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import build_model, build_tokenizer
 from peft import LoraConfig, get_peft_model
+from support.models import build_model, build_tokenizer
 from support.servers import ROOT, SERVER_PYTHON, RealServer
 from transformers import AutoTokenizer
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, gather
-from conftest import CPU_RUN, build_model, build_tokenizer, lookup
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from rich.console import Console
@@ -27,6 +26,7 @@ from mt_grpo.training.batch import batch_logps
 from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.reference import load_reference
 from mt_grpo.weights.parameters import FullParameters
+from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 
 BATCH = 8
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from accelerate import PartialState
-from conftest import CPU_RUN, build_model, build_tokenizer, lookup
 from datasets import Dataset
 
 from mt_grpo.app.train import leave_group
@@ -15,6 +14,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 
 BATCH = 4  # on each of two ranks
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, broadcast_object_list
-from conftest import build_model, build_tokenizer
-from test_weight_nccl import Receiver, ScriptedGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,6 +18,8 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.weights.nccl_group import take_bucket
 from mt_grpo.weights.transports import nccl as weight_transports
 from mt_grpo.weights.update_calls import WeightSyncError
+from support.models import build_model, build_tokenizer
+from support.replicas import Receiver, ScriptedGroup
 
 LOG: list[tuple[str, float]] = []
 

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 from accelerate import Accelerator
-from conftest import build_model, build_tokenizer
 
 from mt_grpo.app.train import leave_group
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.weights.transports.files import SafetensorsTransport
+from support.models import build_model, build_tokenizer
 
 
 async def sample(client: VLLMServerClient) -> list[tuple[int, int | None]]:

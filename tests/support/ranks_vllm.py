@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from conftest import CPU_RUN
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,6 +15,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import StopReason
+from support.models import CPU_RUN
 
 BATCH = 8
 

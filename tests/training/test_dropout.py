@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import CPU_RUN, build_model, lookup
 from peft import LoraConfig
-from test_trainer import Letters
+from support.models import CPU_RUN, build_model, lookup
+from support.trainers import Letters
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rollout.engines.transformers import TransformersEngine

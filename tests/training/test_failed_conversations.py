@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-import test_trainer
 import torch
-from conftest import CPU_RUN, build_model, lookup
-from test_trainer import SEARCH, batch, member
+from support.models import CPU_RUN, build_model, lookup
+from support.trainers import SEARCH, batch, member
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.rollout import EngineError, ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
-
-build = test_trainer.build
 
 
 def failing(members, turn_of_failure, answers=("Lima",) * 8):

@@ -6,10 +6,9 @@ import math
 
 import pytest
 import torch
-from conftest import CPU_RUN, build_model, lookup
+from support.models import CPU_RUN, build_model, lookup
+from support.trainers import Length, Spelling
 
-from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.rewards import OutcomeReward
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 
@@ -28,17 +27,6 @@ class DriftedEngine(TransformersEngine):
         sample = await super().generate(context, sampling, session)
         sample.logprobs = [value + drift(token) for value, token in zip(sample.logprobs, sample.ids, strict=True)]
         return sample
-
-
-class Spelling(MultiTurnToolEnv):
-    """A turn ends with its first letter, so that a model that knows nothing takes several."""
-
-    stop = tuple("abcdefghijklmnopqrstuvwxyz")
-
-
-class Length(OutcomeReward):
-    def score(self, trajectory, **row):
-        return float(sum(turn.num_tokens for turn in trajectory.turns))
 
 
 @pytest.fixture

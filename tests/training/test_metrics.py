@@ -6,8 +6,8 @@ import json
 import math
 
 import pytest
-from conftest import CPU_RUN, build_model, lookup
 from datasets import IterableDataset
+from support.models import CPU_RUN, build_model, lookup
 
 from mt_grpo.app.report import write_json
 from mt_grpo.envs import MultiTurnToolEnv

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-import test_trainer
 import torch
-from conftest import build_model
-from test_trainer import batch
+from support.models import build_model
+from support.trainers import batch
 
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, CreditError, advantage_estimator, estimators, mt_grpo
 from mt_grpo.training.nonfinite import NonFiniteError
-
-build = test_trainer.build
 
 
 @pytest.fixture

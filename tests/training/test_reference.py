@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import test_trainer
 import torch
-from test_trainer import Letters
+from support.trainers import Letters
 
 from mt_grpo.training import ConfigError
 from mt_grpo.training.reference import NAME
 
-build = test_trainer.build
 OPTIONS = {
     "max_steps": 5,
     "max_turn_length": 12,

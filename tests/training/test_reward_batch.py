@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-import test_trainer
 import torch
-from test_trainer import member
+from support.trainers import member
 from trl.trainer.utils import nanstd
 
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.training.reward_batch import share_of_equal_groups
 
-build = test_trainer.build
 NONE = math.nan
 
 

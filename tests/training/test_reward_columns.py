@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-from conftest import CPU_RUN
 from datasets import Dataset, IterableDataset
+from support.models import CPU_RUN
 
 from mt_grpo.rewards import FunctionReward, OutcomeReward, TurnReward
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer

@@ -3,92 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CPU_RUN, build_model, lookup
 from datasets import Dataset
 from peft import LoraConfig
+from support.models import CPU_RUN, build_model, lookup
+from support.trainers import LOSS_TYPES, Answered, Letters, batch, conversation, member
 from trl import GRPOConfig, GRPOTrainer
 
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.rewards import OutcomeReward, RewardError, TurnReward
+from mt_grpo.rewards import OutcomeReward, RewardError
 from mt_grpo.rollout import EngineError, RolloutError, ScriptedEngine
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.checkpoint import batch_options, check_checkpoint, load_rollouts, save_rollouts
 from mt_grpo.training.environment import build_env
-
-SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
-LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
-
-
-class Calls(TurnReward):
-    """1 for a turn whose call succeeded."""
-
-    def score(self, turn, trajectory, **row):
-        return float(turn.num_failures == 0) if turn.num_attempts else None
-
-
-class Answered(OutcomeReward):
-    """1 for a trajectory that gave an answer, more for a longer one."""
-
-    def score(self, trajectory, **row):
-        return 1.0 + len(trajectory.answer) / 10 if trajectory.answer else 0.0
-
-
-class Letters(OutcomeReward):
-    """How many a's the model wrote: differs between samples of a model that knows nothing."""
-
-    def score(self, trajectory, **row):
-        return float(sum(turn.text.count("a") for turn in trajectory.turns))
-
-
-def member(session: str) -> int:
-    return int(session.rsplit("-", 1)[1])
-
-
-def conversation(session: str, turn: int) -> str:
-    """Group member 0 searches twice, 1 once, 2 not at all, 3 writes a malformed call first."""
-    script = {
-        0: [SEARCH, SEARCH, "<answer>Lima</answer>"],
-        1: [SEARCH, "<answer>of Peru</answer>"],
-        2: ["<answer>no</answer>"],
-        3: ["<tool>{</tool>", SEARCH, "<answer>Lima 3</answer>"],
-    }
-    return script[member(session) % 4][turn]
-
-
-@pytest.fixture
-def build(tmp_path, tokenizer, questions) -> Callable[..., MTGRPOEnvTrainer]:
-    def build(script=conversation, model=None, rewards=None, peft_config=None, **options):
-        options = {
-            "output_dir": str(tmp_path),
-            **CPU_RUN,
-            "max_completion_length": 400,
-            "learning_rate": 1e-2,
-            "max_steps": 2,
-            **options,
-        }
-        return MTGRPOEnvTrainer(
-            build_model(tokenizer) if model is None else model,
-            MultiTurnToolEnv([lookup], system_prompt="", max_steps=3),
-            *(rewards or ((Calls(),), (Answered(),))),
-            MTGRPOConfig(**options),
-            train_dataset=questions,
-            eval_dataset=questions,
-            engine=ScriptedEngine(tokenizer, script) if script else None,
-            processing_class=tokenizer,
-            peft_config=peft_config,
-        )
-
-    return build
-
-
-def batch(trainer: MTGRPOEnvTrainer) -> dict[str, torch.Tensor]:
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer._generate_and_score_completions([trainer.train_dataset[0]] * 4)
 
 
 def test_the_trained_tokens_are_the_sampled_ones_and_tool_results_stay_visible(build, tokenizer):

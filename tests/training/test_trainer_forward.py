@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig
-from test_trainer import LOSS_TYPES, batch, build, conversation  # noqa: F401  (a fixture)
+from support.trainers import LOSS_TYPES, batch, conversation
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mt_grpo.errors import ConfigError
@@ -19,7 +19,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("options", LAYOUTS)
-def test_tree_and_padded_runs_are_the_same(build, model, tmp_path, options):  # noqa: F811
+def test_tree_and_padded_runs_are_the_same(build, model, tmp_path, options):
     model.save_pretrained(tmp_path / "model")
     runs = []
     for forward in ("tree", "padded", "turn_by_turn"):
@@ -35,7 +35,7 @@ def test_tree_and_padded_runs_are_the_same(build, model, tmp_path, options):  # 
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_every_loss_type_has_the_same_loss_and_gradient(build, loss_type):  # noqa: F811
+def test_every_loss_type_has_the_same_loss_and_gradient(build, loss_type):
     losses, gradients = [], []
     for forward in ("tree", "padded"):
         trainer = build(forward=forward, loss_type=loss_type)
@@ -48,7 +48,7 @@ def test_every_loss_type_has_the_same_loss_and_gradient(build, loss_type):  # no
     assert (tree - padded).norm() <= 1e-5 * padded.norm()
 
 
-def test_lora_and_gradient_checkpointing_go_through_the_tree(build):  # noqa: F811
+def test_lora_and_gradient_checkpointing_go_through_the_tree(build):
     gradients = []
     for forward in ("tree", "padded"):
         torch.manual_seed(0)
@@ -63,7 +63,7 @@ def test_lora_and_gradient_checkpointing_go_through_the_tree(build):  # noqa: F8
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_balancing_experts_is_refused_and_experts_without_it_learn_as_with_padding(build, tokenizer, tmp_path):  # noqa: F811
+def test_balancing_experts_is_refused_and_experts_without_it_learn_as_with_padding(build, tokenizer, tmp_path):
     size = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, **size, **heads))
@@ -78,12 +78,12 @@ def test_balancing_experts_is_refused_and_experts_without_it_learn_as_with_paddi
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
 
 
-def test_flex_is_refused_on_a_cpu_before_any_work(build):  # noqa: F811
+def test_flex_is_refused_on_a_cpu_before_any_work(build):
     with pytest.raises(ConfigError, match="`tree_attention: flex` needs a GPU.*`tree_attention: segment`"):
         build(tree_attention="flex")
 
 
-def test_the_rows_of_a_group_meet_in_one_micro_batch(build):  # noqa: F811
+def test_the_rows_of_a_group_meet_in_one_micro_batch(build):
     trainer = build(steps_per_generation=2, gradient_accumulation_steps=2)
     trainer.current_gradient_accumulation_steps = 2
     rows = [trainer.train_dataset[number] for number in (0, 1) for _ in range(4)]
@@ -120,7 +120,7 @@ BY_MICRO_BATCH = [
 @pytest.mark.parametrize(
     "options", [*({"loss_type": kind} for kind in LOSS_TYPES if kind != "bnpo"), *BY_MICRO_BATCH], ids=str
 )
-def test_rows_that_change_their_micro_batch_change_the_gradient_of_these_only(build, options):  # noqa: F811
+def test_rows_that_change_their_micro_batch_change_the_gradient_of_these_only(build, options):
     """In which micro-batch a row comes is drawn by lot in TRL, and chosen by `forward: tree`."""
     results = []
     for forward in ("tree", "padded"):
@@ -139,7 +139,7 @@ def test_rows_that_change_their_micro_batch_change_the_gradient_of_these_only(bu
 
 
 @pytest.mark.parametrize("options", BY_MICRO_BATCH, ids=str)
-def test_on_one_micro_batch_these_have_trl_gradients_too(build, options):  # noqa: F811
+def test_on_one_micro_batch_these_have_trl_gradients_too(build, options):
     gradients = []
     for forward in ("tree", "padded"):
         trainer = build(forward=forward, **options)
@@ -158,7 +158,7 @@ def test_on_one_micro_batch_these_have_trl_gradients_too(build, options):  # noq
         ("compact", "grpo", 1),
     ],
 )
-def test_rewritten_histories_have_the_loss_of_a_forward_a_turn(build, loss_type, history, env_mask):  # noqa: F811
+def test_rewritten_histories_have_the_loss_of_a_forward_a_turn(build, loss_type, history, env_mask):
     def script(session, turn):
         return "<think>well</think>" + conversation(session, turn)
 
@@ -177,6 +177,6 @@ def test_rewritten_histories_have_the_loss_of_a_forward_a_turn(build, loss_type,
     assert (gradient - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_a_rewritten_history_is_refused_with_the_padded_forward(build):  # noqa: F811
+def test_a_rewritten_history_is_refused_with_the_padded_forward(build):
     with pytest.raises(ValueError, match="leave `forward` at `tree`"):
         build(history="strip_thinking", forward="padded")

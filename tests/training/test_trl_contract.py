@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from conftest import CPU_RUN
+from support.models import CPU_RUN
 from trl import GRPOConfig, GRPOTrainer
 
 from mt_grpo.training.config import KEEPS_TURNS

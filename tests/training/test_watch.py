@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import test_trainer
-from test_trainer import Letters, conversation, member
+from support.trainers import Letters, conversation, member
 
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import EngineError
-
-build = test_trainer.build
 
 
 class Never(TurnReward):

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import build_tokenizer
 from rich.console import Console
+from support.models import build_tokenizer
 
 from mt_grpo.app import report
 from mt_grpo.cli import _refuse

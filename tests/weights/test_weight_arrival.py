@@ -7,10 +7,10 @@ import shutil
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import build_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from test_weight_sync import Replica
+from support.models import build_model
+from support.replicas import Replica
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.weights.parameters import FullParameters

@@ -6,16 +6,15 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import build_model
 from peft import LoraConfig, get_peft_model
-from test_weight_sync import Replica, step_of
+from support.models import build_model
+from support.replicas import Receiver, ScriptedGroup, step_of
 from trl.generation.vllm_client import VLLMClient
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
@@ -26,60 +25,6 @@ from mt_grpo.weights.update_calls import WeightSyncError
 
 SUPPORT = Path(__file__).parents[1] / "support"
 UPDATE = ["/start_weight_update", "/update_weights", "/update_weights", "/finish_weight_update"]
-
-
-class Receiver(Replica):
-    """
-    A server whose workers take part in a broadcast, as both ends of NCCL must before either goes on.
-
-    Args:
-        failing (`int`, *optional*): The update, from 0, in which it fails before it takes part.
-    """
-
-    def __init__(self, tokenizer, failing: int | None = None) -> None:
-        super().__init__(tokenizer)
-        self.backend, self.failing = "nccl", failing
-        self.offered: list = []
-        self.offer, self.taken = threading.Semaphore(0), threading.Semaphore(0)
-
-    def answer(self, method, path, body):
-        if path != "/update_weights":
-            return super().answer(method, path, body)
-        self.updates += 1
-        if self.updates - 1 == self.failing:
-            return 500, "CUDA out of memory"
-        self.offer.acquire()
-        bucket = self.offered.pop()
-        assert [name for name, _ in bucket] == body["update_info"]["names"]
-        assert [str(tensor.dtype) for _, tensor in bucket] == [
-            f"torch.{name}" for name in body["update_info"]["dtype_names"]
-        ]
-        self.take(dict(bucket))
-        self.taken.release()
-        return 200, {}
-
-
-class ScriptedGroup:
-    """The trainer's end: a broadcast that waits for the server, or until it is aborted."""
-
-    server: Receiver
-    log = staticmethod(lambda event: None)
-
-    def __init__(self, *args):
-        self.receiver, self.aborted = self.server, False
-
-    def send(self, bucket):
-        self.log("send")
-        self.receiver.offered.append(bucket)
-        self.receiver.offer.release()
-        self.receiver.taken.acquire()
-        self.log("sent")
-        if self.aborted:
-            raise RuntimeError("NCCL error: unhandled system error")
-
-    def abort(self):
-        self.aborted = True
-        self.receiver.taken.release()
 
 
 @pytest.fixture

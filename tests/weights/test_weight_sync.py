@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import subprocess
@@ -13,109 +12,22 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from accelerate import Accelerator
-from conftest import build_model
-from peft import PeftModel
-from safetensors.torch import load_file
-from support.servers import ScriptedServer
+from support.models import build_model
+from support.replicas import Replica, step_of
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.holder import holder
 from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import own_engine
 from mt_grpo.vllm_plugin import keys
-from mt_grpo.vllm_plugin.checksum import file_checksum
 from mt_grpo.weights.nccl_client import KeyedClient
 from mt_grpo.weights.transports.adapter import LoraTransport
 from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.transports.nccl import NcclTransport
 from mt_grpo.weights.update_calls import WeightSyncError, paused
-from mt_grpo.weights.verification import trainer_logprobs
 
 SUPPORT = Path(__file__).parents[1] / "support"
-
-
-class Replica:
-    """
-    A scripted server that loads weight files and adapters, scores prompts with them, and samples its weights' step.
-
-    Args:
-        lost (`int`): The first so many updates break the connection.
-    """
-
-    def __init__(self, tokenizer, lost: int = 0, **overrides) -> None:
-        self.tokenizer, self.lost, self.refused = tokenizer, lost, None
-        self.model, self.version, self.updates = build_model(tokenizer, seed=9, **overrides), "default", 0
-        self.dtype, self.backend, self.loaded = "torch.float32", "safetensors", "nothing"
-        self.adapters: dict[str, PeftModel] = {}
-        self.deaf = False
-        """Whether updates are answered as if they had been done."""
-        self.agrees = False
-        """Whether every checksum is agreed with."""
-        self.blind = False
-        """Whether the trainer's files are on another machine."""
-        self.skipped: set[str] = set()
-        """Weights that do not reach their layer."""
-        self.http = ScriptedServer(self.answer)
-
-    def answer(self, method, path, body):
-        if path == self.refused:
-            return 500, "no"
-        if path == "/init_weight_transfer_engine":
-            return self.confirmed(**body["init_info"])
-        if path == "/update_weights":
-            self.updates += 1
-            if self.updates <= self.lost:
-                return None
-            if not self.deaf:
-                self.load(body["update_info"]["path"])
-        if path in ("/finish_weight_update", "/update_weight_version"):
-            self.version = body.get("weight_version", body.get("new_version", self.version))
-        if path == "/v1/load_lora_adapter" and not self.deaf:
-            base = copy.deepcopy(self.model)
-            self.adapters[body["lora_name"]] = PeftModel.from_pretrained(base, body["lora_path"])
-            self.adapters[body["lora_name"]].folder = body["lora_path"]
-        if path == "/v1/completions":
-            return 200, self.scored(body) if "prompt_logprobs" in body else self.sampled()
-        entries = [{"id": name, "root": adapter.folder} for name, adapter in self.adapters.items()]
-        config = {"logprobs_mode": "processed_logprobs", "dtype": self.dtype}
-        return 200, {
-            "/v1/models": {"data": [{"id": "base", "root": "base", "max_model_len": 64}, *entries]},
-            "/server_info": {
-                "vllm_config": {"model_config": config, "weight_transfer_config": {"backend": self.backend}}
-            },
-            "/weight_info": {"weight_version": self.version},
-            "/tokenize": {"tokens": self.tokenizer.encode(body.get("prompt", ""), add_special_tokens=False)},
-            "/reset_prefix_cache": {"success": True},
-        }.get(path, {})
-
-    def confirmed(self, checksum, path=None):
-        if self.blind and path is not None:
-            return 500, {"error": {"message": f"No such file or directory: {path}"}}
-        seen = self.loaded if path is None else file_checksum(path)
-        return (200, {}) if self.agrees or seen == checksum else (500, f"The checksum is {seen}, not {checksum}.")
-
-    def load(self, path):
-        tensors = load_file(path)
-        self.loaded = file_checksum(path)
-        self.take(tensors)
-
-    def take(self, tensors):
-        self.model.load_state_dict({k: v for k, v in tensors.items() if k not in self.skipped}, strict=False)
-
-    def scored(self, body):
-        logprobs = trainer_logprobs(self.adapters.get(body["model"], self.model), body["prompt"])
-        rows = [{str(token): {"logprob": value}} for token, value in zip(body["prompt"][1:], logprobs, strict=True)]
-        return {"choices": [{"prompt_logprobs": [None, *rows]}]}
-
-    def sampled(self):
-        tokens = {"tokens": [f"token_id:{step_of(self.version)}"], "token_logprobs": [-0.5]}
-        return {"choices": [{"logprobs": tokens, "finish_reason": "stop"}], "system_fingerprint": self.http.url}
-
-
-def step_of(version: str) -> str:
-    return holder(version).step
 
 
 @pytest.fixture

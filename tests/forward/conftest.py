@@ -1,0 +1,11 @@
+"""A model that tests of this room share."""
+
+from __future__ import annotations
+
+import pytest
+from support.models import build_model
+
+
+@pytest.fixture(scope="module")
+def shared_model(tokenizer):
+    return build_model(tokenizer)

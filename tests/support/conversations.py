@@ -1,0 +1,58 @@
+"""Conversations by script, and renderers for the chat templates of TRL."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from functools import lru_cache
+
+from jinja2 import TemplateError as TemplateFailure
+from tokenizers import AddedToken
+
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.rollout import ChatRenderer, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine, TemplateError
+from mt_grpo.trajectory import StopReason
+from support.models import TEMPLATES, build_tokenizer
+
+
+class Talk(MultiTurnToolEnv):
+    """Answers every turn with the next user message of a list, until there is none."""
+
+    def __init__(self, replies, **options):
+        super().__init__(system_prompt="", **options)
+        self.replies = replies
+
+    async def step(self, turn, trajectory, text, tokenizer):
+        turn.message = {"role": "assistant", "content": text}
+        if turn.index == len(self.replies):
+            return StopReason.ANSWERED
+        turn.replies = self.replies[turn.index]
+        return None
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def converse(tokenizer, turns, replies, history, compact_every=None, prompt="Q1", end="<|im_end|>"):
+    """Runs one scripted conversation: its trajectory, the runner, and (context, action) as the engine saw them."""
+    engine = ScriptedEngine(tokenizer, lambda session, turn: turns[turn] + end)
+    runner = RolloutRunner(Talk(replies), engine, history=history, compact_every=compact_every)
+    (trajectory,) = asyncio.run(runner.run([RolloutRequest(prompt, "0")], SamplingParams()))
+    assert trajectory.error is None, trajectory.error
+    return trajectory, runner, [(context, sample.ids) for _, context, sample in engine.requests]
+
+
+@lru_cache
+def renderer(name: str) -> ChatRenderer | None:
+    """One with the special tokens of its template; `None` where that holds no conversation."""
+    tokenizer = build_tokenizer(name)
+    marks = set(re.findall(r"<[|｜][^<>\s]+?[|｜]>|</?[a-z_]+_of_turn>|<turn\|>", tokenizer.chat_template))
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in sorted(marks)])
+    try:
+        return ChatRenderer(tokenizer)
+    except (TemplateError, TemplateFailure, TypeError):
+        return None
+
+
+NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if renderer(path.stem))

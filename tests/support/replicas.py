@@ -1,0 +1,151 @@
+"""Servers that hold the weights they are sent, and a broadcast without NCCL."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from mt_grpo.rollout.engines.vllm.holder import holder
+from mt_grpo.vllm_plugin.checksum import file_checksum
+from mt_grpo.weights.verification import trainer_logprobs
+from support.models import build_model
+from support.servers import ScriptedServer
+
+
+class Replica:
+    """
+    A scripted server that loads weight files and adapters, scores prompts with them, and samples its weights' step.
+
+    Args:
+        lost (`int`): The first so many updates break the connection.
+    """
+
+    def __init__(self, tokenizer, lost: int = 0, **overrides) -> None:
+        self.tokenizer, self.lost, self.refused = tokenizer, lost, None
+        self.model, self.version, self.updates = build_model(tokenizer, seed=9, **overrides), "default", 0
+        self.dtype, self.backend, self.loaded = "torch.float32", "safetensors", "nothing"
+        self.adapters: dict[str, PeftModel] = {}
+        self.deaf = False
+        """Whether updates are answered as if they had been done."""
+        self.agrees = False
+        """Whether every checksum is agreed with."""
+        self.blind = False
+        """Whether the trainer's files are on another machine."""
+        self.skipped: set[str] = set()
+        """Weights that do not reach their layer."""
+        self.http = ScriptedServer(self.answer)
+
+    def answer(self, method, path, body):
+        if path == self.refused:
+            return 500, "no"
+        if path == "/init_weight_transfer_engine":
+            return self.confirmed(**body["init_info"])
+        if path == "/update_weights":
+            self.updates += 1
+            if self.updates <= self.lost:
+                return None
+            if not self.deaf:
+                self.load(body["update_info"]["path"])
+        if path in ("/finish_weight_update", "/update_weight_version"):
+            self.version = body.get("weight_version", body.get("new_version", self.version))
+        if path == "/v1/load_lora_adapter" and not self.deaf:
+            base = copy.deepcopy(self.model)
+            self.adapters[body["lora_name"]] = PeftModel.from_pretrained(base, body["lora_path"])
+            self.adapters[body["lora_name"]].folder = body["lora_path"]
+        if path == "/v1/completions":
+            return 200, self.scored(body) if "prompt_logprobs" in body else self.sampled()
+        entries = [{"id": name, "root": adapter.folder} for name, adapter in self.adapters.items()]
+        config = {"logprobs_mode": "processed_logprobs", "dtype": self.dtype}
+        return 200, {
+            "/v1/models": {"data": [{"id": "base", "root": "base", "max_model_len": 64}, *entries]},
+            "/server_info": {
+                "vllm_config": {"model_config": config, "weight_transfer_config": {"backend": self.backend}}
+            },
+            "/weight_info": {"weight_version": self.version},
+            "/tokenize": {"tokens": self.tokenizer.encode(body.get("prompt", ""), add_special_tokens=False)},
+            "/reset_prefix_cache": {"success": True},
+        }.get(path, {})
+
+    def confirmed(self, checksum, path=None):
+        if self.blind and path is not None:
+            return 500, {"error": {"message": f"No such file or directory: {path}"}}
+        seen = self.loaded if path is None else file_checksum(path)
+        return (200, {}) if self.agrees or seen == checksum else (500, f"The checksum is {seen}, not {checksum}.")
+
+    def load(self, path):
+        tensors = load_file(path)
+        self.loaded = file_checksum(path)
+        self.take(tensors)
+
+    def take(self, tensors):
+        self.model.load_state_dict({k: v for k, v in tensors.items() if k not in self.skipped}, strict=False)
+
+    def scored(self, body):
+        logprobs = trainer_logprobs(self.adapters.get(body["model"], self.model), body["prompt"])
+        rows = [{str(token): {"logprob": value}} for token, value in zip(body["prompt"][1:], logprobs, strict=True)]
+        return {"choices": [{"prompt_logprobs": [None, *rows]}]}
+
+    def sampled(self):
+        tokens = {"tokens": [f"token_id:{step_of(self.version)}"], "token_logprobs": [-0.5]}
+        return {"choices": [{"logprobs": tokens, "finish_reason": "stop"}], "system_fingerprint": self.http.url}
+
+
+def step_of(version: str) -> str:
+    return holder(version).step
+
+
+class Receiver(Replica):
+    """
+    A server whose workers take part in a broadcast, as both ends of NCCL must before either goes on.
+
+    Args:
+        failing (`int`, *optional*): The update, from 0, in which it fails before it takes part.
+    """
+
+    def __init__(self, tokenizer, failing: int | None = None) -> None:
+        super().__init__(tokenizer)
+        self.backend, self.failing = "nccl", failing
+        self.offered: list = []
+        self.offer, self.taken = threading.Semaphore(0), threading.Semaphore(0)
+
+    def answer(self, method, path, body):
+        if path != "/update_weights":
+            return super().answer(method, path, body)
+        self.updates += 1
+        if self.updates - 1 == self.failing:
+            return 500, "CUDA out of memory"
+        self.offer.acquire()
+        bucket = self.offered.pop()
+        assert [name for name, _ in bucket] == body["update_info"]["names"]
+        assert [str(tensor.dtype) for _, tensor in bucket] == [
+            f"torch.{name}" for name in body["update_info"]["dtype_names"]
+        ]
+        self.take(dict(bucket))
+        self.taken.release()
+        return 200, {}
+
+
+class ScriptedGroup:
+    """The trainer's end: a broadcast that waits for the server, or until it is aborted."""
+
+    server: Receiver
+    log = staticmethod(lambda event: None)
+
+    def __init__(self, *args):
+        self.receiver, self.aborted = self.server, False
+
+    def send(self, bucket):
+        self.log("send")
+        self.receiver.offered.append(bucket)
+        self.receiver.offer.release()
+        self.receiver.taken.acquire()
+        self.log("sent")
+        if self.aborted:
+            raise RuntimeError("NCCL error: unhandled system error")
+
+    def abort(self):
+        self.aborted = True
+        self.receiver.taken.release()

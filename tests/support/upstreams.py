@@ -1,0 +1,42 @@
+"""A scripted vLLM server, and clients of it."""
+
+from __future__ import annotations
+
+from mt_grpo.rollout.engine import SamplingParams
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from support.servers import ScriptedServer
+
+SAMPLING = SamplingParams(max_tokens=8, seed=3)
+
+
+def completion(*ids: int, fingerprint: str = "one", reason: str = "stop") -> tuple[int, dict]:
+    tokens = {"tokens": [f"token_id:{token}" for token in ids], "token_logprobs": [-0.5] * len(ids)}
+    choice = {"logprobs": tokens, "finish_reason": reason}
+    return 200, {"choices": [choice], "system_fingerprint": fingerprint}
+
+
+def upstream(tokenizer, complete, *, version="7", model="base", port=0, **endpoints):
+    """A server that is healthy and fits, and whose completions come from `complete(number, body)`."""
+    numbers = iter(range(1000))
+
+    def script(method, path, body):
+        if path == "/v1/completions":
+            return complete(next(numbers), body)
+        if path in endpoints:
+            return endpoints[path]
+        config = {"model_config": {"logprobs_mode": "processed_logprobs"}}
+        entry = {"id": model, "root": model, "max_model_len": 64}
+        return {
+            "/health": (200, ""),
+            "/v1/models": (200, {"data": [entry]}),
+            "/server_info": (200, {"vllm_config": config}),
+            "/weight_info": (200, {"weight_version": version() if callable(version) else version}),
+            "/tokenize": (200, {"tokens": tokenizer.encode(body.get("prompt", ""), add_special_tokens=False)}),
+        }[path]
+
+    return ScriptedServer(script, port)
+
+
+def client_of(tokenizer, *servers, **options):
+    urls = [getattr(server, "url", server) for server in servers]
+    return VLLMServerClient(urls, tokenizer, **{"server_timeout": 1.0, "request_timeout": 30.0, **options})
