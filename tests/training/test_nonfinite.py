@@ -8,9 +8,10 @@ import pytest
 import test_trainer
 import torch
 from conftest import build_model
+from support.registered import keep_estimators
 from test_trainer import batch
 
-from mt_grpo.credit import ADVANTAGE_ESTIMATORS, CreditError, advantage_estimator, estimators, mt_grpo
+from mt_grpo.credit import CreditError, advantage_estimator, mt_grpo
 from mt_grpo.training.nonfinite import NonFiniteError
 
 build = test_trainer.build
@@ -19,7 +20,7 @@ build = test_trainer.build
 @pytest.fixture
 def rule(monkeypatch):
     """Registers a rule that spoils what `mt_grpo` returns."""
-    monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
+    keep_estimators(monkeypatch)
 
     def register(spoil):
         @advantage_estimator("spoilt")
