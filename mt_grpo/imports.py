@@ -1,4 +1,4 @@
-"""Objects named in a recipe: dotted paths, `module:attribute`, and attributes of a Python file."""
+"""Objects named in a recipe: registered names, dotted paths, `module:attribute`, and attributes of a Python file."""
 
 from __future__ import annotations
 
@@ -6,15 +6,95 @@ import difflib
 import importlib
 import importlib.util
 import os
+import pkgutil
+import re
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mt_grpo.errors import UserError
+
+T = TypeVar("T")
+
+_NAME = re.compile(r"[\w-]+")
 
 
 class ImportPathError(UserError, ValueError):
     """A path in a recipe does not lead to an object. The message is one sentence fit for the user."""
+
+
+class RegistrationError(UserError, ValueError):
+    """A thing cannot be registered under a name. The message is one sentence fit for the user."""
+
+
+def check_name(name: Any, what: str) -> None:
+    """Refuses, as `Registry.register` does, what is not a name; such as the function below a bare decorator."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RegistrationError(
+            f"A {what} is registered under a name of letters, digits, `_` and `-`, in parentheses behind the "
+            f"decorator; {name!r} is none."
+        )
+
+
+class Registry(Mapping[str, T]):
+    """
+    Things by the names that recipes give them. Each registers itself where it is defined; the modules of its room are
+    imported when a name is first looked up, so that no list of them is kept anywhere.
+
+    Args:
+        what (`str`): What one of them is, for errors.
+        package (`str`): The package whose modules define the built-in ones.
+    """
+
+    def __init__(self, what: str, package: str) -> None:
+        self._what = what
+        self._package = package
+        self._discovered = False
+        self._entries: dict[str, T] = {}
+        self._files: dict[str, str] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """
+        A decorator that registers a function or a class under a name.
+
+        Raises:
+            RegistrationError: If the name is no word, or another file has registered it.
+        """
+        check_name(name, self._what)
+
+        def add(thing: T) -> T:
+            return self.add(name, thing, thing.__module__)
+
+        return add
+
+    def add(self, name: str, thing: T, module: str) -> T:
+        """Registers what `module` defines; a file, or a cell of a notebook, that is run again replaces its own."""
+        file = _file_of(module)
+        if self._files.get(name, file) != file:
+            raise RegistrationError(
+                f"The {self._what} {name!r} of {file} has the name of one in {self._files[name]}: choose another."
+            )
+        self._entries[name], self._files[name] = thing, file
+        return thing
+
+    def __getitem__(self, name: str) -> T:
+        self._discover()
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._discover()
+        return iter(sorted(self._entries))
+
+    def __len__(self) -> int:
+        self._discover()
+        return len(self._entries)
+
+    def _discover(self) -> None:
+        if not self._discovered:
+            for module in pkgutil.iter_modules(importlib.import_module(self._package).__path__):
+                importlib.import_module(f"{self._package}.{module.name}")
+            self._discovered = True
 
 
 def import_object(path: str, *, what: str = "object") -> Any:
@@ -54,8 +134,14 @@ def import_file(path: str) -> Any:
 
 def did_you_mean(name: str, known: Any) -> str:
     """A clause that names the closest of the known names, or nothing where none is close."""
-    matches = difflib.get_close_matches(name, [str(item) for item in known], n=1)
+    matches = difflib.get_close_matches(str(name), [str(item) for item in known], n=1)
     return f"; the nearest is {matches[0]!r}" if matches else ""
+
+
+def _file_of(module: str) -> str:
+    """Where a module is defined, which may be imported under two names; a notebook's has no file."""
+    file = vars(sys.modules[module]).get("__file__") if module in sys.modules else None
+    return module if file is None else str(Path(file).resolve())
 
 
 def _load_module(name: str) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.models import build_model
 from support.recipes import RECIPES, parse_for
+from support.registered import keep_estimators
 
 from mt_grpo.app.serve import server_command
 
@@ -129,7 +130,7 @@ def test_the_training_script_runs_under_accelerate(tmp_path):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda p: p.name)
 def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
-    monkeypatch.setattr("mt_grpo.credit.estimators.ADVANTAGE_ESTIMATORS", {})
+    keep_estimators(monkeypatch)
     namespace = {"__name__": "docs"}
     for name, block in blocks("python"):
         if name == page.name:

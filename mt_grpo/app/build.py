@@ -15,7 +15,6 @@ from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import embedded, load_rows
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import import_file
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.training.checkpoint import batch_options, check_checkpoint, find_checkpoint
@@ -87,9 +86,6 @@ def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
     if trains:
         check_folder(args, model.model_name_or_path)
     datasets.disable_progress_bars()
-    for plugin in args.external_plugins or []:
-        import_file(plugin)
-    args.check_credit()
     env = build_env(args)
     turn_rewards = load_rewards(args.turn_reward_funcs or [], "turn")
     outcome_rewards = load_rewards(args.outcome_reward_funcs or [], "outcome")

@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mt_grpo.app import report
 from mt_grpo.app.progress import ProgressBar
-from mt_grpo.credit import CreditError
+from mt_grpo.credit import CreditError, rule_label
 from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError
@@ -128,7 +128,7 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     if not main:
         return
     report.write_json(summary_path, summary)
-    title = f"{args.advantage_estimator}, {summary['steps']} steps"
+    title = f"{rule_label(args.advantage_estimator)}, {summary['steps']} steps"
     report.plot(trainer.state.log_history, folder / "learning_curve.png", title)
     if evaluates:
         questions = summary["after"]["questions"]

@@ -12,6 +12,7 @@ from mt_grpo.credit.estimators import (
     mt_grpo,
     splits_turns,
 )
+from mt_grpo.credit.rule import bind_rule, parse_rule, rule_label, rule_name
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -19,10 +20,14 @@ __all__ = [
     "CreditError",
     "RewardBatch",
     "advantage_estimator",
+    "bind_rule",
     "estimate",
     "get_estimator",
     "grpo_mr",
     "grpo_or",
     "mt_grpo",
+    "parse_rule",
+    "rule_label",
+    "rule_name",
     "splits_turns",
 ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.estimators import RewardBatch, get_estimator
+from mt_grpo.credit.estimators import RewardBatch, Scale
+from mt_grpo.credit.rule import Rule, bind_rule, rule_name
 from mt_grpo.errors import UserError
 
 
@@ -15,22 +14,28 @@ class CreditError(UserError, ValueError):
     """A credit rule returned what nothing can be trained with. The message is one sentence that names the rule."""
 
 
-def estimate(name: str, batch: RewardBatch, **options: Any) -> Tensor:
+def estimate(
+    rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None, scale_rewards: Scale = "group"
+) -> Tensor:
     """
-    Calls the rule of that name.
+    Calls a rule.
 
     Args:
-        name (`str`): Its name in the registry.
+        rule (`str` or `Mapping`): Its name, or a mapping of its `name` and options of its own.
         batch (`RewardBatch`): The rewards.
-        **options: Its options.
+        turn_coef (`float`, *optional*): Weight of the turn advantage; the rule's own default where none is given.
+        scale_rewards (`str`, *optional*, defaults to `"group"`): What rewards are divided by, see `mt_grpo`.
 
     Returns:
         `Tensor`: Its advantages, shape (B, K), float32; 0 where a turn does not exist, whatever the rule says there.
 
     Raises:
+        ConfigError: If there is no such rule, or it does not take its options.
         CreditError: If it returns no tensor, one of another shape, or what is not finite at a turn that exists.
     """
-    advantages = get_estimator(name)(batch, **options)
+    name = rule_name(rule)
+    function, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards)
+    advantages = function(batch, **options)
     wanted = tuple(batch.turn_mask.shape)
     if not isinstance(advantages, Tensor):
         raise CreditError(

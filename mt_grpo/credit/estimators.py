@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import did_you_mean
+from mt_grpo.imports import Registry, check_name, did_you_mean
 
 Scale = Literal["group", "batch", "none"]
 
@@ -47,9 +47,12 @@ class RewardBatch:
 
 
 AdvantageEstimator = Callable[..., Tensor]
-"""`(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor` of shape (B, K)."""
+"""
+`(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor` of shape (B, K), and
+options of its own; a rule that has no use for `turn_coef` or `scale_rewards` leaves it out.
+"""
 
-ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
+ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", "mt_grpo.credit")
 """The estimators a recipe can name in `advantage_estimator`."""
 
 
@@ -65,10 +68,14 @@ def advantage_estimator(name: str, *, splits_turns: bool = True) -> Callable[[Ad
         name (`str`): What a recipe calls it.
         splits_turns (`bool`, *optional*, defaults to `True`): Whether turns of one trajectory can get different
             advantages, which a loss that weighs whole sequences would take away again.
+
+    Raises:
+        RegistrationError: If the name is no word, or another file has registered it.
     """
+    check_name(name, "advantage estimator")
 
     def register(function: AdvantageEstimator) -> AdvantageEstimator:
-        ADVANTAGE_ESTIMATORS[name] = function
+        ADVANTAGE_ESTIMATORS.add(name, function, function.__module__)
         (WHOLE.discard if splits_turns else WHOLE.add)(name)
         return function
 
@@ -88,7 +95,7 @@ def get_estimator(name: str) -> AdvantageEstimator:
         ValueError: If there is none of that name; names the known ones and the nearest.
     """
     if name not in ADVANTAGE_ESTIMATORS:
-        known = ", ".join(sorted(ADVANTAGE_ESTIMATORS))
+        known = ", ".join(ADVANTAGE_ESTIMATORS)
         raise ConfigError(
             f"The advantage estimator {name!r} is not one of {known}{did_you_mean(name, ADVANTAGE_ESTIMATORS)}."
         )

@@ -3,7 +3,7 @@
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
 from mt_grpo.rewards.format import format_reward_func, xml_reward_func
 from mt_grpo.rewards.gsm8k import gsm8k_correct_reward_func, gsm8k_number_reward_func
-from mt_grpo.rewards.registry import BUILT_IN_REWARDS, RewardListError, load_rewards
+from mt_grpo.rewards.registry import REWARDS, RewardListError, load_rewards, reward
 from mt_grpo.rewards.scoring import RewardError, Scores, score_trajectories, spread
 from mt_grpo.rewards.triviaqa import (
     exact_match_reward_func,
@@ -13,9 +13,9 @@ from mt_grpo.rewards.triviaqa import (
 )
 
 __all__ = [
-    "BUILT_IN_REWARDS",
     "FunctionReward",
     "OutcomeReward",
+    "REWARDS",
     "RewardError",
     "RewardFunc",
     "RewardListError",
@@ -28,6 +28,7 @@ __all__ = [
     "gsm8k_correct_reward_func",
     "gsm8k_number_reward_func",
     "load_rewards",
+    "reward",
     "score_trajectories",
     "spread",
     "tool_execution_reward_func",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.rewards.base import OutcomeReward
+from mt_grpo.rewards.registry import reward
 from mt_grpo.trajectory import Trajectory
 
 TAGS = ("reasoning", "tool", "answer")
@@ -18,20 +19,20 @@ ACTIONS = ("tool", "answer")
 BLOCK = re.compile(rf"<({'|'.join(TAGS)})>(.*?)</\1>", re.DOTALL)
 
 
+@reward("format_reward_func")
 class FormatReward(OutcomeReward):
     """0.2 × the mean of `message_format` over the assistant messages; `None` where the model never spoke."""
 
-    name = "format_reward_func"
     maximum = 0.2
 
     def score(self, trajectory: Trajectory, **row: Any) -> float | None:
         return _mean(trajectory, message_format)
 
 
+@reward("xml_reward_func")
 class XmlReward(OutcomeReward):
     """0.2 × the mean of `message_xml` over the assistant messages; `None` where the model never spoke."""
 
-    name = "xml_reward_func"
     maximum = 0.2
 
     def score(self, trajectory: Trajectory, **row: Any) -> float | None:

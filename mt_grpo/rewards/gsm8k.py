@@ -11,16 +11,16 @@ from decimal import Decimal
 from typing import Any
 
 from mt_grpo.rewards.base import OutcomeReward
+from mt_grpo.rewards.registry import reward
 from mt_grpo.trajectory import Trajectory
 
 NUMBER = re.compile(r"(?<!\w)-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}\b)")
 
 
+@reward("gsm8k_correct_reward_func")
 class Gsm8kCorrectReward(OutcomeReward):
     """1.0 if the number in the final answer equals the number in the `answer` column, else 0.0."""
-
-    name = "gsm8k_correct_reward_func"
 
     def score(self, trajectory: Trajectory, *, answer: str | int | float, **row: Any) -> float:
         gold = find_number(str(answer))
@@ -29,10 +29,10 @@ class Gsm8kCorrectReward(OutcomeReward):
         return float(trajectory.answer is not None and find_number(trajectory.answer) == gold)
 
 
+@reward("gsm8k_number_reward_func")
 class Gsm8kNumberReward(OutcomeReward):
     """0.2 if the final answer is a number and nothing else, else 0.0; `$`, `%` and a full stop are part of it."""
 
-    name = "gsm8k_number_reward_func"
     maximum = 0.2
 
     def score(self, trajectory: Trajectory, **row: Any) -> float:

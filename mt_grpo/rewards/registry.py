@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mt_grpo.errors import UserError
-from mt_grpo.imports import did_you_mean, import_object
-from mt_grpo.rewards import format, gsm8k, triviaqa
+from mt_grpo.imports import Registry, check_name, did_you_mean, import_object
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
 
-BUILT_IN_REWARDS: dict[str, RewardFunc] = {
-    name: value
-    for module in (format, gsm8k, triviaqa)
-    for name, value in vars(module).items()
-    if isinstance(value, RewardFunc)
-}
+Judge = TypeVar("Judge", bound=Callable[..., Any])
+
+REWARDS: Registry[RewardFunc | type[RewardFunc]] = Registry("reward", "mt_grpo.rewards")
 """The rewards a recipe can list by bare name."""
 
 KINDS: dict[str, type[RewardFunc]] = {"turn": TurnReward, "outcome": OutcomeReward}
@@ -25,6 +21,27 @@ class RewardListError(UserError, ValueError):
     """A list of rewards is not usable. The message is one sentence fit for the user."""
 
 
+def reward(name: str) -> Callable[[Judge], Judge]:
+    """
+    Registers a reward: a `TurnReward` or `OutcomeReward` that needs no arguments, or a plain TRL reward function.
+
+    Args:
+        name (`str`): What recipes, logs and `Trajectory.rewards` call it.
+
+    Raises:
+        RegistrationError: If the name is no word, or another file has registered it.
+    """
+    check_name(name, "reward")
+
+    def register(thing: Judge) -> Judge:
+        entry = thing if isinstance(thing, type) else FunctionReward(thing)
+        entry.name = name
+        REWARDS.add(name, entry, thing.__module__)
+        return thing
+
+    return register
+
+
 def load_rewards(
     entries: Sequence[str | Callable | RewardFunc | type[RewardFunc]], kind: Literal["turn", "outcome"]
 ) -> list[RewardFunc]:
@@ -32,8 +49,8 @@ def load_rewards(
     Turns the entries of `turn_reward_funcs` or `outcome_reward_funcs` into reward objects.
 
     Args:
-        entries (`Sequence`): Each a built-in name, a path for `import_object`, a `RewardFunc` or a subclass of it that
-            needs no arguments, or (outcome rewards only) a plain TRL reward function.
+        entries (`Sequence`): Each a registered name, a path for `import_object`, a `RewardFunc` or a subclass of it
+            that needs no arguments, or (outcome rewards only) a plain TRL reward function.
         kind (`str`): `"turn"` or `"outcome"`.
 
     Raises:
@@ -70,12 +87,12 @@ def _load(entry: Any, kind: str) -> RewardFunc:
 def _resolve(entry: str, kind: str) -> Any:
     if "." in entry or ":" in entry:
         return import_object(entry, what=f"{kind} reward")
-    if entry not in BUILT_IN_REWARDS:
+    if entry not in REWARDS:
         raise RewardListError(
             f"The {kind} reward {entry!r} is neither a built-in name nor a path such as `package.module.name`"
-            f"{did_you_mean(entry, BUILT_IN_REWARDS)}."
+            f"{did_you_mean(entry, REWARDS)}."
         )
-    return BUILT_IN_REWARDS[entry]
+    return REWARDS[entry]
 
 
 def _instantiate(reward_class: type[RewardFunc], label: str, kind: str) -> RewardFunc:

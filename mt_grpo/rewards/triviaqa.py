@@ -18,6 +18,7 @@ from typing import Any
 
 from mt_grpo.rewards.base import OutcomeReward, TurnReward
 from mt_grpo.rewards.format import format_reward_func
+from mt_grpo.rewards.registry import reward
 from mt_grpo.trajectory import Trajectory, Turn
 
 __all__ = [
@@ -35,6 +36,7 @@ PUNCTUATION = re.compile("[" + re.escape(string.punctuation + APOSTROPHES + "‚
 ARTICLES = {"a", "an", "the"}
 
 
+@reward("tool_execution_reward_func")
 class ToolExecutionReward(TurnReward):
     """
     0.2 × the turn's successful tool calls / the attempts of the whole trajectory; `None` for a turn without attempts.
@@ -42,7 +44,6 @@ class ToolExecutionReward(TurnReward):
     Summed over the turns: 0.2 × successes / attempts of the trajectory. A call that could not be parsed is an attempt.
     """
 
-    name = "tool_execution_reward_func"
     maximum = 0.2
 
     def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
@@ -51,13 +52,13 @@ class ToolExecutionReward(TurnReward):
         return 0.2 * (turn.num_attempts - turn.num_failures) / sum(each.num_attempts for each in trajectory.turns)
 
 
+@reward("exist_answer_in_search_results")
 class ExistAnswerInSearchResults(TurnReward):
     """
     0.5 on the first turn with a successful tool call whose result holds an accepted answer, 0.0 on the other turns on
     which a tool ran; `None` where none ran. Summed over the turns: 0.5 or 0.0.
     """
 
-    name = "exist_answer_in_search_results"
     maximum = 0.5
 
     def score(self, turn: Turn, trajectory: Trajectory, *, answer: Answer, **row: Any) -> float | None:
@@ -68,20 +69,19 @@ class ExistAnswerInSearchResults(TurnReward):
         return 0.5 * (_found(turn, answers) and not any(_found(each, answers) for each in earlier))
 
 
+@reward("exact_match_reward_func")
 class ExactMatchReward(OutcomeReward):
     """1.0 if the final answer equals an accepted answer after normalisation, else 0.0 (also without an answer)."""
-
-    name = "exact_match_reward_func"
 
     def score(self, trajectory: Trajectory, *, answer: Answer, **row: Any) -> float:
         accepted = {normalize_answer(each) for each in accepted_answers(answer)}
         return float(trajectory.answer is not None and normalize_answer(trajectory.answer) in accepted)
 
 
+@reward("exist_answer_reward_func")
 class ExistAnswerReward(OutcomeReward):
     """0.5 if the final answer holds an accepted answer, else 0.0 (also without an answer)."""
 
-    name = "exist_answer_reward_func"
     maximum = 0.5
 
     def score(self, trajectory: Trajectory, *, answer: Answer, **row: Any) -> float:

@@ -8,6 +8,8 @@ import operator
 import re
 from collections.abc import Callable
 
+from mt_grpo.tools.loading import tool
+
 MAX_CHARACTERS = 500
 MAX_BITS = 4096
 """Size of the largest whole number: some 1,200 digits, below Python's limit for writing one as text."""
@@ -20,6 +22,7 @@ Number = int | float
 TOO_LARGE = "The result is too large."
 
 
+@tool("calculator")
 def calculator(expression: str) -> str:
     """
     Evaluate an arithmetic expression.

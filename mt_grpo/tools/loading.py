@@ -1,4 +1,4 @@
-"""Tools as a recipe names them: built-in names, dotted paths, callables."""
+"""Tools as a recipe names them: registered names, dotted paths, callables."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.imports import Registry, did_you_mean, import_object
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 
-BUILTIN_TOOLS = {
-    "calculator": "mt_grpo.tools.calculator.calculator",
-    "wikipedia_search": "mt_grpo.tools.search.WikipediaSearch",
-}
+TOOLS: Registry[Callable[..., Any]] = Registry("tool", "mt_grpo.tools")
+"""The tools a recipe can list by bare name."""
+
+
+def tool(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """
+    Registers a tool, a function or a class that starts without arguments and has one public method.
+
+    Args:
+        name (`str`): What a recipe calls it. The model calls it by the name of the function or method.
+
+    Raises:
+        RegistrationError: If the name is no word, or another file has registered it.
+    """
+    return TOOLS.register(name)
 
 
 def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
@@ -20,9 +31,9 @@ def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
     Makes tools of what a recipe or a script lists.
 
     Args:
-        entries (`list`): Each one the name of a built-in tool, a path for `mt_grpo.imports.import_object`, a function,
-            bound method or callable object, a class (started without arguments), an object with one public method,
-            or a `Tool`.
+        entries (`list`): Each one the name of a registered tool, a path for `mt_grpo.imports.import_object`, a
+            function, bound method or callable object, a class (started without arguments), an object with one public
+            method, or a `Tool`.
 
     Raises:
         ToolDefinitionError: If an entry is no tool, or two tools have the same name.
@@ -30,21 +41,22 @@ def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
     """
     tools: dict[str, Tool] = {}
     for entry in entries:
-        tool = _as_tool(_imported(entry) if isinstance(entry, str) else entry)
+        tool = _as_tool(_named(entry) if isinstance(entry, str) else entry)
         if tool.name in tools:
             raise ToolDefinitionError(f"Two tools are named {tool.name!r}: rename one, since the model calls by name.")
         tools[tool.name] = tool
     return list(tools.values())
 
 
-def _imported(entry: str) -> Any:
-    path = BUILTIN_TOOLS.get(entry, entry)
-    if "." not in path and ":" not in path:
+def _named(entry: str) -> Any:
+    if "." in entry or ":" in entry:
+        return import_object(entry, what="tool")
+    if entry not in TOOLS:
         raise ToolDefinitionError(
-            f"There is no built-in tool {entry!r}{did_you_mean(entry, BUILTIN_TOOLS)}: use one of "
-            f"{', '.join(BUILTIN_TOOLS)}, or a path such as `my_tools.py:{entry}`."
+            f"There is no built-in tool {entry!r}{did_you_mean(entry, TOOLS)}: use one of {', '.join(TOOLS)}, or a "
+            f"path such as `my_tools.py:{entry}`."
         )
-    return import_object(path, what="tool")
+    return TOOLS[entry]
 
 
 def _as_tool(source: Any) -> Tool:

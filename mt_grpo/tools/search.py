@@ -6,6 +6,8 @@ import bm25s
 import httpx
 import numpy as np
 
+from mt_grpo.tools.loading import tool
+
 NO_RESULTS = "No results."
 
 
@@ -41,6 +43,7 @@ class CorpusSearch:
         return "\n".join(self.documents[i] for i in best if scores[i] > 0) or NO_RESULTS
 
 
+@tool("wikipedia_search")
 class WikipediaSearch:
     """Search over the live Wikipedia through the MediaWiki API.
 

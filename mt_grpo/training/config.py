@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import GRPOConfig
 
-from mt_grpo.credit import get_estimator, splits_turns
+from mt_grpo.credit import bind_rule, parse_rule, rule_name, splits_turns
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.logps import ATTENTIONS, FORWARDS
-from mt_grpo.imports import did_you_mean
+from mt_grpo.imports import did_you_mean, import_file
 from mt_grpo.rollout.history import check_history
 from mt_grpo.rollout.token_check import MODES
 
@@ -37,8 +38,10 @@ class MTGRPOConfig(GRPOConfig):
         max_env_steps (`int`, *optional*, defaults to `5`): Replies of the environment in one conversation.
         max_turn_length (`int`, *optional*): Tokens sampled in one turn; no bound of its own where unset.
         env_mask (`int`, *optional*, defaults to `0`): Completion mask of tokens the environment wrote.
-        turn_advantage_coef (`float`, *optional*, defaults to `1.0`): Weight of the turn advantage.
-        advantage_estimator (`str`, *optional*, defaults to `"mt_grpo"`): Credit rule, by its name in the registry.
+        turn_advantage_coef (`float`, *optional*): Weight of the turn advantage, the credit rule's `turn_coef`; the
+            rule's default (1.0 for `mt_grpo`) where unset.
+        advantage_estimator (`str` or `dict`, *optional*, defaults to `"mt_grpo"`): Credit rule, by its name in the
+            registry, or a mapping of its `name` and options of its own; as JSON on the command line.
         max_concurrent_rollouts (`int`, *optional*): Conversations under way at once; all where unset.
         tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take.
         rollout_timeout (`float`, *optional*): Seconds one conversation may take; no bound where unset.
@@ -80,8 +83,11 @@ class MTGRPOConfig(GRPOConfig):
     max_env_steps: int = field(default=5, metadata={"help": "Replies of the environment in one conversation."})
     max_turn_length: int | None = field(default=None, metadata={"help": "Tokens sampled in one turn."})
     env_mask: int = field(default=0, metadata={"help": "Completion mask of tokens the environment wrote."})
-    turn_advantage_coef: float = field(default=1.0, metadata={"help": "Weight of the turn advantage."})
-    advantage_estimator: str = field(default="mt_grpo", metadata={"help": "Credit rule, by its registered name."})
+    turn_advantage_coef: float | None = field(default=None, metadata={"help": "Weight of the turn advantage."})
+    # `None` is refused; without it transformers' parser would take a mapping only
+    advantage_estimator: dict[str, Any] | str | None = field(
+        default="mt_grpo", metadata={"help": "Credit rule: its name, or JSON of its `name` and its options."}
+    )
     max_concurrent_rollouts: int | None = field(
         default=None, metadata={"help": "Conversations under way at once; all where unset."}
     )
@@ -116,8 +122,9 @@ class MTGRPOConfig(GRPOConfig):
         for name in ("tools", "external_plugins", "turn_reward_funcs", "outcome_reward_funcs"):
             if isinstance(getattr(self, name), str):  # a recipe may give one name without a list
                 setattr(self, name, [getattr(self, name)])
-        if not self.external_plugins:  # else the rule may be one of theirs
-            self.check_credit()
+        for plugin in self.external_plugins or []:
+            import_file(plugin)
+        self.advantage_estimator = parse_rule(self.advantage_estimator)
         for name in (
             "max_turn_length",
             "max_concurrent_rollouts",
@@ -170,22 +177,24 @@ class MTGRPOConfig(GRPOConfig):
             )
         self._check_batch_sizes()
         super().__post_init__()
+        self.check_credit()
 
     def check_credit(self) -> None:
         """
-        Looks the credit rule up, once the plugins are imported, and holds it against the loss.
+        Looks the credit rule up and holds it against its options and the loss.
 
         Raises:
-            ConfigError: If the loss takes away the credit that the rule gives to turns.
-            ValueError: If there is no such rule.
+            ConfigError: If there is no such rule, it does not take its options, or the loss takes away the credit that
+                it gives to turns.
         """
-        get_estimator(self.advantage_estimator)
+        bind_rule(self.advantage_estimator, turn_coef=self.turn_advantage_coef, scale_rewards=self.scale_rewards)
+        name = rule_name(self.advantage_estimator)
         lost = self.importance_sampling_level == "sequence" and self.loss_type not in KEEPS_TURNS
-        if lost and splits_turns(self.advantage_estimator):
+        if lost and splits_turns(name):
             another = ", choose another `loss_type`" if self.loss_type == "luspo" else ""
             raise ConfigError(
                 "`importance_sampling_level: sequence` gives all tokens of a trajectory the mean of their advantages, "
-                f"so the credit that `advantage_estimator: {self.advantage_estimator}` gives to single turns is lost: "
+                f"so the credit that `advantage_estimator: {name}` gives to single turns is lost: "
                 f"leave it at `token`{another}, or choose a rule for whole trajectories such as `grpo_or` or "
                 "`grpo_mr`."
             )

@@ -9,9 +9,9 @@ import sys
 import pytest
 import yaml
 from support.models import build_model, build_tokenizer
+from support.registered import keep_estimators
 
 from mt_grpo.cli import main
-from mt_grpo.credit import estimators
 from mt_grpo.rewards import RewardError
 
 
@@ -144,31 +144,32 @@ PLUGIN = """
 from mt_grpo.credit import advantage_estimator, grpo_or
 
 
-@advantage_estimator("mine", splits_turns=SPLITS)
+@advantage_estimator("NAME", splits_turns=SPLITS)
 def mine(batch, *, turn_coef=1.0, scale_rewards="group"):
     return grpo_or(batch)
 """
 
 
 def test_a_rule_of_a_plugin_is_found_and_says_whether_it_splits_turns(recipe, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(estimators.ADVANTAGE_ESTIMATORS))
-    monkeypatch.setattr(estimators, "WHOLE", set(estimators.WHOLE))
+    keep_estimators(monkeypatch)
     for splits, status in ((True, 1), (False, 0)):
         plugin = tmp_path / f"plugin_{splits}.py"
-        plugin.write_text(PLUGIN.replace("SPLITS", str(splits)))
-        keys = {"advantage_estimator": "mine", "external_plugins": [str(plugin)]}
+        plugin.write_text(PLUGIN.replace("SPLITS", str(splits)).replace("NAME", f"mine_{splits}"))
+        keys = {"advantage_estimator": f"mine_{splits}", "external_plugins": [str(plugin)]}
         arguments = recipe(**keys, importance_sampling_level="sequence", loss_type="grpo")
         assert main(["rollout", *arguments, "--num_prompts", "1"]) == status
-        assert ("credit that `advantage_estimator: mine`" in capsys.readouterr().err) == splits
-    keys["advantage_estimator"] = "mien"
+        assert (f"credit that `advantage_estimator: mine_{splits}`" in capsys.readouterr().err) == splits
+    keys["advantage_estimator"] = "mien_False"
     assert main(["rollout", *recipe(**keys), "--num_prompts", "1"]) == 1
-    assert "the nearest is 'mine'" in capsys.readouterr().err
+    assert "the nearest is 'mine_False'" in capsys.readouterr().err
 
 
 def test_a_rule_that_returns_nan_ends_training_with_a_sentence(recipe, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(estimators.ADVANTAGE_ESTIMATORS))
+    keep_estimators(monkeypatch)
     plugin = tmp_path / "plugin.py"
-    plugin.write_text(PLUGIN.replace("SPLITS", "True").replace("grpo_or(batch)", "grpo_or(batch) / 0"))
+    plugin.write_text(
+        PLUGIN.replace("SPLITS", "True").replace("NAME", "mine").replace("grpo_or(batch)", "grpo_or(batch) / 0")
+    )
     keys = {"advantage_estimator": "mine", "external_plugins": [str(plugin)], "do_eval": False}
     assert main(["train", *recipe(**keys)]) == 1
     assert "mt-grpo: The advantage estimator 'mine' gave nan to turn 1" in capsys.readouterr().err

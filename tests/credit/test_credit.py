@@ -1,13 +1,26 @@
 import math
 import statistics
+from typing import Literal
 
 import pytest
 import torch
+from support.registered import keep_estimators
 
-from mt_grpo.credit import ADVANTAGE_ESTIMATORS, RewardBatch, advantage_estimator, estimators, get_estimator
+from mt_grpo.credit import (
+    ADVANTAGE_ESTIMATORS,
+    RewardBatch,
+    advantage_estimator,
+    bind_rule,
+    estimate,
+    get_estimator,
+    parse_rule,
+    rule_label,
+    rule_name,
+)
 from mt_grpo.credit import grpo_mr as estimate_grpo_mr
 from mt_grpo.credit import grpo_or as estimate_grpo_or
 from mt_grpo.credit import mt_grpo as estimate_mt_grpo
+from mt_grpo.errors import ConfigError
 
 NONE = math.nan
 ALL = [estimate_mt_grpo, estimate_grpo_or, estimate_grpo_mr]
@@ -245,11 +258,181 @@ def test_an_unknown_estimator_is_refused_with_the_nearest_name():
 
 
 def test_one_more_estimator_is_one_more_function(monkeypatch):
-    monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
+    keep_estimators(monkeypatch)
 
     @advantage_estimator("zero")
     def zero(batch, *, turn_coef=1.0, scale_rewards="group"):
         return torch.zeros_like(batch.turn_rewards)
 
     assert get_estimator("zero") is zero
+    monkeypatch.undo()
     assert "zero" not in ADVANTAGE_ESTIMATORS
+
+
+# Rules with options of their own
+
+
+@pytest.fixture
+def gtpo(monkeypatch):
+    """Registers a rule that says what it was called with."""
+    keep_estimators(monkeypatch)
+    calls = []
+
+    @advantage_estimator("gtpo")
+    def gtpo(
+        batch,
+        *,
+        scale_rewards="group",
+        gamma: float = 0.9,
+        mode: Literal["sum", "mean"] = "sum",
+        steps: int | None = None,
+        weights: list[float] = (),
+        whole: bool = False,
+        untyped="x",
+    ):
+        calls.append({"gamma": gamma, "mode": mode, "steps": steps, "scale_rewards": scale_rewards})
+        return torch.zeros_like(batch.turn_rewards)
+
+    return calls
+
+
+SMALL = make_batch([[0.2], [0.0]], [1.0, 0.0], [(0,), ()], group_size=2)
+
+
+def test_options_reach_the_rule_and_the_rest_keeps_its_default(gtpo):
+    estimate("gtpo", SMALL, scale_rewards="none")
+    estimate({"name": "gtpo", "gamma": 1, "mode": "mean"}, SMALL)
+    assert gtpo == [
+        {"gamma": 0.9, "mode": "sum", "steps": None, "scale_rewards": "none"},
+        {"gamma": 1, "mode": "mean", "steps": None, "scale_rewards": "group"},
+    ]
+
+
+def test_the_coefficient_of_the_run_and_that_of_the_rule_are_one():
+    expected = estimate_mt_grpo(SMALL, turn_coef=0.5)
+    assert torch.equal(estimate("mt_grpo", SMALL, turn_coef=0.5), expected)
+    assert torch.equal(estimate({"name": "mt_grpo", "turn_coef": 0.5}, SMALL), expected)
+    assert torch.equal(estimate("mt_grpo", SMALL), estimate_mt_grpo(SMALL))
+
+
+def test_a_rule_with_open_options_gets_all_of_them(monkeypatch):
+    keep_estimators(monkeypatch)
+    seen = []
+
+    @advantage_estimator("open")
+    def takes_any(batch, **options):
+        seen.append(options)
+        return torch.zeros_like(batch.turn_rewards)
+
+    estimate({"name": "open", "depth": 3}, SMALL, turn_coef=2.0, scale_rewards="none")
+    assert seen == [{"depth": 3, "turn_coef": 2.0, "scale_rewards": "none"}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"gamma": 1},
+        {"steps": None},
+        {"steps": 3},
+        {"weights": [1, 0.5]},
+        {"whole": True},
+        {"untyped": [{}]},
+        {"mode": "mean"},
+    ],
+)
+def test_values_that_fit_their_types_are_taken(gtpo, value):
+    bind_rule({"name": "gtpo", **value}, turn_coef=None, scale_rewards="group")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gama": 0.5}, "has no option 'gama'; the nearest is 'gamma': its options are gamma, mode, steps, "),
+        ({3: 0.5}, "has no option 3: its options are"),
+        ({"turn_coef": 0.5}, "has no option 'turn_coef'"),
+        ({"gamma": "high"}, "'gamma' of the advantage estimator 'gtpo' is 'high': its type is float."),
+        ({"gamma": True}, "'gamma' .* is True"),
+        ({"gamma": None}, "'gamma' .* is None"),
+        ({"steps": 0.5}, r"'steps' .* is 0.5: its type is int \| None"),
+        ({"weights": [1, "a"]}, r"'weights' .*: its type is list\[float\]"),
+        ({"whole": 1}, "'whole' .* is 1: its type is bool"),
+        ({"mode": "meen"}, "'mode' .* is 'meen'; the nearest is 'mean': its type is Literal"),
+        ({"scale_rewards": "none"}, "`scale_rewards` is an option of the run"),
+    ],
+)
+def test_options_the_rule_does_not_take_are_refused(gtpo, options, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        estimate({"name": "gtpo", **options}, SMALL)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_said_twice_or_in_vain_is_refused(gtpo):
+    with pytest.raises(ConfigError, match="`turn_coef: 0.5` of .* and `turn_advantage_coef: 1.0` contradict"):
+        estimate({"name": "mt_grpo", "turn_coef": 0.5}, SMALL, turn_coef=1.0)
+    with pytest.raises(ConfigError, match="`turn_advantage_coef` is 1.0, and .* 'gtpo' takes no `turn_coef`"):
+        estimate("gtpo", SMALL, turn_coef=1.0)
+
+
+def test_a_rule_without_options_says_so_and_one_that_needs_some_too(monkeypatch):
+    keep_estimators(monkeypatch)
+
+    @advantage_estimator("bare")
+    def bare(batch):
+        return torch.zeros_like(batch.turn_rewards)
+
+    @advantage_estimator("strict")
+    def strict(batch, *, gamma: float):
+        return torch.full_like(batch.turn_rewards, gamma)
+
+    assert not estimate("bare", SMALL).any()
+    with pytest.raises(ConfigError, match="'bare' has no option 'gamma': it has none"):
+        estimate({"name": "bare", "gamma": 1.0}, SMALL)
+    with pytest.raises(ConfigError, match="`scale_rewards` is 'none', and .* 'bare' takes no `scale_rewards`"):
+        estimate("bare", SMALL, scale_rewards="none")
+    with pytest.raises(ConfigError, match="'strict' needs its option 'gamma': write .*name: strict, gamma: ..."):
+        estimate("strict", SMALL)
+    assert estimate({"name": "strict", "gamma": 0.5}, SMALL).unique().item() == 0.5
+
+
+def test_annotations_that_cannot_be_read_are_named(monkeypatch):
+    keep_estimators(monkeypatch)
+
+    @advantage_estimator("unread")
+    def unread(batch, *, gamma: "Missing" = 1):  # noqa: F821
+        return torch.zeros_like(batch.turn_rewards)
+
+    with pytest.raises(ConfigError, match="'unread' cannot be checked.*'Missing'.*import it"):
+        estimate({"name": "unread", "gamma": 1}, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [
+        ("gtpo", "gtpo"),
+        ('{"name": "gtpo", "gamma": 0.9}', {"name": "gtpo", "gamma": 0.9}),
+        ({"name": "gtpo"}, {"name": "gtpo"}),
+    ],
+)
+def test_a_rule_is_a_name_a_mapping_or_json(given, parsed):
+    assert parse_rule(given) == parsed
+    assert rule_name(parsed) == "gtpo"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{name: gtpo}", "not valid JSON"),
+        ({"gamma": 0.9}, "a mapping of its `name`"),
+        ('{"name": 3}', "a mapping of its `name`"),
+        (None, "is None: give the name"),
+        (["gtpo"], "give the name of a rule"),
+    ],
+)
+def test_what_names_no_rule_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_rule(given)
+
+
+def test_a_heading_shows_the_options_of_a_rule():
+    assert rule_label("gtpo") == rule_label({"name": "gtpo"}) == "gtpo"
+    assert rule_label({"name": "gtpo", "gamma": 0.9, "steps": 2}) == "gtpo (gamma 0.9, steps 2)"

@@ -11,7 +11,7 @@ from support.scoring import score
 import mt_grpo.rewards as rewards
 from mt_grpo.imports import ImportPathError
 from mt_grpo.rewards import (
-    BUILT_IN_REWARDS,
+    REWARDS,
     FunctionReward,
     OutcomeReward,
     RewardError,
@@ -305,7 +305,7 @@ def test_completion_ids_are_what_follows_the_first_context():
 
 
 def test_built_in_rewards_are_found_by_the_name_they_report():
-    assert set(BUILT_IN_REWARDS) == {
+    assert set(REWARDS) == {
         "exact_match_reward_func",
         "exist_answer_in_search_results",
         "exist_answer_reward_func",
@@ -315,10 +315,10 @@ def test_built_in_rewards_are_found_by_the_name_they_report():
         "tool_execution_reward_func",
         "xml_reward_func",
     }
-    for name, reward in BUILT_IN_REWARDS.items():
-        kind = "turn" if isinstance(reward, TurnReward) else "outcome"
-        assert load_rewards([name], kind) == [reward] == [getattr(rewards, name)]
-        assert reward.name == name
+    for name, reward_class in REWARDS.items():
+        (loaded,) = load_rewards([name], "turn" if issubclass(reward_class, TurnReward) else "outcome")
+        assert type(loaded) is reward_class is type(getattr(rewards, name))
+        assert loaded.name == name
 
 
 def test_rewards_come_as_names_paths_instances_classes_and_functions(tmp_path):

@@ -7,16 +7,17 @@ import math
 import pytest
 import torch
 from support.models import build_model
+from support.registered import keep_estimators
 from support.trainers import batch
 
-from mt_grpo.credit import ADVANTAGE_ESTIMATORS, CreditError, advantage_estimator, estimators, mt_grpo
+from mt_grpo.credit import CreditError, advantage_estimator, mt_grpo
 from mt_grpo.training.nonfinite import NonFiniteError
 
 
 @pytest.fixture
 def rule(monkeypatch):
     """Registers a rule that spoils what `mt_grpo` returns."""
-    monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
+    keep_estimators(monkeypatch)
 
     def register(spoil):
         @advantage_estimator("spoilt")

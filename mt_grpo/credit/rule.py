@@ -1,0 +1,154 @@
+"""
+A credit rule as a recipe gives it, its name or a mapping of its name and options of its own, held against the rule's
+signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+from mt_grpo.credit.estimators import AdvantageEstimator, get_estimator
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean
+
+Rule = str | Mapping[str, Any]
+"""`"mt_grpo"`, or `{"name": "mt_grpo", "turn_coef": 0.5}`."""
+
+
+def parse_rule(rule: Any) -> str | dict[str, Any]:
+    """
+    A rule as a recipe, a command line (the mapping as JSON) or a script gives it.
+
+    Raises:
+        ConfigError: If it is neither a name nor a mapping with one.
+    """
+    if isinstance(rule, str) and rule.lstrip().startswith("{"):
+        try:
+            rule = json.loads(rule)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"`advantage_estimator` is {rule!r}, which is not valid JSON ({error.msg} at character {error.pos})."
+            ) from error
+    if isinstance(rule, Mapping) and isinstance(rule.get("name"), str):
+        return dict(rule)
+    if isinstance(rule, str):
+        return rule
+    raise ConfigError(
+        f"`advantage_estimator` is {rule!r}: give the name of a rule, or a mapping of its `name` and its options, "
+        'such as `{"name": "mt_grpo", "turn_coef": 0.5}`.'
+    )
+
+
+def rule_name(rule: Rule) -> str:
+    """The name of a rule that `parse_rule` returned."""
+    return rule if isinstance(rule, str) else rule["name"]
+
+
+def rule_label(rule: Rule) -> str:
+    """A rule in a heading: `gtpo (gamma 0.9)`."""
+    options = ", ".join(f"{name} {value}" for name, value in _options(rule).items())
+    return f"{rule_name(rule)} ({options})" if options else rule_name(rule)
+
+
+def bind_rule(rule: Rule, *, turn_coef: float | None, scale_rewards: str) -> tuple[AdvantageEstimator, dict[str, Any]]:
+    """
+    The function of a rule and the options to call it with: its own, and of those of the run the ones it takes.
+
+    Args:
+        rule (`str` or `Mapping`): As `parse_rule` returns it.
+        turn_coef (`float`, *optional*): The run's `turn_advantage_coef`; the rule's own default where it is `None`.
+        scale_rewards (`str`): The run's.
+
+    Raises:
+        ConfigError: If there is no rule of that name, it does not take the options, or one is said twice.
+    """
+    name, options = rule_name(rule), _options(rule)
+    function = get_estimator(name)
+    _, *parameters = inspect.signature(function).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    own = {parameter.name: parameter for parameter in parameters if parameter.kind not in _VARIADIC}
+    of_run = {"scale_rewards": scale_rewards} | ({} if turn_coef is None else {"turn_coef": turn_coef})
+    for field, option, is_set in (
+        ("turn_advantage_coef", "turn_coef", turn_coef is not None),
+        ("scale_rewards", "scale_rewards", scale_rewards != "group"),
+    ):
+        if is_set and option not in own and not takes_any:
+            raise ConfigError(
+                f"`{field}` is {of_run[option]!r}, and the advantage estimator {name!r} takes no `{option}`: leave it "
+                "out."
+            )
+    if "scale_rewards" in options:
+        raise ConfigError(
+            f"`scale_rewards` is an option of the run, not of the advantage estimator {name!r} alone: set it beside "
+            "`advantage_estimator`, not in it."
+        )
+    if "turn_coef" in options and turn_coef is not None:
+        raise ConfigError(
+            f"`turn_coef: {options['turn_coef']}` of the advantage estimator {name!r} and `turn_advantage_coef: "
+            f"{turn_coef}` contradict each other: leave one out."
+        )
+    settable = [option for option in own if option != "scale_rewards"]
+    for option in options:
+        if option not in own and not takes_any:
+            has = f"its options are {', '.join(settable)}" if settable else "it has none"
+            raise ConfigError(
+                f"The advantage estimator {name!r} has no option {option!r}{did_you_mean(option, settable)}: {has}."
+            )
+    _check_types(name, function, options)
+    of_run = {option: value for option, value in of_run.items() if option in own or takes_any}
+    for option, parameter in own.items():
+        if parameter.default is parameter.empty and option not in options and option not in of_run:
+            raise ConfigError(
+                f"The advantage estimator {name!r} needs its option {option!r}: write `advantage_estimator: {{name: "
+                f"{name}, {option}: ...}}`."
+            )
+    return function, {**of_run, **options}
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _options(rule: Rule) -> dict[str, Any]:
+    return {} if isinstance(rule, str) else {option: value for option, value in rule.items() if option != "name"}
+
+
+def _check_types(name: str, function: AdvantageEstimator, options: dict[str, Any]) -> None:
+    if not options:
+        return
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except NameError as error:
+        raise ConfigError(
+            f"The options of the advantage estimator {name!r} cannot be checked, since its annotations name something "
+            f"that is not imported ({error}): import it."
+        ) from error
+    for option, value in options.items():
+        hint = parameters[option].annotation if option in parameters else Any
+        if not _fits(value, hint):
+            wanted = inspect.formatannotation(hint).removeprefix("typing.")
+            near = did_you_mean(value, get_args(hint)) if get_origin(hint) is Literal else ""
+            raise ConfigError(
+                f"The option {option!r} of the advantage estimator {name!r} is {value!r}{near}: its type is {wanted}."
+            )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value, as YAML or JSON gives it, is what a type hint says."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint in (Any, inspect.Parameter.empty):
+        return True
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if origin is Literal:
+        return any(value == each and type(value) is type(each) for each in arguments)
+    if isinstance(value, bool):
+        return hint is bool
+    if hint is float:
+        return isinstance(value, int | float)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    return isinstance(value, type(None) if hint is None else origin or hint)

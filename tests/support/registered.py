@@ -1,0 +1,20 @@
+"""Registries as they were, after a test that registers things of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, estimators
+from mt_grpo.imports import Registry
+
+
+def keep(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> None:
+    """Makes a test forget what it registers."""
+    monkeypatch.setattr(registry, "_entries", dict(registry))
+    monkeypatch.setattr(registry, "_files", dict(registry._files))
+
+
+def keep_estimators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for credit rules, and which of them give all turns the same."""
+    keep(monkeypatch, ADVANTAGE_ESTIMATORS)
+    monkeypatch.setattr(estimators, "WHOLE", set(estimators.WHOLE))
