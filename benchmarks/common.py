@@ -8,7 +8,9 @@ import platform
 import statistics
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -44,6 +46,12 @@ def report(name: str, rows: dict[str, list[float]], settings: dict[str, object])
         table.add_row(label, *numbers, str(len(values)))
     Console().print(table)
     if not settings.get("quick"):
-        RESULTS.mkdir(exist_ok=True)
-        content = {"machine": machine(), "settings": settings, "rows": rows}
-        (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+        write(name, settings, rows)
+
+
+def write(name: str, settings: dict[str, Any], rows: Any, **further: Any) -> None:
+    """Writes `results/NAME.json`: the machine, settings, rows and whatever else was measured."""
+    RESULTS.mkdir(exist_ok=True)
+    where = machine() | ({"gpu": torch.cuda.get_device_name()} if settings.get("device") == "cuda" else {})
+    content = {"machine": where, "settings": settings, "rows": rows, **further}
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -7,7 +7,8 @@ import statistics
 import time
 
 import torch
-from measure import interleave, peak_memory, ratio, write
+from common import write
+from measure import interleave, peak_memory, ratio
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 

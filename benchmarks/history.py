@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import time
 from pathlib import Path
 
 import matplotlib
-from common import RESULTS, build_tokenizer, machine
+from common import build_tokenizer, write
 from rich.console import Console
 from rich.table import Table
 
@@ -101,8 +100,7 @@ def main() -> None:
         table.add_row(*(value if isinstance(value, str) else f"{value:.0f}" for value in row.values()))
     Console().print(table)
     if not quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "history.json").write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
+        write("history", {"repeats": 5}, rows)
         plot(rows, Path(__file__).parents[1] / "docs" / "images" / "history.png")
 
 

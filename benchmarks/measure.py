@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, machine
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -80,14 +78,6 @@ def peak_memory(function: Callable[[], Any], device: str) -> int:
 
 def _status(field: str) -> int:
     return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(field))
-
-
-def write(name: str, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Writes `results/NAME.json` with the machine the rows were measured on."""
-    RESULTS.mkdir(exist_ok=True)
-    where = machine() | ({"gpu": torch.cuda.get_device_name()} if settings.get("device") == "cuda" else {})
-    content = {"machine": where, "settings": settings, "rows": rows}
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 # Workloads: rows of (tokens, trained), each one sequence, in groups that share a prompt

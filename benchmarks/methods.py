@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import statistics
 import time
@@ -25,7 +24,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import matplotlib
 import torch
-from common import RESULTS, machine
+from common import write
 from measure import interleave, peak_memory
 from rich.console import Console
 from rich.table import Table
@@ -206,8 +205,7 @@ def main() -> None:
     if not quick:
         settings = {"positions": positions, "conversations": len(batches), "turns": 8, "vocabulary": VOCABULARY}
         settings |= {"layers": 4, "hidden": 128, "seed": 0, "repeats": repeats, "threads": 1}
-        content = {"machine": machine(), "settings": settings, "rows": table, "rounding": rounding, "scaling": scaling}
-        (RESULTS / "methods.json").write_text(json.dumps(content, indent=2) + "\n")
+        write("methods", settings, table, rounding=rounding, scaling=scaling)
         plot(scaling, Path(__file__).parents[1] / "docs" / "images" / "methods.png")
 
 

@@ -15,7 +15,8 @@ import time
 
 import numpy as np
 import torch
-from measure import WORKLOADS, interleave, ratio, write
+from common import write
+from measure import WORKLOADS, interleave, ratio
 from trl.experimental.async_grpo.packing import TreeRow
 
 from mt_grpo.forward.attention.layout import TreeLayout

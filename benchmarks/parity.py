@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import build_tokenizer
-from measure import write
+from common import build_tokenizer, write
 from rich.console import Console
 from rich.table import Table
 from server import read, serve

@@ -23,8 +23,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from common import build_tokenizer
-from measure import write
+from common import build_tokenizer, write
 from rich.console import Console
 from rich.table import Table
 from server import block_size, metric, read, serve

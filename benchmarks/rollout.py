@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
-from common import RESULTS, build_tokenizer, machine
+from common import build_tokenizer, write
 from rich.console import Console
 from rich.table import Table
 from rollout_trl import GROUP, compare
@@ -177,8 +177,7 @@ def report(rows: list[tuple[str, str, list[float]]], settings: dict[str, object]
     Console(width=110).print(table)
     if not settings["quick"]:
         content = [{"label": label, "target": target, "values": values} for label, target, values in rows]
-        written = json.dumps({"machine": machine(), "settings": settings, "rows": content}, indent=2)
-        (RESULTS / "rollout.json").write_text(written + "\n")
+        write("rollout", settings, content)
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
-from common import build_tokenizer
+from common import build_tokenizer, write
 from datasets import Dataset
-from measure import WORKLOADS, DoesNotFit, Row, free_memory, interleave, peak_memory, ratio, within_memory, write
+from measure import WORKLOADS, DoesNotFit, Row, free_memory, interleave, peak_memory, ratio, within_memory
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 

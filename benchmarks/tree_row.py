@@ -24,7 +24,8 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import numpy as np
 import torch
-from measure import DoesNotFit, Row, interleave, peak_memory, ratio, stripped_rows, within_memory, write
+from common import write
+from measure import DoesNotFit, Row, interleave, peak_memory, ratio, stripped_rows, within_memory
 from step import BOUND, SHAPES, build_model, difference
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel

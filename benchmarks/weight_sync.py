@@ -28,8 +28,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from common import build_tokenizer
-from measure import ratio, write
+from common import build_tokenizer, write
+from measure import ratio
 from rich.console import Console
 from rich.table import Table
 from server import read, serve

@@ -11,19 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.marks import needs_server
+from support.servers import ROOT
 
-ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 SOURCES = {path.name: path.read_text() for path in sorted(BENCHMARKS.glob("*.py"))}
 QUICK = [name for name, source in SOURCES.items() if '"--quick"' in source]
-NEEDS_SERVER = pytest.mark.skipif(
-    not (ROOT / ".venv-vllm" / "bin" / "python").exists(),
-    reason="there is no .venv-vllm: make it with `make server-cpu`",
-)
 
 
 def marks(name: str) -> list:
-    return [NEEDS_SERVER] if "\nfrom server import" in SOURCES[name] else []
+    return [needs_server] if "\nfrom server import" in SOURCES[name] else []
 
 
 @pytest.mark.parametrize("script", [pytest.param(name, marks=marks(name)) for name in QUICK])
@@ -66,9 +63,9 @@ OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 7.42 GiB. GPU 0 has a tot
 def benchmark(monkeypatch, tmp_path):
     """Runs a benchmark's `main` in this process, on tiny trajectories; returns the rows it recorded."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    import measure
+    import common
 
-    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
 
     def run(module, name: str, *options: str) -> list[dict]:
         monkeypatch.setattr(sys, "argv", [module.__name__, *options])

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from support.servers import free_port
+from support.loopback import free_port
 from support.upstreams import SAMPLING, client_of, completion
 
 from mt_grpo.rollout.engine import EngineError

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.loopback import Proxy, free_port
+from support.marks import needs_server
 from support.models import build_model, build_tokenizer
-from support.servers import ROOT, SERVER_PYTHON, START_LIMIT, Proxy, RealServer, free_port
+from support.servers import ROOT, START_LIMIT, RealServer
 from transformers import AutoTokenizer
 
 from mt_grpo.cli import main
@@ -24,9 +26,7 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.token_tree import TokenTree
 
-pytestmark = pytest.mark.skipif(
-    not SERVER_PYTHON.exists(), reason="there is no .venv-vllm: make it with `make server-cpu`"
-)
+pytestmark = needs_server
 MODEL = ROOT / "mt_grpo" / "data" / "embedded" / "model"
 LENGTH = 224
 STEPS = 3

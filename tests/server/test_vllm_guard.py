@@ -11,15 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
-from support.servers import ROOT, SERVER_PYTHON, RealServer
+from support.marks import needs_server
+from support.servers import ROOT, RealServer
 
 from mt_grpo.app.serve import GUARD
 from mt_grpo.cli import main
 from mt_grpo.rollout.engines.vllm.http import ServerControl, find_key
 
-pytestmark = pytest.mark.skipif(
-    not SERVER_PYTHON.exists(), reason="there is no .venv-vllm: make it with `make server-cpu`"
-)
+pytestmark = needs_server
 KEYS = ("no key", "a wrong key", "the key")
 ORIGIN = {"Origin": "http://evil.example"}
 UPGRADE = {

@@ -16,8 +16,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
+from support.marks import needs_server
 from support.models import build_model, build_tokenizer
-from support.servers import ROOT, SERVER_PYTHON, RealServer
+from support.servers import ROOT, RealServer
 from transformers import AutoTokenizer
 
 from mt_grpo.envs import MultiTurnToolEnv
@@ -32,9 +33,7 @@ from mt_grpo.weights.transports.adapter import LoraTransport
 from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.update_calls import WeightSyncError
 
-pytestmark = pytest.mark.skipif(
-    not SERVER_PYTHON.exists(), reason="there is no .venv-vllm: make it with `make server-cpu`"
-)
+pytestmark = needs_server
 LENGTH = 512
 TOLERANCE = 1e-4
 HEAD = 32  # the smallest head that vLLM's CPU attention knows

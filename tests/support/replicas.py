@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from mt_grpo.rollout.engines.vllm.holder import holder
 from mt_grpo.vllm_plugin.checksum import file_checksum
 from mt_grpo.weights.verification import trainer_logprobs
+from support.loopback import ScriptedServer
 from support.models import build_model
-from support.servers import ScriptedServer
 
 
 class Replica:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mt_grpo.rollout.engine import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from support.servers import ScriptedServer
+from support.loopback import ScriptedServer
 
 SAMPLING = SamplingParams(max_tokens=8, seed=3)
 

@@ -1,9 +1,7 @@
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from urllib.parse import parse_qs, urlparse
 
 import pytest
+from support.loopback import ScriptedServer
 from transformers.utils import get_json_schema
 
 from mt_grpo.tools.search import CorpusSearch, WikipediaSearch
@@ -52,27 +50,10 @@ def test_the_schema_describes_the_query(tool):
 
 @pytest.fixture
 def upstream():
-    """A loopback server: gives the scripted reply and records the requests."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.server.requests.append((parse_qs(urlparse(self.path).query), self.headers["User-Agent"]))
-            status, body = self.server.reply
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *args):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    server.requests, server.url = [], f"http://127.0.0.1:{server.server_port}/w/api.php"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
+    """A loopback server that gives the reply it is told to."""
+    server = ScriptedServer(lambda method, path, body: server.reply)
     yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    server.stop()
 
 
 def test_wikipedia_pages_come_in_search_order(upstream):
@@ -83,7 +64,7 @@ def test_wikipedia_pages_come_in_search_order(upstream):
     upstream.reply = 200, {"query": {"pages": pages}}
     result = WikipediaSearch(top_k=2, sentences=1, base_url=upstream.url).search("capital Peru")
     assert result == "Lima: Lima is the capital.\nPeru: Peru is a country."
-    parameters, agent = upstream.requests[0]
+    parameters, agent = parse_qs(urlparse(upstream.last.path).query), upstream.last_headers["User-Agent"]
     assert parameters["gsrsearch"] == ["capital Peru"]
     assert parameters["gsrlimit"] == ["2"]
     assert parameters["exsentences"] == ["1"]
