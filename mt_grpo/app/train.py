@@ -15,7 +15,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 from rich.console import Console
 from rich.rule import Rule
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mt_grpo.app import report
 from mt_grpo.app.progress import ProgressBar
@@ -24,12 +23,11 @@ from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError
 from mt_grpo.rollout.token_check import examine_template
-from mt_grpo.training.checkpoint import is_whole
 from mt_grpo.training.folder import check_folder, clear_folder
 from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
-from mt_grpo.viewer import render_trajectory, visible
+from mt_grpo.viewer import render_trajectory
 from mt_grpo.weights.update_calls import WeightSyncError
 
 EXAMPLES = 3
@@ -68,9 +66,9 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     args = trainer.args
     folder = Path(args.output_dir)
     main = trainer.accelerator.is_main_process
-    check_folder(args, trainer.model.config._name_or_path)
+    check_folder(args, trainer.model.config.name_or_path)
     if main:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parent=True, exist_ok=True)
         clear_folder(args)
         (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
     trainer.accelerator.wait_for_everyone()
@@ -105,7 +103,6 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     bar = ProgressBar(console)
     trainer.add_callback(_AtTheBeginning(measure_before))
     trainer.add_callback(bar)
-    trainer.add_callback(_Visible(trainer._logs))
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         if evaluates:
@@ -113,7 +110,7 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     except (*FAILURES, RewardError) as error:  # the last keeps its traceback, which is of the user's code
         if not trainer.state.global_step:
             raise
-        checkpoint = _save(trainer)
+        checkpoint = trainer.save_checkpoint()
         raise type(error)(
             f"{error} What was learnt up to step {trainer.state.global_step} is in {checkpoint}: go on with "
             f"`--resume_from_checkpoint {checkpoint}`."
@@ -153,30 +150,6 @@ class _AtTheBeginning(TrainerCallback):
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self._action()
-
-
-class _Visible(TrainerCallback):
-    """Keeps control characters out of the table of completions that TRL prints (`log_completions`)."""
-
-    def __init__(self, logs: dict[str, Any]) -> None:
-        self._logs = logs
-
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        for name in ("prompt", "completion"):
-            shown = visible(list(self._logs[name]))
-            self._logs[name].clear()
-            self._logs[name].extend(shown)
-
-
-def _save(trainer: MTGRPOEnvTrainer) -> Path:
-    """A checkpoint from which a run goes on that failed while it sampled."""
-    folder = Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    saved = is_whole(folder)
-    trainer.accelerator.wait_for_everyone()  # every process looks before one writes
-    if not saved:
-        trainer._step -= trainer._step % trainer.args.gradient_accumulation_steps  # an unfinished step begins again
-        trainer._save_checkpoint(trainer.model, trial=None)
-    return folder
 
 
 def _measure(trainer: MTGRPOEnvTrainer, console: Console, label: str) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from mt_grpo.errors import UserError
 
@@ -83,4 +83,13 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Lets go of what is held open while conversations run; the next ones open it again."""
+        ...
+
+
+@runtime_checkable
+class LocalEngine(Protocol):
+    """An engine that samples from a model in this process has this, too: a trainer lends it its own."""
+
+    def use_model(self, model: Any) -> None:
+        """Samples from `model` until another is given."""
         ...

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -10,22 +13,6 @@ from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import FlatTree, pack
 from mt_grpo.forward.truncation import Truncation
 from mt_grpo.rollout import TokenRow
-from mt_grpo.trajectory import Trajectory
-
-
-def leave_out(
-    trajectories: list[Trajectory], completions: list[TokenRow], pad_token_id: int, mask_truncated: bool
-) -> None:
-    """
-    Masks the completions that must not be trained on: of conversations that failed, and, with `mask_truncated`, of
-    those that were cut off. One that has no token gets a masked one, which keeps shapes valid.
-    """
-    for trajectory, completion in zip(trajectories, completions, strict=True):
-        if not completion.ids:
-            completion.ids, completion.logprobs = [pad_token_id], [float("nan")]
-            completion.mask, completion.turns, completion.parent = [0], [0], [-1]
-        elif trajectory.failed or (mask_truncated and trajectory.stop_reason.is_truncated):
-            completion.mask = [0] * len(completion.mask)
 
 
 def pad_rows(rows: list[list[int]], like: torch.Tensor) -> torch.Tensor:
@@ -36,21 +23,34 @@ def pad_rows(rows: list[list[int]], like: torch.Tensor) -> torch.Tensor:
     return padded
 
 
-def parent_columns(completions: list[TokenRow], like: torch.Tensor) -> torch.Tensor | None:
-    """The completion column that each token follows, `(B, T)`; `None` where no history was rewritten."""
-    rows = [completion.parent for completion in completions]
-    if all(parent == list(range(-1, len(parent) - 1)) for parent in rows):
-        return None
-    return pad_rows(rows, like)
+@dataclass(frozen=True)
+class TokenColumns:
+    """
+    What a forward must know of the completions of a TRL batch besides their ids.
 
+    Args:
+        scored (`Tensor`): `(B, T)` 1 where a token is trained.
+        turn_ids (`Tensor`): `(B, T)` turn of each token.
+        parent (`Tensor`, *optional*): `(B, T)` completion column of the token each token follows; `None` where no
+            history was rewritten.
+    """
 
-def scored_columns(
-    completions: list[TokenRow], like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Completion mask, turn of each token, and `parent_columns`; each `(B, T)`."""
-    masks = pad_rows([completion.mask for completion in completions], like)
-    turns = pad_rows([completion.turns for completion in completions], like)
-    return masks, turns, parent_columns(completions, like)
+    scored: Tensor
+    turn_ids: Tensor
+    parent: Tensor | None
+
+    @classmethod
+    def of_rollouts(cls, rows: list[TokenRow], like: Tensor) -> TokenColumns:
+        """Those of rollouts that TRL padded to the shape of `like`."""
+        parent = [row.parent for row in rows]
+        chains = all(row == list(range(-1, len(row) - 1)) for row in parent)
+        scored, turn_ids = pad_rows([row.mask for row in rows], like), pad_rows([row.turns for row in rows], like)
+        return cls(scored, turn_ids, None if chains else pad_rows(parent, like))
+
+    @classmethod
+    def of_inputs(cls, inputs: dict[str, Any]) -> TokenColumns:
+        """Those of a micro-batch that the loss is computed of."""
+        return cls(inputs["completion_mask"] * inputs["tool_mask"], inputs["turn_ids"], inputs.get("parent"))
 
 
 def batch_trees(

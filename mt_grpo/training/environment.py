@@ -1,4 +1,4 @@
-"""The environment that the options describe, and a tokenizer that can hold its conversations."""
+"""The environment that the options describe, a tokenizer that can hold its conversations, and what runs them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import import_object
+from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
 from mt_grpo.tools import load_tools
 from mt_grpo.training.config import MTGRPOConfig
 
@@ -92,3 +93,19 @@ def prepare_tokenizer(tokenizer: Any, env: MultiTurnToolEnv) -> None:
                 f"Nothing is known that reads tool calls of the chat template of {tokenizer.name_or_path!r} "
                 f"({error}): set `response_template` on the tokenizer, or choose `call_protocol: tags`."
             ) from error
+
+
+def build_runner(env: MultiTurnToolEnv, engine: Engine, args: MTGRPOConfig) -> RolloutRunner:
+    """Runs conversations of `env` as `args` say."""
+    limits = RolloutLimits(
+        args.max_completion_length, args.max_turn_length, args.rollout_timeout, args.max_concurrent_rollouts
+    )
+    return RolloutRunner(
+        env,
+        engine,
+        limits,
+        args.chat_template_kwargs or {},
+        args.history,
+        args.compact_every,
+        args.tokenization_sanity_check_mode,
+    )

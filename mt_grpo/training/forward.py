@@ -1,4 +1,4 @@
-"""What a trainer readies before its first forward."""
+"""The forwards that a trainer computes log-probs with, in the place of TRL's padded one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.reference import turn_by_turn_logps
+from mt_grpo.training.batch import TokenColumns, batch_logps
+from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.sampling import trained_truncation
 
 
@@ -42,6 +46,44 @@ def prepare_forward(trainer: GRPOTrainer) -> dict[str, Any]:
         for policy in filter(None, (trainer.model, trainer.ref_model)):
             enable_trees(trainer.accelerator.unwrap_model(policy), args.cast_lm_head_to_fp32)
     return {"temperature": args.temperature, "truncation": trained_truncation(args)}
+
+
+def completion_logps(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    columns: TokenColumns,
+    args: MTGRPOConfig,
+    distribution: dict[str, Any],
+    batch_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """
+    Log-probabilities and entropies of the completions of a TRL batch, by `forward: tree` or `forward: turn_by_turn`.
+
+    Args:
+        model (`nn.Module`): The policy or the reference.
+        input_ids, attention_mask (`Tensor`): `(B, P + T)`, prompts padded on the left, completions on the right.
+        columns (`TokenColumns`): Of the completions, `(B, T)`.
+        args (`MTGRPOConfig`): The run's options.
+        distribution (`dict`): As `prepare_forward` returns it.
+        batch_size (`int`, *optional*): Rows in one forward; all where none is given.
+
+    Returns:
+        Two `(B, T)` tensors, 0 where a token is not trained.
+    """
+    split = input_ids.size(1) - columns.scored.size(1)
+    prompt_ids, ids = input_ids[:, :split], input_ids[:, split:]
+    prompt_mask, mask = attention_mask[:, :split], attention_mask[:, split:]
+    if args.forward == "turn_by_turn":
+        return turn_by_turn_logps(
+            model, prompt_ids, prompt_mask, ids, columns.scored, columns.turn_ids, columns.parent, **distribution
+        )
+    tensors = [prompt_ids, prompt_mask, ids, mask, columns.scored]
+    tensors += [] if columns.parent is None else [columns.parent]
+    pieces = zip(*(tensor.split(batch_size or len(ids)) for tensor in tensors), strict=True)
+    results = [batch_logps(model, *piece, attention=args.tree_attention, **distribution) for piece in pieces]
+    logps, entropies = (torch.cat(values) for values in zip(*results, strict=True))
+    return logps, entropies
 
 
 def keep_outputs_exact(accelerator: Accelerator) -> None:

@@ -109,13 +109,12 @@ def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
 
 def show_advantages(shown: deque[float], batch: RewardBatch, advantages: torch.Tensor) -> None:
     """
-    Puts the advantages that are trained, `(B, K)`, as means over turns, in the place of TRL's in its table of
-    completions.
+    Puts the advantages that are trained, `(B, K)`, as means over turns, in the place of those that TRL has just added
+    to its table of completions: it offers no way to give it others.
     """
     means = advantages.sum(dim=1) / batch.turn_mask.sum(dim=1).clamp(min=1)
-    for _ in range(min(len(means), len(shown))):
-        shown.pop()
-    shown.extend(means.tolist())
+    for index, mean in enumerate(means[-len(shown) :].tolist(), -min(len(means), len(shown))):
+        shown[index] = mean
 
 
 def reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str]) -> Tally:

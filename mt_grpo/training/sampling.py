@@ -8,6 +8,7 @@ from accelerate import PartialState
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.truncation import Truncation
+from mt_grpo.rollout import SamplingParams
 from mt_grpo.training.config import MTGRPOConfig
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,17 @@ def read_truncation(args: MTGRPOConfig) -> Truncation | None:
         raise ConfigError(f"`min_p` is {args.min_p}: set a number from 0 to 1, or leave it out.")
     truncation = Truncation(max(args.top_k or 0, 0), args.top_p, args.min_p or 0.0)
     return None if truncation == Truncation() else truncation
+
+
+def sampling_params(args: MTGRPOConfig) -> SamplingParams:
+    """How a run samples."""
+    return SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k or 0,
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+    )
 
 
 def inexact_options(args: MTGRPOConfig) -> list[str]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
 from trl.distributed import DistributedBackend
+from trl.models import unwrap_model_for_generation
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.rollout import Engine
+from mt_grpo.rollout.engine import LocalEngine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError
@@ -60,6 +65,19 @@ def check_importance_sampling(args: MTGRPOConfig) -> None:
         )
 
 
+@contextmanager
+def without_client_of_trl(args: MTGRPOConfig) -> Iterator[None]:
+    """
+    Hides `use_vllm` while TRL's trainer is set up. With it TRL connects a client of its own, for which vLLM must be
+    installed; `MTGRPOEnvTrainer` brings weights and samples by itself, and TRL has no hook to put it in the place.
+    """
+    use_vllm, args.use_vllm = args.use_vllm, False
+    try:
+        yield
+    finally:
+        args.use_vllm = use_vllm
+
+
 def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Accelerator) -> TransformersEngine:
     """
     Samples from the trainer's own model.
@@ -76,6 +94,21 @@ def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Acce
             "set `use_vllm: true`, or shard with DeepSpeed ZeRO-3 and `ds3_gather_for_generation: true`."
         )
     return TransformersEngine(accelerator.unwrap_model(model), tokenizer)
+
+
+@contextmanager
+def lent_model(engine: Engine, model: Any, args: MTGRPOConfig, accelerator: Accelerator) -> Iterator[None]:
+    """Lets an engine that samples in this process sample from the trainer's model, in the state TRL generates in."""
+    if not isinstance(engine, LocalEngine):
+        yield
+        return
+    options: dict[str, Any] = {"gather_deepspeed3_params": args.ds3_gather_for_generation}
+    known = inspect.signature(unwrap_model_for_generation).parameters
+    if "gradient_checkpointing_kwargs" in known:  # TRL 1.15 has no such argument
+        options["gradient_checkpointing_kwargs"] = args.gradient_checkpointing_kwargs
+    with unwrap_model_for_generation(model, accelerator, **options) as unwrapped:
+        engine.use_model(unwrapped)
+        yield
 
 
 def server_client(args: MTGRPOConfig, tokenizer: Any, model: str) -> VLLMServerClient:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,41 +13,39 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl.models import unwrap_model_for_generation
 
 from mt_grpo.credit import estimate
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories, spread
-from mt_grpo.rollout import (
-    Engine,
-    RolloutError,
-    RolloutLimits,
-    RolloutRequest,
-    RolloutRunner,
-    SamplingParams,
-    derive_seed,
-)
-from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.training.batch import batch_logps, leave_out, scored_columns
-from mt_grpo.training.checkpoint import batch_options, load_rollouts, save_rollouts
+from mt_grpo.rollout import Engine, RolloutError
+from mt_grpo.training.batch import TokenColumns
+from mt_grpo.training.checkpoint import batch_options, is_whole, load_rollouts, save_rollouts
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.counted import CountedTrainer
 from mt_grpo.training.dropout import disable_dropout, without_dropout
-from mt_grpo.training.environment import build_env, check_env, prepare_tokenizer
-from mt_grpo.training.evaluation import counted, fill_up, fill_up_scores
-from mt_grpo.training.forward import keep_outputs_exact, prepare_forward
+from mt_grpo.training.environment import build_env, build_runner, check_env, prepare_tokenizer
+from mt_grpo.training.evaluation import fill_up, fill_up_scores
+from mt_grpo.training.forward import completion_logps, keep_outputs_exact, prepare_forward
 from mt_grpo.training.metrics import credit_metrics, mismatch_metrics, reward_metrics, rollout_metrics, show_advantages
 from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.processes import everywhere, run_here
 from mt_grpo.training.reference import check_reference, load_reference, save_reference
 from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
 from mt_grpo.training.reward_columns import check_reward_columns
-from mt_grpo.training.servers import check_importance_sampling, own_engine, server_client, weight_sync
+from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.training.sampling import sampling_params
+from mt_grpo.training.servers import (
+    check_importance_sampling,
+    lent_model,
+    own_engine,
+    server_client,
+    weight_sync,
+    without_client_of_trl,
+)
 from mt_grpo.training.trajectory_writer import MetricsCallback, TrajectoryWriter
 from mt_grpo.training.watch import RewardWatch
-from mt_grpo.trajectory import Trajectory
+from mt_grpo.trajectory import Trajectory, visible
 from mt_grpo.weights.transport import WeightSync
 
 Reward = str | Callable[..., Any] | RewardFunc
@@ -100,228 +97,94 @@ class MTGRPOEnvTrainer(CountedTrainer):
         peft_config: Any = None,
     ) -> None:
         if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = MTGRPOConfig(f"{Path(name).name}-MT-GRPO")
+            args = MTGRPOConfig(f"{Path(_name(model)).name}-MT-GRPO")
         args.check_credit()
-        turn_rewards = args.turn_reward_funcs if turn_reward_funcs is None else turn_reward_funcs
-        outcome_rewards = args.outcome_reward_funcs if outcome_reward_funcs is None else outcome_reward_funcs
-        self.turn_reward_funcs = load_rewards(list(turn_rewards or []), "turn")
-        self.outcome_reward_funcs = load_rewards(list(outcome_rewards or []), "outcome")
-        rewards = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
-        if not rewards:
-            raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
+        rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
         check_reward_columns(rewards, train_dataset, eval_dataset)
         self._watch = RewardWatch([reward.name for reward in rewards])
         self.env = build_env(args) if env is None else check_env(env, args)
-        # TRL's own transport is neither needed nor asked: the engine samples, and `weight_sync` brings it the weights
-        use_vllm, args.use_vllm = args.use_vllm, False
-        super().__init__(
-            model=model,
-            reward_funcs=[reward.score for reward in rewards],  # TRL counts and names them; they are called here
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=[*(callbacks or []), MetricsCallback(), self._watch],
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
-        if args.disable_dropout:
-            disable_dropout(self.model)
-        check_reference(args, self.accelerator)
-        self._distribution = prepare_forward(self)
-        self._scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
-        self.reward_func_names = [reward.name for reward in rewards]
-        if args.reward_weights is None:
-            self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float32)
-        # TRL recognises a truncated completion by its last token; here the stop reason says it
-        self._mask_truncated, self.mask_truncated_completions = self.mask_truncated_completions, False
-        prepare_tokenizer(self._tokenizer, self.env)
-        self._estimator = partial(estimate, args.advantage_estimator)
-        self.use_vllm = args.use_vllm = use_vllm  # the loss corrects for what the engine computes otherwise
-        self.weight_sync: WeightSync | None = None
-        self._last_loaded_step = -1
-        if use_vllm:
-            check_importance_sampling(args)
-        if use_vllm and engine is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            engine = server_client(args, self._tokenizer, name)
-            self._run_on_all_ranks(engine.connect)
-            self.weight_sync = weight_sync(args, engine, lambda: self.model, self.accelerator)
-        self._writer = TrajectoryWriter(args.output_dir, self.accelerator.process_index)
-        self._sampling = SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k or 0,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty,
-        )
-        self.runner = RolloutRunner(
-            self.env,
-            engine or own_engine(args, self._tokenizer, self.model, self.accelerator),
-            RolloutLimits(
-                self.max_completion_length, args.max_turn_length, args.rollout_timeout, args.max_concurrent_rollouts
-            ),
-            self.chat_template_kwargs,
-            args.history,
-            args.compact_every,
-            args.tokenization_sanity_check_mode,
-        )
-        self._failed_batches = 0
+        with without_client_of_trl(args):
+            super().__init__(
+                model=model,
+                reward_funcs=[reward.score for reward in rewards],  # TRL counts and names them; they are called here
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=[*(callbacks or []), MetricsCallback(), self._watch],
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+            )
+        self._prepare_models()
+        self._prepare_credit(rewards)
+        self._prepare_rollouts(engine, _name(model))
+        self._batch: RolloutBatch | None = None
+        """What is being sampled and scored, or was last: TRL's methods have no argument for it."""
+        self._loss_columns: TokenColumns | None = None
+        """Of the micro-batch whose loss is being computed, for the forward that TRL calls for it."""
         self.eval_trajectories: list[Trajectory] = []  # of this process, in the latest evaluation
+
+    # Setting up
+
+    def _load_rewards(
+        self, turns: Sequence[Reward] | None, outcomes: Sequence[Reward] | None, args: MTGRPOConfig
+    ) -> list[RewardFunc]:
+        turns, outcomes = (
+            given if asked is None else asked
+            for given, asked in ((args.turn_reward_funcs, turns), (args.outcome_reward_funcs, outcomes))
+        )
+        self.turn_reward_funcs = load_rewards(list(turns or []), "turn")
+        self.outcome_reward_funcs = load_rewards(list(outcomes or []), "outcome")
+        if not self.turn_reward_funcs and not self.outcome_reward_funcs:
+            raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
+        return [*self.turn_reward_funcs, *self.outcome_reward_funcs]
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         keep_outputs_exact(self.accelerator)
 
-    # Rollout: replaces TRL's generation and its tool loop
+    def _prepare_models(self) -> None:
+        if self.args.disable_dropout:
+            disable_dropout(self.model)
+        check_reference(self.args, self.accelerator)
+        self._distribution = prepare_forward(self)
 
-    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        mode = "train" if self.model.training else "eval"
-        trajectories = self._trajectories = self._rollout(prompts, mode)
-        completions = [self.runner.completion(trajectory) for trajectory in trajectories]
-        leave_out(trajectories, completions, self._tokenizer.pad_token_id, self._mask_truncated)
-        self._completions = completions
-        prompt_ids = [completion.prompt_ids for completion in completions]
-        self._log_rollouts(trajectories, prompt_ids, mode)
-        return (
-            prompt_ids,
-            [completion.ids for completion in completions],
-            [completion.mask for completion in completions],
-            [trajectory.completion for trajectory in trajectories],
-            [completion.logprobs for completion in completions],
-            {},
-            None,
-            [],
-        )
+    def _prepare_credit(self, rewards: list[RewardFunc]) -> None:
+        self.reward_func_names = [reward.name for reward in rewards]
+        if self.args.reward_weights is None:
+            self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float32)
+        self._estimator = partial(estimate, self.args.advantage_estimator)
+        # TRL recognises a truncated completion by its last token; here the stop reason says it
+        self.mask_truncated_completions = False
 
-    def _rollout(self, prompts: list[Any], mode: str) -> list[Trajectory]:
-        step, first = self.state.global_step, self.accelerator.process_index * len(prompts)
-        # generation can happen more than once in an optimiser step; evaluation draws the same numbers every time
-        moment = (step, self._step % self.args.gradient_accumulation_steps) if mode == "train" else ()
-        requests = []
-        for number, (prompt, row) in enumerate(zip(prompts, self._rows, strict=True), first):
-            columns = {name: value for name, value in row.items() if name != "prompt"}
-            session = "-".join(f"{part:06d}" if isinstance(part, int) else part for part in (mode, *moment, number))
-            seed = derive_seed(self.args.seed, mode, *moment, number, prompt)
-            if not self._fills[number - first]:
-                requests.append(RolloutRequest(prompt, session, columns, seed))
-        if self.weight_sync is not None and self._last_loaded_step != step:
-            self.weight_sync.sync(step)
-            self._last_loaded_step = step
-        with without_dropout(self.model, True), self._generation_model() as model:
-            if model is not None:
-                self.runner.engine.model = model
-            finish = self._trajectories.append
-            run = self._run_on_all_ranks(lambda: self.runner.run(requests, self._sampling, on_finish=finish))
-        if self.weight_sync is not None:
-            self.weight_sync.check()
-        return fill_up(run, self._fills, lambda index: Trajectory(prompts[index]))
+    def _prepare_rollouts(self, engine: Engine | None, model: str) -> None:
+        args = self.args
+        prepare_tokenizer(self._tokenizer, self.env)
+        self.use_vllm = args.use_vllm  # the loss corrects for what the engine computes otherwise
+        self.weight_sync: WeightSync | None = None
+        self._last_loaded_step = -1
+        if args.use_vllm:
+            check_importance_sampling(args)
+        if args.use_vllm and engine is None:
+            engine = server_client(args, self._tokenizer, model)
+            self._run_on_all_ranks(engine.connect)
+            self.weight_sync = weight_sync(args, engine, lambda: self.model, self.accelerator)
+        self._sampling = sampling_params(args)
+        engine = engine or own_engine(args, self._tokenizer, self.model, self.accelerator)
+        self.runner = build_runner(self.env, engine, args)
+        self._writer = TrajectoryWriter(args.output_dir, self.accelerator.process_index)
+        self._failed_batches = 0
 
-    def _run_on_all_ranks(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Runs a coroutine in the background; a failure of one process ends all."""
-        return everywhere(lambda: run_here(begin(), self.accelerator.device))
+    # A step of training, in the order in which TRL calls: rows in, sampled, scored, credited, and the loss
 
-    def rollout(self, num_prompts: int) -> list[Trajectory]:
-        """
-        Runs one conversation for each of the first prompts, evaluation rows where there are any, and scores them;
-        trains nothing.
-        """
-        dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
-        self._rows, self._trajectories = list(dataset.take(num_prompts)), []
-        self._fills = [False] * len(self._rows)
-        trajectories = self._rollout([row["prompt"] for row in self._rows], "eval")
-        self._score(trajectories)
-        return trajectories
-
-    def _generation_model(self) -> Any:
-        """Context of the model an embedded engine samples from; of `None` where another engine does."""
-        if not isinstance(self.runner.engine, TransformersEngine):
-            return nullcontext()
-        return unwrap_model_for_generation(
-            self.model_wrapped,
-            self.accelerator,
-            gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-            gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
-        )
-
-    def _log_rollouts(self, trajectories: list[Trajectory], prompt_ids: list[list[int]], mode: str) -> None:
-        if mode == "train":
-            tokens = sum(map(len, prompt_ids)) + sum(turn.num_tokens for row in trajectories for turn in row.turns)
-            self.state.num_input_tokens_seen += sum(gather_object([tokens]))
-        self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-        metrics = rollout_metrics(counted(trajectories))
-        self._record(mode, metrics)
-        if mode == "train":
-            failed = metrics.means()["rollouts/failed"] == 1
-            self._failed_batches = self._failed_batches + 1 if failed else 0
-            if self._failed_batches == 2:  # on every rank, since metrics are of all; one alone may be a bad prompt
-                error = trajectories[0].error
-                raise RolloutError(f"Every conversation of two batches in a row failed, the last ones with: {error}")
-
-    # Rewards and credit
-
-    def _score(self, trajectories: list[Trajectory]) -> Scores:
-        extra = {
-            "trainer_state": self.state,
-            "log_extra": lambda name, values: self._log_completion_extra(
-                name, fill_up(spread(values, counted(trajectories)), self._fills)
-            ),
-            "log_metric": self._log_metric,
-        }
-        funcs = self.turn_reward_funcs, self.outcome_reward_funcs
-        scores = self._run_on_all_ranks(lambda: score_trajectories(*funcs, counted(trajectories), extra))
-        return fill_up_scores(scores, self._fills)
-
-    def _calculate_rewards(
-        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[Any]
-    ) -> torch.Tensor:
-        """Scores turns and outcomes; returns what TRL expects: one column a reward, turn rewards summed over turns."""
-        generations = self.num_generations if self.model.training else self.num_generations_eval
-        scores = self._score(self._trajectories)
-        weights = self.reward_weights.to(self.accelerator.device)
-        self._reward_batch, self._columns = gather_rewards(self._trajectories, scores, weights, generations)
-        self._equal_groups = share_of_equal_groups(self._columns, weights, generations)
-        if not self.model.training:  # its batches differ in size
-            self._record("eval", reward_metrics(self._columns, weights, self.reward_func_names))
-        return self._columns
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, with the advantage of each trajectory replaced by one for each of its tokens, shape `(B, T)`."""
-        mode = "train" if self.model.training else "eval"
-        self._rows, self._trajectories = inputs, []
-        self._fills = self._filling(mode, len(inputs))
-        try:
-            output = super()._generate_and_score_completions(inputs)
-        except BaseException:  # whatever fails, conversations that were finished before are not lost
-            self._writer.write(counted(self._trajectories), mode, self.state.global_step)
-            raise
-        everywhere(lambda: self._writer.write(counted(self._trajectories), mode, self.state.global_step))
-        advantages = self._estimator(
-            self._reward_batch, turn_coef=self.args.turn_advantage_coef, scale_rewards=self.scale_rewards
-        )
-        self._record(mode, credit_metrics(self._reward_batch, advantages))
-        self._metrics[mode]["frac_reward_zero_std"][-1] = self._equal_groups
-        if mode == "train":
-            self._watch.observe(self._columns, advantages, self.accelerator.is_main_process)
-        show_advantages(self._logs["advantages"], self._reward_batch, advantages)
-        first = self.accelerator.process_index * len(inputs)
-        rows = torch.arange(first, first + len(inputs), device=advantages.device)
-        output["group_ids"] = rows // self._reward_batch.group_size
-        _, turn_ids, parent = scored_columns(self._completions, output["completion_ids"])
-        output["turn_ids"], output["advantages"] = turn_ids, advantages[rows].gather(1, turn_ids)
-        if parent is not None:
-            output["parent"] = parent
-        if "importance_sampling_ratio" in output:
-            self._record(mode, mismatch_metrics(output, advantages.shape[1]))
-        if mode == "eval":
-            self.eval_trajectories += counted(self._trajectories)
-        return output
-
-    # Forward: every token once, and the rows of a group in one micro-batch, where they share their prompt
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        # a run that begins anew owes nothing to one that was interrupted in this process
+        self._step, self._buffered_inputs, self._last_loaded_step, self._failed_batches = 0, None, -1, 0
+        return super().train(*args, **kwargs)
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """TRL's; rows of a group meet in one micro-batch, where `forward: tree` computes what they share once."""
         buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self.args.forward == "tree" and self._buffered_inputs is not buffered:
@@ -329,12 +192,124 @@ class MTGRPOEnvTrainer(CountedTrainer):
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's, with the advantage of each trajectory replaced by one for each of its tokens, shape `(B, T)`."""
+        mode = "train" if self.model.training else "eval"
+        batch = self._batch = RolloutBatch(mode, inputs, self._filling(mode, len(inputs)))
+        try:
+            # for TRL's table of completions; what is sampled after is the batch's own rows
+            shown = [{**row, "prompt": visible(row["prompt"])} for row in inputs]
+            output = super()._generate_and_score_completions(shown)
+        except BaseException:  # whatever fails, conversations that were finished before are not lost
+            self._writer.write(batch.counted, mode, self.state.global_step)
+            raise
+        everywhere(lambda: self._writer.write(batch.counted, mode, self.state.global_step))
+        if mode == "eval":
+            self.eval_trajectories += batch.counted
+        return self._credit(batch, output)
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """Replaces TRL's generation and its tool loop."""
+        batch = self._batch
+        self._rollout(batch)
+        batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
+        batch.leave_out(self._tokenizer.pad_token_id, self.args.mask_truncated_completions)
+        self._log_rollouts(batch)
+        return batch.generated()
+
+    def _rollout(self, batch: RolloutBatch) -> None:
+        step, first = self.state.global_step, self.accelerator.process_index * len(batch.rows)
+        # generation can happen more than once in an optimiser step; evaluation draws the same numbers every time
+        moment = (step, self._step % self.args.gradient_accumulation_steps) if batch.mode == "train" else ()
+        requests = batch.requests(first, moment, self.args.seed)
+        if self.weight_sync is not None and self._last_loaded_step != step:
+            self.weight_sync.sync(step)
+            self._last_loaded_step = step
+        lent = lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
+        with without_dropout(self.model, True), lent:
+            finish = batch.trajectories.append
+            run = self._run_on_all_ranks(lambda: self.runner.run(requests, self._sampling, on_finish=finish))
+        if self.weight_sync is not None:
+            self.weight_sync.check()
+        batch.trajectories = fill_up(run, batch.fills, lambda index: Trajectory(batch.rows[index]["prompt"]))
+
+    def _run_on_all_ranks(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Runs a coroutine in the background; a failure of one process ends all."""
+        return everywhere(lambda: run_here(begin(), self.accelerator.device))
+
+    def _log_rollouts(self, batch: RolloutBatch) -> None:
+        if batch.mode == "train":
+            sampled = sum(turn.num_tokens for trajectory in batch.trajectories for turn in trajectory.turns)
+            tokens = sum(len(row.prompt_ids) for row in batch.token_rows) + sampled
+            self.state.num_input_tokens_seen += sum(gather_object([tokens]))
+        self._metrics[batch.mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        metrics = rollout_metrics(batch.counted)
+        self._record(batch.mode, metrics)
+        if batch.mode == "train":
+            failed = metrics.means()["rollouts/failed"] == 1
+            self._failed_batches = self._failed_batches + 1 if failed else 0
+            if self._failed_batches == 2:  # on every rank, since metrics are of all; one alone may be a bad prompt
+                error = batch.trajectories[0].error
+                raise RolloutError(f"Every conversation of two batches in a row failed, the last ones with: {error}")
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[Any]
+    ) -> torch.Tensor:
+        """Scores turns and outcomes; returns what TRL expects: one column a reward, turn rewards summed over turns."""
+        batch = self._batch
+        generations = self.num_generations if self.model.training else self.num_generations_eval
+        weights = self.reward_weights.to(self.accelerator.device)
+        batch.rewards, batch.rewards_per_func = gather_rewards(
+            batch.trajectories, self._score(batch), weights, generations
+        )
+        if batch.mode == "eval":  # its batches differ in size
+            self._record("eval", reward_metrics(batch.rewards_per_func, weights, self.reward_func_names))
+        return batch.rewards_per_func
+
+    def _score(self, batch: RolloutBatch) -> Scores:
+        extra = {
+            "trainer_state": self.state,
+            "log_extra": lambda name, values: self._log_completion_extra(
+                name, fill_up(spread(values, batch.counted), batch.fills)
+            ),
+            "log_metric": self._log_metric,
+        }
+        funcs = self.turn_reward_funcs, self.outcome_reward_funcs
+        scores = self._run_on_all_ranks(lambda: score_trajectories(*funcs, batch.counted, extra))
+        return fill_up_scores(scores, batch.fills)
+
+    def _credit(self, batch: RolloutBatch, output: dict[str, Any]) -> dict[str, Any]:
+        """Puts advantages of turns into what TRL trains on, and all else that its loss does not know of."""
+        advantages = self._estimator(
+            batch.rewards, turn_coef=self.args.turn_advantage_coef, scale_rewards=self.scale_rewards
+        )
+        self._log_credit(batch, advantages)
+        first = self.accelerator.process_index * len(batch.rows)
+        rows = torch.arange(first, first + len(batch.rows), device=advantages.device)
+        columns = TokenColumns.of_rollouts(batch.token_rows, output["completion_ids"])
+        output["group_ids"] = rows // batch.rewards.group_size
+        output["turn_ids"], output["advantages"] = columns.turn_ids, advantages[rows].gather(1, columns.turn_ids)
+        if columns.parent is not None:
+            output["parent"] = columns.parent
+        if "importance_sampling_ratio" in output:
+            self._record(batch.mode, mismatch_metrics(output, advantages.shape[1]))
+        return output
+
+    def _log_credit(self, batch: RolloutBatch, advantages: torch.Tensor) -> None:
+        weights = self.reward_weights.to(self.accelerator.device)
+        equal = share_of_equal_groups(batch.rewards_per_func, weights, batch.rewards.group_size)
+        self._metrics[batch.mode]["frac_reward_zero_std"][-1] = equal
+        self._record(batch.mode, credit_metrics(batch.rewards, advantages))
+        show_advantages(self._logs["advantages"], batch.rewards, advantages)
+        if batch.mode == "train":
+            self._watch.observe(batch.rewards_per_func, advantages, self.accelerator.is_main_process)
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._scored = inputs["completion_mask"] * inputs["tool_mask"], inputs["turn_ids"], inputs.get("parent")
+        self._loss_columns = TokenColumns.of_inputs(inputs)
         try:
             return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
-            self._scored = None
+            self._loss_columns = None
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -347,41 +322,61 @@ class MTGRPOEnvTrainer(CountedTrainer):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """TRL's, `(B, T)`, 0 where a token is not trained; old and reference log-probs without dropout."""
-        if self.args.forward == "padded":
-            with without_dropout(model, self._scored is None):
+        with without_dropout(model, self._loss_columns is None):
+            if self.args.forward == "padded":
                 return super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
                 )
-        ids = input_ids[:, -logits_to_keep:]
-        scored, turn_ids, parent = self._scored or scored_columns(self._completions, ids)
-        prompt_ids, prompt_mask = input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep]
-        mask = attention_mask[:, -logits_to_keep:]
-        with self.accelerator.autocast(), without_dropout(model, self._scored is None):
-            if self.args.forward == "turn_by_turn":
-                logps, entropies = turn_by_turn_logps(
-                    model, prompt_ids, prompt_mask, ids, scored, turn_ids, parent, **self._distribution
+            columns = self._loss_columns or TokenColumns.of_rollouts(
+                self._batch.token_rows, input_ids[:, -logits_to_keep:]
+            )
+            with self.accelerator.autocast():
+                logps, entropies = completion_logps(
+                    model, input_ids, attention_mask, columns, self.args, self._distribution, batch_size
                 )
-            else:
-                columns = [prompt_ids, prompt_mask, ids, mask, scored, *([] if parent is None else [parent])]
-                pieces = zip(*(column.split(batch_size or len(ids)) for column in columns), strict=True)
-                options = {"attention": self.args.tree_attention, **self._distribution}
-                results = [batch_logps(model, *piece, **options) for piece in pieces]
-                logps, entropies = (torch.cat(tensors) for tensors in zip(*results, strict=True))
         return logps, entropies if compute_entropy else None, None
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        # a run that begins anew owes nothing to one that was interrupted in this process
-        self._step, self._buffered_inputs, self._last_loaded_step, self._failed_batches = 0, None, -1, 0
-        return super().train(*args, **kwargs)
+    # Without a step of training
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.eval_trajectories = []
         return super().evaluate(*args, **kwargs)
 
-    # Resuming: TRL drops the generated batch at a checkpoint, so a resumed run would sample another one
+    def rollout(self, num_prompts: int) -> list[Trajectory]:
+        """
+        Runs one conversation for each of the first prompts, evaluation rows where there are any, and scores them;
+        trains nothing.
+        """
+        dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
+        rows = list(dataset.take(num_prompts))
+        batch = RolloutBatch("eval", rows, [False] * len(rows))
+        self._rollout(batch)
+        self._score(batch)
+        return batch.trajectories
+
+    # Checkpoints: TRL drops the generated batch, so a resumed run would sample another one
+
+    def save_checkpoint(self) -> Path:
+        """
+        Writes a checkpoint of the step that training has reached, wherever in the next one it was stopped; a
+        collective call. Leaves one that is there already.
+
+        Returns:
+            `Path`: its folder.
+        """
+        folder = self._checkpoint_folder()
+        saved = is_whole(folder)
+        self.accelerator.wait_for_everyone()  # every process looks before one writes
+        if not saved:
+            self._step -= self._step % self.args.gradient_accumulation_steps  # an unfinished step begins again
+            self._save_checkpoint(self.model, trial=None)
+        return folder
+
+    def _checkpoint_folder(self, trial: Any = None) -> Path:
+        return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = self._checkpoint_folder(trial)
         try:
             super()._save_checkpoint(model, trial)
             save_reference(folder, self.args, self.accelerator, self.ref_model)
@@ -396,3 +391,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         if checkpoint is not None:
             load_reference(Path(checkpoint), self.args, self.accelerator, self.ref_model)
             self._step, self._buffered_inputs = load_rollouts(Path(checkpoint), self.accelerator)
+
+
+def _name(model: str | PreTrainedModel) -> str:
+    return model if isinstance(model, str) else model.config.name_or_path

@@ -6,25 +6,9 @@ from typing import Any
 
 from rich.text import Text
 
-from mt_grpo.trajectory import Trajectory
-
-_MARKS = "\u061c\u200e\u200f"
-_CONTROLS = [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_SHOWN = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in [*_CONTROLS, *map(ord, _MARKS)]}
+from mt_grpo.trajectory import Trajectory, visible
 
 MODEL, ENVIRONMENT = "green", "bright_black"
-
-
-def visible(value: Any) -> Any:
-    """
-    Text with control characters as text, so that what a model or a tool writes does nothing to a terminal: all but
-    line feed and tab, and those that turn the direction of writing. Of lists and dictionaries every text in them.
-    """
-    if isinstance(value, str):
-        return value.translate(_SHOWN)
-    if isinstance(value, dict):
-        return {visible(key): visible(item) for key, item in value.items()}
-    return [visible(item) for item in value] if isinstance(value, list) else value
 
 
 def render_trajectory(trajectory: Trajectory, tokenizer: Any, color: bool = True) -> Text:

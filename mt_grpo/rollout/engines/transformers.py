@@ -64,6 +64,10 @@ class TransformersEngine:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="transformers-engine")
         self._may_stop: dict[tuple[int, str], bool] = {}
 
+    def use_model(self, model: Any) -> None:
+        """Samples from `model` until another is given; see `LocalEngine`."""
+        self.model = model
+
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
         """Samples one action; see `Engine`. `sampling.max_tokens` must be set."""
         loop = asyncio.get_running_loop()

@@ -1,0 +1,88 @@
+"""One batch on its way through the methods that TRL calls: from the rows it asks for to the rewards they earn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from mt_grpo.credit import RewardBatch
+from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
+from mt_grpo.training.evaluation import counted
+from mt_grpo.trajectory import Trajectory, visible
+
+
+@dataclass
+class RolloutBatch:
+    """
+    What this process samples and scores at once, filled in step by step; lists have an entry per row.
+
+    Args:
+        mode (`str`): `"train"` or `"eval"`.
+        rows (`list[dict]`): Rows of the dataset, a prompt as often as it is answered.
+        fills (`list[bool]`): Whether a row only fills up the last batch of an evaluation; it is not sampled.
+        trajectories (`list[Trajectory]`): Those that are finished, as they end; once all are, those of the rows.
+        token_rows (`list[TokenRow]`): The trajectories as tokens.
+        rewards (`RewardBatch`, *optional*): Rewards of the trajectories of all processes.
+        rewards_per_func (`Tensor`, *optional*): The same with a column per reward, shape `(B, num_rewards)`; NaN where
+            one does not apply.
+    """
+
+    mode: str
+    rows: list[dict[str, Any]]
+    fills: list[bool]
+    trajectories: list[Trajectory] = field(default_factory=list)
+    token_rows: list[TokenRow] = field(default_factory=list)
+    rewards: RewardBatch | None = None
+    rewards_per_func: Tensor | None = None
+
+    @property
+    def counted(self) -> list[Trajectory]:
+        """The trajectories that were run."""
+        return counted(self.trajectories)
+
+    def requests(self, first: int, moment: tuple[int, ...], seed: int) -> list[RolloutRequest]:
+        """
+        The conversations to run.
+
+        Args:
+            first (`int`): Number of the first row among those of all processes.
+            moment (`tuple[int, ...]`): When in the run they are sampled; with `seed` it decides what is drawn.
+            seed (`int`): The run's.
+        """
+        requests = []
+        for number, (row, fills) in enumerate(zip(self.rows, self.fills, strict=True), first):
+            if fills:
+                continue
+            session = "-".join([self.mode, *(f"{part:06d}" for part in (*moment, number))])
+            columns = {name: value for name, value in row.items() if name != "prompt"}
+            prompt = row["prompt"]
+            draw = derive_seed(seed, self.mode, *moment, number, prompt)
+            requests.append(RolloutRequest(prompt, session, columns, draw))
+        return requests
+
+    def leave_out(self, pad_token_id: int, mask_truncated: bool) -> None:
+        """
+        Masks the completions that must not be trained on: of conversations that failed, and, with `mask_truncated`, of
+        those that were cut off. One that has no token gets a masked one, which keeps shapes valid.
+        """
+        for trajectory, row in zip(self.trajectories, self.token_rows, strict=True):
+            if not row.ids:
+                row.ids, row.logprobs = [pad_token_id], [float("nan")]
+                row.mask, row.turns, row.parent = [0], [0], [-1]
+            elif trajectory.failed or (mask_truncated and trajectory.stop_reason.is_truncated):
+                row.mask = [0] * len(row.mask)
+
+    def generated(self) -> tuple[Any, ...]:
+        """What TRL's `_generate` returns; the completions are those of its table, for people to read."""
+        return (
+            [row.prompt_ids for row in self.token_rows],
+            [row.ids for row in self.token_rows],
+            [row.mask for row in self.token_rows],
+            [visible(trajectory.completion) for trajectory in self.trajectories],
+            [row.logprobs for row in self.token_rows],
+            {},  # fields that reach rewards: ours get the trajectory
+            None,  # images of prompts
+            [],  # images of tools
+        )
