@@ -68,7 +68,7 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     main = trainer.accelerator.is_main_process
     check_folder(args, trainer.model.config.name_or_path)
     if main:
-        folder.mkdir(parent=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         clear_folder(args)
         (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
     trainer.accelerator.wait_for_everyone()

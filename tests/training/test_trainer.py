@@ -331,7 +331,7 @@ def test_an_environment_that_contradicts_the_options_is_refused(build, options, 
 
 
 def test_options_that_agree_with_the_environment_are_none(build):
-    assert build(max_env_steps=3, env_mask=0, tools=["conftest.lookup"], system_prompt="").env.max_steps == 3
+    assert build(max_env_steps=3, env_mask=0, tools=["support.models.lookup"], system_prompt="").env.max_steps == 3
 
 
 def test_an_environment_made_from_the_options_may_have_its_own_rules(build, tmp_path, tokenizer, questions):
