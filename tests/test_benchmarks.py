@@ -41,7 +41,7 @@ def test_these_have_a_quick_mode():
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_what_a_cache_can_reuse_is_the_longest_shared_prefix_in_whole_blocks(block, monkeypatch):
+def test_a_cache_reuses_the_longest_prefix_in_whole_blocks(block, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     from prefix_cache import Prefixes
 

@@ -67,7 +67,7 @@ LINES = [(page.name, line) for page in [*PAGES, *RECIPES] for line in page.read_
 """All that may be copied."""
 
 
-def test_servers_beside_a_trainer_of_seven_gpus_are_started_on_the_eighth():
+def test_beside_seven_training_gpus_the_server_has_the_eighth():
     """Elsewhere vLLM takes 92 % of the first of the trainer's."""
     pattern = r"(\S* )mt-grpo serve --config recipes/(?!quickstart)"
     started = [(name, found[1]) for name, line in LINES for found in re.finditer(pattern, line)]
@@ -79,7 +79,7 @@ CUDA_OF_TORCH = {"2.13.0": "13.0"}
 """The CUDA that the build of a torch on PyPI is made for; vLLM's is made for the same torch."""
 
 
-def test_the_image_has_the_cuda_and_the_python_that_torch_is_built_for():
+def test_the_image_has_the_cuda_and_python_of_torch():
     pinned = re.search(r"TORCH-torch==([\d.]+)", (ROOT / "scripts" / "install.sh").read_text())[1]
     image = re.search(r"FROM nvidia/cuda:([\d.]+)-devel-ubuntu([\d.]+)", (ROOT / "Dockerfile").read_text())
     assert image[1].rsplit(".", 1)[0] == CUDA_OF_TORCH[pinned]

@@ -40,7 +40,7 @@ def test_a_rewritten_history_forks_at_the_longest_common_prefix():
     assert tree.num_tokens == 7
 
 
-def test_an_action_cut_by_a_later_context_is_trained_once_in_the_earlier_sequence():
+def test_an_action_cut_by_a_later_context_is_trained_once():
     tree = make_tree(([1], [2, 3, 4]), ([1, 2, 9], [5]))
     assert rows(tree) == [([1, 2, 3, 4], [0, 1, 1, 1], [-1, 0, 0, 0]), ([1, 2, 9, 5], [0, 0, 0, 1], [-1, 0, -1, 1])]
     assert [sequence.logprobs for sequence in tree.sequences()] == [[0.0, -2.5, -3.5, -4.5], [0.0, -2.5, 0.0, -5.5]]
@@ -99,7 +99,7 @@ def test_what_is_added_as_a_turn_may_be_changed_afterwards():
 
 
 @pytest.mark.parametrize("add", ["add_turn", "extend"])
-def test_an_action_with_another_number_of_logprobs_is_refused_and_leaves_the_latest_path(add):
+def test_an_action_with_missing_log_probs_leaves_the_tree_alone(add):
     tree = make_tree(([1, 2], [3, 4]))
     with pytest.raises(ValueError, match="An action of 2 tokens came with 1 log-probabilities"):
         getattr(tree, add)([1, 2, 3, 9], [5, 6], [-0.5])  # `add_turn` has cut the action 3 4 by then
@@ -256,7 +256,7 @@ def test_a_tree_survives_json_and_still_grows_the_same(steps):
     assert copy == tree and copy.sequences() == tree.sequences()
 
 
-def test_a_long_random_trajectory_agrees_with_the_brute_force_trie():
+def test_a_long_random_trajectory_equals_the_brute_force_trie():
     rng, trie, timesteps, path = random.Random(0), BruteForceTrie(), [], []
     for _ in range(60):
         cut = len(path) if rng.random() < 0.7 else rng.randint(0, len(path))
@@ -292,7 +292,7 @@ def test_only_the_reply_of_a_tool_that_ran_is_a_result():
         ([None, "boom", "boom"], None, 3, 2),
     ],
 )
-def test_attempts_are_the_parsed_calls_or_one_that_could_not_be_parsed(calls, error, attempts, failures):
+def test_attempts_are_parsed_calls_or_one_that_was_not_parsed(calls, error, attempts, failures):
     turn = Turn(0, {}, [ToolCall("f", error=each) for each in calls], error=error)
     assert (turn.num_attempts, turn.num_failures) == (attempts, failures)
 

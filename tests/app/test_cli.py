@@ -150,7 +150,7 @@ def mine(batch, *, turn_coef=1.0, scale_rewards="group"):
 """
 
 
-def test_a_rule_of_a_plugin_is_found_and_says_whether_it_splits_turns(recipe, tmp_path, capsys, monkeypatch):
+def test_a_rule_of_a_plugin_says_whether_it_splits_turns(recipe, tmp_path, capsys, monkeypatch):
     keep_estimators(monkeypatch)
     for splits, status in ((True, 1), (False, 0)):
         plugin = tmp_path / f"plugin_{splits}.py"
@@ -176,7 +176,7 @@ def test_a_rule_that_returns_nan_ends_training_with_a_sentence(recipe, tmp_path,
     assert not list((tmp_path / "run").glob("*.safetensors"))
 
 
-def test_a_template_without_tools_is_refused_under_the_native_protocol(recipe, tmp_path, capsys):
+def test_the_native_protocol_needs_a_template_with_tools(recipe, tmp_path, capsys):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "model")
@@ -186,7 +186,7 @@ def test_a_template_without_tools_is_refused_under_the_native_protocol(recipe, t
     assert "no tool support" in capsys.readouterr().err
 
 
-def test_a_prompt_that_does_not_fit_is_dropped_with_a_counted_warning(recipe, tmp_path, caplog):
+def test_prompts_that_do_not_fit_are_dropped_and_counted(recipe, tmp_path, caplog):
     long = {"question": "word " * 600, "answer": "x"}
     arguments = recipe()
     with (tmp_path / "train.jsonl").open("a") as file:
@@ -195,7 +195,7 @@ def test_a_prompt_that_does_not_fit_is_dropped_with_a_counted_warning(recipe, tm
     assert "Dropped 1 of 5 rows" in caplog.text
 
 
-def test_the_command_exists_and_fails_loudly_on_an_unknown_command():
+def test_an_unknown_command_fails_loudly():
     run = subprocess.run([sys.executable, "-m", "mt_grpo", "trian"], capture_output=True, text=True)
     assert run.returncode == 1
     assert run.stderr.startswith("mt-grpo: the command 'trian' is unknown; the commands are train, ")

@@ -52,7 +52,7 @@ def test_the_command_line_wins_over_the_recipe(tmp_path):
     assert recipe.training.learning_rate == 2e-3
 
 
-def test_numbers_in_scientific_notation_are_numbers_at_every_depth(tmp_path):
+def test_scientific_notation_is_a_number_at_every_depth(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(
         "{model_name_or_path: m, dataset_name: d, use_cpu: true, bf16: false, learning_rate: 1e-3, "

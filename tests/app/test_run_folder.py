@@ -55,7 +55,7 @@ def test_other_batches_are_refused_before_the_model_is_loaded(recipe, tmp_path, 
     assert "was made with `num_generations: 2`, and this run has `num_generations: 4`" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_does_not_say_its_batches_is_resumed_with_a_warning(build, tmp_path, caplog):
+def test_a_checkpoint_without_batch_sizes_resumes_with_a_warning(build, tmp_path, caplog):
     build(save_strategy="steps", save_steps=1).train()
     path = tmp_path / "checkpoint-1" / "rollouts-rank0.pt"
     state = torch.load(path, weights_only=True)
@@ -193,7 +193,7 @@ def test_from_python_it_is_refused_as_well(build, options, message):
         build(**options).train()
 
 
-def test_a_stream_that_ends_before_the_first_step_is_refused_and_saves_nothing(build, questions, tmp_path):
+def test_a_stream_that_ends_before_the_first_step_saves_nothing(build, questions, tmp_path):
     passes = iter([8])  # enough rows at the first look, and one after that
 
     def rows():
@@ -251,7 +251,7 @@ class Spoils(OutcomeReward):
 """
 
 
-def test_a_spoiled_run_ends_with_one_sentence_and_without_a_model(recipe, tmp_path, capsys):
+def test_a_spoiled_run_ends_with_one_sentence_and_no_model(recipe, tmp_path, capsys):
     (tmp_path / "spoil.py").write_text(SPOILING)
     keys = {"outcome_reward_funcs": [f"{tmp_path / 'spoil.py'}:Spoils"], "do_eval": False}
     assert main(["train", *recipe(**keys)]) == 1

@@ -39,7 +39,7 @@ def test_the_command_has_what_the_trainer_relies_on():
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
 
 
-def test_the_environment_decides_how_a_cpu_is_used_and_where_it_is_silent_no_core_is_kept(monkeypatch):
+def test_environment_variables_decide_how_a_cpu_is_used(monkeypatch):
     names = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
     for name in names:
         monkeypatch.delenv(name, raising=False)
@@ -76,7 +76,7 @@ def test_the_guard_stands_before_every_server():
         assert inspect.isclass(getattr(importlib.import_module(module), name))
 
 
-def test_a_server_that_cannot_hide_its_key_is_refused_before_it_starts(monkeypatch, tmp_path, capsys):
+def test_a_server_that_cannot_hide_its_key_does_not_start(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(keys, "ROOT", str(tmp_path))
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setattr(os, "execve", lambda *arguments: pytest.fail("it was started"))
@@ -115,12 +115,12 @@ def test_serve_says_in_one_sentence_what_is_wrong(capsys):
     assert capsys.readouterr().err == "mt-grpo: The recipe 'nowhere.yaml' does not exist.\n"
 
 
-def test_the_interpreter_is_this_one_where_there_is_no_environment_for_the_server(monkeypatch, tmp_path):
+def test_without_a_server_environment_this_interpreter_is_used(monkeypatch, tmp_path):
     monkeypatch.setattr(serve.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
     assert command()[0][0] == sys.executable
 
 
-def test_a_loss_that_needs_a_correction_by_token_is_refused_another(tmp_path):
+def test_a_loss_that_corrects_per_token_is_refused_another_way(tmp_path):
     options = ["--loss_type", "vespo", "--vllm_importance_sampling_mode"]
     with pytest.raises(ConfigError, match="token_truncate, token_mask"):
         check_importance_sampling(parse_recipe([*QUICKSTART, *options, "sequence_mask"]).training)

@@ -47,7 +47,7 @@ def check(advantages, expected):
     torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
-def test_the_turn_advantage_ends_with_the_first_of_several_results():
+def test_the_turn_advantage_ends_with_the_first_result():
     batch = make_batch(
         turn_rewards=[[0.2, 0.5, NONE], [0.1, NONE, NONE]],  # sums 0.7 and 0.1
         outcome_rewards=[1.0, 0.0],
@@ -76,7 +76,7 @@ def test_turns_before_the_first_result_share_the_turn_advantage():
     )
 
 
-def test_a_trajectory_without_result_gets_the_merged_advantage_on_every_turn():
+def test_without_a_result_every_turn_gets_the_merged_advantage():
     batch = make_batch(
         turn_rewards=[[0.5, NONE], [0.0, 0.0], [NONE, NONE]],  # sums 0.5, 0, none
         outcome_rewards=[1.0, 0.0, 0.5],
@@ -123,12 +123,12 @@ def test_equal_rewards_give_exactly_no_advantage(estimator, scale):
     assert not estimator(batch, scale_rewards=scale).any()
 
 
-def test_a_group_without_variance_in_the_outcome_still_learns_from_its_turns():
+def test_a_group_of_equal_outcomes_learns_from_its_turns():
     batch = make_batch([[0.2, NONE], [0.0, NONE]], [1.0, 1.0], [(0,), (0,)], group_size=2)
     check(estimate_mt_grpo(batch), [[z(0.2), 0.0], [-z(0.2), 0.0]])
 
 
-def test_an_outcome_of_none_takes_no_part_and_a_turn_reward_of_none_counts_as_zero():
+def test_an_outcome_of_none_is_left_out_a_turn_of_none_is_zero():
     batch = make_batch(
         turn_rewards=[[0.5, 0.5], [0.0, 0.0], [NONE, NONE]],
         outcome_rewards=[NONE, 0.0, 1.0],
@@ -146,7 +146,7 @@ def test_an_outcome_of_none_takes_no_part_and_a_turn_reward_of_none_counts_as_ze
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("estimator", ALL)
-def test_a_reward_that_applies_to_one_member_or_none_gives_no_advantage(estimator, scale):
+def test_a_reward_for_one_member_or_none_gives_no_advantage(estimator, scale):
     batch = make_batch(
         turn_rewards=[[NONE, NONE], [NONE, NONE], [NONE, NONE], [NONE, NONE]],
         outcome_rewards=[0.5, NONE, NONE, NONE],
@@ -156,12 +156,12 @@ def test_a_reward_that_applies_to_one_member_or_none_gives_no_advantage(estimato
     check(estimator(batch, scale_rewards=scale), [[0.0, 0.0]] * 4)
 
 
-def test_a_trajectory_that_avoids_tools_is_part_of_the_turn_baseline():
+def test_a_trajectory_without_tools_is_in_the_turn_baseline():
     batch = make_batch([[0.2, NONE], [NONE, NONE]], [0.0, 0.0], [(0,), ()], group_size=2)
     check(estimate_mt_grpo(batch), [[z(0.2), 0.0], [-z(0.2), -z(0.2)]])
 
 
-def test_a_trajectory_without_any_turn_is_no_part_of_the_turn_baseline():
+def test_a_trajectory_without_turns_is_not_in_the_turn_baseline():
     batch = make_batch([[0.2], [0.0], [NONE]], [0.0, 0.0, NONE], [(0,), (0,), ()], group_size=3, lengths=[1, 1, 0])
     check(estimate_mt_grpo(batch), [[z(0.2)], [-z(0.2)], [0.0]])
 
@@ -187,7 +187,7 @@ def test_groups_are_normalised_apart(estimator):
     check(estimator(both), torch.cat([estimator(first), estimator(second)]).tolist())
 
 
-def test_scaling_by_the_batch_divides_every_term_by_its_own_deviation_over_all_groups():
+def test_batch_scaling_divides_each_term_by_its_own_deviation():
     batch = make_batch(
         turn_rewards=[[0.4, NONE], [0.0, NONE], [0.2, NONE], [0.2, NONE]],
         outcome_rewards=[1.0, 0.0, 1.0, 1.0],
@@ -229,7 +229,7 @@ def test_the_outcome_advantage_is_that_of_trl(scale):
         check(estimator(batch, scale_rewards=scale), expected)
 
 
-def test_a_constant_added_to_the_outcome_changes_no_advantage_of_trajectories_with_results():
+def test_a_constant_added_to_the_outcome_changes_no_advantage():
     turn_rewards, results = [[0.2, 0.5], [0.1, NONE]], [(0,), (0,)]
     low = make_batch(turn_rewards, [1.0, 0.0], results, group_size=2)
     high = make_batch(turn_rewards, [6.0, 5.0], results, group_size=2)

@@ -147,7 +147,7 @@ def test_hub_names_lead_to_their_dataset_configuration_and_split(
     assert asked == {"path": source, "name": loaded_config, "split": "train[:10]", "streaming": False}
 
 
-def test_the_embedded_task_loads_and_its_test_split_is_validation() -> None:
+def test_the_embedded_task_loads_with_validation_as_test() -> None:
     train, validation, test = (load_rows("embedded", split) for split in ("train", "validation", "test"))
     assert train[0]["prompt"] == user(train[0]["question"])
     assert {"prompt", "answer", "hops"} <= set(train.column_names)
@@ -280,7 +280,7 @@ def test_a_broken_file_is_refused_with_the_reason(tmp_path: Path, streaming: boo
 
 
 @pytest.mark.parametrize("prompt", [3, None, [], ["a"], [{"content": "a"}], {"role": "user"}])
-def test_a_prompt_that_is_neither_text_nor_messages_is_refused_with_its_row(tmp_path: Path, prompt: Any) -> None:
+def test_a_prompt_that_is_no_text_or_messages_names_its_row(tmp_path: Path, prompt: Any) -> None:
     path = write(tmp_path / "qa.jsonl", [{"prompt": "fine"}, {"prompt": prompt}])
     assert "Row 1 (counted from 0) of the dataset" in refusal(path, "train")
     with pytest.raises(DatasetError, match="has a prompt that is neither text nor a list of messages"):

@@ -55,9 +55,7 @@ def converse(env: MultiTurnToolEnv, engine: ScriptedEngine, sessions: int = 1, *
         (call_text("lookup", query="x"), "about x", True),
     ],
 )
-def test_every_kind_of_bad_turn_is_answered_with_an_error_and_counts_as_a_step(
-    search_tool, tokenizer, text, says, executed
-):
+def test_a_bad_turn_gets_an_error_and_counts_as_a_step(search_tool, tokenizer, text, says, executed):
     env = MultiTurnToolEnv([search_tool], max_steps=1)
     [trajectory] = converse(env, ScriptedEngine(tokenizer, [text, text]))
     first, last = trajectory.turns
@@ -69,7 +67,7 @@ def test_every_kind_of_bad_turn_is_answered_with_an_error_and_counts_as_a_step(
 
 @pytest.mark.parametrize("max_steps", [0, 1, 4])
 @pytest.mark.parametrize("text", ["no tags at all", "<tool>{oops</tool>", call_text("lookup", query="x")])
-def test_a_model_that_never_answers_has_max_steps_replies_and_one_turn_more(search_tool, tokenizer, max_steps, text):
+def test_a_model_that_never_answers_has_one_turn_past_max_steps(search_tool, tokenizer, max_steps, text):
     env = MultiTurnToolEnv([search_tool], max_steps=max_steps)
     [trajectory] = converse(env, ScriptedEngine(tokenizer, lambda session, turn: text))
     assert trajectory.stop_reason is StopReason.MAX_STEPS
@@ -77,7 +75,7 @@ def test_a_model_that_never_answers_has_max_steps_replies_and_one_turn_more(sear
     assert sum(len(turn.replies) for turn in trajectory.turns) == max_steps
 
 
-def test_a_call_past_the_limit_is_not_run_and_counts_as_a_failure(tokenizer):
+def test_a_call_past_the_limit_does_not_run_and_is_a_failure(tokenizer):
     ran = []
     env = MultiTurnToolEnv([tool(lambda: ran.append(1), "act")], max_steps=0)
     turn, stop = take_turn(env, call_text("act"))
@@ -94,7 +92,7 @@ def test_the_model_may_answer_after_its_last_step(search_tool, tokenizer):
 # Tools
 
 
-def test_async_and_sync_tools_of_a_turn_run_at_the_same_time_and_answer_in_call_order():
+def test_tools_of_a_turn_run_together_and_answer_in_call_order():
     reached, barrier = threading.Event(), threading.Barrier(2)
 
     def first() -> str:
@@ -317,7 +315,7 @@ print(turn.replies[0]["content"])
 """
 
 
-def test_a_tool_that_hangs_does_not_hold_up_the_end_of_the_process():
+def test_a_tool_that_hangs_lets_the_process_end():
     ended = subprocess.run([sys.executable, "-c", HANG], capture_output=True, text=True, timeout=60)
     assert "hang took longer than 0.01 s." in ended.stdout and ended.returncode == 0
 
@@ -338,7 +336,7 @@ def test_native_calls_are_run_and_answered_through_the_template(search_tool):
     assert "cannot be read" in trajectory.turns[1].replies[0]["content"]
 
 
-def test_thinking_that_the_template_opens_is_no_part_of_a_native_answer(search_tool):
+def test_thinking_opened_by_the_template_is_not_in_the_answer(search_tool):
     tokenizer = add_response_schema(build_tokenizer("qwen3_5_think"))
     engine = ScriptedEngine(tokenizer, ["It is Lima, so\n</think>\n\nPeru<|im_end|>"])
     [trajectory] = converse(MultiTurnToolEnv([search_tool], protocol="native"), engine)
@@ -349,7 +347,7 @@ def test_thinking_that_the_template_opens_is_no_part_of_a_native_answer(search_t
 # Prompt, construction
 
 
-def test_the_system_prompt_goes_first_unless_the_prompt_brings_its_own():
+def test_the_system_prompt_goes_first_unless_there_is_one():
     own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}]
     env = MultiTurnToolEnv(system_prompt="Yours.")
     assert env.start("hi") == [{"role": "system", "content": "Yours."}, {"role": "user", "content": "hi"}]
@@ -357,13 +355,13 @@ def test_the_system_prompt_goes_first_unless_the_prompt_brings_its_own():
     assert env.start(own) == own and len(own) == 2
 
 
-def test_without_a_system_prompt_the_protocol_instructs_and_an_empty_one_means_none(search_tool):
+def test_the_protocol_instructs_unless_a_system_prompt_is_given(search_tool):
     assert "lookup" in MultiTurnToolEnv([search_tool]).start("hi")[0]["content"]
     assert MultiTurnToolEnv([search_tool], system_prompt="").start("hi") == [{"role": "user", "content": "hi"}]
     assert MultiTurnToolEnv([search_tool], protocol="native").start("hi") == [{"role": "user", "content": "hi"}]
 
 
-def test_tools_are_shown_once_by_the_template_or_by_the_system_prompt(search_tool):
+def test_tools_are_shown_once_by_template_or_system_prompt(search_tool):
     assert MultiTurnToolEnv([search_tool]).tool_schemas is None
     assert [s["function"]["name"] for s in MultiTurnToolEnv([search_tool], protocol="native").tool_schemas] == [
         "lookup"

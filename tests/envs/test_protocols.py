@@ -66,7 +66,7 @@ def test_a_tag_call_comes_before_an_answer_in_the_same_turn():
     [("<answer>Lima</answer>", "Lima"), ("<answer>\n Lima \n</answer>", "Lima"), ("<answer></answer>", ""),
      ("<answer>a</answer> no: <answer>b</answer>", "b"), ('<answer>{"a": 1}</answer>', '{"a": 1}')],
 )  # fmt: skip
-def test_a_tag_answer_is_its_stripped_text_and_the_last_one_counts(text, answer):
+def test_the_last_tag_answer_counts_and_is_stripped(text, answer):
     parsed = TAGS.parse(text, None)
     assert (parsed.answer, parsed.calls, parsed.error) == (answer, [], None)
 
@@ -91,7 +91,7 @@ def test_a_tag_answer_is_its_stripped_text_and_the_last_one_counts(text, answer)
         ("", "neither a tool call"),
     ],
 )
-def test_a_malformed_tag_turn_is_an_error_that_says_what_is_wrong(text, says):
+def test_a_malformed_tag_turn_is_told_what_is_wrong(text, says):
     parsed = TAGS.parse(text, None)
     assert says in parsed.error
     assert parsed.calls == [] and parsed.answer is None
@@ -103,7 +103,7 @@ def test_one_malformed_call_fails_the_whole_turn():
     assert parsed.calls == [] and parsed.error
 
 
-def test_half_a_character_in_escaped_arguments_becomes_text_that_can_be_written():
+def test_half_a_character_in_arguments_becomes_writable_text():
     parsed = TAGS.parse('<tool>{"name": "search", "args": {"query": "a\\ud83d", "ok": "\\ud83d\\ude42"}}</tool>', None)
     assert parsed.calls[0].arguments == {"query": "a?", "ok": "🙂"}
 
@@ -119,7 +119,7 @@ def test_a_tag_error_comes_back_as_a_result():
     assert TAGS.replies(turn_of(error="bad.")) == [{"role": "user", "content": "<result>Error: bad.</result>"}]
 
 
-def test_the_tag_prompt_shows_each_tool_and_the_format_only_when_there_are_tools(search_tool):
+def test_the_tag_prompt_shows_tools_only_when_there_are_some(search_tool):
     prompt = TAGS.default_system_prompt([Tool.from_function(search_tool)])
     assert '"name": "lookup"' in prompt and "<tool>" in prompt and "<answer>" in prompt
     assert "<tool>" not in TAGS.default_system_prompt([])
@@ -138,7 +138,7 @@ def test_a_native_call_is_read(native_tokenizer):
     assert parsed.message["content"] == "Let me look." and parsed.answer is None and parsed.error is None
 
 
-def test_parallel_native_calls_keep_their_order_and_have_ids_of_their_own(native_tokenizer):
+def test_parallel_native_calls_keep_order_and_have_their_own_ids(native_tokenizer):
     parsed = NATIVE.parse(f"{native_call('b', n=1)}\n{native_call('a', n=2)}", native_tokenizer)
     assert [(call.name, call.arguments) for call in parsed.calls] == [("b", {"n": 1}), ("a", {"n": 2})]
     assert len({call.id for call in parsed.calls}) == 2
@@ -169,7 +169,7 @@ def test_a_native_turn_without_a_call_is_the_answer(native_tokenizer):
     assert (parsed.answer, parsed.calls, parsed.error) == ("Lima.", [], None)
 
 
-def test_native_thinking_is_kept_as_reasoning_and_is_no_part_of_the_answer(native_tokenizer):
+def test_native_thinking_is_reasoning_not_part_of_the_answer(native_tokenizer):
     parsed = NATIVE.parse("<think>\nPeru, so\n</think>\n\nLima", native_tokenizer)
     assert parsed.answer == "Lima"
     assert parsed.message["reasoning_content"] == "Peru, so" and parsed.message["content"] == "Lima"
@@ -185,7 +185,7 @@ def test_a_native_message_always_has_content(native_tokenizer):
     assert NATIVE.parse(native_call("lookup"), native_tokenizer).message["content"] == ""
 
 
-def test_half_a_character_in_a_native_call_becomes_text_that_can_be_written(native_tokenizer):
+def test_half_a_character_in_a_native_call_becomes_writable_text(native_tokenizer):
     parsed = NATIVE.parse(native_call("lookup", query="a\ud83d"), native_tokenizer)
     assert parsed.calls[0].arguments == {"query": "a?"}
     json.dumps(parsed.message, ensure_ascii=False).encode()

@@ -70,7 +70,7 @@ def test_segments_attend_as_the_whole_mask_does(forest, window, groups):
 
 @settings(max_examples=50, deadline=None)
 @given(forests, st.sampled_from([None, 1, 3]))
-def test_the_whole_mask_shows_a_token_its_ancestors_in_the_window_and_nothing_else(forest, window):
+def test_the_mask_shows_a_token_its_ancestors_in_the_window(forest, window):
     packed = pack([make_tree(timesteps) for timesteps in forest])
     size = len(packed.input_ids)
     expected = torch.zeros(size, size, dtype=torch.bool)
@@ -155,7 +155,7 @@ def compiling(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_more_layouts_of_heads_than_dynamo_allows_are_all_compiled(compiling):
+def test_more_head_layouts_than_dynamo_allows_are_compiled(compiling):
     assert torch._dynamo.config.recompile_limit == 8
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # FlexAttention warns where it runs uncompiled
@@ -219,7 +219,7 @@ def test_a_decoder_with_plain_attention_is_accepted():
         (lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2)), "drops attention weights"),
     ],
 )
-def test_a_model_that_cannot_is_refused_with_the_reason_and_the_mend(build, reason):
+def test_a_model_that_cannot_run_over_trees_is_refused(build, reason):
     with pytest.raises(UnsupportedModelError, match=f"{reason}.*`forward: padded`"):
         check_model(build())
 
@@ -232,6 +232,6 @@ def test_a_model_that_cannot_is_refused_with_the_reason_and_the_mend(build, reas
     ],
     ids=["mask", "window"],
 )
-def test_a_layer_that_masks_by_itself_is_refused_by_the_first_forward(build):
+def test_a_layer_with_its_own_mask_is_refused_at_first_forward(build):
     with pytest.raises(UnsupportedModelError, match="of its own making.*`forward: padded`"):
         token_logps(build(), [make_tree([([1, 2, 3, 4, 5], [6])])])

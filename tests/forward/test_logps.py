@@ -129,7 +129,7 @@ def test_an_unknown_forward_is_refused(shared_model):
 
 @pytest.mark.parametrize("elements", [1, 2**24], ids=["many chunks", "one chunk"])
 @pytest.mark.parametrize("uses", ["logps", "entropies", "both"])
-def test_the_head_is_log_softmax_and_entropy_with_their_gradients(monkeypatch, elements, uses):
+def test_the_head_is_log_softmax_and_entropy_with_gradients(monkeypatch, elements, uses):
     monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", elements)
     torch.manual_seed(0)
     inputs = [
@@ -200,7 +200,7 @@ def padded_logps(model, input_ids, attention_mask, width):
     return logits.log_softmax(-1).gather(2, input_ids[:, -width:, None]).squeeze(2)
 
 
-def test_a_padded_batch_gives_the_log_probabilities_of_its_scored_tokens(tokenizer):
+def test_a_padded_batch_gives_the_log_probs_of_trained_tokens(tokenizer):
     model = build_model(tokenizer)
     prompt_ids = torch.tensor([[0, 1, 2], [0, 1, 2], [3, 1, 2]])
     prompt_mask = torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1]])
@@ -262,7 +262,7 @@ def test_an_unknown_attention_is_refused(tokenizer):
         token_logps(build_model(tokenizer), [], attention="fast")
 
 
-def test_a_second_model_with_the_configuration_of_one_that_runs_over_trees_does_too(tokenizer):
+def test_two_models_of_one_configuration_both_run_over_trees(tokenizer):
     """As the reference model that TRL makes from the policy's configuration."""
     model = build_model(tokenizer)
     trees = [make_tree(FOREST[0])]
@@ -273,7 +273,7 @@ def test_a_second_model_with_the_configuration_of_one_that_runs_over_trees_does_
         torch.testing.assert_close(a, b)
 
 
-def test_a_kernel_that_transformers_finds_by_its_name_gives_way_in_other_forwards(tokenizer):
+def test_a_kernel_of_transformers_still_runs_in_other_forwards(tokenizer):
     model = build_model(tokenizer)
     ids = torch.tensor([[1, 2, 3]])
     expected = model(input_ids=ids).logits
@@ -282,13 +282,13 @@ def test_a_kernel_that_transformers_finds_by_its_name_gives_way_in_other_forward
     torch.testing.assert_close(model(input_ids=ids).logits, expected)
 
 
-def test_empty_trees_among_several_rows_have_no_log_probabilities(tokenizer, monkeypatch):
+def test_empty_trees_among_several_rows_have_no_log_probs(tokenizer, monkeypatch):
     monkeypatch.setattr("mt_grpo.forward.logps.ROW_TOKENS", 5)
     empty, found, _ = token_logps(build_model(tokenizer), [TokenTree(), make_tree(FOREST[0]), TokenTree()])
     assert empty == [] and [len(turn) for turn in found] == [2, 1, 3]
 
 
-def test_a_deep_copy_of_a_model_that_runs_over_trees_has_weights_of_its_own(tokenizer):
+def test_a_deep_copy_of_a_tree_model_has_its_own_weights(tokenizer):
     model = build_model(tokenizer)
     enable_trees(model)
     twin = copy.deepcopy(model)
@@ -298,7 +298,7 @@ def test_a_deep_copy_of_a_model_that_runs_over_trees_has_weights_of_its_own(toke
     assert token_logps(twin, [make_tree(FOREST[0])])[0][0].unique().numel() == 1
 
 
-def test_log_probs_between_two_steps_leave_the_precision_of_the_head_as_it_was(tokenizer):
+def test_log_probs_between_steps_keep_the_precision_of_the_head(tokenizer):
     model = build_model(tokenizer)
     enable_trees(model, cast_head_to_fp32=True)
     token_logps(model, [make_tree(FOREST[0])])

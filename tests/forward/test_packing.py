@@ -57,7 +57,7 @@ def test_a_shared_prompt_is_laid_out_once():
     ]
 
 
-def test_one_token_sampled_by_two_trees_is_forwarded_once_and_scored_twice():
+def test_a_token_sampled_by_two_trees_is_forwarded_once():
     packed = pack([chain([1, 2], [1]), chain([1, 2], [1])])
     assert packed.input_ids.tolist() == [1, 2]
     assert (packed.predictor.tolist(), packed.label.tolist(), packed.tree.tolist()) == ([0, 0], [2, 2], [0, 1])
@@ -70,7 +70,7 @@ def test_an_action_before_a_fork_is_scored_once():
     assert sorted(scored) == [(0, 0, 2), (0, 1, 3), (1, 0, 4), (2, 0, 6)]
 
 
-def test_a_sequence_that_is_the_beginning_of_another_needs_no_token_of_its_own():
+def test_a_sequence_that_begins_another_needs_no_own_token():
     packed = pack([chain([1, 2, 3]), chain([1, 2], [1])])
     assert packed.input_ids.tolist() == [1, 2, 3]
     assert packed.subtree_end.tolist() == [2, 2, 2]
@@ -86,7 +86,7 @@ def test_nothing_packs_to_nothing():
         assert len(packed.input_ids) == len(packed.subtree_end) == len(packed.label) == len(packed.turn_order) == 0
 
 
-def test_what_several_trees_sampled_alike_is_scored_for_each_at_one_place():
+def test_equal_samples_of_several_trees_share_one_place():
     packed = pack([chain([1, 2, 3, 4], [1, 2, 3]), chain([1, 2, 3, 5], [1, 2, 3]), chain([1, 2], [1])])
     assert packed.input_ids.tolist() == [1, 2, 3, 4, 5]
     scored = zip(packed.tree.tolist(), packed.column.tolist(), packed.predictor.tolist(), strict=True)

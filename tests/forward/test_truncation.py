@@ -49,7 +49,7 @@ def test_a_tie_with_the_last_token_left_is_left_too(options):
     torch.testing.assert_close(ours, torch.tensor([[0, 1, 1, 1, 0]]) / 3)
 
 
-def test_a_sampled_token_counts_as_left_where_rounding_says_otherwise():
+def test_a_sampled_token_is_left_whatever_rounding_says():
     logits = torch.tensor([[2.0, 1.0, 0.9999999]])
     logps = Truncation(top_k=2).apply(logits, torch.tensor([2])).log_softmax(dim=1)
     torch.testing.assert_close(logps, logits.log_softmax(dim=1))
@@ -74,7 +74,7 @@ def problem():
 @every_truncation
 @pytest.mark.parametrize("elements", [1, 2**24], ids=["many chunks", "one chunk"])
 @pytest.mark.parametrize("uses", ["logps", "entropies", "both"])
-def test_the_head_is_log_softmax_of_the_tokens_left_with_its_gradient(monkeypatch, elements, uses, options):
+def test_the_head_is_log_softmax_of_the_tokens_left(monkeypatch, elements, uses, options):
     monkeypatch.setitem(head.CHUNK_ELEMENTS, "cpu", elements)
     inputs, labels = problem()
 
@@ -134,7 +134,7 @@ def test_random_trees_score_as_one_forward_a_turn(shared_model, forest, truncati
         assert (ours_gradient - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6
 
 
-def test_truncated_log_probs_are_others_than_those_of_the_whole_distribution(shared_model):
+def test_truncated_log_probs_differ_from_those_of_all_tokens(shared_model):
     trees = [make_tree(timesteps) for timesteps in FOREST]
     values = [measure(shared_model, trees, truncation=cut)[0] for cut in (None, Truncation(top_k=5))]
     assert distance(*values) > 0.1
@@ -209,7 +209,7 @@ INEXACT = [
 
 @pytest.mark.parametrize(("options", "what", "mend"), INEXACT)
 @pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate"])
-def test_sampling_that_training_cannot_follow_is_refused_over_sequences(build, options, what, mend, mode):
+def test_sampling_that_training_cannot_follow_is_refused(build, options, what, mend, mode):
     with pytest.raises(ConfigError, match=f"^{what}.*`vllm_importance_sampling_mode: {mode}`.*: {mend}"):
         build(vllm_importance_sampling_mode=mode, **options)
 

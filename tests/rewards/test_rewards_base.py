@@ -54,7 +54,7 @@ class Returns(OutcomeReward):
 # What a reward is
 
 
-def test_a_reward_is_named_after_its_class_unless_it_says_otherwise():
+def test_a_reward_is_named_after_its_class_by_default():
     class Child(NumTurns):
         pass
 
@@ -74,7 +74,7 @@ def test_a_reward_without_score_cannot_be_made(abstract):
 # Scoring
 
 
-def test_scores_are_indexed_by_reward_trajectory_and_turn_and_recorded():
+def test_scores_are_by_reward_trajectory_turn_and_recorded():
     batch = [make_trajectory("ab", "", bonus=0.5), make_trajectory("c", bonus=2)]
     scores = score([Length()], [NumTurns(), Returns(None)], batch)
     assert scores.turn == [[[2.0, None], [1.0]]]
@@ -124,7 +124,7 @@ def test_async_rewards_run_concurrently():
     assert scores.turn == [[[1.0, 1.0], [1.0]]] and scores.outcome == [[1.0, 1.0]] * 3
 
 
-def test_a_plain_function_that_returns_nan_is_told_what_says_that_it_does_not_apply():
+def test_a_function_that_returns_nan_is_told_to_return_none():
     """TRL takes NaN for `None`; a mistake in a computation looks the same."""
 
     def ratio(completions, **columns):
@@ -177,7 +177,7 @@ class Raises(TurnReward):
         return 0.0
 
 
-def test_a_reward_that_raises_names_itself_the_failure_the_trajectory_and_the_row():
+def test_a_reward_that_raises_names_reward_trajectory_and_row():
     batch = [make_trajectory("good", session="s-1"), make_trajectory("good", "bad", session="s-2", question="ü?")]
     with pytest.raises(RewardError) as caught:
         score([Raises()], [], batch)
@@ -208,7 +208,7 @@ def test_a_long_row_is_cut_at_200_characters():
     assert row == '{"text": "' + "x" * 189 + "…" and len(row) == 200
 
 
-def test_the_first_failure_in_order_is_reported_after_the_rest_has_ended():
+def test_the_first_failure_is_reported_after_the_rest_ended():
     ended = []
 
     class Slow(OutcomeReward):
@@ -264,7 +264,7 @@ def test_a_trl_function_is_called_once_with_what_trl_passes(is_async):
     assert reward.name == ("plain_async" if is_async else "plain")
 
 
-def test_a_trl_function_scores_a_single_trajectory_on_the_given_row():
+def test_a_trl_function_scores_one_trajectory_on_its_row():
     reward = FunctionReward(lambda completions, answer, **columns: [float(answer[0])])
     assert asyncio.run(reward.score(trl_trajectory(), answer=3)) == 3.0
 
@@ -321,7 +321,7 @@ def test_built_in_rewards_are_found_by_the_name_they_report():
         assert loaded.name == name
 
 
-def test_rewards_come_as_names_paths_instances_classes_and_functions(tmp_path):
+def test_rewards_are_names_paths_instances_classes_or_functions(tmp_path):
     file = tmp_path / "plugin.py"
     file.write_text("def from_file(completions, **columns):\n    return [1.0] * len(completions)\n")
     instance = Returns(1.0)
@@ -382,7 +382,7 @@ class Neither(RewardFunc):
         ([len, len], "outcome", "The outcome reward 'len' is listed twice: give one another `name`."),
     ],
 )
-def test_what_is_no_reward_of_the_kind_is_refused_with_one_sentence(entries, kind, message):
+def test_what_is_no_reward_of_the_kind_is_refused(entries, kind, message):
     with pytest.raises(RewardListError) as caught:
         load_rewards(entries, kind)
     assert str(caught.value) == message

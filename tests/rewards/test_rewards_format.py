@@ -64,7 +64,7 @@ def test_marks_that_occur_exactly_once_are_counted(text, expected):
     assert message_xml(text) == pytest.approx(expected)
 
 
-def test_rewards_are_a_fifth_of_the_mean_over_the_assistant_messages():
+def test_rewards_are_a_fifth_of_the_mean_over_assistant_turns():
     trajectory = make_trajectory(CALL, "Lima")
     trajectory.turns[0].replies = [{"role": "user", "content": "<result><answer></result>"}]
     assert score([], [format_reward_func, xml_reward_func], [trajectory]).outcome == [[0.1], [0.1]]

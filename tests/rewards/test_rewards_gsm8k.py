@@ -44,7 +44,7 @@ def test_the_number_of_the_answer_has_to_equal_the_gold_number(gold, answer, exp
     assert score([], [gsm8k_correct_reward_func], [trajectory]).outcome == [[expected]]
 
 
-def test_a_gold_answer_without_a_number_is_an_error_that_names_it():
+def test_a_gold_answer_without_a_number_is_named_in_an_error():
     with pytest.raises(RewardError, match="ValueError: the answer column holds no number: 'unknown'"):
         score([], [gsm8k_correct_reward_func], [Trajectory([], answer="3", row={"answer": "unknown"})])
 

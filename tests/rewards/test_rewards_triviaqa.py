@@ -55,7 +55,7 @@ def outcome_values(gold, answer):
         ([], []),
     ],
 )
-def test_tool_execution_shares_a_fifth_out_among_the_attempts_of_the_trajectory(turns, values):
+def test_tool_execution_shares_a_fifth_among_all_attempts(turns, values):
     assert turn_values(tool_execution_reward_func, make_trajectory(*turns)) == pytest.approx(values)
 
 
@@ -104,7 +104,7 @@ def test_the_first_result_with_the_answer_earns_a_half(turns, values):
         {"value": "The Beatles", "aliases": ["Fab Four"]},
     ],
 )
-def test_an_answer_is_right_when_it_equals_or_holds_an_accepted_one(gold, answer, exact, exist):
+def test_an_answer_is_right_if_it_holds_an_accepted_one(gold, answer, exact, exist):
     assert outcome_values(gold, answer) == (exact, exist)
 
 
@@ -137,7 +137,7 @@ def test_a_dataset_without_an_answer_column_is_an_error(reward):
         ("...", ""),
     ],
 )
-def test_normalisation_drops_case_punctuation_articles_and_extra_space(text, normalized):
+def test_normalisation_drops_case_punctuation_articles_spaces(text, normalized):
     assert normalize_answer(text) == normalized
 
 

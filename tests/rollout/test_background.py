@@ -34,7 +34,7 @@ def ctrl_c_counts():
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_coroutine_runs_inside_a_running_loop_with_the_callers_context():
+def test_a_coroutine_runs_with_the_context_of_its_caller():
     variable = contextvars.ContextVar("variable")
 
     async def work():
@@ -56,7 +56,7 @@ def test_a_call_that_would_wait_for_itself_is_refused():
         background.run(work())
 
 
-def test_a_task_that_exits_ends_neither_the_thread_nor_the_process():
+def test_a_task_that_exits_ends_neither_thread_nor_process():
     async def leave():
         raise SystemExit(3)
 
@@ -138,7 +138,7 @@ def test_a_chat_beside_a_rollout_leaves_it_its_connections(tokenizer, start):
     assert [sample.ids for sample in samples] == [[5]] and len(client.pool.servers[0].sessions) <= 1
 
 
-def test_rewards_are_called_in_the_callers_thread_and_awaited_behind():
+def test_plain_rewards_run_in_the_callers_thread():
     threads = {}
 
     class Plain(OutcomeReward):
@@ -247,7 +247,7 @@ def test_training_goes_on_rightly_after_ctrl_c(tmp_path, tokenizer, questions):
     assert threading.active_count() <= threads + 1  # the background thread
 
 
-def test_a_model_that_was_interrupted_while_it_sampled_samples_again(tmp_path, tokenizer, questions):
+def test_a_model_interrupted_while_sampling_samples_again(tmp_path, tokenizer, questions):
     trainer = trainer_of(tmp_path, tokenizer, questions, MultiTurnToolEnv(), None, max_turn_length=200)
     forwards = []
 
@@ -340,7 +340,7 @@ except KeyboardInterrupt:
         ("tool thread", "hang took longer than 0.1 s.", ""),
     ],
 )
-def test_what_swallows_cancellation_does_not_keep_a_process_from_ending(how, says, warns):
+def test_a_task_that_swallows_cancellation_lets_the_process_end(how, says, warns):
     command = [sys.executable, "-c", STUBBORN, *how.split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert says in ended.stdout and warns in ended.stderr and ended.returncode == 0

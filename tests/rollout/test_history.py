@@ -40,7 +40,7 @@ def test_thinking_hidden_is_one_sequence_a_turn(tokenizer):
     assert texts(tokenizer, trajectory) == [said("Q1", thought(1)), said("Q1", "A1", "Q2", thought(2))]
 
 
-def test_compaction_every_three_turns_is_a_sequence_every_three_turns(tokenizer):
+def test_compaction_every_three_turns_forks_every_three_turns(tokenizer):
     trajectory, _, _ = converse(tokenizer, TURNS, REPLIES, "compact", compact_every=3)
     assert texts(tokenizer, trajectory) == [
         said("Q1", thought(1), "Q2", thought(2), "Q3", thought(3)),
@@ -48,7 +48,7 @@ def test_compaction_every_three_turns_is_a_sequence_every_three_turns(tokenizer)
     ]
 
 
-def test_the_template_of_qwen3_hides_thinking_before_the_last_question(tokenizer):
+def test_qwen3_hides_thinking_before_the_last_question(tokenizer):
     trajectory, _, _ = converse(tokenizer, TURNS[:3], REPLIES[:2], "template")
     assert texts(tokenizer, trajectory) == [
         said("Q1", thought(1)),
@@ -57,14 +57,14 @@ def test_the_template_of_qwen3_hides_thinking_before_the_last_question(tokenizer
     ]
 
 
-def test_the_template_of_qwen3_keeps_thinking_between_tool_results(tokenizer):
+def test_qwen3_keeps_thinking_between_tool_results(tokenizer):
     turns = ["<think>\nT1\n</think>\n\nA1", "<think>\nT2\n</think>\n\nA2"]
     tool = [{"role": "tool", "name": "f", "content": "R1"}]
     trajectory, _, _ = converse(tokenizer, turns, [tool], "template")
     assert len(trajectory.tree.sequences()) == 1  # what it renders is what was sampled
 
 
-def test_a_template_that_strips_all_but_the_last_turn_forks_even_between_tool_results():
+def test_a_template_that_strips_past_turns_forks_at_tool_results():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"

@@ -95,7 +95,7 @@ def test_a_process_of_the_same_number_is_another_one(replicas, sync_of, other):
     sync_of().sync(0)
 
 
-def test_a_run_on_another_machine_is_refused_unless_it_gave_the_server_back(replicas, sync_of):
+def test_a_server_held_by_another_machine_is_refused_until_freed(replicas, sync_of):
     there = new_run().replace(vllm_run._machine(), "0a1b2c3d.4026531836")
     replicas[0].version = weight_label(there, "proof")
     with pytest.raises(WeightSyncError, match="step proof.*or restart the server if that run was killed"):
@@ -130,7 +130,7 @@ def test_every_server_is_looked_at(replicas, sync_of, other):
     assert not replicas[0].updates
 
 
-def test_weights_that_another_run_sends_during_rollouts_are_noticed_after_them(replicas, sync_of, other):
+def test_weights_another_run_sends_during_rollouts_are_noticed(replicas, sync_of, other):
     sync = sync_of(servers=2)
     sync.sync(0)
     sync.check()
@@ -141,7 +141,7 @@ def test_weights_that_another_run_sends_during_rollouts_are_noticed_after_them(r
         sync.sync(1)
 
 
-def test_a_second_trainer_of_one_process_takes_the_server_over_and_the_first_one_notices(replicas, sync_of):
+def test_a_second_trainer_takes_over_and_the_first_one_notices(replicas, sync_of):
     first, second = sync_of(), sync_of()
     first.sync(0)
     second.sync(0)

@@ -159,7 +159,7 @@ def test_arguments_of_calls_are_text(arguments):
         ("{{ m.content }}", [{"text": "<|im_end|>"}]),
     ],
 )
-def test_contents_do_not_join_into_a_mark_with_what_stands_beside_them(template, messages):
+def test_contents_do_not_join_their_neighbours_into_a_mark(template, messages):
     tokenizer = build_tokenizer()
     written = "{% if m.role == 'tool' %}" + template + "{% else %}{{ m.content }}{% endif %}"
     tokenizer.chat_template = CHATML.replace("{{ m.content }}", written)
@@ -274,7 +274,7 @@ def test_text_in_the_middle_is_encoded_as_in_the_middle(scheme):
     ],
 )
 @pytest.mark.parametrize("normalizer", [None, normalizers.Lowercase()])
-def test_tokens_that_take_white_space_or_are_normalised_are_no_exception(token, normalizer):
+def test_stripping_and_normalised_tokens_are_no_exception(token, normalizer):
     tokenizer = metaspace("never", token, normalizer=normalizer)
     tokenizer.chat_template = CHATML.replace("{{ m.content }}", " <m>  {{ m.content }}  <m> ")
     chat = ChatRenderer(tokenizer)
@@ -445,7 +445,7 @@ def test_every_way_into_a_conversation_is_the_same():
         drop_long_prompts(rows, runner.renderer, env, len(context))
 
 
-def test_a_reply_that_is_known_is_not_rendered_whatever_it_spells():
+def test_a_known_kind_of_reply_is_not_rendered_again():
     chat = ChatRenderer(build_tokenizer())
     times = []
     cache = chat._suffixes

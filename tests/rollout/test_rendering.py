@@ -69,7 +69,7 @@ def converse(chat: ChatRenderer, exchanges: list[tuple[dict, list[dict]]], ended
 
 @pytest.mark.parametrize("ended", [True, False], ids=["end token", "stop string"])
 @pytest.mark.parametrize("name", NAMES)
-def test_user_replies_continue_the_conversation_as_the_template_writes_it(name, ended):
+def test_user_replies_continue_as_the_template_writes_them(name, ended):
     said = {"role": "assistant", "content": '<reasoning>why</reasoning><tool>{"name": "search"}</tool>'}
     reply = [{"role": "user", "content": "<result>Lima, Perú 🙂</result>"}]
     converse(renderer(name), [(said, reply), (said, reply), (said, reply)], ended)
@@ -77,13 +77,13 @@ def test_user_replies_continue_the_conversation_as_the_template_writes_it(name, 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["end token", "stop string"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tool_reply_continues_the_conversation_as_the_template_writes_it(name, ended):
+def test_a_tool_reply_continues_as_the_template_writes_it(name, ended):
     converse(renderer(name), [(called("Lima"), answered("a result")), (called("x"), answered("{}"))], ended)
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["end token", "stop string"])
 @pytest.mark.parametrize("name", NAMES[:3])  # llama3_1 refuses two calls in a turn
-def test_tool_replies_in_a_row_continue_the_conversation_as_the_template_writes_it(name, ended):
+def test_tool_replies_in_a_row_continue_as_the_template_writes(name, ended):
     exchange = called("Lima", "Peru", "Cusco"), answered("one", "two", "three")
     converse(renderer(name), [exchange, (called("x"), answered("four")), exchange], ended)
 
@@ -103,7 +103,7 @@ def test_members_of_a_group_share_their_prompts_ids():
     assert chat.prompt_ids([{**USER, "content": "other"}]) != chat.prompt_ids([USER])
 
 
-def test_an_end_token_the_model_sampled_is_not_doubled_and_a_missing_one_is_written():
+def test_an_end_token_is_written_only_where_none_was_sampled():
     chat = renderer("qwen3")
     end = chat.tokenizer.convert_tokens_to_ids("<|im_end|>")
     reply = [{"role": "user", "content": "go on"}]
@@ -118,7 +118,7 @@ def test_a_reply_that_quotes_the_end_of_a_turn_is_kept_whole():
     assert "An assistant turn.<|im_end|> and a_tool_it_calls, again" in chat.tokenizer.decode(chat.reply_ids(reply, 5))
 
 
-def test_text_keeps_special_tokens_but_the_one_that_ended_the_turn():
+def test_text_keeps_special_tokens_except_the_end_of_turn():
     chat = renderer("qwen3")
     ids = chat.tokenizer.encode("<think>so</think><|im_start|>Lima")
     end = chat.tokenizer.eos_token_id

@@ -61,7 +61,7 @@ ACTIONS = st.sampled_from([CALL, "<tool>{oops</tool>", '<tool>{"name": "no"}</to
     context_length=st.integers(300, 2000),
     env_mask=st.integers(0, 1),
 )
-def test_masked_ids_are_what_the_engine_returned_and_the_rest_is_what_it_was_given(
+def test_masked_ids_are_sampled_and_the_rest_was_context(
     tokenizer, scripts, max_completion_tokens, max_turn_tokens, context_length, env_mask
 ):
     env = MultiTurnToolEnv([lookup], system_prompt="Answer.", max_steps=4, env_mask=env_mask)
@@ -165,7 +165,7 @@ def test_a_reply_belongs_to_the_turn_it_answers(env, tokenizer):
     )
 
 
-def test_each_turn_has_a_seed_of_its_own_that_follows_from_the_conversations(env, tokenizer):
+def test_each_turn_has_its_own_seed_from_the_conversation(env, tokenizer):
     seen = []
 
     class Engine(ScriptedEngine):
@@ -219,7 +219,7 @@ def test_a_turn_cut_short_says_which_bound_cut_it(env, tokenizer, limits, reason
 
 
 @pytest.mark.parametrize("bound", [StopReason.TOKEN_BUDGET, StopReason.CONTEXT_FULL])
-def test_a_reply_that_leaves_no_room_ends_the_conversation_before_another_turn(env, tokenizer, bound):
+def test_a_reply_that_leaves_no_room_ends_the_conversation(env, tokenizer, bound):
     engine = ScriptedEngine(tokenizer, [CALL, ANSWER])
     run(env, engine)
     (_, first, sample), (_, second, _) = engine.requests
@@ -235,7 +235,7 @@ def test_a_reply_that_leaves_no_room_ends_the_conversation_before_another_turn(e
         assert trajectory.turns[0].replies and trajectory.tree.actions()[0] == sample.ids
 
 
-def test_a_prompt_that_fills_the_context_ends_a_conversation_without_turns(env, tokenizer):
+def test_a_prompt_that_fills_the_context_allows_no_turn(env, tokenizer):
     engine = ScriptedEngine(tokenizer, [ANSWER], context_length=10)
     runner = RolloutRunner(env, engine)
     [trajectory] = asyncio.run(runner.run(requests(1), SamplingParams()))
@@ -244,7 +244,7 @@ def test_a_prompt_that_fills_the_context_ends_a_conversation_without_turns(env, 
     assert completion.prompt_ids == runner.renderer.prompt_ids(trajectory.prompt) and completion.ids == []
 
 
-def test_a_conversation_out_of_time_keeps_its_turns_and_lets_its_engine_know(env, tokenizer):
+def test_a_conversation_out_of_time_keeps_its_turns(env, tokenizer):
     released = []
 
     class Engine(ScriptedEngine):
@@ -321,7 +321,7 @@ def test_an_environment_that_cannot_begin_ends_one_conversation(tokenizer):
     assert [bool(row.prompt_ids) for row in rows] == [True] * 3 and [bool(row.ids) for row in rows] == [0, 0, 1]
 
 
-def test_an_engine_error_ends_one_conversation_which_keeps_its_turns(env, tokenizer):
+def test_an_engine_error_ends_one_conversation_only(env, tokenizer):
     def script(session: str, turn: int) -> str | Exception:
         return EngineError("The server is gone.") if (session, turn) == ("000", 1) else [CALL, ANSWER][turn]
 
@@ -340,7 +340,7 @@ class BrokenEnv(MultiTurnToolEnv):
         return await super().step(turn, trajectory, text, tokenizer)
 
 
-def test_an_environment_that_fails_ends_one_conversation_which_keeps_its_turns(tokenizer):
+def test_an_environment_error_ends_one_conversation_only(tokenizer):
     raised, silent, fine = run(BrokenEnv(), ScriptedEngine(tokenizer, [ANSWER]), 3)
     assert (raised.stop_reason, raised.error) == (StopReason.ENV_ERROR, "ZeroDivisionError: by the user")
     assert silent.stop_reason is StopReason.ENV_ERROR and silent.error
@@ -378,7 +378,7 @@ class GatedEngine(ScriptedEngine):
             await asyncio.sleep(0)
 
 
-def test_a_slow_conversation_holds_up_nobody_and_results_keep_the_order_of_the_requests(env, tokenizer):
+def test_a_slow_conversation_holds_up_nobody_and_order_is_kept(env, tokenizer):
     async def main() -> None:
         engine, finished = GatedEngine(tokenizer, [CALL, ANSWER]), []
         runner = RolloutRunner(env, engine)
@@ -428,7 +428,7 @@ def test_a_slow_tool_holds_up_nobody(tokenizer):
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_no_more_conversations_run_at_once_than_allowed_and_each_end_lets_the_next_begin(env, tokenizer):
+def test_only_the_allowed_number_of_conversations_runs_at_once(env, tokenizer):
     async def main() -> None:
         engine = GatedEngine(tokenizer, [ANSWER])
         runner = RolloutRunner(env, engine, RolloutLimits(max_concurrent=2))
@@ -446,7 +446,7 @@ def test_no_more_conversations_run_at_once_than_allowed_and_each_end_lets_the_ne
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_cancelling_the_run_cancels_its_conversations_and_releases_the_engine(env, tokenizer):
+def test_cancelling_a_run_cancels_its_conversations(env, tokenizer):
     async def main() -> None:
         engine, finished = GatedEngine(tokenizer, [ANSWER]), []
         runner = RolloutRunner(env, engine)
@@ -467,7 +467,7 @@ def test_cancelling_the_run_cancels_its_conversations_and_releases_the_engine(en
     asyncio.run(main())
 
 
-def test_a_failure_that_is_nobodys_plan_reaches_the_caller_and_leaves_no_conversation_behind(env, tokenizer):
+def test_an_unplanned_failure_reaches_the_caller_and_ends_all(env, tokenizer):
     async def main() -> None:
         engine = GatedEngine(tokenizer, lambda session, turn: ZeroDivisionError("a bug in the engine"))
         running = asyncio.ensure_future(RolloutRunner(env, engine).run(requests(3), SamplingParams()))
@@ -480,7 +480,7 @@ def test_a_failure_that_is_nobodys_plan_reaches_the_caller_and_leaves_no_convers
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_a_check_of_a_long_context_holds_up_nobody_and_its_result_is_there_at_the_end(env, tokenizer):
+def test_a_check_of_a_long_context_holds_up_nobody(env, tokenizer):
     ended, held_up = threading.Event(), []
 
     class Check(SanityCheck):

@@ -36,7 +36,7 @@ def test_most_templates_are_among_those_compared():
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_ids_of_replies_are_those_of_the_full_rendering_for_every_template_of_trl(name, data):
+def test_reply_ids_equal_the_full_rendering_of_every_template(name, data):
     chat = renderer(name)
     pieces = st.sampled_from([*words(name), " ", "\n", '{"a": [1, "b"]}', "Perú 🙂 北京", chat.end_of_turn, "<b>&\\"])
     contents = st.lists(pieces | st.text(max_size=8), max_size=4).map("".join)

@@ -45,7 +45,7 @@ def test_white_space_is_ignored_on_request_only():
     assert SanityCheck(ChatRenderer(tokenizer), "ignore_strippable").check(changed).cause.endswith("assistant message")
 
 
-def test_the_same_text_in_other_tokens_is_told_apart_from_other_text():
+def test_other_tokens_of_one_text_are_told_from_other_text():
     tokenizer = build_tokenizer("qwen2_5")
     trajectory, runner, _ = converse(tokenizer, ["reasoning", "A2"], [user("Q2")], "keep")
     node = trajectory.tree.nodes[1]
@@ -62,7 +62,7 @@ def test_the_same_text_in_other_tokens_is_told_apart_from_other_text():
     st.lists(st.text("\n a<think>Limé", max_size=8), min_size=1, max_size=3),
     st.booleans(),
 )
-def test_leaving_out_what_the_prompt_was_encoded_from_finds_the_same_differences(template, mode, turns, by_letter):
+def test_skipping_the_prompt_finds_the_same_differences(template, mode, turns, by_letter):
     trajectory, runner, _ = converse(build_tokenizer(template), turns, [user("Q")] * (len(turns) - 1), "keep")
     if by_letter:  # tokens that nothing but sampling would put together
         for node in trajectory.tree.nodes:

@@ -74,7 +74,7 @@ def logits_at(model, context: list[int], ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("drawing", DRAWINGS)
-def test_log_probabilities_are_those_of_the_distribution_that_was_drawn_from(engine, frozen, drawing):
+def test_log_probs_are_those_of_the_distribution_drawn_from(engine, frozen, drawing):
     options = DRAWINGS[drawing]
     samples = ask_all(engine, [(context, {"seed": i, **options}) for i, context in enumerate(CONTEXTS)])
     for context, sample in zip(CONTEXTS, samples, strict=True):
@@ -84,7 +84,7 @@ def test_log_probabilities_are_those_of_the_distribution_that_was_drawn_from(eng
             assert logprob == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_the_models_own_generation_settings_do_not_change_the_distribution(frozen):
+def test_generation_settings_of_the_model_have_no_effect(frozen):
     model = copy.deepcopy(frozen)
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=0.3, top_k=3, top_p=0.5, repetition_penalty=1.5, eos_token_id=331, pad_token_id=329
@@ -136,7 +136,7 @@ def test_a_request_draws_anew_at_each_position():
 
 
 @pytest.mark.parametrize("drawing", ["plain", "penalty", "all"])
-def test_the_same_seed_gives_the_same_ids_in_any_company_and_any_order(frozen, drawing):
+def test_a_seed_gives_the_same_ids_in_any_batch_and_order(frozen, drawing):
     def sample(companions: int, order: int) -> list[list[int]]:
         engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
         company = [(CONTEXTS[i % 5] * (i % 3 + 1), {"seed": 100 + i, "max_tokens": 5 + i}) for i in range(companions)]
@@ -189,7 +189,7 @@ def dictated_engine(text: str) -> TransformersEngine:
 
 
 @pytest.mark.parametrize("stop", ["</tool>", "</answer>"])
-def test_a_stop_string_of_several_tokens_ends_the_turn_and_stays_in_it(stop):
+def test_a_stop_string_of_several_tokens_ends_the_turn(stop):
     assert len(TOKENIZER.encode(stop)) > 1
     said = f"a > b </tol> < {stop}"
     asked = [(CONTEXTS[0], {"stop": ("</tool>", "</answer>"), "max_tokens": 90})]
@@ -198,7 +198,7 @@ def test_a_stop_string_of_several_tokens_ends_the_turn_and_stays_in_it(stop):
     assert len(sample.logprobs) == len(sample.ids)
 
 
-def test_a_stop_string_in_the_context_or_of_another_request_ends_nothing():
+def test_only_a_sampled_stop_string_of_the_request_ends_it():
     said = "x</tool>y"
     context = TOKENIZER.encode("a</tool")
     engine = dictated_engine(said)
@@ -212,7 +212,7 @@ def test_a_stop_string_in_the_context_or_of_another_request_ends_nothing():
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
-def test_an_end_token_of_tokenizer_or_model_ends_the_turn_and_stays_in_it(end):
+def test_an_end_token_ends_the_turn_and_stays_in_it(end):
     engine = dictated_engine(f"Lima{end}Peru")
     engine.model.generation_config.eos_token_id = TOKENIZER.convert_tokens_to_ids(["<|endoftext|>"])
     [sample] = ask_all(engine, [(CONTEXTS[0], {})])
@@ -254,7 +254,7 @@ def test_more_requests_than_fit_are_served_in_several_batches(frozen):
     assert batches == [["000", "001", "002"], ["003", "004", "005"], ["006", "007"]]
 
 
-def test_conversations_go_in_lockstep_in_the_order_of_their_sessions(frozen):
+def test_conversations_go_in_lockstep_by_session(frozen):
     engine = TransformersEngine(frozen, TOKENIZER, patience=30)
     batches = recorded(engine)
 
@@ -272,7 +272,7 @@ def test_conversations_go_in_lockstep_in_the_order_of_their_sessions(frozen):
     assert batches == [["000", "001", "002"]] * 3
 
 
-def test_a_slow_tool_holds_the_others_up_for_no_longer_than_patience(frozen):
+def test_a_slow_tool_holds_others_up_no_longer_than_patience(frozen):
     engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
     batches = recorded(engine)
 
@@ -296,7 +296,7 @@ def test_a_slow_tool_holds_the_others_up_for_no_longer_than_patience(frozen):
     assert batches == [["000", "001"], ["001"], ["001"], ["001"], ["000"]]
 
 
-def test_patience_holds_after_a_conversation_left_while_others_were_awaited(frozen):
+def test_patience_holds_after_a_conversation_left(frozen):
     engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
 
     async def main() -> None:
@@ -310,7 +310,7 @@ def test_patience_holds_after_a_conversation_left_while_others_were_awaited(froz
     asyncio.run(asyncio.wait_for(main(), 10))
 
 
-def test_a_failure_of_the_model_reaches_every_caller_and_the_engine_serves_on(frozen):
+def test_a_model_failure_reaches_all_callers(frozen):
     engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
 
     async def main() -> None:
@@ -323,7 +323,7 @@ def test_a_failure_of_the_model_reaches_every_caller_and_the_engine_serves_on(fr
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_a_conversation_cancelled_while_its_batch_runs_disturbs_nobody(frozen):
+def test_a_conversation_cancelled_in_a_batch_disturbs_nobody(frozen):
     asked = [(CONTEXTS[i], {"seed": i, "max_tokens": 40}) for i in range(3)]
     expected = ask_all(TransformersEngine(frozen, TOKENIZER), asked)
     engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
@@ -353,7 +353,7 @@ def test_a_conversation_cancelled_while_its_batch_runs_disturbs_nobody(frozen):
         hook.remove()
 
 
-def test_the_engine_outlives_an_event_loop_even_one_that_ended_within_a_batch(frozen):
+def test_the_engine_outlives_its_event_loop(frozen):
     engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
     asked = [(CONTEXTS[0], {"seed": 1}), (CONTEXTS[1], {"seed": 2})]
     expected = ask_all(engine, asked)
@@ -393,7 +393,7 @@ def test_runs_in_a_row_on_one_event_loop_are_all_served(frozen, search_tool):
     assert all(trajectory.stop_reason is StopReason.LENGTH for run in runs for trajectory in run)
 
 
-def test_whole_rollouts_are_the_same_again_whatever_the_tools_take(frozen):
+def test_rollouts_repeat_whatever_time_tools_take(frozen):
     def run(delays: list[float]) -> list[list[list[int]]]:
         async def wait(session: int) -> None:
             await asyncio.sleep(delays[session])
@@ -431,7 +431,7 @@ def test_a_stop_token_id_ends_a_request_as_an_end_token_does(model, tokenizer):
     assert stopped.ids == free.ids[:cut] and stopped.finish_reason == "stop"
 
 
-def test_a_conversation_that_ends_late_takes_nothing_from_one_of_the_same_name(frozen):
+def test_a_late_end_takes_nothing_from_a_session_of_that_name(frozen):
     engine = TransformersEngine(frozen, TOKENIZER, patience=0.05)
 
     async def main() -> None:

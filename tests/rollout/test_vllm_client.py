@@ -28,7 +28,7 @@ def ask(client, context=(1, 2, 3), session="a", connect=True):
     return asyncio.run(go())
 
 
-def test_ids_log_probabilities_and_reason_come_back_as_the_server_sampled_them(tokenizer, start):
+def test_ids_log_probs_and_reason_come_back_as_sampled(tokenizer, start):
     server = start(lambda number, body: completion(9, 8, 7, reason="length"))
     client = client_of(tokenizer, server)
     client.weight_version = 7
@@ -64,7 +64,7 @@ def test_a_passing_fault_is_repeated(tokenizer, start, fault):
     assert first == second
 
 
-def test_a_refused_request_is_not_repeated_and_the_error_has_url_status_and_the_servers_words(tokenizer, start):
+def test_a_refused_request_is_not_repeated_but_shown(tokenizer, start):
     server = start(lambda number, body: (400, {"error": {"message": "Token id 99 is out of vocabulary"}}))
     with pytest.raises(EngineError) as caught:
         ask(client_of(tokenizer, server))
@@ -73,7 +73,7 @@ def test_a_refused_request_is_not_repeated_and_the_error_has_url_status_and_the_
     assert len(server.asked("/v1/completions")) == 1
 
 
-def test_a_fault_that_stays_ends_the_conversation_after_the_repeats(tokenizer, start):
+def test_a_lasting_fault_ends_the_conversation_after_repeats(tokenizer, start):
     server = start(lambda number, body: (500, "it broke"))
     with pytest.raises(EngineError, match="HTTP 500: it broke"):
         ask(client_of(tokenizer, server, max_retries=2))
@@ -107,7 +107,7 @@ def test_a_request_that_always_hangs_names_the_time_limit(tokenizer, start):
         done.set()
 
 
-def test_a_server_that_is_not_up_is_waited_for_with_progress_then_named_with_the_command(tokenizer):
+def test_a_server_that_is_not_up_is_awaited_then_named(tokenizer):
     lines = []
     url = f"http://127.0.0.1:{free_port()}"
     client = client_of(tokenizer, url, server_timeout=0.6)
@@ -131,7 +131,7 @@ def test_the_key_is_sent(tokenizer, start):
     assert server.last_headers["Authorization"] == "Bearer secret"
 
 
-def test_the_key_that_a_server_made_up_is_found_again_after_each_restart(tokenizer, start, monkeypatch, tmp_path):
+def test_a_made_up_key_is_found_again_after_each_restart(tokenizer, start, monkeypatch, tmp_path):
     """Of two servers, each with its own; many requests under way learn of a restart at once."""
     monkeypatch.setattr(keys, "ROOT", str(tmp_path))
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
@@ -278,7 +278,7 @@ def test_all_servers_gone_ends_the_run_with_the_command(tokenizer, start):
         ask(client, connect=False)
 
 
-def test_a_restarted_server_gets_its_weights_before_it_is_asked_again(tokenizer, start):
+def test_a_restarted_server_gets_weights_before_it_is_asked(tokenizer, start):
     """The answer of a server with another identity is thrown away: it was sampled with other weights."""
     held = ["default"]
     server = start(
@@ -327,7 +327,7 @@ def test_a_server_whose_weights_cannot_be_restored_ends_the_run(tokenizer, start
     asyncio.run(go())
 
 
-def test_a_restart_shows_though_the_server_only_says_that_it_does_not_know_the_adapter(tokenizer, start):
+def test_an_unknown_adapter_shows_that_a_server_restarted(tokenizer, start):
     held = ["7"]
     unknown = (404, {"error": {"message": "The model `adapter-7` does not exist."}})
     server = start(lambda number, body: completion(5) if held[0] == "7" else unknown, version=lambda: held[0])
@@ -362,7 +362,7 @@ def test_servers_may_keep_the_model_in_different_folders(tokenizer, start):
     assert all(server.asked("/v1/completions") for server in servers)
 
 
-def test_a_server_that_was_lost_long_ago_is_asked_before_it_is_given_up(tokenizer, start):
+def test_a_server_lost_long_ago_is_asked_before_it_is_given_up(tokenizer, start):
     """Nobody looks for it between two batches of rollouts."""
     client = client_of(tokenizer, start())
     client.pool.servers[0].down_since = time.monotonic() - 1000

@@ -162,7 +162,7 @@ def test_a_full_context_ends_conversations_and_is_never_sent(undisturbed, server
     assert server.metric("http_requests_total", status="4xx") == 0
 
 
-def test_without_a_server_the_error_is_one_sentence_with_the_command(tmp_path, capsys):
+def test_without_a_server_one_sentence_names_the_command(tmp_path, capsys):
     url = f"http://127.0.0.1:{free_port()}"
     assert main(options(url, tmp_path / "run", "--vllm_server_timeout", "1")) == 1
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
@@ -171,9 +171,7 @@ def test_without_a_server_the_error_is_one_sentence_with_the_command(tmp_path, c
 
 
 @pytest.mark.parametrize(("name", "words"), [("other", "serves"), ("model", "encodes text differently")])
-def test_a_server_with_another_model_or_vocabulary_is_refused_before_any_work(
-    undisturbed, server, tmp_path, capsys, name, words
-):
+def test_a_server_with_another_model_or_vocabulary_is_refused(undisturbed, server, tmp_path, capsys, name, words):
     folder = tmp_path / name
     if name == "other":
         shutil.copytree(MODEL, folder)
@@ -195,7 +193,7 @@ def test_a_run_learns_the_same_through_failing_requests(undisturbed, proxy, tmp_
     assert sampled(tmp_path / "run") == sampled(undisturbed.folder)
 
 
-def test_a_request_that_hangs_is_repeated_where_it_hung_and_moves_no_conversation(undisturbed, proxy):
+def test_a_request_that_hangs_is_repeated_on_the_same_server(undisturbed, proxy):
     """Two addresses of one server: a conversation that leaves its server is seen at the other address."""
     hanging = proxy(lambda path, updates, number: "hang" if path == COMPLETIONS and number == 4 else None)
     other = proxy()
@@ -245,9 +243,7 @@ def test_a_server_that_hangs_as_a_whole_is_waited_for(undisturbed, server):
 
 
 @pytest.mark.parametrize("moment", ["sync", "evaluation"])
-def test_a_server_that_is_gone_after_the_first_step_leaves_a_checkpoint_to_go_on_from(
-    undisturbed, server, proxy, tmp_path, capsys, moment
-):
+def test_a_server_lost_after_a_step_leaves_a_checkpoint(undisturbed, server, proxy, tmp_path, capsys, moment):
     paths = {"sync": ("/pause", 2), "evaluation": (COMPLETIONS, 3)}  # the first update is a proof
     dying = proxy(lambda path, updates, number: "dead" if (path, updates) == paths[moment] else None)
     folder = tmp_path / "run"
@@ -303,9 +299,7 @@ ONE_AT_A_TIME = ("--max_concurrent_rollouts", "1")
         ("checkpoint", signal.SIGINT),
     ],
 )
-def test_an_interrupted_run_ends_at_once_with_one_line_and_nothing_half_done(
-    undisturbed, server, proxy, tmp_path, how, moment
-):
+def test_an_interrupted_run_ends_at_once_with_one_line(undisturbed, server, proxy, tmp_path, how, moment):
     folder, marker = tmp_path / "run", tmp_path / "marker"
     hanging = proxy(
         lambda path, updates, number: "hang" if (path, updates) == (COMPLETIONS, 2) and number >= HANGS_AT else None
@@ -337,7 +331,7 @@ def test_an_interrupted_run_ends_at_once_with_one_line_and_nothing_half_done(
         assert all(row["stop_reason"] for row in finished)
 
 
-def test_a_run_goes_on_with_a_server_that_a_killed_run_left_paused(undisturbed, server, proxy, tmp_path):
+def test_a_server_left_paused_by_a_killed_run_is_usable(undisturbed, server, proxy, tmp_path):
     hanging = proxy(lambda path, updates, number: "hang" if path == "/finish_weight_update" else None)
     run = Run(options(hanging.url, tmp_path / "killed"), tmp_path / "killed")
     run.until(lambda: "hang" in hanging.faults)
@@ -350,9 +344,7 @@ def test_a_run_goes_on_with_a_server_that_a_killed_run_left_paused(undisturbed, 
     assert not weight_folders(run.process.pid)
 
 
-def test_a_second_run_on_a_server_is_refused_and_disturbs_the_first_in_nothing(
-    undisturbed, server, proxy, tmp_path, capsys
-):
+def test_a_second_run_is_refused_and_does_not_disturb_the_first(undisturbed, server, proxy, tmp_path, capsys):
     hanging = proxy(
         lambda path, updates, number: "hang" if (path, updates) == (COMPLETIONS, 2) and number >= HANGS_AT else None
     )
@@ -397,7 +389,7 @@ def outage(undisturbed, server, tmp_path_factory):
     return *runs, begun, saved
 
 
-def test_a_run_whose_server_is_killed_and_started_again_ends_as_if_nothing_had_been(outage, undisturbed):
+def test_a_server_restart_does_not_change_the_result_of_a_run(outage, undisturbed):
     _, run, _, _ = outage
     assert run.process.returncode == 0, run.log
     assert "was restarted: sending it the weights again" in run.log
@@ -407,7 +399,7 @@ def test_a_run_whose_server_is_killed_and_started_again_ends_as_if_nothing_had_b
     assert sampled(run.folder) == sampled(undisturbed.folder)
 
 
-def test_a_run_whose_server_is_gone_saves_what_was_finished_and_learnt(outage, undisturbed):
+def test_a_run_that_loses_its_server_saves_its_work(outage, undisturbed):
     run, _, begun, saved = outage
     assert run.process.returncode == 1
     line = run.log.splitlines()[-1]
@@ -421,14 +413,14 @@ def test_a_run_whose_server_is_gone_saves_what_was_finished_and_learnt(outage, u
     assert all(sampled(run.folder, 1)[row["session"]] == complete[row["session"]] for row in finished)
 
 
-def test_a_run_is_resumed_from_the_checkpoint_that_the_outage_left(outage, undisturbed, server):
+def test_a_run_resumes_from_the_checkpoint_of_an_outage(outage, undisturbed, server):
     run, _, _, _ = outage
     more = ("--resume_from_checkpoint", str(run.folder / "checkpoint-1"))
     assert main(options(server.url, run.folder, *more)) == 0
     assert sampled(run.folder) == sampled(undisturbed.folder)
 
 
-def test_an_interrupted_server_leaves_no_process_though_it_was_at_work(undisturbed, server):
+def test_a_server_interrupted_at_work_leaves_no_process(undisturbed, server):
     """The last test: it ends the server of this module."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     client = VLLMServerClient(server.url, tokenizer, server_timeout=0.5, request_timeout=60.0)

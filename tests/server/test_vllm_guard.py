@@ -120,7 +120,7 @@ def test_no_worker_method_runs_for_whoever_asks(server, tmp_path, key, path):
         ("HEAD", "/metrics", None),
     ],
 )
-def test_without_the_key_nothing_is_answered_but_the_health_check(server, method, path, body, key):
+def test_without_the_key_only_the_health_check_is_answered(server, method, path, body, key):
     assert ask(server, method, path, authorization(server, key), body)[0] in (401, 403)
     assert ask(server, "GET", "/health", authorization(server, key))[0] == 200
     unchanged(server)
@@ -181,7 +181,7 @@ def test_only_its_user_can_read_the_key_and_it_is_in_no_log(server):
             continue
 
 
-def test_the_key_of_a_killed_server_opens_nothing_and_that_of_the_next_goes_with_it(server):
+def test_the_key_of_a_killed_server_opens_nothing(server):
     """The last test: it ends the server of this module."""
     before = find_key(server.url)
     server.stop(signal.SIGKILL)

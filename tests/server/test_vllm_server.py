@@ -134,7 +134,7 @@ def trained(request):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_tokens_and_log_probabilities_are_those_of_the_model(tied, temperature):
+def test_sampled_tokens_and_log_probs_are_those_of_the_model(tied, temperature):
     client, contexts = tied.client(), tied.prompts()
     samples = generate(client, contexts, SamplingParams(max_tokens=40, temperature=temperature, seed=11))
     assert largest_difference(tied.model, contexts, samples, temperature) < TOLERANCE
@@ -151,7 +151,7 @@ def test_sampled_tokens_and_log_probabilities_are_those_of_the_model(tied, tempe
         {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
     ],
 )
-def test_log_probabilities_of_a_cut_distribution_are_those_of_training(tied, options):
+def test_truncated_log_probs_equal_those_of_training(tied, options):
     client, contexts = tied.client(), tied.prompts()
     samples = generate(client, contexts, SamplingParams(max_tokens=40, temperature=0.8, seed=11, **options))
     trees = [TokenTree() for _ in contexts]
@@ -203,7 +203,7 @@ def test_the_same_seed_draws_the_same_tokens(tied):
     assert first == second != other
 
 
-def test_a_context_without_room_stops_the_conversation_before_the_server_refuses_it(tied):
+def test_a_full_context_stops_before_the_server_refuses_it(tied):
     client = tied.client()
     env = MultiTurnToolEnv(tools=[lookup_nothing], system_prompt="user", max_steps=2)
     runner = RolloutRunner(env, client, RolloutLimits())
@@ -312,7 +312,7 @@ def test_chat_answers_conversations_with_text_and_token_ids(tied):
 
 
 @pytest.mark.parametrize("trained", ["tied", "untied"], indirect=True)
-def test_after_a_sync_the_server_samples_with_the_trained_weights(trained):
+def test_after_a_sync_the_server_samples_with_trained_weights(trained):
     client, contexts = trained.client(), trained.prompts()
     sync = trained.sync(client, verify_every=1)
     sync.sync(0)
@@ -331,7 +331,7 @@ def test_after_a_sync_the_server_samples_with_the_trained_weights(trained):
 
 
 @pytest.mark.parametrize("trained", ["tied"], indirect=True)
-def test_cached_prefixes_do_not_outlive_the_weights_they_were_computed_with(trained):
+def test_cached_prefixes_end_with_their_weights(trained):
     client = trained.client()
     context = trained.tokenizer.encode("capital of Peru number " * 40)[:300]
     sync = trained.sync(client)
@@ -388,7 +388,7 @@ def test_requests_under_way_during_a_sync_are_finished(trained):
 
 
 @pytest.mark.parametrize("trained", ["tied"], indirect=True)
-def test_weights_that_did_not_arrive_end_the_run_with_both_numbers(trained):
+def test_weights_that_did_not_arrive_end_the_run(trained):
     client = trained.client()
     sync = trained.sync(client, verify_every=2)
     sync.sync(0)
@@ -404,7 +404,7 @@ def test_weights_that_did_not_arrive_end_the_run_with_both_numbers(trained):
 
 
 @pytest.mark.parametrize("trained", ["tied"], indirect=True)
-def test_a_failed_update_leaves_the_server_running_with_its_old_weights(trained, tmp_path):
+def test_a_failed_update_leaves_the_server_its_old_weights(trained, tmp_path):
     client, contexts = trained.client(), trained.prompts()
     sync = trained.sync(client)
     sync.sync(3)
@@ -474,7 +474,7 @@ def test_an_update_that_a_killed_trainer_left_open_is_ended(trained):
     sync.close()
 
 
-def test_a_merged_adapter_reaches_the_server_and_is_taken_out_again(untied):
+def test_a_merged_adapter_is_synced_and_unmerged_again(untied):
     model = adapted(untied)
     client, contexts = untied.client(), untied.prompts()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -545,7 +545,7 @@ def test_a_server_with_another_model_is_refused(tied, tmp_path):
         asyncio.run(VLLMServerClient(tied.server.url, other, model=tied.path).connect())
 
 
-def test_a_server_killed_in_the_middle_of_rollouts_comes_back_with_the_trained_weights(tied):
+def test_a_server_killed_in_rollouts_comes_back_with_its_weights(tied):
     """The last test but one: it ends the server of this module."""
     client = tied.client(server_timeout=240.0)
     sync = tied.sync(client)
@@ -583,7 +583,7 @@ def test_a_server_killed_in_the_middle_of_rollouts_comes_back_with_the_trained_w
     sync.close()
 
 
-def test_a_stopped_server_leaves_no_process_and_a_client_that_says_so(tied):
+def test_a_stopped_server_leaves_no_process(tied):
     client = tied.client(server_timeout=1.0)
     group = tied.server._process.pid
     os.kill(group, signal.SIGTERM)

@@ -102,7 +102,7 @@ def test_values(expression: str, value: str) -> None:
         ("sqrt(4) * 2,000", "4000"),
     ],
 )
-def test_commas_group_digits_except_between_the_arguments_of_a_function(expression: str, value: str) -> None:
+def test_commas_group_digits_except_between_arguments(expression: str, value: str) -> None:
     assert calculator(expression) == value
 
 

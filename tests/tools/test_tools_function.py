@@ -74,7 +74,7 @@ class AsyncRepeater:
 SEARCH = Tool.from_function(search)
 
 
-def test_a_function_is_described_by_its_name_docstring_and_type_hints() -> None:
+def test_a_function_is_described_by_name_docstring_and_hints() -> None:
     assert SEARCH.schema == {
         "type": "function",
         "function": {
@@ -218,7 +218,7 @@ def bad_choices(unit: str) -> str:
         (bad_choices, "'bad_choices' lists `(choices: ...)` that are not JSON"),
     ],
 )
-def test_a_function_that_cannot_be_described_is_refused_with_the_mend(function: Any, said: str) -> None:
+def test_a_function_that_cannot_be_described_is_refused(function: Any, said: str) -> None:
     with pytest.raises(ToolDefinitionError) as refusal:
         Tool.from_function(function)
     assert said in str(refusal.value)
@@ -331,9 +331,7 @@ def test_a_result_is_shown_as_text_or_json(result: Any, text: str) -> None:
     assert Tool.render(result) == text
 
 
-def test_load_tools_takes_names_paths_callables_objects_and_tools(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tools_are_names_paths_callables_objects_or_tools(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_tools.py").write_text(
         'def shout(text: str) -> str:\n    """Shout.\n\n    Args:\n        text: What.\n    """\n'

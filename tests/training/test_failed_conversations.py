@@ -99,7 +99,7 @@ def test_a_timeout_is_the_policys_doing_and_stays(build):
     assert not trainer._batch.rewards.outcome_rewards.isnan().any()
 
 
-def test_rewards_are_not_asked_about_failures_and_extra_columns_fit(build):
+def test_rewards_skip_failures_and_extra_columns_fit(build):
     """A plain TRL function that reads the last message would fail on a conversation without any."""
     seen = []
 

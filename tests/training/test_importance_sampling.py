@@ -105,7 +105,7 @@ def test_the_difference_is_reported_turn_by_turn(train):
     assert seen == trained.sum()
 
 
-def test_trained_tokens_of_the_environment_which_no_engine_scored_do_not_count(train):
+def test_trained_tokens_of_the_environment_have_no_ratio(train):
     trainer, _ = train(env_mask=1, vllm_importance_sampling_mode="token_truncate")
     logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
     assert 0 < logged["turn_1/sampling_logp_difference/mean"] < 0.3

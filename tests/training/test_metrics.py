@@ -83,7 +83,7 @@ def test_a_log_window_of_several_steps_is_one_mean(build, tmp_path):
     assert row["turn_1/length"] == pytest.approx(sum(lengths) / 12)
 
 
-def test_a_cause_that_one_step_of_three_has_counts_as_none_in_the_others(build, tmp_path):
+def test_a_cause_counts_as_zero_in_steps_without_it(build, tmp_path):
     trainer = build()
     run = trainer.runner.run
 

@@ -18,7 +18,7 @@ def batch_of(groups, start):
     }
 
 
-def test_members_of_a_group_meet_in_one_micro_batch_and_no_row_is_lost():
+def test_a_group_meets_in_one_micro_batch_and_no_row_is_lost():
     batches = [batch_of([1, 2, 3, 4], 10), batch_of([4, 3, 2, 1], 20)]
     dealt = rebalance(batches, 2)
     for batch in dealt:

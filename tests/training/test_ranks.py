@@ -63,14 +63,14 @@ def test_two_ranks_with_sharded_weights_learn_what_one_learns(tmp_path, alone):
     assert_the_same_is_learnt(alone, two)
 
 
-def test_measuring_before_training_leaves_sharded_weights_to_be_trained(tmp_path, alone):
+def test_sharded_weights_train_after_an_evaluation(tmp_path, alone):
     """FSDP and DeepSpeed wrap a model once, with its optimiser: an evaluation must not do it first."""
     assert_the_same_is_learnt(alone, run(tmp_path, 2, "measured", **SHARDED))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["before"]["questions"] == summary["after"]["questions"] == 6 and summary["steps"] == 3
 
 
-def test_a_trained_output_layer_is_learnt_from_all_ranks_though_one_has_nothing_to_learn_from(tmp_path):
+def test_the_output_layer_learns_from_all_ranks(tmp_path):
     one, two = run(tmp_path / "1", 1, "adapter"), run(tmp_path / "2", 2, "adapter", **SHARDED)
     assert two["sharded"] and any("lm_head.modules_to_save" in name for name in two["weights"])
     assert_the_same_is_learnt(one, two)
@@ -81,13 +81,13 @@ def sharded_in_bfloat16(tmp_path_factory):
     return run(tmp_path_factory.mktemp("bfloat16"), 2, "bf16", **SHARDED)
 
 
-def test_sharding_in_bfloat16_rounds_what_is_sent_and_no_log_probs(sharded_in_bfloat16):
+def test_bfloat16_sharding_rounds_what_is_sent_not_log_probs(sharded_in_bfloat16):
     two = sharded_in_bfloat16
     assert two["sharded"] and two["dtype"] == torch.float32
     assert {tensor.dtype for tensor in two["sent"].values()} == {torch.bfloat16}
 
 
-def test_sharding_in_bfloat16_does_not_round_the_sum_of_gradients(sharded_in_bfloat16):
+def test_bfloat16_sharding_does_not_round_the_sum_of_gradients(sharded_in_bfloat16):
     assert sharded_in_bfloat16["sharded"] and not sharded_in_bfloat16["rounded"]
 
 
@@ -120,7 +120,7 @@ def test_rows_that_only_fill_up_the_last_batch_are_not_counted(tmp_path):
 
 
 @pytest.mark.parametrize("scenario", ["outcomes", "turns"])
-def test_one_kind_of_reward_is_enough_where_ranks_gather_as_nccl_does(tmp_path, scenario):
+def test_one_kind_of_reward_is_enough_on_several_ranks(tmp_path, scenario):
     """NCCL's branch of accelerate cannot gather a tensor without elements; gloo's can."""
     one, two = run(tmp_path / "1", 1, scenario), run(tmp_path / "2", 2, scenario, GATHER_AS_NCCL="1")
     torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)

@@ -35,7 +35,7 @@ def test_weights_decide_what_is_equal():
     assert share([[1.0, 0.0], [0.0, 1.0]], 2, [2.0, 1.0]) == 0.0
 
 
-def test_members_that_earn_nothing_and_groups_of_them_do_not_count():
+def test_members_and_groups_that_earn_nothing_do_not_count():
     assert share([[1.0], [NONE], [1.0], [2.0], [NONE], [NONE]], 2) == 0.5
     assert math.isnan(share([[NONE], [NONE]], 2))
     assert share([[1.0], [2.0]], 1) == 1.0

@@ -21,7 +21,7 @@ from mt_grpo.training.checkpoint import batch_options, check_checkpoint, load_ro
 from mt_grpo.training.environment import build_env
 
 
-def test_the_trained_tokens_are_the_sampled_ones_and_tool_results_stay_visible(build, tokenizer):
+def test_sampled_tokens_are_trained_and_tool_results_are_seen(build, tokenizer):
     trainer = build()
     inputs = batch(trainer)
     requests = trainer.runner.engine.requests
@@ -235,7 +235,7 @@ def test_truncated_completions_can_be_left_out_of_the_loss(build):
     assert inputs["completion_mask"].sum(dim=1).min() > 0
 
 
-def test_a_conversation_that_never_began_neither_crashes_nor_trains(build):
+def test_a_conversation_that_never_began_is_not_trained(build):
     def script(session, turn):
         return EngineError("the server is gone") if member(session) == 1 else conversation(session, turn)
 
@@ -247,20 +247,20 @@ def test_a_conversation_that_never_began_neither_crashes_nor_trains(build):
 
 
 @pytest.mark.parametrize("forward", ["tree", "padded", "turn_by_turn"])
-def test_a_batch_in_which_nothing_was_sampled_goes_through_the_backward(build, forward):
+def test_a_batch_without_sampled_tokens_passes_the_backward(build, forward):
     trainer = build(lambda session, turn: EngineError("the server is gone"), forward=forward)
     trainer._compute_loss(trainer.model, batch(trainer)).backward()
     assert all(not parameter.grad.any() for parameter in trainer.model.parameters() if parameter.grad is not None)
 
 
-def test_two_batches_in_which_every_conversation_fails_end_the_run(build, tmp_path):
+def test_two_batches_of_failed_conversations_end_the_run(build, tmp_path):
     trainer = build(lambda session, turn: EngineError("HTTP 400: too many stop strings"))
     with pytest.raises(RolloutError, match="Every conversation.*too many stop strings"):
         trainer.train()
     assert len((tmp_path / "trajectories.jsonl").read_text().splitlines()) == 8
 
 
-def test_a_reward_that_raises_names_itself_and_loses_no_trajectory(build, tmp_path):
+def test_a_reward_that_raises_is_named_and_loses_no_trajectory(build, tmp_path):
     class Broken(OutcomeReward):
         def score(self, trajectory, **row):
             raise KeyError("gold")
@@ -334,7 +334,7 @@ def test_options_that_agree_with_the_environment_are_none(build):
     assert build(max_env_steps=3, env_mask=0, tools=["support.models.lookup"], system_prompt="").env.max_steps == 3
 
 
-def test_an_environment_made_from_the_options_may_have_its_own_rules(build, tmp_path, tokenizer, questions):
+def test_an_environment_from_options_may_have_its_own_rules(build, tmp_path, tokenizer, questions):
     args = MTGRPOConfig(str(tmp_path), **CPU_RUN, env="test_trainer.Searching", max_env_steps=4, tools=["calculator"])
     options = {"outcome_reward_funcs": [Answered()], "train_dataset": questions, "processing_class": tokenizer}
     engine = ScriptedEngine(tokenizer, conversation)
@@ -343,7 +343,7 @@ def test_an_environment_made_from_the_options_may_have_its_own_rules(build, tmp_
         assert trainer.env.max_steps == 2 and list(trainer.env.tools) == ["lookup", "calculator"]
 
 
-def test_a_conversation_whose_environment_cannot_begin_does_not_train(build):
+def test_a_conversation_that_cannot_begin_is_not_trained(build):
     class Env(MultiTurnToolEnv):
         def start(self, prompt):
             started.append(prompt)

@@ -63,7 +63,7 @@ def test_lora_and_gradient_checkpointing_go_through_the_tree(build):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_balancing_experts_is_refused_and_experts_without_it_learn_as_with_padding(build, tokenizer, tmp_path):
+def test_balancing_experts_is_refused_and_others_train(build, tokenizer, tmp_path):
     size = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, **size, **heads))
@@ -120,7 +120,7 @@ BY_MICRO_BATCH = [
 @pytest.mark.parametrize(
     "options", [*({"loss_type": kind} for kind in LOSS_TYPES if kind != "bnpo"), *BY_MICRO_BATCH], ids=str
 )
-def test_rows_that_change_their_micro_batch_change_the_gradient_of_these_only(build, options):
+def test_a_moved_row_changes_only_the_gradients_it_moved_between(build, options):
     """In which micro-batch a row comes is drawn by lot in TRL, and chosen by `forward: tree`."""
     results = []
     for forward in ("tree", "padded"):

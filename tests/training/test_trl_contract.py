@@ -85,7 +85,7 @@ def test_the_scored_batch_has_the_keys_and_shapes_we_build_on(stock, questions):
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_an_advantage_a_token_is_accepted_and_a_constant_one_changes_nothing(stock, questions, loss_type):
+def test_constant_advantages_per_token_change_nothing(stock, questions, loss_type):
     trainer = stock(loss_type=loss_type)
     trainer.current_gradient_accumulation_steps = 1
     inputs = trainer._generate_and_score_completions([questions[0]] * 4)

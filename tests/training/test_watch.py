@@ -29,7 +29,7 @@ def said(caplog):
     return [record.message for record in caplog.records if record.name == "mt_grpo.training.watch"]
 
 
-def test_a_reward_that_never_applies_is_named_once_and_at_the_end(build, caplog):
+def test_a_reward_that_never_applies_is_named_once_and_again(build, caplog):
     build(rewards=((Never(),), (Letters(),)), max_steps=3).train()
     first, last = said(caplog)
     assert "'Never' applied to none of the 4 trajectories of the first batch" in first
@@ -42,7 +42,7 @@ def test_a_reward_that_applies_later_is_not_named_at_the_end(build, caplog):
     assert "'Late' applied to none of the 4 trajectories of the first batch" in message
 
 
-def test_groups_that_earn_the_same_are_said_once_and_counted_at_the_end(build, caplog):
+def test_equal_groups_are_warned_of_once_and_counted_at_the_end(build, caplog):
     build(rewards=((), (Same(),)), max_steps=3).train()
     first, last = said(caplog)
     assert "members of each group earn the same" in first

@@ -118,7 +118,7 @@ def test_nothing_else_passes_though_the_key_is_right(guarded, method, path):
 
 @pytest.mark.parametrize("origin", [b"http://evil.example", b"null", b"http://127.0.0.1:8000", b""])
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("POST", "/pause"), ("OPTIONS", "/v1/completions")])
-def test_no_request_of_a_web_page_passes_and_no_answer_is_open_to_one(guarded, origin, method, path):
+def test_web_pages_can_neither_ask_nor_read(guarded, origin, method, path):
     server, guard = guarded
     asked = (b"access-control-request-method", b"POST")
     answer = ask(guard, method, path, bearer(), (b"origin", origin), asked)
@@ -153,7 +153,7 @@ def live(guard, check=lambda: None, args=ARGS):
 
 
 @pytest.mark.parametrize("end", [None, RuntimeError("a failure")])
-def test_a_key_that_was_made_up_is_found_while_the_server_runs_and_opens_it(root, end):
+def test_a_made_up_key_is_found_while_the_server_runs(root, end):
     server = Server(end)
     guard, found = Guard(server), []
 
@@ -198,7 +198,7 @@ def test_a_key_that_is_given_is_written_nowhere(guarded, root):
     assert find_key("http://10.0.0.2:8000") == KEY
 
 
-def test_keys_on_the_command_line_go_before_that_of_the_environment_as_with_vllm(guarded, root):
+def test_keys_of_the_command_line_beat_the_environment(guarded, root):
     _, guard = guarded
     live(guard, args=SimpleNamespace(host=None, port=8000, api_key=["first", "second"]))
     assert [ask(guard, "POST", "/pause", bearer(key))["status"] for key in ("first", "second", KEY)] == [200, 200, 401]

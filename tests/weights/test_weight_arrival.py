@@ -130,7 +130,7 @@ def test_the_proof_touches_no_weight_and_leaves_the_true_ones(replica, sync_of, 
     assert len(replica.http.asked("/v1/completions")) == 2
 
 
-def test_a_proof_by_adapter_shows_an_adapter_that_changes_nothing_yet(replica, sync_of, model):
+def test_an_adapter_that_changes_nothing_yet_can_be_proven(replica, sync_of, model):
     model = adapted(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     sync = sync_of(model, LoraTransport)
@@ -151,7 +151,7 @@ def test_an_adapter_that_is_not_loaded_is_seen_at_that_sync(replica, sync_of, mo
         sync.sync(1)
 
 
-def test_a_server_that_ignores_its_adapters_is_seen_at_the_first_sync(replica, sync_of, model):
+def test_a_server_that_ignores_adapters_is_seen_at_once(replica, sync_of, model):
     scored = replica.scored
     replica.scored = lambda body: scored(body | {"model": "base"})
     with pytest.raises(WeightSyncError, match="changed to see them arrive"):
@@ -204,7 +204,7 @@ def test_weights_travel_in_the_type_of_the_server(replica, sync_of, model):
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
 
-def test_parameters_that_must_stay_wide_and_narrow_ones_are_sent_as_they_are(model):
+def test_wide_and_narrow_parameters_are_sent_as_they_are(model):
     model._keep_in_fp32_modules_strict = {"k_norm"}
     model.lm_head.to(torch.float16)
     walk = FullParameters(model, Accelerator(cpu=True))

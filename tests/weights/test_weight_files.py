@@ -41,7 +41,7 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path):
             assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
 
 
-def test_a_failure_leaves_nothing_under_the_name_and_the_walk_is_finished(tmp_path):
+def test_a_failed_write_leaves_no_file_and_finishes_the_walk(tmp_path):
     walked = []
 
     def walk():
@@ -64,7 +64,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_is_not_there_under_its_name_before_it_is_complete(tmp_path):
+def test_a_file_has_its_name_only_when_it_is_complete(tmp_path):
     path = tmp_path / "w.safetensors"
 
     def walk():

@@ -79,7 +79,7 @@ def test_by_nccl_the_server_is_paused_while_the_weights_travel(receiver, sync_of
     assert sync.client.weight_version == 3 and step_of(receiver.version) == "3"
 
 
-def test_by_nccl_a_layer_that_gets_no_weights_is_seen_at_the_first_sync(receiver, sync_of, model):
+def test_by_nccl_a_layer_without_weights_is_seen_at_once(receiver, sync_of, model):
     receiver.model = build_model(receiver.tokenizer)
     receiver.skipped = {"model.layers.1.mlp.down_proj.weight"}
     with pytest.raises(WeightSyncError, match="changed to see them arrive"):
@@ -93,7 +93,7 @@ def test_by_nccl_weights_travel_in_the_type_of_the_server(receiver, sync_of, mod
     assert {dtype for body in sent for dtype in body["update_info"]["dtype_names"]} == {"bfloat16"}
 
 
-def test_by_nccl_no_rank_walks_over_the_parameters_unless_the_server_is_paused(receiver, sync_of, model):
+def test_by_nccl_parameters_are_gathered_only_under_a_pause(receiver, sync_of, model):
     receiver.refused = "/pause"
     with pytest.raises(WeightSyncError, match="/pause.*HTTP 500"):
         sync_of(model).sync(3)
@@ -101,7 +101,7 @@ def test_by_nccl_no_rank_walks_over_the_parameters_unless_the_server_is_paused(r
 
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
-def test_a_server_that_fails_in_its_update_ends_the_broadcast_and_the_run(receiver, sync_of, model, failing):
+def test_a_server_that_fails_in_its_update_ends_the_run(receiver, sync_of, model, failing):
     """The broadcast would wait for it for ever; an adapter that was merged for it is taken out again."""
     receiver.failing, model = failing, adapted(model)
     sync = sync_of(model)
@@ -177,7 +177,7 @@ def test_a_key_is_sent_by_nccl_too(monkeypatch):
     assert [headers["Authorization"] for headers in asked] == ["Bearer secret"]
 
 
-def test_a_bucket_holds_what_was_walked_over_though_the_walk_goes_on():
+def test_a_bucket_keeps_its_weights_while_the_walk_goes_on():
     weights = [("a", torch.ones(4)), ("b", torch.ones(4)), ("c", torch.ones(4))]
 
     def walk():

@@ -43,9 +43,7 @@ def client(tokenizer, replicas):
     return VLLMServerClient(replicas[0].http.url, tokenizer)
 
 
-def test_a_server_that_missed_an_update_is_left_out_by_every_rank_until_one_of_them_brings_it_the_weights(
-    tmp_path, replicas
-):
+def test_a_server_without_the_update_is_left_out_until_restored(tmp_path, replicas):
     """Rank 0 loses the second server in the middle of an update; then only rank 1 has anything to sample."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     urls = [replica.http.url for replica in replicas]
@@ -62,7 +60,7 @@ def test_a_server_that_missed_an_update_is_left_out_by_every_rank_until_one_of_t
     assert not list(tmp_path.glob("mt-grpo-weights-*"))
 
 
-def test_a_restored_server_is_verified_though_the_latest_sync_was_not(tokenizer, replicas, client):
+def test_a_restored_server_is_verified_though_the_sync_was_not(tokenizer, replicas, client):
     model, replica = build_model(tokenizer), replicas[0]
     sync = SafetensorsTransport(client, lambda: model, Accelerator(cpu=True))
     sync.sync(0)
@@ -96,9 +94,7 @@ class Session(httpx.Client):
 
 
 @pytest.mark.parametrize("given", ["given", "from the environment", "made up"])
-def test_by_nccl_the_key_is_sent_from_the_first_request_that_needs_it(
-    tokenizer, monkeypatch, tmp_path, replicas, given
-):
+def test_by_nccl_the_key_goes_with_the_first_request(tokenizer, monkeypatch, tmp_path, replicas, given):
     """TRL's own client, as far as it gets without a GPU."""
     http, key = replicas[0].http, f"key {given}"
     monkeypatch.setattr(keys, "ROOT", str(tmp_path))
@@ -127,7 +123,7 @@ def test_sync_by_adapter_needs_an_adapter(tokenizer, client):
         LoraTransport(client, lambda: build_model(tokenizer), Accelerator(cpu=True))
 
 
-def test_a_server_is_resumed_though_the_pause_itself_was_interrupted():
+def test_a_server_is_resumed_though_the_pause_was_interrupted():
     class Interrupted:
         base_url, said = "", []
 
