@@ -106,6 +106,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
         model._head_in_float32 = bool(cast_head_to_fp32)
     if enabled:
         return
+    model._attention_without_trees = model.config._attn_implementation.removeprefix("tree_or_")
     # a reference model is made with the policy's configuration, where the name may be ours already
     model.config._attn_implementation = register(model.config._attn_implementation.removeprefix("tree_or_"))
     model._forward_without_trees = model.forward  # a bound method: a deep copy of the model has its own

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from mt_grpo.training.config import ATTENTIONS, FORWARDS
 from mt_grpo.training.forward import enable_trees, run
 from mt_grpo.training.packing import FlatTree, flatten, pack, split
+from mt_grpo.training.probe import prove
 from mt_grpo.training.turn_by_turn import turn_by_turn_logps
 from mt_grpo.trajectory import TokenTree
 
@@ -63,6 +64,7 @@ def _tree(
     model: PreTrainedModel, flat: list[FlatTree], num_turns: list[int], attention: str, temperature: float
 ) -> list[list[Tensor]]:
     enable_trees(model)
+    prove(model, max(len(path) for tree in flat for path in tree.paths()), attention=attention)
     found = [[torch.empty(0)] * count for count in num_turns]
     full = [index for index, tree in enumerate(flat) if len(tree.tokens)]
     for part in split([flat[index] for index in full], ROW_TOKENS):

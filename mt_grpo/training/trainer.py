@@ -27,6 +27,7 @@ from mt_grpo.training.balance import regroup
 from mt_grpo.training.build import build_env, prepare_tokenizer
 from mt_grpo.training.config import ConfigError, MTGRPOConfig
 from mt_grpo.training.forward import batch_logps, keep_outputs_exact, prepare_forward
+from mt_grpo.training.proof import prove_forward
 from mt_grpo.training.records import (
     UNFINISHED,
     MetricsCallback,
@@ -249,13 +250,13 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         )
 
     def _log_rollouts(self, trajectories: list[Trajectory], prompt_ids: list[list[int]], mode: str) -> None:
-        device = self.accelerator.device
         lengths = [sum(turn.num_tokens for turn in trajectory.turns) for trajectory in trajectories]
         truncated = [trajectory.stop_reason in UNFINISHED for trajectory in trajectories]
         lengths, truncated, prompt_lengths = (
-            gather(torch.tensor(values, device=device))
+            gather(torch.tensor(values, device=self.accelerator.device))
             for values in (lengths, truncated, [len(p) for p in prompt_ids])
         )
+        prove_forward(self, prompt_lengths.max().item() + self.max_completion_length)
         if mode == "train":
             self.state.num_input_tokens_seen += (prompt_lengths.sum() + lengths.sum()).item()
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -330,6 +331,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     # Forward: every token once, and the rows of a group in one micro-batch, where they share their prompt
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        prove_forward(self, self.max_completion_length)  # before the first rollouts, and rows that a checkpoint kept
         buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self.args.forward == "tree" and self._buffered_inputs is not buffered:
@@ -360,10 +362,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
             )
-        ids = input_ids[:, -logits_to_keep:]
+        ids, mask = input_ids[:, -logits_to_keep:], attention_mask[:, -logits_to_keep:]
         scored, turn_ids, parents = self._scored or scored_columns(self._completions, ids)
         prompt_ids, prompt_mask = input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep]
-        mask = attention_mask[:, -logits_to_keep:]
         with self.accelerator.autocast():
             if self.args.forward == "turn_by_turn":
                 logps, entropies = turn_by_turn_logps(

@@ -17,6 +17,7 @@ def turn_by_turn_logps(
     turn_ids: Tensor,
     parents: Tensor | None,
     temperature: float,
+    logits_to_keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """
     Log-probabilities and entropies of a TRL batch, one forward for each turn of each row.
@@ -28,6 +29,8 @@ def turn_by_turn_logps(
         parents (`Tensor`, *optional*): `(B, T)` column of the token each one follows, -1 for the prompt's last; `None`
             where every row is one sequence.
         temperature (`float`): Divides the logits.
+        logits_to_keep (`bool`, *optional*, defaults to `False`): Has the model compute no other logits than from the
+            turn on, which its forward must know how to.
 
     Returns:
         Two `(B, T)` float32 tensors, 0 where `loss_mask` is 0.
@@ -42,8 +45,9 @@ def turn_by_turn_logps(
             path = _path(above, action[-1])
             kept = prompt[: len(prompt) + 1 + path.pop(0)]
             ids = torch.cat([kept, completion_ids[row, path]])
-            logits = model(input_ids=ids[None], use_cache=False).logits[0]
-            places = [len(kept) + path.index(column) - 1 for column in action]
+            places = [path.index(column) - 1 - len(path) for column in action]  # from the end
+            keep = {"logits_to_keep": -places[0]} if logits_to_keep else {}
+            logits = model(input_ids=ids[None], use_cache=False, **keep).logits[0]
             distribution = torch.log_softmax(logits[places].float() / temperature, dim=-1)
             logps.append(distribution.gather(1, completion_ids[row, action][:, None])[:, 0])
             entropies.append(-(distribution.exp() * distribution).sum(dim=-1))
