@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather
@@ -14,11 +15,13 @@ from datasets import Dataset
 from peft import LoraConfig
 from rich.console import Console
 from torch.distributed.tensor import DTensor
+from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.attention import UnsupportedModelError
 from mt_grpo.training.forward import batch_logps
 from mt_grpo.training.run import leave_group, run_training
 from mt_grpo.training.weight_transports import Parameters
@@ -39,6 +42,7 @@ SCENARIOS = {
     # the conversations of the second rank do not fit, so it has nothing to learn from
     "adapter": {"max_completion_length": 150, "mask_truncated_completions": True},
     "bf16": {"bf16": True},
+    "refused": {},
     "measured": {"do_eval": True, "per_device_eval_batch_size": 3, "num_generations_eval": 1},
 }
 
@@ -83,8 +87,14 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
     adapter = None
     if scenario == "adapter":
         adapter = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
+    model = build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None)
+    if scenario == "refused":
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = ModernBertDecoderForCausalLM(
+            ModernBertDecoderConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes)
+        )
     trainer = MTGRPOEnvTrainer(
-        build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None),
+        model,
         MultiTurnToolEnv([lookup], system_prompt="", max_steps=6),
         [Searched()],
         [Length()],
@@ -96,6 +106,11 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         peft_config=adapter,
     )
     assert trainer.accelerator.num_processes == world
+    if scenario == "refused":
+        with pytest.raises(UnsupportedModelError, match="ModernBertDecoderForCausalLM .* nats"):
+            trainer.train()
+        torch.save({"requests": len(trainer.runner.engine.requests)}, Path(folder) / "result.pt")
+        return trainer.accelerator
     if scenario == "measured":
         run_training(trainer, {}, Console(quiet=True))
     else:
@@ -108,6 +123,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
     logged = [row for row in trainer.state.log_history if "loss" in row]
     result = {
         "sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        "proven": list(vars(model)["_proven_lengths"].values()),
         "turns": [row["turns/mean"] for row in logged],
         "learnt": [[float(row["loss"]), float(row["grad_norm"])] for row in logged],
         "weights": {name: whole(parameter).detach() for name, parameter in model.named_parameters()},

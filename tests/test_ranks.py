@@ -58,6 +58,7 @@ def test_two_ranks_learn_what_one_learns(tmp_path, alone):
 def test_two_ranks_with_sharded_weights_learn_what_one_learns(tmp_path, alone):
     two = run(tmp_path, 2, **SHARDED)
     assert two["sharded"] and not alone["sharded"]
+    assert two["proven"] == alone["proven"] and two["proven"]
     assert_the_same_is_learnt(alone, two)
 
 
@@ -74,9 +75,13 @@ def test_a_trained_output_layer_is_learnt_from_all_ranks_though_one_has_nothing_
     assert_the_same_is_learnt(one, two)
 
 
+def test_all_ranks_refuse_a_model_that_scores_trees_wrong(tmp_path):
+    assert run(tmp_path, 2, "refused", **SHARDED) == {"requests": 0}
+
+
 def test_sharding_in_bfloat16_does_not_round_log_probs(tmp_path):
     two = run(tmp_path, 2, "bf16", **SHARDED)
-    assert two["sharded"] and two["dtype"] == torch.float32
+    assert two["sharded"] and two["dtype"] == torch.float32 and two["proven"]
 
 
 def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):

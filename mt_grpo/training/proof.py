@@ -10,8 +10,8 @@ from mt_grpo.training.probe import prove
 def prove_forward(trainer: GRPOTrainer, length: int) -> None:
     """
     Proves `forward: tree` for the policy as it is wrapped for training, and for the reference where it is a model of
-    its own, once for rows of up to `length` tokens. Every rank calls it at the same
-    point. In evaluation it does nothing.
+    its own, once for rows of up to `length` tokens. Every rank calls it at the same point. In evaluation it does
+    nothing.
 
     Raises:
         UnsupportedModelError: If a model scores packed trees otherwise than each turn alone.
