@@ -213,7 +213,10 @@ def test_a_decoder_with_plain_attention_is_accepted():
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (lambda: MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1)), "layers of type"),
+        (
+            lambda: MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1)),
+            "attention interf",
+        ),
         (lambda: Gemma2ForCausalLM(Gemma2Config(**TINY)), "caps its attention scores"),
         (lambda: LlamaForCausalLM(LlamaConfig(**TINY, attention_dropout=0.1)), "drops attention weights"),
         (lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2)), "drops attention weights"),

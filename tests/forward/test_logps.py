@@ -89,11 +89,12 @@ def test_bfloat16_is_within_the_noise_of_padding(tokenizer):
 
 
 def test_the_model_sees_every_unique_token_once(shared_model):
+    trees = [make_tree(timesteps) for timesteps in FOREST]
+    token_logps(shared_model, trees)  # proves the model first
     seen = []
     hook = shared_model.model.layers[0].register_forward_hook(
         lambda module, args, output: seen.append(output.shape[1])
     )
-    trees = [make_tree(timesteps) for timesteps in FOREST]
     token_logps(shared_model, trees)
     hook.remove()
     assert sum(seen) == unique_tokens(trees) == 19

@@ -1,0 +1,241 @@
+"""
+Proof that a model scores packed trees as it scores each turn alone: both are done on a small forked tree, once.
+
+The tree has what runs have: a prompt that two trajectories share, turns early and late, a fork just before the end and
+a trajectory that shares nothing, with tokens of the whole vocabulary. It is as deep as the longest row it shall speak
+for, since windows, chunks and scaled positions show only beyond their length. What the weights hide, it cannot see.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from mt_grpo.training.attention import UnsupportedModelError
+from mt_grpo.training.forward import run
+from mt_grpo.training.packing import FlatTree, flatten, pack
+from mt_grpo.training.turn_by_turn import turn_by_turn_logps
+from mt_grpo.trajectory import TokenTree
+
+EXACT = 1e-4
+"""Nats by which any token's log-prob may differ in float32."""
+
+FACTOR = 4
+"""How many times what two paddings of one batch differ by a turn may differ by in coarser precisions."""
+
+MOST = 0.5
+"""Nats that no rounding explains: some models that are wrong on trees are wrong on padded rows too."""
+
+SHALLOWEST = 256
+"""Tokens on the longest path at least; two blocks of FlexAttention's mask."""
+
+TURN = 16
+"""Tokens of a turn; over so many is a difference averaged where rounding decides."""
+
+NOISE_ROWS, NOISE_LENGTH, PADDING = 4, 1024, 300
+"""The batch that is padded in two ways: rows, tokens of one at most, and padding, which no kernel's block divides."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """
+    How far apart the two ways of scoring the probe tree are.
+
+    Args:
+        difference (`float`): Nats: of the worst token in float32, else the mean over the tokens of the worst turn.
+        allowed (`float`): What precision explains of it.
+    """
+
+    difference: float
+    allowed: float
+
+    @property
+    def holds(self) -> bool:
+        return self.difference <= self.allowed
+
+
+def prove(model: nn.Module, length: int, *, attention: str = "auto", mixed_precision: str = "no") -> None:
+    """
+    Proves a model for rows of up to `length` tokens, if it is not proven for them yet. Every rank calls it at the same
+    point, since a sharded forward is collective, and all agree. It draws no random numbers and leaves no gradients.
+
+    Args:
+        model (`nn.Module`): A model given to `enable_trees`, as it is or wrapped for training.
+        length (`int`): Tokens of the longest row.
+        attention (`str`, *optional*, defaults to `"auto"`): As in `run`.
+        mixed_precision (`str`, *optional*, defaults to `"no"`): What the wrapper computes in, as accelerate has it:
+            `"no"` (the parameters' own type), `"bf16"`, `"fp16"` or `"fp8"`.
+
+    Raises:
+        UnsupportedModelError: If the model scores the tree otherwise than each turn alone.
+    """
+    base = _base(model)
+    proven = vars(base).setdefault("_proven_lengths", {})
+    way = (id(model), attention, mixed_precision)
+    if length <= proven.get(way, 0):
+        return
+    depth = probe_depth(base.config.get_text_config(), length)
+    proof = measure(model, depth, attention=attention, mixed_precision=mixed_precision)
+    if not proof.holds:
+        raise UnsupportedModelError(
+            f"{type(base).__name__} scores packed trees {proof.difference:.1e} nats away from one forward for each "
+            f"turn, where its precision explains {proof.allowed:.1e}, so trees cannot be packed for it; set `forward: "
+            "padded`."
+        )
+    proven[way] = max(depth, length)
+
+
+def probe_depth(config: PreTrainedConfig, length: int) -> int:
+    """Depth of a probe for rows of `length` tokens: the next power of two, inside the positions the model has."""
+    depth = max(SHALLOWEST, 1 << (length - 1).bit_length())
+    positions = getattr(config, "max_position_embeddings", None) or depth
+    rotary = getattr(config, "rope_parameters", None) is not None  # else a table, which ends
+    return depth if rotary and length > positions else min(depth, positions)
+
+
+def probe_trees(vocabulary: int, depth: int) -> list[FlatTree]:
+    """The trees of the probe, whose longest path has `depth` tokens; the same on every machine."""
+    draw = np.random.default_rng(0)
+    size = min(TURN, depth // 8)
+    sibling, trajectory, stranger = trees = [TokenTree(), TokenTree(), TokenTree()]
+
+    def take(count: int) -> list[int]:
+        return draw.integers(vocabulary, size=count).tolist()
+
+    def turn(tree: TokenTree, context: list[int]) -> list[int]:
+        action = take(size)
+        tree.add_turn(context, action, [0.0] * size)
+        return context + action
+
+    prompt = take(size)
+    turn(sibling, prompt)
+    history = turn(trajectory, prompt)
+    history = turn(trajectory, history + take(depth // 2 - size - len(history)))
+    context = history + take(depth - size - len(history))
+    turn(trajectory, context)
+    turn(trajectory, context[:-3] + take(3))
+    turn(stranger, take(size // 2))
+    return [flatten(tree) for tree in trees]
+
+
+@torch.no_grad()
+def measure(model: nn.Module, depth: int, *, attention: str = "auto", mixed_precision: str = "no") -> Proof:
+    """
+    Scores the probe tree both ways; the plain way with the attention the model had before trees. In float32 that is
+    a forward over `depth` tokens and turns of 2.5 times as many; in coarser precisions two more of 4 rows.
+
+    Args:
+        depth (`int`): Tokens on the longest path, at least 16.
+        As `prove`.
+    """
+    base = _base(model)
+    vocabulary = base.config.get_text_config().vocab_size
+    trees = probe_trees(vocabulary, depth)
+    packed = pack(trees)
+    training = model.training
+    model.eval()  # dropout would differ between the two
+    try:
+        scores = run(model, packed, attention).logps
+        step = rounding_step(model, mixed_precision)
+        with _own_attention(base):
+            expected = torch.cat([_turn_by_turn(model, base, tree, scores.device) for tree in trees])
+            ours = scores[torch.from_numpy(packed.turn_order).to(scores.device)]
+            differences = (ours - expected).abs()
+            if step <= torch.finfo(torch.float32).eps:
+                found = torch.stack([differences.max(), differences.new_tensor(EXACT)])
+            else:
+                noise = _padding_noise(model, base, min(depth, NOISE_LENGTH), vocabulary, scores.device)
+                allowed = (FACTOR * noise.clamp(min=step)).clamp(max=MOST)
+                found = torch.stack([differences.view(-1, min(TURN, depth // 8)).mean(dim=1).max(), allowed])
+    finally:
+        model.train(training)
+    difference, allowed = _worst_rank(found).tolist()
+    return Proof(difference, allowed)
+
+
+def rounding_step(model: nn.Module, mixed_precision: str = "no") -> float:
+    """
+    Relative rounding step of what a model computes in: the coarsest of its parameters' types, of what its wrapper
+    casts them to, and of a matrix product here, which autocast and TF32 make coarser.
+    """
+    types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    types |= {"bf16": {torch.bfloat16}, "fp16": {torch.float16}, "fp8": {torch.bfloat16}}.get(mixed_precision, set())
+    if getattr(_base(model).config, "quantization_config", None) is not None:
+        types.add(torch.bfloat16)
+    exponents = torch.arange(256, device=next(model.parameters()).device) % 24
+    product = torch.diag(1 + 0.5**exponents) @ torch.eye(256, device=exponents.device)
+    kept = exponents[product.diag() > 1].max().item()
+    return max(0.5**kept, *(torch.finfo(dtype).eps for dtype in types))
+
+
+def _turn_by_turn(model: nn.Module, base: PreTrainedModel, tree: FlatTree, device: torch.device) -> Tensor:
+    """Log-probs of a tree's trained tokens, turn after turn."""
+    tokens, turns, parents = (
+        torch.from_numpy(array).to(device)[None] for array in (tree.tokens, tree.turns, tree.parents)
+    )
+    prompt = tokens[:, :0]
+    logps, _ = turn_by_turn_logps(
+        model, prompt, prompt, tokens, turns >= 0, turns, parents, 1.0, logits_to_keep=_keeps_logits(base)
+    )
+    return torch.cat([logps[0, turns[0] == turn] for turn in turns[turns >= 0].unique()])
+
+
+def _padding_noise(
+    model: nn.Module, base: PreTrainedModel, length: int, vocabulary: int, device: torch.device
+) -> Tensor:
+    """
+    Mean difference in nats over the worst `TURN` tokens of a batch that is padded on the left, and of the same batch
+    without padding: the same numbers by other roundings.
+    """
+    tokens = np.random.default_rng(1).integers(vocabulary, size=(NOISE_ROWS, length))
+    ids = torch.from_numpy(tokens).to(device)
+    size = min(length - 1, SHALLOWEST) // TURN * TURN
+    results = []
+    for padding in (0, PADDING):
+        mask = nn.functional.pad(torch.ones_like(ids), (padding, 0))
+        logits = model(
+            input_ids=nn.functional.pad(ids, (padding, 0)),
+            attention_mask=mask,
+            position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0),
+            use_cache=False,
+            **({"logits_to_keep": size + 1} if _keeps_logits(base) else {}),
+        ).logits
+        distribution = logits[:, -size - 1 : -1].float().log_softmax(dim=-1)
+        results.append(distribution.gather(2, ids[:, -size:, None]))
+    return (results[0] - results[1]).abs().view(-1, TURN).mean(dim=1).max()
+
+
+def _worst_rank(found: Tensor) -> Tensor:
+    """The largest difference and the smallest allowance of all ranks, so that none goes on where another stops."""
+    difference, allowed = found.float()
+    found = torch.stack([difference.nan_to_num(nan=torch.inf), -allowed.nan_to_num(nan=0.0)])
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.abs()
+
+
+@contextmanager
+def _own_attention(base: PreTrainedModel) -> Iterator[None]:
+    """The attention the model was made with: what trees replace it by may leave out what it does."""
+    ours = base.config._attn_implementation
+    base.config._attn_implementation = base._attention_without_trees
+    try:
+        yield
+    finally:
+        base.config._attn_implementation = ours
+
+
+def _base(model: nn.Module) -> PreTrainedModel:
+    return next(module for module in model.modules() if "_forward_without_trees" in vars(module))
+
+
+def _keeps_logits(base: PreTrainedModel) -> bool:
+    return "logits_to_keep" in inspect.signature(base.forward).parameters

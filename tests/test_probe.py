@@ -1,0 +1,243 @@
+"""A model is trained over packed trees only if it scores a small one as it scores each turn alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from test_trainer import batch, build, conversation  # noqa: F401  (a fixture)
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    BertConfig,
+    CohereConfig,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GptOssConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    ModernBertDecoderConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from mt_grpo.training.attention import UnsupportedModelError
+from mt_grpo.training.forward import enable_trees
+from mt_grpo.training.logps import token_logps
+from mt_grpo.training.probe import EXACT, MOST, measure, probe_depth, probe_trees, prove, rounding_step
+from mt_grpo.trajectory import TokenTree
+
+SIZE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+TINY = {**SIZE, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MODERNBERT = {**SIZE, "num_attention_heads": 4, "local_attention": 32, **TOKENS}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+
+
+def make(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+RIGHT = {
+    "qwen3": lambda: Qwen3Config(**TINY),
+    "llama": lambda: LlamaConfig(**TINY),
+    "gemma": lambda: GemmaConfig(**TINY),
+    "gemma3, two windows": lambda: Gemma3TextConfig(**{**TINY, "num_hidden_layers": 6}, sliding_window=20),
+    "mistral, a window": lambda: MistralConfig(**TINY, sliding_window=20),
+    "mixtral": lambda: MixtralConfig(**TINY, **EXPERTS),
+    "qwen3 moe": lambda: Qwen3MoeConfig(**TINY, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
+    "gpt2": lambda: GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0),
+    "opt": lambda: OPTConfig(**SIZE, ffn_dim=32, num_attention_heads=4, word_embed_proj_dim=32),
+}
+WRONG = {
+    "local attention and a second head": lambda: ModernBertDecoderConfig(**MODERNBERT),
+    "sinks": lambda: GptOssConfig(**TINY, **EXPERTS),
+    "scaled logits": lambda: CohereConfig(**SIZE, num_attention_heads=4, **TOKENS),
+    "both directions": lambda: BertConfig(**SIZE, num_attention_heads=4, attention_probs_dropout_prob=0.0),
+    "frequencies that depend on the length": lambda: LlamaConfig(
+        **TINY, max_position_embeddings=64, rope_parameters=DYNAMIC
+    ),
+}
+CANNOT = {
+    "convolutions": lambda: Lfm2Config(**TINY, layer_types=["conv", "full_attention"]),
+    "state spaces": lambda: BambaConfig(
+        **SIZE, num_attention_heads=4, mamba_n_heads=4, mamba_d_head=16, attn_layer_indices=[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_model_that_scores_trees_right_is_accepted(kind):
+    model = make(RIGHT[kind]())
+    enable_trees(model)
+    prove(model, 300)
+    assert measure(model, 256).difference <= EXACT / 10
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_model_that_scores_trees_wrong_is_refused(kind):
+    model = make(WRONG[kind]())
+    enable_trees(model)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        prove(model, 100)
+    message = str(refusal.value)
+    assert message.startswith(type(model).__name__) and message.endswith("set `forward: padded`.")
+    assert "nats" in message and "where its precision explains 1.0e-04" in message
+
+
+@pytest.mark.parametrize("kind", CANNOT)
+def test_layers_without_attention_are_refused(kind):
+    with pytest.raises(UnsupportedModelError, match="set `forward: padded`"):
+        token_logps(make(CANNOT[kind]()), [deep_tree(40)])
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral, a window", "mixtral", "gpt2"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_coarser_precisions_are_held_against_two_paddings(kind, autocast):
+    model = make(RIGHT[kind]())
+    model = model if autocast else model.bfloat16()
+    enable_trees(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        proof = measure(model, 256)
+    assert proof.holds and 10 * EXACT < proof.allowed <= MOST
+
+
+@pytest.mark.parametrize("kind", ["local attention and a second head", "sinks", "scaled logits", "both directions"])
+def test_coarser_precisions_hide_no_wrong_model(kind):
+    model = make(WRONG[kind]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5)
+    model = model.bfloat16()
+    enable_trees(model)
+    with pytest.raises(UnsupportedModelError, match="nats"):
+        prove(model, 100)
+
+
+def deep_tree(length: int) -> TokenTree:
+    tree = TokenTree()
+    tree.add_turn([token % 90 for token in range(length)], [5, 6], [0.0, 0.0])
+    return tree
+
+
+def test_what_depends_on_the_length_is_seen_once_rows_are_longer():
+    model = make(LlamaConfig(**TINY, max_position_embeddings=300, rope_parameters=DYNAMIC))
+    token_logps(model, [deep_tree(200)])
+    with pytest.raises(UnsupportedModelError, match="nats"):
+        token_logps(model, [deep_tree(400)])
+
+
+def test_a_model_is_proven_once_for_each_length_and_wrapper():
+    model = make(RIGHT["llama"]())
+    enable_trees(model)
+    forwards = []
+    model.model.layers[0].register_forward_hook(lambda module, args, output: forwards.append(output.shape[1]))
+    prove(model, 100)
+    assert forwards
+    for length, repeated in ((256, False), (257, True), (512, False), (3, False)):
+        forwards.clear()
+        prove(model, length)
+        assert bool(forwards) == repeated
+    adapter = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    prove(adapter, 100)
+    assert forwards
+
+
+def test_a_proof_leaves_nothing_behind():
+    model = make(GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0)).train()
+    enable_trees(model)
+    state, numbers = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    name = model.config._attn_implementation
+    prove(model, 100)
+    assert model.training and model.config._attn_implementation == name
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_is_not_a_number_is_refused():
+    model = make(RIGHT["llama"]())
+    enable_trees(model)
+    model.model.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(UnsupportedModelError, match="inf nats"):
+        prove(model, 100)
+    with pytest.raises(UnsupportedModelError, match="inf nats"):
+        prove(model.bfloat16(), 1000)
+
+
+def test_the_probe_tree_forks_and_is_as_deep_as_asked():
+    for depth in (17, 64, 1024):
+        trees = probe_trees(50, depth)
+        lengths = sorted(len(path) for tree in trees for path in tree.paths())
+        assert lengths[-2:] == [depth, depth] and len(lengths) == 4
+        assert sum(int(tree.turns.max()) + 1 for tree in trees) == 6
+    assert {token for tree in trees for token in tree.tokens.tolist()} == set(range(50))
+
+
+def test_a_probe_is_no_deeper_than_the_positions_a_model_has():
+    table = GPT2Config(n_positions=300)
+    assert [probe_depth(table, length) for length in (10, 257, 400)] == [256, 300, 300]
+    rotary = LlamaConfig(max_position_embeddings=300)
+    assert [probe_depth(rotary, length) for length in (10, 257, 400, 1025)] == [256, 300, 512, 2048]
+
+
+def test_the_rounding_step_is_that_of_the_coarsest_part():
+    model = make(RIGHT["llama"]())
+    enable_trees(model)
+    assert rounding_step(model) == torch.finfo(torch.float32).eps
+    assert rounding_step(model, "bf16") == rounding_step(copy.deepcopy(model).bfloat16()) == 2**-7
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rounding_step(model) == 2**-7
+    model.lm_head.half()
+    assert rounding_step(model) == 2**-10
+
+
+# In the trainer
+
+
+def modernbert(tokenizer, **options):
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    return make(
+        ModernBertDecoderConfig(
+            **{**MODERNBERT, "vocab_size": len(tokenizer), **{k: v for k, v in tokens.items() if v is not None}},
+            **options,
+        )
+    )
+
+
+def test_a_run_is_refused_before_its_first_rollouts(build, tokenizer):  # noqa: F811
+    trainer = build(model=modernbert(tokenizer))
+    with pytest.raises(UnsupportedModelError, match="ModernBertDecoderForCausalLM .* nats"):
+        trainer.train()
+    assert not trainer.runner.engine.requests
+
+
+def test_other_forwards_and_evaluation_need_no_proof(build, tokenizer):  # noqa: F811
+    build(model=modernbert(tokenizer), forward="padded").train()
+    trainer = build(model=modernbert(tokenizer))
+    assert "eval_reward" in trainer.evaluate()
+
+
+def test_a_loss_asked_for_without_a_run_is_refused_too(build, tokenizer):  # noqa: F811
+    trainer = build(model=modernbert(tokenizer).train())
+    with pytest.raises(UnsupportedModelError, match="nats"):
+        batch(trainer)
+
+
+def test_policy_and_reference_are_proven_for_the_longest_rows(build, model, tmp_path):  # noqa: F811
+    model.save_pretrained(tmp_path / "model")
+    trainer = build(model=str(tmp_path / "model"), beta=0.1, max_completion_length=400)
+    trainer.train()
+    for model in (trainer.model, trainer.ref_model):
+        assert list(vars(model)["_proven_lengths"].values()) == [512]
