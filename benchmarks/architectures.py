@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from mt_grpo.training import forward
-from mt_grpo.training.attention import UnsupportedModelError, check_model
-from mt_grpo.training.forward import enable_trees, run
-from mt_grpo.training.packing import pack
-from mt_grpo.training.probe import EXACT, prove
-from mt_grpo.trajectory import TokenTree
+from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward import model as forward
+from mt_grpo.forward.model import check_model, enable_trees, score_packed
+from mt_grpo.forward.packing import pack
+from mt_grpo.forward.probe import EXACT, prove
+from mt_grpo.token_tree import TokenTree
 
 QUICK = ("LlamaConfig", "ModernBertDecoderConfig", "Qwen3NextConfig", "GptOssConfig")
 LARGEST = 3_000_000  # parameters
@@ -180,7 +180,7 @@ def oracle(plain: PreTrainedModel, taught: PreTrainedModel) -> float:
                 alone.append(logps.gather(1, torch.tensor(action)[:, None])[:, 0])
         packed = pack(trees)
         try:
-            scores = run(taught, packed).logps[torch.from_numpy(packed.turn_order)]
+            scores = score_packed(taught, packed).logps[torch.from_numpy(packed.turn_order)]
         except (UnsupportedModelError, RuntimeError, ValueError, TypeError, AttributeError):
             return float("inf")
         difference = (scores - torch.cat(alone)).abs().max().item()

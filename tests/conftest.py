@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from support.models import build_model, build_tokenizer, lookup
+from support.trainers import trainer_builder
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 torch.set_num_threads(2)
@@ -44,3 +45,9 @@ def questions() -> Dataset:
 @pytest.fixture
 def search_tool():
     return lookup
+
+
+@pytest.fixture
+def build(tmp_path, tokenizer, questions):
+    """Makes trainers on scripted conversations; see `trainer_builder`."""
+    return trainer_builder(tmp_path, tokenizer, questions)

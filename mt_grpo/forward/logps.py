@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import enable_trees, score_packed
 from mt_grpo.forward.packing import FlatTree, flatten, pack, split
+from mt_grpo.forward.probe import prove
 from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.forward.truncation import Truncation
 from mt_grpo.token_tree import TokenTree
@@ -71,6 +72,7 @@ def _tree(
     truncation: Truncation | None,
 ) -> list[list[Tensor]]:
     enable_trees(model)
+    prove(model, max(len(path) for tree in flat for path in tree.paths()), attention=attention)
     found = [[torch.empty(0)] * count for count in num_turns]
     full = [index for index, tree in enumerate(flat) if len(tree.tokens)]
     for part in split([flat[index] for index in full], ROW_TOKENS):

@@ -75,6 +75,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
         model._head_in_float32 = bool(cast_head_to_fp32)
     if enabled:
         return
+    model._attention_without_trees = model.config._attn_implementation.removeprefix("tree_or_")
     # a reference model is made with the policy's configuration, where the name may be ours already
     model.config._attn_implementation = register(model.config._attn_implementation.removeprefix("tree_or_"))
     model._forward_without_trees = model.forward  # a bound method: a deep copy of the model has its own
@@ -170,7 +171,8 @@ def score_packed(
 
 def check_model(model: PreTrainedModel) -> None:
     """
-    Refuses a causal language model whose tokens would not see exactly their own history in a packed tree.
+    Refuses a causal language model that cannot run over packed trees, or may score them wrongly without
+    `mt_grpo.forward.probe` seeing it.
 
     Raises:
         UnsupportedModelError: With the reason, and the mend.
@@ -184,28 +186,25 @@ def check_model(model: PreTrainedModel) -> None:
 
 def _obstacle(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
-    foreign = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if foreign:
-        return f"has layers of type {', '.join(sorted(foreign))}"
+    # cannot run
     if not model._supports_attention_backend:
         return "does not go through transformers' attention interface"
-    if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
-        return "mixes neighbouring tokens by convolution"
-    if getattr(config, "expert_capacity", None) or getattr(config, "output_router_logits", False):
-        return "routes or balances experts by the batch"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "caps its attention scores"
-    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
-        return "has attention sinks"
+    if model.base_model is model or not isinstance(model.get_output_embeddings(), torch.nn.Module):
+        return "has no output layer apart from the rest"
+    # the probe has no images and no other sequence to attend to
     if config.is_encoder_decoder or model.config is not config:
         return "is more than a text decoder"
+    # the probe is too small to fill an expert, and compares no losses
+    if getattr(config, "expert_capacity", None) or getattr(config, "output_router_logits", False):
+        return "routes or balances experts by the batch"
+    # a cap shows only where scores are large, which training may make them
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "caps its attention scores"
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        if getattr(config, name, None) is not None:
+            return f"caps its logits (`{name}`)"
+    # the probe runs as evaluation does, without dropout
     for name, value in config.to_dict().items():
         if "att" in name and "drop" in name and value:
             return f"drops attention weights (`{name}`)"
-    scales = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
-    changed = [name for name in scales if getattr(config, name, None) not in (None, 1, 1.0)]
-    if changed:
-        return f"changes its logits (`{changed[0]}`)"
-    if not isinstance(model.get_output_embeddings(), torch.nn.Module):
-        return "has no output layer"
     return None

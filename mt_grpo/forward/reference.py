@@ -20,6 +20,7 @@ def turn_by_turn_logps(
     parent: Tensor | None,
     temperature: float,
     truncation: Truncation | None = None,
+    logits_to_keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """
     Log-probabilities and entropies of a TRL batch, one forward for each turn of each row.
@@ -32,6 +33,8 @@ def turn_by_turn_logps(
             where every row is one sequence.
         temperature (`float`): Divides the logits.
         truncation (`Truncation`, *optional*): What of the distribution can be drawn.
+        logits_to_keep (`bool`, *optional*, defaults to `False`): Has the model compute no other logits than from the
+            turn on, which its forward must know how to.
 
     Returns:
         Two `(B, T)` float32 tensors, 0 where `loss_mask` is 0.
@@ -49,8 +52,9 @@ def turn_by_turn_logps(
                 left = [column for column in left if column not in path]
                 kept = prompt[: len(prompt) + 1 + path.pop(0)]
                 ids = torch.cat([kept, completion_ids[row, path]])
-                logits = model(input_ids=ids[None], use_cache=False).logits[0]
-                places = [len(kept) + path.index(column) - 1 for column in action]
+                places = [path.index(column) - 1 - len(path) for column in action]  # from the end
+                keep = {"logits_to_keep": -places[0]} if logits_to_keep else {}
+                logits = model(input_ids=ids[None], use_cache=False, **keep).logits[0]
                 labels = completion_ids[row, action]
                 logits = logits[places].float() / temperature
                 if truncation is not None:

@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.probe import prove
 from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.training.batch import TokenColumns, batch_logps
 from mt_grpo.training.config import MTGRPOConfig
@@ -97,3 +98,24 @@ def keep_outputs_exact(accelerator: Accelerator) -> None:
         plugin.mixed_precision_policy = replace(
             plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
         )
+
+
+def prove_forward(trainer: GRPOTrainer, length: int) -> None:
+    """
+    Proves `forward: tree` for the policy as it is wrapped for training, and for the reference where it is a model of
+    its own, once for rows of up to `length` tokens. Every rank calls it at the same point. In evaluation it does
+    nothing.
+
+    Raises:
+        UnsupportedModelError: If a model scores packed trees otherwise than each turn alone.
+    """
+    if trainer.args.forward != "tree" or not trainer.model.training:
+        return
+    with trainer.accelerator.autocast():
+        for model in filter(None, (trainer.model_wrapped, trainer.ref_model)):
+            prove(
+                model,
+                length,
+                attention=trainer.args.tree_attention,
+                mixed_precision=trainer.accelerator.mixed_precision,
+            )

@@ -26,7 +26,7 @@ from mt_grpo.training.counted import CountedTrainer
 from mt_grpo.training.dropout import disable_dropout, without_dropout
 from mt_grpo.training.environment import build_env, build_runner, check_env, prepare_tokenizer
 from mt_grpo.training.evaluation import fill_up, fill_up_scores
-from mt_grpo.training.forward import completion_logps, keep_outputs_exact, prepare_forward
+from mt_grpo.training.forward import completion_logps, keep_outputs_exact, prepare_forward, prove_forward
 from mt_grpo.training.metrics import credit_metrics, mismatch_metrics, reward_metrics, rollout_metrics, show_advantages
 from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.processes import everywhere, run_here
@@ -185,6 +185,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """TRL's; rows of a group meet in one micro-batch, where `forward: tree` computes what they share once."""
+        prove_forward(self, self.max_completion_length)  # before the first rollouts, and rows that a checkpoint kept
         buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self.args.forward == "tree" and self._buffered_inputs is not buffered:
@@ -214,6 +215,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self._rollout(batch)
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
         batch.leave_out(self._tokenizer.pad_token_id, self.args.mask_truncated_completions)
+        longest = max(gather_object([max(len(row.prompt_ids) for row in batch.token_rows)]))
+        prove_forward(self, longest + self.max_completion_length)
         self._log_rollouts(batch)
         return batch.generated()
 

@@ -7,7 +7,6 @@ import json
 import pytest
 import yaml
 from support.models import build_model, build_tokenizer
-from support.trainers import trainer_builder
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +55,3 @@ def recipe(tmp_path, model_folder):
         return ["--config", str(path)]
 
     return write
-
-
-@pytest.fixture
-def build(tmp_path, tokenizer, questions):
-    return trainer_builder(tmp_path, tokenizer, questions)

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from mt_grpo.app.train import leave_group, run_training
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
@@ -43,6 +44,7 @@ SCENARIOS = {
     },
     # the conversations of the second rank do not fit, so it has nothing to learn from
     "adapter": {"max_completion_length": 150, "mask_truncated_completions": True},
+    "refused": {},
     "bf16": {"bf16": True, "max_grad_norm": 1e9},  # gradients as they were reduced
     "outcomes": {"max_steps": 1},
     "turns": {"max_steps": 1},
@@ -135,6 +137,11 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
     if scenario == "adapter":
         adapter = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
     model = build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None)
+    if scenario == "refused":
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = ModernBertDecoderForCausalLM(
+            ModernBertDecoderConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes)
+        )
     if scenario == "reference":  # is loaded from where the policy came from
         model.config._name_or_path = str(Path(folder) / "model")
         with args.distributed_state.main_process_first():
@@ -153,6 +160,11 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         callbacks=[watch := Watch()],
     )
     assert trainer.accelerator.num_processes == world
+    if scenario == "refused":
+        with pytest.raises(UnsupportedModelError, match="ModernBertDecoderForCausalLM .* nats"):
+            trainer.train()
+        torch.save({"requests": len(trainer.runner.engine.requests)}, Path(folder) / "result.pt")
+        return trainer.accelerator
     if scenario == "spoilt":
         if trainer.accelerator.process_index == 1:
             trainer.model.get_input_embeddings().register_forward_hook(
@@ -180,6 +192,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
     model = trainer.accelerator.unwrap_model(trainer.model)
     logged = [row for row in trainer.state.log_history if "loss" in row]
     result = {
+        "proven": list(vars(model)["_proven_lengths"].values()),
         "sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
         "turns": [row["turns/mean"] for row in logged],
         "learnt": [[float(row["loss"]), float(row["grad_norm"])] for row in logged],

@@ -60,6 +60,7 @@ def test_two_ranks_learn_what_one_learns(tmp_path, alone):
 def test_two_ranks_with_sharded_weights_learn_what_one_learns(tmp_path, alone):
     two = run(tmp_path, 2, **SHARDED)
     assert two["sharded"] and not alone["sharded"]
+    assert two["proven"] == alone["proven"] and two["proven"]
     assert_the_same_is_learnt(alone, two)
 
 
@@ -74,6 +75,10 @@ def test_the_output_layer_learns_from_all_ranks(tmp_path):
     one, two = run(tmp_path / "1", 1, "adapter"), run(tmp_path / "2", 2, "adapter", **SHARDED)
     assert two["sharded"] and any("lm_head.modules_to_save" in name for name in two["weights"])
     assert_the_same_is_learnt(one, two)
+
+
+def test_all_ranks_refuse_a_model_that_scores_trees_wrong(tmp_path):
+    assert run(tmp_path, 2, "refused", **SHARDED) == {"requests": 0}
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_trainer import batch, build, conversation  # noqa: F401  (a fixture)
+from support.trainers import batch
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
@@ -29,11 +29,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from mt_grpo.training.attention import UnsupportedModelError
-from mt_grpo.training.forward import enable_trees
-from mt_grpo.training.logps import token_logps
-from mt_grpo.training.probe import EXACT, MOST, measure, probe_depth, probe_trees, prove, rounding_step
-from mt_grpo.trajectory import TokenTree
+from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward.logps import token_logps
+from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.probe import EXACT, MOST, measure, probe_depth, probe_trees, prove, rounding_step
+from mt_grpo.token_tree import TokenTree
 
 SIZE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
 TINY = {**SIZE, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

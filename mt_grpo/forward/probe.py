@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from mt_grpo.training.attention import UnsupportedModelError
-from mt_grpo.training.forward import run
-from mt_grpo.training.packing import FlatTree, flatten, pack
-from mt_grpo.training.turn_by_turn import turn_by_turn_logps
-from mt_grpo.trajectory import TokenTree
+from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward.model import score_packed
+from mt_grpo.forward.packing import FlatTree, flatten, pack
+from mt_grpo.forward.reference import turn_by_turn_logps
+from mt_grpo.token_tree import TokenTree
 
 EXACT = 1e-4
 """Nats by which any token's log-prob may differ in float32."""
@@ -143,7 +143,7 @@ def measure(model: nn.Module, depth: int, *, attention: str = "auto", mixed_prec
     training = model.training
     model.eval()  # dropout would differ between the two
     try:
-        scores = run(model, packed, attention).logps
+        scores = score_packed(model, packed, attention).logps
         step = rounding_step(model, mixed_precision)
         with _own_attention(base):
             expected = torch.cat([_turn_by_turn(model, base, tree, scores.device) for tree in trees])
@@ -178,12 +178,12 @@ def rounding_step(model: nn.Module, mixed_precision: str = "no") -> float:
 
 def _turn_by_turn(model: nn.Module, base: PreTrainedModel, tree: FlatTree, device: torch.device) -> Tensor:
     """Log-probs of a tree's trained tokens, turn after turn."""
-    tokens, turns, parents = (
-        torch.from_numpy(array).to(device)[None] for array in (tree.tokens, tree.turns, tree.parents)
+    tokens, turns, parent = (
+        torch.from_numpy(array).to(device)[None] for array in (tree.tokens, tree.turns, tree.parent)
     )
     prompt = tokens[:, :0]
     logps, _ = turn_by_turn_logps(
-        model, prompt, prompt, tokens, turns >= 0, turns, parents, 1.0, logits_to_keep=_keeps_logits(base)
+        model, prompt, prompt, tokens, turns >= 0, turns, parent, 1.0, logits_to_keep=_keeps_logits(base)
     )
     return torch.cat([logps[0, turns[0] == turn] for turn in turns[turns >= 0].unique()])
 
