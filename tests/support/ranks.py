@@ -15,7 +15,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from rich.console import Console
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
+from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM, TrainerCallback
 
 from mt_grpo.app.train import leave_group, run_training
 from mt_grpo.envs import MultiTurnToolEnv
