@@ -90,7 +90,7 @@ def test_a_cause_that_one_step_of_three_has_counts_as_none_in_the_others(build, 
     async def differing(requests, *args, **kwargs):
         trajectories = await run(requests, *args, **kwargs)
         if trainer.state.global_step == 0:
-            trajectories[0].tokenization = "another template"
+            trajectories[0].render_mismatch = "another template"
             trajectories[0].turns[0].fork_cause = "compact"
         return trajectories
 
