@@ -4,12 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCHMARKS := head history methods packing parity prefix_cache rollout step tree_row weight_sync
 
-.PHONY: quickstart test lint bench server-cpu warm-start clean
+TRL_OLDEST := 1.15.0
+
+.PHONY: quickstart test lint bench server-cpu trl-oldest warm-start clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
 
-test: lint server-cpu
+test: lint server-cpu trl-oldest
 	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --max-worker-restart=0 --cov=mt_grpo.trajectory \
 		--cov=mt_grpo.credit --cov=mt_grpo.rewards --cov-branch --cov-report=term-missing --cov-fail-under=100
 
@@ -17,6 +19,17 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+# The oldest TRL that is allowed: what we rely on in it, and a run of it.
+trl-oldest: $(VENV)/.installed .venv-trl-oldest/.installed
+	PYTHONPATH=$(CURDIR)/.venv-trl-oldest $(BIN)/python -c "import trl; assert trl.__version__ == '$(TRL_OLDEST)', trl.__file__"
+	PYTHONPATH=$(CURDIR)/.venv-trl-oldest $(BIN)/python -m pytest tests/training/test_trl_contract.py
+	PYTHONPATH=$(CURDIR)/.venv-trl-oldest $(BIN)/python -m mt_grpo train --config recipes/quickstart.yaml --max_steps 2 --do_eval false \
+		--output_dir runs/trl-oldest --overwrite_output_dir true
+
+.venv-trl-oldest/.installed: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-trl-oldest trl==$(TRL_OLDEST)
+	touch $@
 
 # Every benchmark that needs no GPU, one after another; each prints a table and writes benchmarks/results/.
 bench: $(VENV)/.installed server-cpu
@@ -37,4 +50,4 @@ $(VENV)/.installed: pyproject.toml scripts/install.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-vllm runs
+	rm -rf $(VENV) .venv-vllm .venv-trl-oldest runs

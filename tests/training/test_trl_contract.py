@@ -2,42 +2,252 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
+import pkgutil
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
-from support.models import CPU_RUN
-from trl import GRPOConfig, GRPOTrainer
+from packaging.version import Version
+from support.models import CPU_RUN, build_model
+from transformers import PreTrainedModel, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, TrlParser, __version__
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.models import unwrap_model_for_generation
 
+import mt_grpo
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.config import KEEPS_TURNS
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+ROOMS = ("training", "weights", "app")
+FOREIGN = ("trl", "transformers", "argparse")
+PACKAGE = Path(mt_grpo.__file__).parent
+
+OLDEST = Version(__version__) < Version("1.16")
+needs_the_forward_of_trl = pytest.mark.skipif(
+    OLDEST and find_spec("triton") is None,
+    reason="TRL 1.15 computes log-probs with triton alone, which is not installed",
+)
+
+OVERRIDES = {
+    GRPOTrainer: {
+        "__init__": "self, model, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, "
+        "processing_class=None, reward_processing_classes=None, callbacks=None, optimizers=(None, None), "
+        "quantization_config=None, peft_config=None, tools=None, rollout_func=None, environment_factory=None",
+        "_calculate_rewards": "self, inputs, prompts, completions, completion_ids_list",
+        "_generate": "self, prompts",
+        "_generate_and_score_completions": "self, inputs",
+        "_get_grad_norm": "self, model, grad_norm=None",
+        "_get_per_token_logps_and_entropies": "self, model, input_ids, attention_mask, logits_to_keep, "
+        "batch_size=None, compute_entropy=False, compute_aux_loss=False, pixel_values=None, image_grid_thw=None, "
+        "num_images=None, pixel_attention_mask=None, spatial_shapes=None, num_tiles=None, image_sizes=None, "
+        "token_type_ids=None, mm_token_type_ids=None, image_position_ids=None",
+        "_init_training_state": "self, max_steps, num_update_steps_per_epoch, num_train_epochs, "
+        "resume_from_checkpoint, trial",
+        "_load_optimizer_and_scheduler": "self, checkpoint",
+        "_prepare_inputs": "self, generation_batch",
+        "_save_checkpoint": "self, model, trial",
+        "compute_loss": "self, model, inputs, return_outputs=False, num_items_in_batch=None",
+        "create_accelerator_and_postprocess": "self",
+        "evaluate": "self, eval_dataset=None, ignore_keys=None, metric_key_prefix='eval'",
+        "get_eval_dataloader": "self, eval_dataset=None",
+        "log": "self, logs, start_time=None",
+        "save_model": "self, output_dir=None, _internal_call=False",
+        "train": "self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None",
+    },
+    GRPOConfig: {"__post_init__": "self"},
+    VLLMGeneration: {
+        "__init__": "self, model, accelerator, processing_class, mode='colocate', structured_outputs_regex=None, "
+        "server_base_url=None, server_host='0.0.0.0', server_port=8000, server_timeout=240.0, group_port=51216, "
+        "tensor_parallel_size=1, gpu_memory_utilization=0.9, max_model_length=None, max_num_seqs=None, "
+        "enable_sleep_mode=False, model_impl='auto', trust_remote_code=False, repetition_penalty=1.0, "
+        "temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_completion_length=16, logprobs=0, "
+        "generation_kwargs=None",
+        "_init_vllm": "self",
+        "_iter_named_params": "self",
+    },
+    VLLMClient: {
+        "__init__": "self, base_url=None, host='0.0.0.0', server_port=8000, group_port=51216, connection_timeout=0.0",
+        "check_server": "self, total_timeout=0.0, retry_interval=2.0",
+    },
+    TrlParser: {"error": "self, message"},
+    TrainerCallback: dict.fromkeys(
+        ["on_log", "on_step_end", "on_train_begin", "on_train_end"], "self, args, state, control, **kwargs"
+    ),
+}
+"""Arguments of every method of TRL or transformers that a class of ours overrides, by the class it inherits from."""
+
+PRIVATE = {
+    GRPOTrainer: [
+        "_buffered_inputs",
+        "_get_output_dir",
+        "_initial_global_step",
+        "_last_loaded_step",
+        "_log_completion_extra",
+        "_log_metric",
+        "_logs",
+        "_metrics",
+        "_name",
+        "_step",
+        "_tag_names",
+        "_tokenizer",
+    ],
+    TrlParser: ["_actions", "_option_string_actions"],
+    PreTrainedModel: ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"],
+}
+"""Every private name of theirs that the package uses, by the class that has it."""
+
+IMPORTS = {
+    "trl": "GRPOConfig GRPOTrainer ModelConfig ScriptArguments TrlParser get_peft_config get_quantization_config",
+    "trl.chat_template_utils": "add_response_schema supports_tool_calling",
+    "trl.distributed": "DistributedBackend",
+    "trl.generation.vllm_client": "VLLMClient",
+    "trl.generation.vllm_generation": "VLLMGeneration",
+    "trl.import_utils": "is_vllm_available",
+    "trl.models": "unwrap_model_for_generation",
+}
+"""Everything that the package imports from TRL."""
 
 
-def test_the_overridden_methods_keep_their_signatures():
-    parameters = {
-        "_generate": ["self", "prompts"],
-        "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
-        "_generate_and_score_completions": ["self", "inputs"],
-        "_compute_loss": ["self", "model", "inputs"],
-        "_save_checkpoint": ["self", "model", "trial"],
-        "_load_optimizer_and_scheduler": ["self", "checkpoint"],
-        "_init_training_state": [
-            "self",
-            "max_steps",
-            "num_update_steps_per_epoch",
-            "num_train_epochs",
-            "resume_from_checkpoint",
-            "trial",
-        ],
-        "get_eval_dataloader": ["self", "eval_dataset"],
-        "log": ["self", "logs", "start_time"],
-        "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
-        "_get_grad_norm": ["self", "model", "grad_norm"],
-        "save_model": ["self", "output_dir", "_internal_call"],
+def modules():
+    for room in ROOMS:
+        package = importlib.import_module(f"mt_grpo.{room}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            yield importlib.import_module(module.name)
+
+
+def classes():
+    """Our classes that inherit from one of TRL or transformers."""
+    for module in modules():
+        for kind in vars(module).values():
+            if inspect.isclass(kind) and kind.__module__ == module.__name__ and foreign(kind):
+                yield kind
+
+
+def foreign(kind):
+    return [base for base in kind.__mro__ if base.__module__.split(".")[0] in FOREIGN]
+
+
+def overridden(kind):
+    """Names of the methods written in a class that it inherits as well; a dataclass generates others."""
+    for name, member in vars(kind).items():
+        function = member.fget if isinstance(member, property) else inspect.unwrap(getattr(member, "__func__", member))
+        written = inspect.isfunction(function) and Path(function.__code__.co_filename).is_relative_to(PACKAGE)
+        if written and any(name in vars(base) for base in foreign(kind)):
+            yield name
+
+
+def arguments(method):
+    """A method's arguments with their defaults, without types."""
+    signature = inspect.signature(method)
+    parameters = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return str(inspect.Signature(parameters))[1:-1]
+
+
+def test_every_overridden_method_is_in_the_table():
+    found = {
+        (next(base for base in OVERRIDES if issubclass(kind, base)), name)
+        for kind in classes()
+        for name in overridden(kind)
     }
-    for name, expected in parameters.items():
-        assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == expected
+    assert found == {(base, name) for base, methods in OVERRIDES.items() for name in methods}
+
+
+@pytest.mark.parametrize("base", OVERRIDES, ids=lambda base: base.__name__)
+def test_overridden_methods_keep_their_arguments(base):
+    assert {name: arguments(getattr(base, name)) for name in OVERRIDES[base]} == OVERRIDES[base]
+
+
+def private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def assigned(tree):
+    """Private names that some source defines: functions, classes, variables, and attributes of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def names_of(kind):
+    """Private names of a class of TRL's, transformers' or Python's: members, and what its methods assign."""
+    for base in kind.__mro__[:-1]:
+        yield from filter(private, vars(base))
+        if base.__module__.split(".")[0] in FOREIGN:
+            yield from filter(private, assigned(ast.parse(inspect.getsource(base))))
+
+
+def sources(*rooms):
+    """The parsed modules of some rooms, or of all."""
+    return [ast.parse(path.read_text()) for room in rooms or ("",) for path in (PACKAGE / room).rglob("*.py")]
+
+
+def test_every_private_name_of_theirs_is_in_the_table():
+    ours = set(chain.from_iterable(map(assigned, sources())))
+    theirs = set(chain.from_iterable(map(names_of, OVERRIDES)))
+    nodes = list(chain.from_iterable(map(ast.walk, sources(*ROOMS))))
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and private(node.attr)}
+    replaced = {name for kind in classes() for name in vars(kind) if private(name)} & theirs  # also what is no method
+    table = set(chain.from_iterable([*PRIVATE.values(), *OVERRIDES.values()]))
+    assert (used - ours) | (used & theirs) | replaced == set(filter(private, table))
+
+
+@pytest.mark.parametrize("kind", PRIVATE, ids=lambda kind: kind.__name__)
+def test_the_private_names_exist(kind):
+    assert set(PRIVATE[kind]) <= set(names_of(kind))
+
+
+def test_what_is_imported_from_trl_is_in_the_table():
+    nodes = chain.from_iterable(map(ast.walk, sources()))
+    found = {
+        (node.module, alias.name)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "trl"
+        for alias in node.names
+    }
+    assert found == {(module, name) for module, names in IMPORTS.items() for name in names.split()}
+
+
+def test_a_model_is_unwrapped_for_generation_with_what_we_pass():
+    passed = {"model", "accelerator", "gather_deepspeed3_params"}
+    passed |= set() if OLDEST else {"gradient_checkpointing_kwargs"}
+    assert passed <= set(inspect.signature(unwrap_model_for_generation).parameters)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_trains_and_is_resumed(tmp_path, tokenizer, questions, steps):
+    """The whole path: sampled by the model itself, packed as trees, saved after each step."""
+
+    def train(max_steps, **options):
+        args = MTGRPOConfig(
+            str(tmp_path),
+            **{**CPU_RUN, "save_strategy": "steps", "save_steps": 1},
+            max_completion_length=24,
+            max_steps=max_steps,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            **options,
+        )
+        env = MultiTurnToolEnv([], system_prompt="", max_steps=2)
+        letters = lambda completions, **columns: [float(len(str(text))) for text in completions]  # noqa: E731
+        trainer = MTGRPOEnvTrainer(
+            build_model(tokenizer), env, [], [letters], args, questions, processing_class=tokenizer
+        )
+        before = [parameter.clone() for parameter in trainer.model.parameters()]
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        assert trainer.state.global_step == max_steps
+        assert any(not old.equal(new) for old, new in zip(before, trainer.model.parameters(), strict=True))
+
+    train(steps)
+    train(3, resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps}"))
 
 
 def test_generate_returns_eight_things():
@@ -84,6 +294,7 @@ def test_the_scored_batch_has_the_keys_and_shapes_we_build_on(stock, questions):
     assert output["num_items_in_batch"].dim() == 0
 
 
+@needs_the_forward_of_trl
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_constant_advantages_per_token_change_nothing(stock, questions, loss_type):
     trainer = stock(loss_type=loss_type)
@@ -102,6 +313,7 @@ def gradient(trainer, inputs, advantages):
     return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 
+@needs_the_forward_of_trl
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_where_an_advantage_a_turn_survives_in_the_gradient(stock, questions, loss_type, level):
