@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from support.models import build_model
 from support.recipes import RECIPES, parse_for
 from support.registered import keep_estimators
@@ -142,3 +143,28 @@ def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
         assert "42" in tokenizer.decode(namespace["replay"](tokenizer)["ids"][0])
     if page.name == "README.md":
         assert callable(namespace["train"])
+
+
+GTPO = """
+
+@advantage_estimator("gtpo")
+def gtpo(batch: RewardBatch, *, gamma: float = 0.5) -> torch.Tensor:
+    return turn_only(batch) * gamma
+"""
+
+
+def test_the_example_of_a_credit_rule_trains_in_a_recipe(tmp_path):
+    """With the YAML of the page; the rule that has an option is the page's own rule, weighed."""
+    (example,) = [block for name, block in blocks("python") if name == "credit.md"]
+    (tmp_path / "turn_only.py").write_text(example + GTPO)
+    named, with_option = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "credit.md"]
+    options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
+    for rule in (named, {**named, **with_option}):
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options | rule))
+        command = [sys.executable, "-m", "mt_grpo", "train", "--config", "recipe.yaml", *shlex.split(SMALL["train"])]
+        command += ["--output_dir", "run", "--overwrite_output_dir", "true"]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        for name in ("summary.json", "config.yaml"):  # JSON is YAML
+            recorded = yaml.safe_load((tmp_path / "run" / name).read_text())
+            assert recorded["advantage_estimator"] == rule["advantage_estimator"]

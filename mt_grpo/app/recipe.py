@@ -43,8 +43,12 @@ class Recipe:
     model: ModelConfig
 
     def resolved(self) -> dict[str, Any]:
-        """Every option with its value, as plain YAML types, secrets masked as transformers does."""
+        """
+        Every option with its value, as plain YAML types, secrets masked as transformers does: a recipe of the same
+        run. `generation_batch_size` follows from the others, and TRL refuses it beside `steps_per_generation`.
+        """
         options = {**asdict(self.script), **asdict(self.model), **self.training.to_dict()}
+        del options["generation_batch_size"]
         return yaml.safe_load(json.dumps(options, default=str))
 
 

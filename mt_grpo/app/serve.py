@@ -17,7 +17,7 @@ from mt_grpo.app.build import resolve_model
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.servers import server_urls, weight_transport
+from mt_grpo.training.servers import server_urls, transport_of
 from mt_grpo.vllm_plugin.keys import check_folder
 
 GUARD = "mt_grpo.vllm_plugin.guard.Guard"
@@ -36,7 +36,7 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
     """
     args, model = recipe.training, recipe.model
     host, port = _address(args)
-    transport = weight_transport(args)
+    transport = transport_of(args)
     command = [
         str(_interpreter()),
         *("-m", "vllm.entrypoints.openai.api_server"),
@@ -47,7 +47,7 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
         *("--middleware", GUARD),
         "--enable-prefix-caching",
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
-        *("--weight-transfer-config", json.dumps({"backend": "nccl" if transport == "nccl" else "safetensors"})),
+        *("--weight-transfer-config", json.dumps({"backend": transport.server_backend})),
         # answers carry it: a client sees by it that the server was restarted and has lost its weights
         *("--fingerprint-mode", "custom", "--fingerprint-value", f"mt-grpo-{uuid.uuid4().hex[:12]}"),
     ]
@@ -58,9 +58,9 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
         command += ["--revision", model.model_revision]
     if args.trust_remote_code:
         command.append("--trust-remote-code")
-    if transport == "lora":
-        command += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(_rank(model.lora_r))]
-        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    flags, variables = transport.server_flags(model)
+    command += flags
+    environment |= variables
     if args.use_cpu or not torch.cuda.is_available():
         # a seeded prompt split over two steps ends vLLM's CPU build ("CPU Generator does not use offset")
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
@@ -115,8 +115,3 @@ def _cpu_defaults() -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() - 1)),
     }
-
-
-def _rank(rank: int) -> int:
-    """vLLM knows certain ranks only; the next one up holds the adapter."""
-    return next(size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank)

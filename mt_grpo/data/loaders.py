@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import datasets
 from datasets.exceptions import DatasetsError
 
-from mt_grpo.errors import UserError
+from mt_grpo.data.schemas import SCHEMAS, DatasetError, Row, Schema, as_messages
 from mt_grpo.imports import did_you_mean
 
-Row = dict[str, Any]
 Rows = datasets.Dataset | datasets.IterableDataset
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 EMBEDDED_SPLITS = {"train": "train", "validation": "validation", "test": "validation"}
-
-
-class DatasetError(UserError, ValueError):
-    """A dataset that cannot be used. The message is one sentence fit for the user."""
 
 
 def load_rows(
@@ -88,82 +80,8 @@ def load_rows(
     )
 
 
-def triviaqa_row(row: Row) -> Row:
-    """
-    TriviaQA: the question as `prompt`, value and aliases of the answer as one list of strings, the value first.
-
-    Raises:
-        DatasetError: If the answer is not TriviaQA's, or hidden, as it is in the test split.
-    """
-    answer = row["answer"]
-    if not isinstance(answer, dict) or not {"value", "aliases"} <= answer.keys():
-        raise DatasetError("has an answer without the value and aliases of TriviaQA.")
-    if answer["value"] == "<unk>":
-        raise DatasetError("has a hidden answer, as all of TriviaQA's test split: use `validation`.")
-    answers = list(dict.fromkeys([answer["value"], *answer["aliases"]]))
-    return {"prompt": as_messages(row["question"]), "answer": answers, "question_id": row["question_id"]}
-
-
-def gsm8k_row(row: Row) -> Row:
-    """
-    GSM8K: the question as `prompt`, the worked `answer` as it is, the number after `####` as `final_answer`, a string
-    without thousands separators.
-
-    Raises:
-        DatasetError: If the answer has no `####`.
-    """
-    if not isinstance(row["answer"], str) or "####" not in row["answer"]:
-        raise DatasetError("has an answer without the `####` that precedes GSM8K's final answers.")
-    final = row["answer"].rpartition("####")[2].strip().replace(",", "")
-    return {"prompt": as_messages(row["question"]), "answer": row["answer"], "final_answer": final}
-
-
-def as_messages(prompt: Any) -> list[dict[str, Any]]:
-    """
-    A prompt as messages: text as one user message, messages as they are.
-
-    Raises:
-        DatasetError: If it is neither.
-    """
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and prompt and all(isinstance(item, dict) and "role" in item for item in prompt):
-        return prompt
-    raise DatasetError(f"has a prompt that is neither text nor a list of messages: {str(prompt)[:80]!r}.")
-
-
-@dataclass(frozen=True)
-class Schema:
-    """
-    What a kind of dataset looks like.
-
-    Args:
-        convert (`Callable`): Columns to set, from a row.
-        columns (`tuple[str, ...]`): Columns it reads.
-        dropped (`tuple[str, ...]`): Columns that no prompt or reward has a use for.
-        hub_id (`str`): Where it is published.
-        config (`str`, *optional*): Configuration there.
-    """
-
-    convert: Callable[[Row], Row]
-    columns: tuple[str, ...]
-    dropped: tuple[str, ...] = ()
-    hub_id: str = ""
-    config: str | None = None
-
-
 PLAIN = Schema(lambda row: {"prompt": as_messages(row["prompt"])}, ("prompt",))
 EMBEDDED = Schema(lambda row: {"prompt": as_messages(row["question"])}, ("question",))
-SCHEMAS = {
-    "triviaqa": Schema(
-        triviaqa_row,
-        columns=("question", "question_id", "answer"),
-        dropped=("entity_pages", "search_results"),
-        hub_id="mandarjoshi/trivia_qa",
-        config="rc.nocontext",
-    ),
-    "gsm8k": Schema(gsm8k_row, columns=("question", "answer"), hub_id="openai/gsm8k", config="main"),
-}
 
 
 def _resolve(name: str, config: str | None) -> tuple[Schema, str, str | None]:
@@ -174,6 +92,8 @@ def _resolve(name: str, config: str | None) -> tuple[Schema, str, str | None]:
     if head not in SCHEMAS:
         return PLAIN, name, config
     schema = SCHEMAS[head]
+    if not source and not schema.hub_id:
+        raise DatasetError(f"The dataset {name!r} is published nowhere: name a source of it, as `{head}:rows.jsonl`.")
     return (schema, source, config) if source else (schema, schema.hub_id, config or schema.config)
 
 

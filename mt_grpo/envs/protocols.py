@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mt_grpo.imports import Registry
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import Message, ToolCall, Turn
 
@@ -56,6 +57,21 @@ class CallProtocol(Protocol):
         ...
 
 
+PROTOCOLS: Registry[type[CallProtocol]] = Registry("call protocol", "mt_grpo.envs")
+"""What `call_protocol` can name."""
+
+
+def call_protocol(name: str) -> Callable[[type[CallProtocol]], type[CallProtocol]]:
+    """
+    Registers a class with the members of `CallProtocol`, made without arguments, under a name.
+
+    Raises:
+        RegistrationError: If the name is no word, or another file has registered it.
+    """
+    return PROTOCOLS.register(name)
+
+
+@call_protocol("tags")
 class TagProtocol:
     """
     Reasoning, calls and answers between tags:
@@ -134,6 +150,7 @@ def _with_valid_text(value: Any) -> Any:
     return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
 
 
+@call_protocol("native")
 class NativeProtocol:
     """
     Tool calls in the model's own format, rendered by its chat template and read by its tokenizer's response template.
@@ -173,6 +190,3 @@ class NativeProtocol:
             {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": call.result}
             for call in turn.tool_calls
         ]
-
-
-PROTOCOLS: dict[str, type[TagProtocol] | type[NativeProtocol]] = {"tags": TagProtocol, "native": NativeProtocol}

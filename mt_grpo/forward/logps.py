@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.attention.kernels import KERNELS
 from mt_grpo.forward.model import enable_trees, score_packed
 from mt_grpo.forward.packing import FlatTree, flatten, pack, split
 from mt_grpo.forward.probe import prove
@@ -49,7 +50,7 @@ def token_logps(
         UnsupportedModelError: If the model cannot run over packed trees and `forward` is `"tree"`.
         ValueError: If `forward` or `attention` is unknown, or an action has no context.
     """
-    for name, value, known in (("forward", forward, FORWARDS), ("attention", attention, ATTENTIONS)):
+    for name, value, known in (("forward", forward, FORWARDS), ("attention", attention, ("auto", *KERNELS))):
         if value not in known:
             raise ConfigError(f"`{name}` is {value!r}; choose one of {', '.join(known)}.")
     flat = [flatten(tree) for tree in trees]
@@ -146,6 +147,3 @@ def _gather(logits: Tensor, labels: Tensor, temperature: float, truncation: Trun
 
 
 FORWARDS = ("tree", "padded", "turn_by_turn")
-
-
-ATTENTIONS = ("auto", "segment", "flex", "dense")

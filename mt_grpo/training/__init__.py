@@ -1,4 +1,4 @@
-"""Advantages in, weights out. The only room that imports TRL."""
+"""Advantages in, a better policy out: TRL's trainer with rollouts of many turns."""
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.logps import token_logps

@@ -10,12 +10,13 @@ from trl import GRPOConfig
 
 from mt_grpo.credit import bind_rule, parse_rule, rule_name, splits_turns
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.logps import ATTENTIONS, FORWARDS
+from mt_grpo.forward.attention.kernels import KERNELS
+from mt_grpo.forward.logps import FORWARDS
 from mt_grpo.imports import did_you_mean, import_file
 from mt_grpo.rollout.history import check_history
 from mt_grpo.rollout.token_check import MODES
+from mt_grpo.weights.transport import TRANSPORTS
 
-WEIGHT_SYNCS = ("auto", "nccl", "safetensors", "lora")
 KEEPS_TURNS = ("cispo", "vespo")
 """Loss types in which an advantage weighs its own tokens whatever `importance_sampling_level` is."""
 
@@ -69,7 +70,7 @@ class MTGRPOConfig(GRPOConfig):
 
     env: str | None = field(default=None, metadata={"help": "Dotted path of an environment class."})
     tools: list[str] | None = field(default=None, metadata={"help": "Tools by name or dotted path."})
-    call_protocol: str = field(default="tags", metadata={"help": "'tags' or 'native' (the model's own tool calls)."})
+    call_protocol: str = field(default="tags", metadata={"help": "How the model calls tools, by name."})
     external_plugins: list[str] | None = field(
         default=None, metadata={"help": "Python files imported before anything is looked up by name."}
     )
@@ -99,7 +100,7 @@ class MTGRPOConfig(GRPOConfig):
     )
     vllm_mode: str = field(default="server", metadata={"help": "A dedicated server is the only mode."})
     vllm_server_host: str = field(default="127.0.0.1", metadata={"help": "Host of the vLLM server."})
-    weight_sync: str = field(default="auto", metadata={"help": "'auto', 'nccl', 'safetensors' or 'lora'."})
+    weight_sync: str = field(default="auto", metadata={"help": "'auto', or the name of a weight transport."})
     weight_sync_folder: str | None = field(default=None, metadata={"help": "Folder shared with the vLLM server."})
     verify_sync_every: int = field(default=50, metadata={"help": "Every so many weight syncs are verified."})
     history: str = field(
@@ -113,7 +114,7 @@ class MTGRPOConfig(GRPOConfig):
         default="tree",
         metadata={"help": "'tree' (every token once), 'padded' (TRL's) or 'turn_by_turn' (the oracle)."},
     )
-    tree_attention: str = field(default="auto", metadata={"help": "'auto', 'segment', 'flex' or 'dense'."})
+    tree_attention: str = field(default="auto", metadata={"help": "'auto', or the name of an attention kernel."})
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Remove what an earlier run left in `output_dir`."}
     )
@@ -142,8 +143,8 @@ class MTGRPOConfig(GRPOConfig):
             )
         for name, known in (
             ("forward", FORWARDS),
-            ("weight_sync", WEIGHT_SYNCS),
-            ("tree_attention", ATTENTIONS),
+            ("weight_sync", ("auto", *TRANSPORTS)),
+            ("tree_attention", ("auto", *KERNELS)),
             ("tokenization_sanity_check_mode", MODES),
         ):
             value = getattr(self, name)

@@ -19,10 +19,7 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.sampling import check_sequence_ratio
-from mt_grpo.weights.transport import WeightSync
-from mt_grpo.weights.transports.adapter import LoraTransport
-from mt_grpo.weights.transports.files import SafetensorsTransport
-from mt_grpo.weights.transports.nccl import NcclTransport
+from mt_grpo.weights.transport import TRANSPORTS, WeightSync, WeightTransport
 from mt_grpo.weights.update_calls import WeightSyncError
 
 _EVERYWHERE = "0.0.0.0"
@@ -39,9 +36,9 @@ def server_urls(args: MTGRPOConfig) -> list[str]:
     return [f"http://{host}:{args.vllm_server_port}"]
 
 
-def weight_transport(args: MTGRPOConfig) -> str:
+def transport_of(args: MTGRPOConfig) -> type[WeightTransport]:
     """How weights reach the server: as `weight_sync` says; where it is `auto`, the way that works everywhere."""
-    return "safetensors" if args.weight_sync == "auto" else args.weight_sync
+    return TRANSPORTS["safetensors" if args.weight_sync == "auto" else args.weight_sync]
 
 
 def check_importance_sampling(args: MTGRPOConfig) -> None:
@@ -137,15 +134,11 @@ def weight_sync(
     Raises:
         ServerSetupError: If a server cannot be used; e.g. because another run uses it.
     """
-    transport = weight_transport(args)
-    options: dict[str, Any] = {"verify_every": args.verify_sync_every}
-    if transport == "nccl":
-        kind, options["group_port"] = NcclTransport, args.vllm_group_port
-    else:
-        kind = {"safetensors": SafetensorsTransport, "lora": LoraTransport}[transport]
-        options["folder"] = args.weight_sync_folder
+    transport = transport_of(args)
     try:
-        sync = kind(client, get_model, accelerator, **options)
+        sync = transport(
+            client, get_model, accelerator, verify_every=args.verify_sync_every, **transport.options(args)
+        )
         sync.begin()
     except WeightSyncError as error:
         raise ServerSetupError(str(error)) from error

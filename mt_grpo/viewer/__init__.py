@@ -1,4 +1,4 @@
-"""Trajectories as pictures."""
+"""Trajectories in a terminal."""
 
 from mt_grpo.viewer.terminal import render_trajectory, visible
 

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from trl.distributed import DistributedBackend
 
+from mt_grpo.imports import Registry
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.holder import new_run, weight_label
 from mt_grpo.rollout.engines.vllm.http import ServerControl
@@ -79,6 +80,20 @@ class WeightSync(Protocol):
         ...
 
 
+TRANSPORTS: Registry[type[WeightTransport]] = Registry("weight transport", "mt_grpo.weights.transports")
+"""The ways that `weight_sync` can name, beside `auto`."""
+
+
+def weight_transport(name: str) -> Callable[[type[WeightTransport]], type[WeightTransport]]:
+    """
+    Registers a subclass of `WeightTransport` under a name.
+
+    Raises:
+        RegistrationError: If the name is no word, or another file has registered it.
+    """
+    return TRANSPORTS.register(name)
+
+
 class WeightTransport(ServerRounds):
     """
     What all transports have in common; each is a `WeightSync`. Rank 0 talks to the servers, every rank learns how it
@@ -93,6 +108,9 @@ class WeightTransport(ServerRounds):
             1e-3 where all is computed in float32; elsewhere measured, see `tolerance_for`.
         timeout (`float`, *optional*, defaults to `300.0`): Seconds one call of a server may take.
     """
+
+    server_backend: str = "safetensors"
+    """vLLM's weight-transfer backend that the server is started with."""
 
     _push: Callable[..., None]
     """Sends the weights of `step` to `server`; each transport's own method."""
@@ -127,6 +145,16 @@ class WeightTransport(ServerRounds):
         self.run = client.run = name[0]
         client.restore = self.restore
         atexit.register(self.close)
+
+    @staticmethod
+    def options(args: Any) -> dict[str, Any]:
+        """What this way takes of the run's options (`MTGRPOConfig`), as keyword arguments of the constructor."""
+        return {}
+
+    @staticmethod
+    def server_flags(model_args: Any) -> tuple[list[str], dict[str, str]]:
+        """Flags and environment variables that the server needs for this way; of TRL's `ModelConfig`."""
+        return [], {}
 
     def begin(self) -> None:
         """See `WeightSync.begin`."""

@@ -9,10 +9,12 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from support.recipes import RECIPES, ROOT, parse_for
+from support.registered import keep, keep_estimators
 
 from mt_grpo.app.recipe import parse_recipe
-from mt_grpo.rewards import load_rewards
-from mt_grpo.training import ConfigError
+from mt_grpo.rewards import REWARDS, load_rewards
+from mt_grpo.tools.loading import TOOLS
+from mt_grpo.training import ConfigError, MTGRPOConfig
 from mt_grpo.training.environment import build_env
 
 
@@ -107,3 +109,96 @@ def test_a_wrong_recipe_is_refused_with_one_sentence(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         parse_recipe(["--config", str(path)])
+
+
+RULE = """
+from mt_grpo.credit import advantage_estimator
+from mt_grpo.rewards import OutcomeReward, reward
+from mt_grpo.tools import tool
+
+
+@advantage_estimator("NAME")
+def rule(batch, *, turn_coef: float = 1.0, gamma: float = 0.9):
+    return batch.turn_mask * gamma
+
+
+@reward("NAME_reward")
+class Rewarded(OutcomeReward):
+    def score(self, trajectory, **row):
+        return 1.0
+
+
+@tool("NAME_tool")
+def look_up(word: str) -> str:
+    \"\"\"
+    Looks a word up.
+
+    Args:
+        word: The word.
+    \"\"\"
+    return word
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """The path of a plugin that registers `from_plugin`, `from_plugin_reward` and `from_plugin_tool`."""
+    keep_estimators(monkeypatch)
+    keep(monkeypatch, REWARDS)
+    keep(monkeypatch, TOOLS)
+    path = tmp_path / "plugin.py"
+    path.write_text(RULE.replace("NAME", "from_plugin"))
+    return str(path)
+
+
+def test_what_a_plugin_registers_is_found_by_name(tmp_path, plugin):
+    names = {
+        "advantage_estimator": {"name": "from_plugin", "gamma": 0.5},
+        "outcome_reward_funcs": "from_plugin_reward",
+        "tools": "from_plugin_tool",
+    }
+    args = parse_recipe(write(tmp_path, external_plugins=plugin, **names)).training
+    assert load_rewards(args.outcome_reward_funcs, "outcome")[0].name == "from_plugin_reward"
+    assert list(build_env(args).tools) == ["look_up"]
+    assert args.advantage_estimator == names["advantage_estimator"]
+
+
+def test_a_script_finds_the_rule_of_a_plugin_too(tmp_path, plugin):
+    rule = {"name": "from_plugin", "gamma": 0.5}
+    options = {"use_cpu": True, "bf16": False, "external_plugins": [plugin]}
+    assert MTGRPOConfig(str(tmp_path), advantage_estimator=rule, **options).advantage_estimator == rule
+    with pytest.raises(ConfigError, match="no option 'gama'; the nearest is 'gamma'"):
+        MTGRPOConfig(str(tmp_path), advantage_estimator={"name": "from_plugin", "gama": 0.5}, **options)
+
+
+def test_a_rule_is_json_on_the_command_line_and_reads_back(tmp_path, plugin):
+    arguments = [*write(tmp_path, external_plugins=plugin), "--advantage_estimator"]
+    recipe = parse_recipe([*arguments, '{"name": "from_plugin", "gamma": 1e-1}'])
+    assert recipe.training.advantage_estimator == {"name": "from_plugin", "gamma": 0.1}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe.resolved()))
+    again = parse_recipe(["--config", str(tmp_path / "config.yaml")])
+    assert again.resolved() == recipe.resolved()
+    assert again.training.generation_batch_size == recipe.training.generation_batch_size
+
+
+def test_a_coefficient_that_is_said_twice_is_refused(tmp_path):
+    rule = {"name": "mt_grpo", "turn_coef": 0.5}
+    assert parse_recipe(write(tmp_path, advantage_estimator=rule)).training.turn_advantage_coef is None
+    with pytest.raises(ConfigError, match="contradict each other: leave one out"):
+        parse_recipe(write(tmp_path, advantage_estimator=rule, turn_advantage_coef=1.0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"advantage_estimator": {"name": "mtgrpo"}}, "the nearest is 'mt_grpo'"),
+        ({"advantage_estimator": {"gamma": 0.9}}, "a mapping of its `name`"),
+        ({"advantage_estimator": {"name": "mt_grpo", "turn_coef": "high"}}, "its type is float"),
+        ({"advantage_estimator": None}, "give the name of a rule"),
+        ({"weight_sync": "safetensor"}, "the nearest is 'safetensors': choose one of auto, lora, nccl, safetensors"),
+        ({"tree_attention": "dens"}, "the nearest is 'dense': choose one of auto, dense, flex, segment"),
+    ],
+)
+def test_a_name_that_is_not_registered_is_refused(tmp_path, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_recipe(write(tmp_path, **keys))

@@ -373,7 +373,7 @@ def test_what_is_said_twice_or_in_vain_is_refused(gtpo):
         estimate("gtpo", SMALL, turn_coef=1.0)
 
 
-def test_a_rule_without_options_says_so_and_one_that_needs_some_too(monkeypatch):
+def test_rules_without_options_and_with_needed_ones_say_so(monkeypatch):
     keep_estimators(monkeypatch)
 
     @advantage_estimator("bare")

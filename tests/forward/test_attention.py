@@ -24,8 +24,7 @@ from transformers import (
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention import flex
-from mt_grpo.forward.attention import interface as attention
-from mt_grpo.forward.attention.interface import KERNELS
+from mt_grpo.forward.attention.kernels import KERNELS
 from mt_grpo.forward.attention.layout import BLOCK, TreeLayout
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import check_model
@@ -96,7 +95,7 @@ def test_flex_attends_as_the_whole_mask_does(seed, window, lengths):
     tensors = [tensor.detach().float() for tensor in make_qkv(len(packed.input_ids))]
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(attention, "compiled_flex_attention", lambda device: flex_attention)  # compiled on GPUs only
+        patch.setattr(flex, "compiled_flex_attention", lambda device: flex_attention)  # compiled on GPUs only
         ours = KERNELS["flex"](TreeLayout(packed, "flex"), *tensors, 0.3, window)
     oracle = KERNELS["dense"](TreeLayout(packed, "dense"), *tensors, 0.3, window)
     torch.testing.assert_close(ours, oracle, rtol=1e-4, atol=1e-5)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from mt_grpo.forward.attention.kernels import attention_kernel
 from mt_grpo.forward.attention.layout import TreeLayout
 
 
+@attention_kernel("dense")
 def dense_attention(
     layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:

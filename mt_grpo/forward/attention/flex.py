@@ -12,6 +12,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.attention.kernels import attention_kernel
 from mt_grpo.forward.attention.layout import TreeLayout
 
 RECOMPILE_LIMIT = 64
@@ -65,6 +66,7 @@ def _attend(
     return flex_attention(query, key, value, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa)
 
 
+@attention_kernel("flex")
 def flex_block_attention(
     layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:

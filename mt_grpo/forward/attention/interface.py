@@ -15,12 +15,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward.attention.dense import dense_attention
-from mt_grpo.forward.attention.flex import flex_block_attention
+from mt_grpo.forward.attention.kernels import KERNELS
 from mt_grpo.forward.attention.layout import TreeLayout
-from mt_grpo.forward.attention.segment import segment_attention
-
-KERNELS = {"segment": segment_attention, "flex": flex_block_attention, "dense": dense_attention}
 
 
 def register(original: str) -> str:

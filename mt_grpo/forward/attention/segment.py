@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mt_grpo.forward.attention.kernels import attention_kernel
 from mt_grpo.forward.attention.layout import TreeLayout
 
 
+@attention_kernel("segment")
 def segment_attention(
     layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:

@@ -17,12 +17,14 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.vllm_plugin.checksum import file_checksum
 from mt_grpo.weights.proof import shift_file, shifted
+from mt_grpo.weights.transport import weight_transport
 from mt_grpo.weights.transports.files import FolderTransport
 from mt_grpo.weights.update_calls import (
     push_adapter,
 )
 
 
+@weight_transport("lora")
 class LoraTransport(FolderTransport):
     """
     By adapter: the server keeps the base model and loads each version of the adapter under a name of its own, which
@@ -36,6 +38,13 @@ class LoraTransport(FolderTransport):
             raise ConfigError("`weight_sync: lora` sends an adapter, and there is none: set `use_peft: true`.")
         super().__init__(client, get_model, accelerator, **options)
         self._previous: Path | None = None
+
+    @staticmethod
+    def server_flags(model_args: Any) -> tuple[list[str], dict[str, str]]:
+        # vLLM knows certain ranks only; the next one up holds the adapter
+        rank = next(size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= model_args.lora_r)
+        flags = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
+        return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
     def _gather(self, step: int | None) -> None:
         model = self.accelerator.unwrap_model(self.get_model())

@@ -1,4 +1,4 @@
-"""The ways weights travel: a file, an adapter, or NCCL."""
+"""By a file that the servers read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.weights.parameters import FullParameters
-from mt_grpo.weights.transport import WeightTransport
+from mt_grpo.weights.transport import WeightTransport, weight_transport
 from mt_grpo.weights.update_calls import (
     check_folder,
     push_file,
@@ -40,6 +40,10 @@ class FolderTransport(WeightTransport):
         super().__init__(client, get_model, accelerator, **options)
         self._folder = shared_folder(folder, accelerator)
 
+    @staticmethod
+    def options(args: Any) -> dict[str, Any]:
+        return {"folder": args.weight_sync_folder}
+
     def _prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
         check_folder(server, config, self._folder)
 
@@ -50,6 +54,7 @@ class FolderTransport(WeightTransport):
         super().close()
 
 
+@weight_transport("safetensors")
 class SafetensorsTransport(FolderTransport):
     """By a file, in shared memory on one host or in a folder that all hosts see. Works on every device."""
 

@@ -15,7 +15,7 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.weights.nccl_group import NcclGroup, send_bucket, take_bucket
 from mt_grpo.weights.parameters import FullParameters
-from mt_grpo.weights.transport import WeightTransport
+from mt_grpo.weights.transport import WeightTransport, weight_transport
 from mt_grpo.weights.update_calls import (
     WeightSyncError,
     check_holder,
@@ -25,6 +25,7 @@ from mt_grpo.weights.update_calls import (
 from mt_grpo.weights.weight_file import exhaust
 
 
+@weight_transport("nccl")
 class NcclTransport(WeightTransport):
     """
     By NCCL broadcast between GPUs, as TRL does, which needs vLLM in the trainer's environment too. The server joins a
@@ -39,6 +40,7 @@ class NcclTransport(WeightTransport):
     """
 
     repeatable = False
+    server_backend = "nccl"
 
     def __init__(
         self,
@@ -59,6 +61,10 @@ class NcclTransport(WeightTransport):
         self._parameters = FullParameters(get_model(), accelerator)
         self._group: NcclGroup | None = None
         self._group_port = group_port
+
+    @staticmethod
+    def options(args: Any) -> dict[str, Any]:
+        return {"group_port": args.vllm_group_port}
 
     def _prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
         timeout = self.client.server_timeout

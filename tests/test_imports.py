@@ -1,0 +1,120 @@
+"""Things register themselves under names, where they are defined."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from support.registered import keep
+
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, advantage_estimator
+from mt_grpo.data import DatasetError, load_rows
+from mt_grpo.data.schemas import SCHEMAS, dataset_schema
+from mt_grpo.envs.protocols import PROTOCOLS, call_protocol
+from mt_grpo.forward.attention.kernels import KERNELS, attention_kernel
+from mt_grpo.imports import RegistrationError, Registry, import_file
+from mt_grpo.rewards import REWARDS, RewardListError, load_rewards, reward
+from mt_grpo.tools import tool
+from mt_grpo.tools.loading import TOOLS
+from mt_grpo.weights.transport import TRANSPORTS, weight_transport
+
+BUILT_IN = [
+    (ADVANTAGE_ESTIMATORS, "mt_grpo"),
+    (KERNELS, "segment"),
+    (PROTOCOLS, "native"),
+    (REWARDS, "exact_match_reward_func"),
+    (SCHEMAS, "gsm8k"),
+    (TOOLS, "wikipedia_search"),
+    (TRANSPORTS, "lora"),
+]
+
+
+@pytest.mark.parametrize(("registry", "name"), BUILT_IN, ids=[name for _, name in BUILT_IN])
+def test_built_in_things_are_found_without_a_list(registry, name):
+    assert name in registry and registry[name] is dict(registry)[name]
+    assert list(registry) == sorted(registry) and len(registry) == len(list(registry))
+
+
+def test_a_module_is_imported_when_a_name_is_looked_up():
+    """Importing the tools costs nothing that only one of them needs."""
+    code = """
+import sys
+from mt_grpo.tools import load_tools
+assert "bm25s" not in sys.modules
+load_tools(["wikipedia_search"])
+assert "bm25s" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+DECORATORS = [
+    advantage_estimator,
+    attention_kernel,
+    call_protocol,
+    lambda name: dataset_schema(name, columns=()),
+    reward,
+    tool,
+    weight_transport,
+]
+
+
+@pytest.mark.parametrize("decorator", DECORATORS)
+@pytest.mark.parametrize("name", [len, "a.b", "a:b", "", None])
+def test_a_bare_decorator_and_a_path_are_no_names(decorator, name):
+    with pytest.raises(RegistrationError, match="a name of letters, digits, `_` and `-`, in parentheses behind"):
+        decorator(name)
+
+
+THING = """
+from test_imports import THINGS
+
+@THINGS.register("one")
+def thing():
+    return NUMBER
+"""
+
+THINGS: Registry = Registry("thing", "mt_grpo.credit")
+
+
+def test_a_file_replaces_its_own_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "THINGS", Registry("thing", "mt_grpo.credit"))
+    monkeypatch.setitem(sys.modules, "test_imports", sys.modules[__name__])
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "things_one.py").write_text(THING.replace("NUMBER", "1"))
+    (tmp_path / "things_two.py").write_text(THING.replace("NUMBER", "2"))
+    module = import_file(str(tmp_path / "things_one.py"))
+    import things_one  # the same file under another name, as `my_agent.look_up` beside a plugin `my_agent.py`
+
+    assert THINGS["one"] is things_one.thing is not module.thing
+    with pytest.raises(ValueError, match="The thing 'one' of .*things_two.py has the name of one in .*things_one.py"):
+        import_file(str(tmp_path / "things_two.py"))
+    assert THINGS["one"]() == 1
+
+
+def test_what_a_cell_of_a_notebook_registers_is_replaced():
+    things: Registry = Registry("thing", "mt_grpo.credit")
+    for number in (1, 2):
+        namespace = {"__name__": "a_notebook", "things": things}
+        exec(f"@things.register('one')\ndef thing():\n    return {number}", namespace)
+    assert things["one"]() == 2
+
+
+def test_a_plain_function_is_an_outcome_reward_of_its_name(monkeypatch):
+    keep(monkeypatch, REWARDS)
+
+    @reward("plain")
+    def judge(completions, **columns):
+        return [1.0] * len(completions)
+
+    (loaded,) = load_rewards(["plain"], "outcome")
+    assert loaded.name == "plain" and loaded.function is judge
+    with pytest.raises(RewardListError, match="'plain' is a reward for outcomes"):
+        load_rewards(["plain"], "turn")
+
+
+def test_a_schema_without_a_home_asks_for_a_source(monkeypatch):
+    keep(monkeypatch, SCHEMAS)
+    dataset_schema("homeless", columns=("question",))(lambda row: {"prompt": row["question"]})
+    with pytest.raises(DatasetError, match="published nowhere: name a source of it, as `homeless:rows.jsonl`"):
+        load_rows("homeless", "train")
