@@ -21,9 +21,10 @@ QUICK = [name for name, source in SOURCES.items() if '"--quick"' in source]
 
 
 def marks(name: str) -> list:
-    return [needs_server] if "\nfrom server import" in SOURCES[name] else []
+    return [needs_server, pytest.mark.server] if "\nfrom server import" in SOURCES[name] else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [pytest.param(name, marks=marks(name)) for name in QUICK])
 def test_a_quick_run_ends_and_leaves_the_results_alone(script):
     results = BENCHMARKS / "results" / Path(script).with_suffix(".json")
@@ -143,6 +144,7 @@ def benchmark(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_workload_without_room_ends_for_itself_and_says_so(benchmark, monkeypatch, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import step
