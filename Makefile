@@ -6,14 +6,18 @@ BENCHMARKS := head history methods packing parity prefix_cache rollout step tree
 
 TRL_OLDEST := 1.15.0
 
-.PHONY: quickstart test lint bench server-cpu trl-oldest warm-start clean
+.PHONY: quickstart test check lint bench server-cpu trl-oldest warm-start clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
 
 test: lint server-cpu trl-oldest
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --max-worker-restart=0 --cov=mt_grpo.trajectory \
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --max-worker-restart=0 --cov=mt_grpo.trajectory --cov=mt_grpo.token_tree \
 		--cov=mt_grpo.credit --cov=mt_grpo.rewards --cov-branch --cov-report=term-missing --cov-fail-under=100
+
+# What most changes break, in minutes: lint, and every test that is quick and needs no server.
+check: lint
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --max-worker-restart=0 -m "not slow and not server"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -31,9 +35,11 @@ trl-oldest: $(VENV)/.installed .venv-trl-oldest/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-trl-oldest trl==$(TRL_OLDEST)
 	touch $@
 
-# Every benchmark that needs no GPU, one after another; each prints a table and writes benchmarks/results/.
+# Every benchmark that needs no GPU, one after another; each prints a table and writes benchmarks/results/. At last
+# these are held against the committed ones.
 bench: $(VENV)/.installed server-cpu
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py; done
+	$(BIN)/python benchmarks/compare.py
 
 # The environment of a vLLM server that runs on a CPU; tests and `mt-grpo serve` use it where it is there.
 server-cpu: .venv-vllm/.installed

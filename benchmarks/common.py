@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mt_grpo.data import embedded
@@ -34,19 +31,6 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
     }
-
-
-def report(name: str, rows: dict[str, list[float]], settings: dict[str, object]) -> None:
-    """Prints median, minimum and maximum of each row of repeats, and writes them with the machine as JSON."""
-    table = Table(title=name)
-    for column in ("", "median", "min", "max", "repeats"):
-        table.add_column(column, justify="right" if column else "left")
-    for label, values in rows.items():
-        numbers = [f"{value:.3f}" for value in (statistics.median(values), min(values), max(values))]
-        table.add_row(label, *numbers, str(len(values)))
-    Console().print(table)
-    if not settings.get("quick"):
-        write(name, settings, rows)
 
 
 def write(name: str, settings: dict[str, Any], rows: Any, **further: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -20,9 +21,10 @@ QUICK = [name for name, source in SOURCES.items() if '"--quick"' in source]
 
 
 def marks(name: str) -> list:
-    return [needs_server] if "\nfrom server import" in SOURCES[name] else []
+    return [needs_server, pytest.mark.server] if "\nfrom server import" in SOURCES[name] else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [pytest.param(name, marks=marks(name)) for name in QUICK])
 def test_a_quick_run_ends_and_leaves_the_results_alone(script):
     results = BENCHMARKS / "results" / Path(script).with_suffix(".json")
@@ -56,6 +58,70 @@ def test_a_cache_reuses_the_longest_prefix_in_whole_blocks(block, monkeypatch):
         seen.append(tokens)
 
 
+RESULTS = {
+    "rows": [
+        {"workload": "long", "ratio": {"median": 4.0, "minimum": 3.0}, "seconds": {"ours": [1.0]}},
+        {"label": "lag", "target": "<= 5", "values": [1.0, 9.0, 2.0]},
+        {"turns": 12, "ratio": {"median": 7.0, "minimum": 6.0}},
+    ]
+}
+
+
+def changed(ratio: float, lag: float) -> dict:
+    rows = copy.deepcopy(RESULTS["rows"])
+    rows[0]["ratio"]["median"], rows[1]["values"] = ratio, [lag]
+    return {"rows": rows}
+
+
+@pytest.mark.parametrize(
+    ("measured", "verdicts"),
+    [
+        (RESULTS, ["the same"] * 3),
+        (changed(3.3, 2.3), ["the same"] * 3),
+        (changed(2.0, 1.0), ["worse", "better", "the same"]),
+        (changed(8.0, 4.0), ["better", "worse", "the same"]),
+        ({"rows": RESULTS["rows"][1:]}, ["gone", "the same", "the same"]),
+    ],
+)
+def test_ratios_and_targets_are_held_against_the_committed_ones(monkeypatch, measured, verdicts):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from compare import compare
+
+    assert [row.verdict for row in compare(RESULTS, measured, 0.25)] == verdicts
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository with committed results; returns what writes those of another run."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import compare
+
+    monkeypatch.setattr(compare, "RESULTS", tmp_path)
+
+    def write(results: dict) -> None:
+        (tmp_path / "packing.json").write_text(json.dumps(results))
+
+    write(RESULTS)
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "Results"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    return write
+
+
+def test_a_worse_figure_fails_the_comparison(repository, capsys):
+    from compare import main
+
+    assert main([]) == 0
+    repository(changed(2.0, 2.0))
+    assert main(["packing"]) == 1
+    assert main(["packing", "--tolerance", "0.6"]) == 0
+    repository({"rows": RESULTS["rows"][1:]})
+    assert main(["packing"]) == 1
+    assert "gone" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="HEAD has no results 'step'"):
+        main(["step"])
+
+
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 7.42 GiB. GPU 0 has a total capacity of 79.11 GiB."
 
 
@@ -78,6 +144,7 @@ def benchmark(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_workload_without_room_ends_for_itself_and_says_so(benchmark, monkeypatch, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import step

@@ -98,6 +98,7 @@ def test_benchmark_exists(name):
     assert (ROOT / name).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in starting("mt-grpo") if command not in SERVE])
 def test_mt_grpo_command_works(command, tmp_path):
     name, *arguments = words(command)[1:]
@@ -116,6 +117,7 @@ def test_accelerate_command_names_files_that_fit_together(command):
     parse_for(7, ROOT / recipe)
 
 
+@pytest.mark.slow
 def test_the_training_script_runs_under_accelerate(tmp_path):
     arguments = shlex.split(SMALL["train"])
     run = subprocess.run(

@@ -336,3 +336,8 @@ def test_a_record_has_the_whole_conversation_as_messages():
     assert [message["content"] for message in record["messages"]] == ["s", "q", "a", "Peru", "b"]
     del record["messages"]
     assert Trajectory.from_dict(record) == trajectory
+
+
+def test_a_limit_truncates_and_an_end_or_a_failure_does_not():
+    truncated = {reason for reason in StopReason if reason.is_truncated}
+    assert truncated == {StopReason.LENGTH, StopReason.TOKEN_BUDGET, StopReason.CONTEXT_FULL, StopReason.TIMEOUT}

@@ -26,7 +26,7 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.token_tree import TokenTree
 
-pytestmark = needs_server
+pytestmark = [needs_server, pytest.mark.server]
 MODEL = ROOT / "mt_grpo" / "data" / "embedded" / "model"
 LENGTH = 224
 STEPS = 3

@@ -18,7 +18,7 @@ from mt_grpo.app.serve import GUARD
 from mt_grpo.cli import main
 from mt_grpo.rollout.engines.vllm.http import ServerControl, find_key
 
-pytestmark = needs_server
+pytestmark = [needs_server, pytest.mark.server]
 KEYS = ("no key", "a wrong key", "the key")
 ORIGIN = {"Origin": "http://evil.example"}
 UPGRADE = {

@@ -33,7 +33,7 @@ from mt_grpo.weights.transports.adapter import LoraTransport
 from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.update_calls import WeightSyncError
 
-pytestmark = needs_server
+pytestmark = [needs_server, pytest.mark.server]
 LENGTH = 512
 TOLERANCE = 1e-4
 HEAD = 32  # the smallest head that vLLM's CPU attention knows

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
 SUPPORT = Path(__file__).parents[1] / "support"
 SHARDED = {
     "ACCELERATE_USE_FSDP": "true",

@@ -173,6 +173,14 @@ def test_a_checkpoint_of_another_number_of_processes_is_refused(tmp_path, build)
         check_checkpoint(tmp_path, options, 0, 1)
 
 
+def test_a_checkpoint_of_version_0_1_keeps_its_forks(tmp_path):
+    one = SimpleNamespace(process_index=0, num_processes=1, device="cpu")
+    forks = torch.tensor([[-1, 0, -1]])
+    save_rollouts(tmp_path, one, 3, [{"parents": forks}], {})
+    _, (loaded,) = load_rollouts(tmp_path, one)
+    assert loaded.keys() == {"parent"} and loaded["parent"].equal(forks)
+
+
 def test_sampled_log_probs_are_those_of_the_trained_model(build):
     trainer = build(None, temperature=0.7, max_turn_length=10)
     inputs = batch(trainer)

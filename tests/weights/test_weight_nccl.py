@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +14,8 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from support.models import build_model
 from support.replicas import Receiver, ScriptedGroup, step_of
-from trl.generation.vllm_client import VLLMClient
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.weights.nccl_client import KeyedClient
 from mt_grpo.weights.nccl_group import BUCKET, take_bucket
 from mt_grpo.weights.transports.nccl import NcclTransport
 from mt_grpo.weights.update_calls import WeightSyncError
@@ -135,6 +132,7 @@ def test_a_group_that_cannot_be_made_is_said_at_the_start(receiver, sync_of, mod
         sync_of(model).begin()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [None, 3])
 def test_all_ranks_gather_a_bucket_before_any_of_it_is_sent(tmp_path, failing):
     """Sharded weights on two ranks; a failure in the middle ends both."""
@@ -161,20 +159,6 @@ def test_all_ranks_gather_a_bucket_before_any_of_it_is_sent(tmp_path, failing):
     failures = {rank["failure"] for rank in ranks}
     (failure,) = failures
     assert failure is None if failing is None else "HTTP 500: CUDA out of memory" in failure
-
-
-def test_a_key_is_sent_by_nccl_too(monkeypatch):
-    """TRL's client needs a package that comes with vLLM: only its session is made here."""
-
-    def make(self, *args, **kwargs):
-        self.session = SimpleNamespace(headers={})
-        self.check_server()
-
-    asked = []
-    monkeypatch.setattr(VLLMClient, "__init__", make)
-    monkeypatch.setattr(VLLMClient, "check_server", lambda self: asked.append(dict(self.session.headers)))
-    KeyedClient("http://127.0.0.1:1", api_key="secret")
-    assert [headers["Authorization"] for headers in asked] == ["Bearer secret"]
 
 
 def test_a_bucket_keeps_its_weights_while_the_walk_goes_on():

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 from accelerate import Accelerator
 from support.models import build_model
 from support.replicas import Replica, step_of
@@ -22,6 +23,7 @@ from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import own_engine
 from mt_grpo.vllm_plugin import keys
 from mt_grpo.weights.nccl_client import KeyedClient
+from mt_grpo.weights.nccl_group import NcclGroup
 from mt_grpo.weights.transports.adapter import LoraTransport
 from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.transports.nccl import NcclTransport
@@ -43,6 +45,7 @@ def client(tokenizer, replicas):
     return VLLMServerClient(replicas[0].http.url, tokenizer)
 
 
+@pytest.mark.slow
 def test_a_server_without_the_update_is_left_out_until_restored(tmp_path, replicas):
     """Rank 0 loses the second server in the middle of an update; then only rank 1 has anything to sample."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -108,13 +111,11 @@ def test_by_nccl_the_key_goes_with_the_first_request(tokenizer, monkeypatch, tmp
         monkeypatch.setattr(f"trl.generation.vllm_client.{name}", lambda: True)
     for name, value in (("requests", requests), ("Retry", dict), ("HTTPAdapter", dict)):
         monkeypatch.setattr(f"trl.generation.vllm_client.{name}", value, raising=False)
-    monkeypatch.setattr("mt_grpo.weights.transports.nccl.is_vllm_available", lambda: True)
     seen = []
     monkeypatch.setattr(KeyedClient, "init_communicator", lambda self, device: seen.append(self.get_server_info()))
     http.key = key
-    client = VLLMServerClient(http.url, tokenizer, api_key=key if given == "given" else None)
-    sync = NcclTransport(client, lambda: build_model(tokenizer), Accelerator(cpu=True), group_port=51299)
-    assert seen and sync._generation.vllm_client.group_port == 51299
+    group = NcclGroup(http.url, key if given == "given" else None, 51299, 5.0, torch.device("cpu"))
+    assert seen and group._client.group_port == 51299
     assert [path for _, path, _ in http.requests] == ["/health", "/v1/models", "/server_info"]
 
 
