@@ -252,17 +252,17 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     def _log_rollouts(self, trajectories: list[Trajectory], prompt_ids: list[list[int]], mode: str) -> None:
         lengths = [sum(turn.num_tokens for turn in trajectory.turns) for trajectory in trajectories]
         truncated = [trajectory.stop_reason in UNFINISHED for trajectory in trajectories]
-        lengths, truncated, prompt_lengths = (
+        rows = [len(completion.prompt_ids) + len(completion.ids) for completion in self._completions]
+        lengths, truncated, prompt_lengths, rows = (
             gather(torch.tensor(values, device=self.accelerator.device))
-            for values in (lengths, truncated, [len(p) for p in prompt_ids])
+            for values in (lengths, truncated, [len(p) for p in prompt_ids], rows)
         )
-        prove_forward(self, prompt_lengths.max().item() + self.max_completion_length)
+        prove_forward(self, rows.max().item())
         if mode == "train":
             self.state.num_input_tokens_seen += (prompt_lengths.sum() + lengths.sum()).item()
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
         self._record(mode, completion_metrics(lengths.cpu(), truncated.cpu()))
-        metrics = rollout_metrics(trajectories)
-        self._record(mode, metrics)
+        self._record(mode, metrics := rollout_metrics(trajectories))
         if mode == "train":
             failed = metrics.get("stop/engine_error", 0.0) + metrics.get("stop/env_error", 0.0) > 1 - 1e-9
             self._failed_batches = self._failed_batches + 1 if failed else 0
@@ -331,7 +331,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     # Forward: every token once, and the rows of a group in one micro-batch, where they share their prompt
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        prove_forward(self, self.max_completion_length)  # before the first rollouts, and rows that a checkpoint kept
+        prove_forward(self, self.max_completion_length or 1)  # before rollouts, and before rows a checkpoint kept
         buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self.args.forward == "tree" and self._buffered_inputs is not buffered:
