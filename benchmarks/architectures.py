@@ -165,8 +165,8 @@ def random_turns(vocabulary: int, seed: int) -> list[list[tuple[list[int], list[
 
 
 @torch.no_grad()
-def oracle(plain: PreTrainedModel, taught: PreTrainedModel) -> float:
-    """Largest difference in nats between packed trees and turns alone, `inf` where packed trees cannot be scored."""
+def oracle(plain: PreTrainedModel, taught: PreTrainedModel) -> float | None:
+    """Largest difference in nats between packed trees and turns alone; `None` where packed trees cannot be scored."""
     largest = 0.0
     for seed in range(3):
         trajectories = random_turns(plain.config.get_text_config().vocab_size, 100 + seed)
@@ -182,9 +182,11 @@ def oracle(plain: PreTrainedModel, taught: PreTrainedModel) -> float:
         try:
             scores = score_packed(taught, packed).logps[torch.from_numpy(packed.turn_order)]
         except (UnsupportedModelError, RuntimeError, ValueError, TypeError, AttributeError):
-            return float("inf")
+            return None
         difference = (scores - torch.cat(alone)).abs().max().item()
-        largest = max(largest, difference) if difference == difference else float("inf")
+        if not np.isfinite(difference):
+            return None
+        largest = max(largest, difference)
     return largest
 
 
@@ -219,15 +221,17 @@ def examine(kind: type[PreTrainedConfig], seed: int) -> dict[str, Any]:
         "window": getattr(model.config.get_text_config(), "sliding_window", None),
         "oracle": oracle(model, taught),
     }
-    row["right"] = row["oracle"] <= EXACT
+    row["right"] = row["oracle"] is not None and row["oracle"] <= EXACT
     for name, candidate in (
         ("float32", copy.deepcopy(model)),
         ("bfloat16", copy.deepcopy(model).bfloat16()),
         ("as initialised", fresh),
     ):
         start = time.process_time()
-        row[name], row[f"{name}: sentence"] = verdict(candidate)
-        row[f"{name}: seconds"] = time.process_time() - start
+        row[name], sentence = verdict(candidate)
+        row["seconds"] = row.get("seconds", 0.0) + time.process_time() - start
+        if name == "float32":
+            row["sentence"] = sentence
     return row
 
 
@@ -236,7 +240,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     for column in ("model", "rotary", "oracle, nats", "float32", "bfloat16", "as initialised"):
         table.add_column(column)
     for row in sorted(rows, key=lambda row: (not row["right"], row["model"], row["seed"])):
-        cells = [row["model"], row["rotary"], f"{row['oracle']:.1e}"]
+        cells = [row["model"], row["rotary"], "cannot" if row["oracle"] is None else f"{row['oracle']:.1e}"]
         table.add_row(*cells, row["float32"], row["bfloat16"], row["as initialised"])
     Console(width=150).print(table)
 
@@ -262,7 +266,7 @@ def main() -> None:
                 continue
             if all((row["model"], seed) != (other["model"], other["seed"]) for other in rows):
                 rows.append(row)
-                print(f"{row['model']} {seed}: {row['oracle']:.1e} {row['float32']}", flush=True)
+                print(f"{row['model']} {seed}: {row['float32']}", flush=True)
     show(rows)
     kinds = {row["model"] for row in rows}
     print(f"{len(rows)} configurations of {len(kinds)} architectures; {len(unbuilt)} could not be made small.")

@@ -38,6 +38,11 @@ class RolloutBatch:
     rewards_per_func: Tensor | None = None
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest row, prompt included."""
+        return max(len(row.prompt_ids) + len(row.ids) for row in self.token_rows)
+
+    @property
     def counted(self) -> list[Trajectory]:
         """The trajectories that were run."""
         return counted(self.trajectories)

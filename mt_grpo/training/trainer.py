@@ -185,7 +185,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """TRL's; rows of a group meet in one micro-batch, where `forward: tree` computes what they share once."""
-        prove_forward(self, self.max_completion_length)  # before the first rollouts, and rows that a checkpoint kept
+        prove_forward(self, self.max_completion_length or 1)  # before rollouts, and before rows a checkpoint kept
         buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self.args.forward == "tree" and self._buffered_inputs is not buffered:
@@ -215,8 +215,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self._rollout(batch)
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
         batch.leave_out(self._tokenizer.pad_token_id, self.args.mask_truncated_completions)
-        longest = max(gather_object([max(len(row.prompt_ids) for row in batch.token_rows)]))
-        prove_forward(self, longest + self.max_completion_length)
+        prove_forward(self, max(gather_object([batch.longest])))
         self._log_rollouts(batch)
         return batch.generated()
 

@@ -239,5 +239,25 @@ def test_policy_and_reference_are_proven_for_the_longest_rows(build, model, tmp_
     model.save_pretrained(tmp_path / "model")
     trainer = build(model=str(tmp_path / "model"), beta=0.1, max_completion_length=400)
     trainer.train()
-    for model in (trainer.model, trainer.ref_model):
-        assert list(vars(model)["_proven_lengths"].values()) == [512]
+    for policy in (trainer.model, trainer.ref_model):
+        assert list(vars(policy)["_proven_lengths"].values()) == [512]
+
+
+@pytest.mark.parametrize("length", [300, None])
+def test_longer_rows_are_proven_before_they_are_trained(build, length):  # noqa: F811
+    def script(session, turn):
+        return "<answer>" + "of Peru " * 140 + "</answer>"  # 280 tokens and more
+
+    trainer = build(script, max_completion_length=length, max_steps=1)
+    proven = []
+    forward = trainer.model.forward
+
+    def watched(*args, tree=None, **kwargs):
+        if trainer.model.training:
+            proven.append(list(vars(trainer.model)["_proven_lengths"].values()))
+        return forward(*args, tree=tree, **kwargs)
+
+    trainer.model.forward = watched
+    trainer.train()
+    longest = max(len(row.prompt_ids) + len(row.ids) for row in trainer._completions)
+    assert longest > 256 and proven == [[512]]
