@@ -98,6 +98,7 @@ def test_every_loss_type_trains(build, tmp_path, model, loss_type):
         {"loss_type": "grpo"},
     ],
 )
+@pytest.mark.slow
 def test_with_one_turn_and_no_tools_it_is_trl_grpo(build, tmp_path, tokenizer, questions, options):
     def answer(number: int) -> str:
         return f"<answer>Lima {'of Peru ' * (number % 4)}</answer>"
@@ -149,6 +150,7 @@ def test_with_one_turn_and_no_tools_it_is_trl_grpo(build, tmp_path, tokenizer, q
         {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
     ],
 )
+@pytest.mark.slow
 def test_a_resumed_run_takes_the_same_next_step(build, tmp_path, options):
     options = {"max_steps": 5, "temperature": 1.0, "max_turn_length": 12, "learning_rate": 1e-3, **options}
     folders = [str(tmp_path / name) for name in ("whole", "cut")]

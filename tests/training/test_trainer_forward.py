@@ -19,6 +19,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("options", LAYOUTS)
+@pytest.mark.slow
 def test_tree_and_padded_runs_are_the_same(build, model, tmp_path, options):
     model.save_pretrained(tmp_path / "model")
     runs = []
@@ -35,6 +36,7 @@ def test_tree_and_padded_runs_are_the_same(build, model, tmp_path, options):
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.slow
 def test_every_loss_type_has_the_same_loss_and_gradient(build, loss_type):
     losses, gradients = [], []
     for forward in ("tree", "padded"):
@@ -120,6 +122,7 @@ BY_MICRO_BATCH = [
 @pytest.mark.parametrize(
     "options", [*({"loss_type": kind} for kind in LOSS_TYPES if kind != "bnpo"), *BY_MICRO_BATCH], ids=str
 )
+@pytest.mark.slow
 def test_a_moved_row_changes_only_the_gradients_it_moved_between(build, options):
     """In which micro-batch a row comes is drawn by lot in TRL, and chosen by `forward: tree`."""
     results = []
