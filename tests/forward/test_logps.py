@@ -33,9 +33,9 @@ def assert_equal(model, forest, bound=1e-6, **options):
 
 @settings(max_examples=20, deadline=None)
 @given(forests, st.sampled_from([1.0, 0.7]))
-def test_random_trees_score_as_one_forward_a_turn(shared_model, forest, temperature):
+def test_random_trees_score_as_one_forward_a_turn(exact_model, forest, temperature):
     if any(action for timesteps in forest for _, action in timesteps):
-        assert_equal(shared_model, forest, temperature=temperature)
+        assert_equal(exact_model, forest, temperature=temperature)
 
 
 @pytest.mark.parametrize(
