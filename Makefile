@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-BENCHMARKS := head history methods packing parity prefix_cache rollout step tree_row weight_sync
+BENCHMARKS := architectures head history methods packing parity prefix_cache rollout step tree_row weight_sync
 
 TRL_OLDEST := 1.15.0
 
