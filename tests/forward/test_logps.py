@@ -296,7 +296,7 @@ def test_nothing_has_no_log_probabilities(tokenizer, forward):
 
 
 def test_an_unknown_attention_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="`attention` is 'fast'; choose one of auto, segment"):
+    with pytest.raises(ValueError, match="`attention` is 'fast'; choose one of auto, dense, flex, segment"):
         token_logps(build_model(tokenizer), [], attention="fast")
 
 
