@@ -92,7 +92,7 @@ def receiver(tokenizer):
 def sync_of(receiver, tokenizer, monkeypatch):
     """Makes the sync of a model in two buckets."""
     made = []
-    monkeypatch.setattr("mt_grpo.weights.transports.files.is_vllm_available", lambda: True)
+    monkeypatch.setattr("mt_grpo.weights.transports.nccl.is_vllm_available", lambda: True)
     monkeypatch.setattr("mt_grpo.weights.transports.files.NcclGroup", ScriptedGroup)
     monkeypatch.setattr(ScriptedGroup, "server", receiver, raising=False)
 

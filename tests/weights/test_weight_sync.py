@@ -170,7 +170,7 @@ def test_a_restored_server_is_verified_though_the_latest_sync_was_not(tokenizer,
     [(False, 1, "needs vLLM"), (True, 2, "one server")],
 )
 def test_what_nccl_cannot_do_is_said_at_the_start(tokenizer, monkeypatch, installed, urls, words):
-    monkeypatch.setattr("mt_grpo.weights.transports.files.is_vllm_available", lambda: installed)
+    monkeypatch.setattr("mt_grpo.weights.transports.nccl.is_vllm_available", lambda: installed)
     client = VLLMServerClient([f"http://127.0.0.1:{port}" for port in range(1, 1 + urls)], tokenizer)
     with pytest.raises(ConfigError, match=f"{words}.*weight_sync: safetensors"):
         NcclSync(client, lambda: build_model(tokenizer), Accelerator(cpu=True))
@@ -200,7 +200,7 @@ def test_by_nccl_the_key_is_sent_from_the_first_request_that_needs_it(
         monkeypatch.setattr(f"trl.generation.vllm_client.{name}", lambda: True)
     for name, value in (("requests", requests), ("Retry", dict), ("HTTPAdapter", dict)):
         monkeypatch.setattr(f"trl.generation.vllm_client.{name}", value, raising=False)
-    monkeypatch.setattr("mt_grpo.weights.transports.files.is_vllm_available", lambda: True)
+    monkeypatch.setattr("mt_grpo.weights.transports.nccl.is_vllm_available", lambda: True)
     seen = []
     monkeypatch.setattr(KeyedClient, "init_communicator", lambda self, device: seen.append(self.get_server_info()))
     http.key = key

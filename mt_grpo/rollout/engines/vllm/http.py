@@ -125,7 +125,7 @@ class ServerControl:
             headers=headers(api_key or find_key(base_url)),
             timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT),
             # a connection for each call: after an error the server closes it, perhaps under the next call
-            limits=httpx.RolloutLimits(max_keepalive_connections=0),
+            limits=httpx.Limits(max_keepalive_connections=0),
             verify=_certificates(),
             trust_env=False,
         )
