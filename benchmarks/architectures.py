@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from measure import write
+from common import write
 from rich.console import Console
 from rich.table import Table
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel

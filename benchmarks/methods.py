@@ -34,7 +34,7 @@ from torch.nn.functional import linear
 from transformers import Qwen3ForCausalLM
 from ways import METHODS, VOCABULARY, Batch, build_batch, build_model, labels_of, run
 
-from mt_grpo.forward.attention import interface as attention
+from mt_grpo.forward.attention import flex
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
@@ -191,7 +191,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # FlexAttention warns that it is not compiled
-    attention.compiled_flex_attention = lambda device: flex_attention  # compiled on GPUs only
+    flex.compiled_flex_attention = lambda device: flex_attention  # compiled on GPUs only
     model, repeats = build_model(), 1 if quick else 3
     batches = [build_batch(1, 2 if quick else 8, seed, 96, 84, 24, 24) for seed in range(1 if quick else 13)]
     positions = sum(len(labels_of(batch)) for batch in batches)

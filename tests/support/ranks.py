@@ -192,7 +192,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
     model = trainer.accelerator.unwrap_model(trainer.model)
     logged = [row for row in trainer.state.log_history if "loss" in row]
     result = {
-        "proven": list(vars(model)["_proven_lengths"].values()),
+        "proven": [n for module in model.modules() for n in vars(module).get("_proven_lengths", {}).values()],
         "sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
         "turns": [row["turns/mean"] for row in logged],
         "learnt": [[float(row["loss"]), float(row["grad_norm"])] for row in logged],
