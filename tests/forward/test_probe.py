@@ -166,14 +166,28 @@ def test_a_proof_leaves_nothing_behind():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_is_not_a_number_is_refused():
+def test_trees_that_score_what_is_not_a_number_are_refused():
     model = make(RIGHT["llama"]())
     enable_trees(model)
-    model.model.norm.weight.data.fill_(float("nan"))
+    forward = model.forward
+
+    def spoilt(*args, tree=None, **kwargs):
+        output = forward(*args, tree=tree, **kwargs)
+        return output if tree is None else (output[0] * float("nan"), output[1])
+
+    model.forward = spoilt
     with pytest.raises(UnsupportedModelError, match="inf nats"):
         prove(model, 100)
     with pytest.raises(UnsupportedModelError, match="inf nats"):
         prove(model.bfloat16(), 1000)
+
+
+def test_spoilt_weights_are_not_blamed_on_trees():
+    model = make(RIGHT["llama"]())
+    enable_trees(model)
+    model.model.norm.weight.data.fill_(float("nan"))
+    prove(model, 100)
+    prove(model.bfloat16(), 1000)
 
 
 def test_the_probe_tree_forks_and_is_as_deep_as_asked():
