@@ -56,7 +56,7 @@ def load_rollouts(folder: Path, accelerator: Accelerator) -> tuple[int, Any]:
     path = _path(folder, accelerator.process_index)
     state = torch.load(path, map_location=accelerator.device, weights_only=True)
     for batch in state["buffered_inputs"] or []:
-        if "parents" in batch:  # the name of the column in checkpoints of version 0.1
+        if "parents" in batch:  # as older checkpoints name the column
             batch["parent"] = batch.pop("parents")
     return state["step"], state["buffered_inputs"]
 
