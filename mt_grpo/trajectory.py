@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from mt_grpo.token_tree import TokenTree
@@ -11,7 +11,7 @@ from mt_grpo.token_tree import TokenTree
 Message = dict[str, Any]
 
 
-class StopReason(str, Enum):
+class StopReason(StrEnum):
     """Why a conversation ended."""
 
     ANSWERED = "answered"

@@ -84,7 +84,7 @@ def test_the_image_has_the_cuda_and_python_of_torch():
     pinned = re.search(r"TORCH-torch==([\d.]+)", (ROOT / "scripts" / "install.sh").read_text())[1]
     image = re.search(r"FROM nvidia/cuda:([\d.]+)-devel-ubuntu([\d.]+)", (ROOT / "Dockerfile").read_text())
     assert image[1].rsplit(".", 1)[0] == CUDA_OF_TORCH[pinned]
-    assert image[2] == "24.04"  # its python3 is 3.12; the project takes 3.10 and later
+    assert image[2] == "24.04"  # its python3 is 3.12; the project takes 3.11 and later
 
 
 BENCHMARKS = sorted(

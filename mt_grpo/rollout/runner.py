@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +20,6 @@ from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row
 from mt_grpo.token_tree import common_prefix
 from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
-
-if sys.version_info >= (3, 11):
-    from asyncio import timeout as time_limit
-else:
-    from async_timeout import timeout as time_limit
 
 _NEVER = 1 << 30  # collections of a younger generation until a full one
 
@@ -154,9 +148,9 @@ class RolloutRunner:
         asyncio.current_task().set_name(f"conversation {request.session!r}")
         start = time.perf_counter()
         try:
-            async with time_limit(self.limits.rollout_timeout):
+            async with asyncio.timeout(self.limits.rollout_timeout):
                 trajectory.stop_reason = await self._take_turns(trajectory, sampling, request)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             if self.limits.rollout_timeout is None:  # not the runner's limit: the engine failed to name its error
                 raise
             trajectory.stop_reason = StopReason.TIMEOUT

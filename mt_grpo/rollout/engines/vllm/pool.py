@@ -171,7 +171,7 @@ class Connections:
         try:
             async with self.http.request(method, server.url + path, **options) as answer:
                 return answer.status, await answer.read()
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        except (TimeoutError, aiohttp.ClientError) as error:
             raise no_answer(f"{method} {server.url}{path}", error) from error
 
     def end_watch(self, server: Server, done: asyncio.Future[None]) -> None:
