@@ -74,11 +74,12 @@ async def close_environments(trajectories: Iterable[Trajectory]) -> None:
     Closes the environments that trajectories hold, whatever becomes of each: one that raises, or takes longer than
     `CLOSE_TIMEOUT`, is named in a warning.
     """
-    held = [trajectory.environment for trajectory in trajectories if trajectory.environment is not None]
+    held = []
     for trajectory in trajectories:
+        if trajectory.environment is not None and type(trajectory.environment).close is not StepEnv.close:
+            held.append(trajectory.environment)
         trajectory.environment = None
-    failures = await asyncio.gather(*(_close(env) for env in held if type(env).close is not StepEnv.close))
-    failures = [failure for failure in failures if failure]
+    failures = [failure for failure in await asyncio.gather(*map(_close, held)) if failure] if held else []
     if failures:
         logger.warning("%d environments could not be closed, the first for: %s", len(failures), failures[0])
 

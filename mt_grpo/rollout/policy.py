@@ -144,8 +144,9 @@ class ConversationPolicy:
                     "The last message is the assistant's, so there is nothing to reply to: add a message, or set "
                     "`continue_last`."
                 )
+            messages = messages if isinstance(messages, list) else list(messages)
             known = self._said.latest(messages) if self._history is not None else 0
-            context = self._extended(messages[known:]) if known else self._begun(list(messages))
+            context = self._extended(messages[known:]) if known else self._begun(messages[:])
             turn = await self._take(*context, tuple(stop), max_tokens, protocol)
             self._said.add(messages, known, turn)
             return turn
@@ -239,7 +240,7 @@ class ConversationPolicy:
             self._context += suffix
         else:
             added = common_prefix(suffix[::-1], rewritten[::-1], 0)
-            self._context = rewritten
+            self._context = list(rewritten)  # a group shares the ids of its prompt
         length = len(self._context)
         used = length - self._prompt_length
         if self.rewrote:

@@ -150,9 +150,9 @@ class RolloutRunner:
                     running.cancel()
                     await asyncio.wait([running], timeout=GRACE)
                 self.engine.release(request.session)
+            self._end(trajectory, running, policy)
             if policy.failure is not None:  # a bug of the engine, whatever the environment made of it
                 raise policy.failure
-            self._end(trajectory, running, policy)
             trajectory.seconds = time.perf_counter() - start
             if trajectory.turns and trajectory.stop_reason in (StopReason.TIMEOUT, StopReason.ENV_ERROR):
                 fail_unanswered(trajectory.turns[-1])

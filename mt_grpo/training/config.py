@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
 from trl import GRPOConfig
 
 from mt_grpo.credit import bind_rule, parse_rule, rule_name, splits_turns
@@ -29,7 +30,11 @@ class MTGRPOConfig(GRPOConfig):
     then outcome rewards.
 
     Args:
-        env (`str`, *optional*): Dotted path of an environment class; `MultiTurnToolEnv` where none is given.
+        env (`str`, *optional*): Dotted path of an environment: a class, a `StepEnv`, or a function from a row to one;
+            `MultiTurnToolEnv` where none is given.
+        environments (`dict`, *optional*): Several environments in one run, by the names in the dataset's column
+            `environment`: each a dotted path, or a mapping of its own `env`, `tools`, `system_prompt`,
+            `max_env_steps`, `call_protocol`, `env_mask` and `tool_timeout`.
         tools (`list[str]`, *optional*): Tools by name or dotted path.
         call_protocol (`str`, *optional*, defaults to `"tags"`): `"tags"` or `"native"` (the model's own tool calls).
         external_plugins (`list[str]`, *optional*): Python files imported before anything is looked up by name.
@@ -68,7 +73,11 @@ class MTGRPOConfig(GRPOConfig):
             run left in `output_dir`, instead of refusing to begin there; it has no effect on a run that is resumed.
     """
 
-    env: str | None = field(default=None, metadata={"help": "Dotted path of an environment class."})
+    env: str | None = field(default=None, metadata={"help": "Dotted path of an environment class or factory."})
+    environments: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Several environments, by the names in the column `environment`; JSON on the command line."},
+    )
     tools: list[str] | None = field(default=None, metadata={"help": "Tools by name or dotted path."})
     call_protocol: str = field(default="tags", metadata={"help": "How the model calls tools, by name."})
     external_plugins: list[str] | None = field(
@@ -125,6 +134,8 @@ class MTGRPOConfig(GRPOConfig):
                 setattr(self, name, [getattr(self, name)])
         for plugin in self.external_plugins or []:
             import_file(plugin)
+        if isinstance(self.environments, str):  # of the command line
+            self.environments = yaml.safe_load(self.environments)
         self.advantage_estimator = parse_rule(self.advantage_estimator)
         for name in (
             "max_turn_length",
