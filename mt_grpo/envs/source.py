@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 EnvFactory = Callable[[dict[str, Any]], Env]
 """Makes the environment of a row; it may be `async`."""
 EnvSource = StepEnv | type[Env] | EnvFactory | dict[str, "EnvSource"]
-"""A `StepEnv` that each conversation has a shallow copy of; a class that is made without arguments; a factory; or a
-dictionary of these, of which the row's `environment` names one."""
+"""A `StepEnv` that each conversation has a shallow copy of; a class or factory, called with nothing or with the row; or a dictionary of these, of which the row's `environment` names one."""
 
 CLOSE_TIMEOUT = 30.0
 """Seconds an environment may take to close."""
@@ -46,7 +45,7 @@ async def make_env(source: EnvSource, row: dict[str, Any]) -> Env:
         return copy.copy(source)
     if isinstance(source, dict):
         return await make_env(named(source, row), row)
-    args = () if isinstance(source, type) else (row,)
+    args = () if _takes(source, ()) else (row,)
     making = asyncio.ensure_future(call(source, *args, what=f"environment {_name(source)}"))
     try:
         env = await asyncio.shield(making)
@@ -122,24 +121,30 @@ def check_source(source: Any, name: str = "env") -> None:
         if inspect.isabstract(source):
             missing = ", ".join(sorted(source.__abstractmethods__))
             raise ConfigError(f"`{name}` is the class {source.__name__}, which lacks {missing}: define them.")
-        _check_call(source, (), name)
+        _check_call(source, name)
     elif not isinstance(source, StepEnv):
         if not callable(source):
             raise ConfigError(
                 f"`{name}` is {source!r}, from which no environment can be made: give a `StepEnv`, a class, or a "
                 "function from a row to an environment."
             )
-        _check_call(source, ({},), name)
+        _check_call(source, name)
 
 
-def _check_call(source: Callable[..., Any], args: tuple[Any, ...], name: str) -> None:
+def _check_call(source: Callable[..., Any], name: str) -> None:
+    if not _takes(source, ()) and not _takes(source, ({},)):
+        raise ConfigError(
+            f"`{name}` is called with the row or with nothing, and {_name(source)} takes neither: give its other "
+            "parameters defaults."
+        )
+
+
+def _takes(source: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     try:
         inspect.signature(source).bind(*args)
-    except TypeError as error:
-        takes = "the row" if args else "no arguments"
-        raise ConfigError(
-            f"`{name}` is called with {takes}, which {_name(source)} does not take ({error})."
-        ) from error
+    except TypeError:
+        return False
+    return True
 
 
 def check_rows(source: EnvSource, names: list[str] | None) -> None:

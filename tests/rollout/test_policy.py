@@ -245,12 +245,12 @@ def test_roots_and_forks_have_the_log_probs_of_each_turn_alone():
     assert sum(row.mask) == sum(turn.num_tokens for turn in trajectory.turns)
     names = ("prompt_ids", "ids", "mask", "turns", "parent")
     prompt, ids, mask, turns, parent = (torch.tensor([getattr(row, name)]) for name in names)
-    ones, most = torch.ones_like, ids.shape[1]
+    ones = torch.ones_like
     enable_trees(model)
     tree, _ = batch_logps(model, prompt, ones(prompt), ids, ones(ids), mask, parent)
     alone, _ = turn_by_turn_logps(model, prompt, ones(prompt), ids, mask, turns, parent, temperature=1.0)
-    assert torch.allclose(tree, alone, atol=1e-9) and tree.count_nonzero() == mask.sum() <= most
+    assert torch.allclose(tree.float(), alone, atol=1e-5) and tree.count_nonzero() == mask.sum()
     for turn, action in enumerate(trajectory.tree.actions()):  # and against the whole context that was sampled from
         path = torch.tensor([contexts[turn] + action])
         logps = model(path).logits[0, :-1].log_softmax(-1).gather(1, path[0, 1:, None])[-len(action) :, 0]
-        assert torch.allclose(alone[0][(turns[0] == turn) & mask[0].bool()], logps, atol=1e-9)
+        assert torch.allclose(alone[0][(turns[0] == turn) & mask[0].bool()], logps.float(), atol=1e-5)
