@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 EnvFactory = Callable[[dict[str, Any]], Env]
 """Makes the environment of a row; it may be `async`."""
 EnvSource = StepEnv | type[Env] | EnvFactory | dict[str, "EnvSource"]
-"""A `StepEnv` that each conversation has a shallow copy of; a class or factory, called with nothing or with the row; or a dictionary of these, of which the row's `environment` names one."""
+"""
+A `StepEnv` that each conversation has a shallow copy of; a class or factory, called with nothing or with the row; or a
+dictionary of these, of which the row's `environment` names one.
+"""
 
 CLOSE_TIMEOUT = 30.0
 """Seconds an environment may take to close."""

@@ -242,7 +242,7 @@ def test_what_makes_no_environment_is_refused(source, problem):
         RolloutRunner(source, ScriptedEngine(build_tokenizer(), []))
 
 
-def test_a_factory_that_makes_no_environment_ends_its_conversation():
+def test_a_factory_that_makes_something_else_ends_one():
     [trajectory] = run(lambda row: object(), [{}])
     assert trajectory.stop_reason is StopReason.ENV_ERROR and "has no `run` and `close`" in trajectory.error
 
