@@ -1,9 +1,10 @@
-"""The command line: `mt-grpo train | rollout | serve`."""
+"""The command line: `mt-grpo COMMAND`."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import signal
 import sys
 import traceback
@@ -13,13 +14,12 @@ from types import TracebackType
 
 from mt_grpo.errors import UserError
 
-USAGE = """usage: mt-grpo COMMAND --config RECIPE.yaml [--field value ...]
-
-commands:
-  train      train an agent; every field of the recipe can be set on the command line
-  rollout    show what the agent does on --num_prompts N prompts (4); trains nothing
-  serve      start the vLLM server that the recipe's trainer needs
-"""
+COMMANDS = {
+    "train": ("train an agent; every option of the recipe can be set on the command line", "mt_grpo.cli:train"),
+    "rollout": ("show what the agent does on --num_prompts N prompts (4); trains nothing", "mt_grpo.cli:rollout"),
+    "serve": ("start the vLLM server that the recipe's trainer needs", "mt_grpo.cli:serve"),
+}
+"""Each command: what it does, in one line, and the function that does it, imported when the command is called."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,17 +30,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: Exit status: 0, or 1 after one sentence about what is wrong with the input.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "rollout": rollout, "serve": serve}
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE, end="")
+        print(usage(), end="")
         return 0 if arguments else 1
-    if arguments[0] not in commands:
-        print(
-            f"mt-grpo: the command {arguments[0]!r} is unknown; the commands are {', '.join(commands)}.",
-            file=sys.stderr,
-        )
+    name, *arguments = arguments
+    if name not in COMMANDS:
+        print(f"mt-grpo: the command {name!r} is unknown; the commands are {', '.join(COMMANDS)}.", file=sys.stderr)
         return 1
-    return commands[arguments[0]](arguments[1:])
+    module, function = COMMANDS[name][1].split(":")
+    try:
+        return vars(importlib.import_module(module))[function](arguments)
+    except UserError as error:
+        return _refuse(error)
+
+
+def usage() -> str:
+    """The text of `mt-grpo --help`."""
+    lines = [f"  {name:<10} {line}\n" for name, (line, _) in COMMANDS.items()]
+    return f"usage: mt-grpo COMMAND RECIPE.yaml [--field value ...]\n\ncommands:\n{''.join(lines)}"
 
 
 def _interruptible(command: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
