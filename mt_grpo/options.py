@@ -62,12 +62,12 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
             "`multi_objective_aggregation: normalize_then_sum` does not say which turn a reward belongs to; leave "
             "it out, and weigh rewards with `reward_weights`."
         )
-    _choose("loss_type", options["loss_type"], LOSS_TYPES)
+    choose("loss_type", options["loss_type"], LOSS_TYPES)
     if not isinstance(options["scale_rewards"], bool):
-        _choose("scale_rewards", options["scale_rewards"], SCALES)
+        choose("scale_rewards", options["scale_rewards"], SCALES)
     rule = rule_name(parse_rule(options["advantage_estimator"]))
     for name, known in registered.items():
-        _choose(name, rule if name == "advantage_estimator" else options[name], known)
+        choose(name, rule if name == "advantage_estimator" else options[name], known)
     for name in NO_EFFECT:
         if options[name]:
             raise ConfigError(
@@ -146,7 +146,7 @@ def unknown_reward(name: str, kind: str, known: Iterable[str]) -> str:
 
 def check_history(policy: str, compact_every: int | None) -> None:
     """Raises `ConfigError` for an unknown policy, or `"compact"` without its number of turns."""
-    _choose("history", policy, HISTORIES)
+    choose("history", policy, HISTORIES)
     if policy == "compact" and (compact_every is None or compact_every < 1):
         raise ConfigError("`history: compact` needs `compact_every`, the number of turns between two compactions.")
 
@@ -188,7 +188,8 @@ def _check_lengths(turn: int | None, whole: int | None) -> None:
         )
 
 
-def _choose(name: str, value: Any, known: Iterable[str]) -> None:
+def choose(name: str, value: Any, known: Iterable[str]) -> None:
+    """Raises `ConfigError` if the value of an option is none of the known names."""
     known = list(known)
     if value not in known:
         raise ConfigError(f"`{name}` is {value!r}{did_you_mean(value, known)}: choose one of {', '.join(known)}.")
