@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from mt_grpo.app.request import Request, read_request
+from mt_grpo.app.request import OWN_OPTIONS, Request, read_request
 from mt_grpo.errors import UserError
 from mt_grpo.trajectory import visible
 
@@ -22,9 +22,6 @@ COMMANDS = {
     "schema": ("print the JSON schema of recipes, for editors", "mt_grpo.app.schema_command:main"),
 }
 """Each command: what it does, in one line, and the function that does it, imported when the command is called."""
-
-WITH_RECIPE = ("train", "rollout", "serve")
-"""The commands that take a recipe; the others parse their arguments by themselves."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     line, path = COMMANDS[name]
     wanted = {"-h", "--help", "--help-all"}.intersection(arguments)
-    if wanted and name in WITH_RECIPE:
+    if wanted and name in OWN_OPTIONS:  # the others parse their arguments by themselves
         from mt_grpo.app.help import command_help
 
         print(command_help(name, line, "--help-all" in wanted), end="")
@@ -65,7 +62,7 @@ def usage() -> str:
     return (
         "usage: mt-grpo COMMAND ...\n\n"
         f"commands:\n{''.join(lines)}\n"
-        f"{', '.join(WITH_RECIPE)}: mt-grpo COMMAND RECIPE.yaml [--option value ...]\n"
+        f"{', '.join(OWN_OPTIONS)}: mt-grpo COMMAND RECIPE.yaml [--option value ...]\n"
         "`mt-grpo COMMAND --help` explains a command.\n"
     )
 
