@@ -56,6 +56,7 @@ NONE = (
 )
 REFUSED = [
     (["trian"], "the command 'trian' is unknown; the commands are "),
+    (["schema", "--out", "s.json"], "`mt-grpo schema` takes no arguments, and '--out' is given."),
     (["train"], NONE),
     (["rollout", "--num_prompts", "2"], NONE.replace("train", "rollout")),
     (["train", "folder"], "The recipe 'folder' is a folder: give a YAML file in it, such as 'folder/inside.yaml'."),
@@ -154,6 +155,7 @@ HELP = [
     ["rollout", "good.yaml", "--help"],
     ["serve", "-h"],
     ["train", "--help-all"],
+    ["schema", "--help"],
 ]
 
 RUN = f"""
@@ -231,7 +233,7 @@ def test_the_script_for_accelerate_refuses_as_the_command_does(tmp_path):
 
 
 def test_help_is_short_and_names_what_is_ours(answers):
-    (_, general), (_, train), (_, rollout), (_, serve), (_, everything) = answers[2]
+    (_, general), (_, train), (_, rollout), (_, serve), (_, everything), (_, schema_help) = answers[2]
     assert [status for status, _ in answers[2]] == [0] * len(HELP)
     assert all(f"\n  {command} " in general for command in ("train", "rollout", "serve", "schema"))
     schema = json.loads((ROOT.parent / "mt_grpo" / "app" / "schema.json").read_text())["properties"]
@@ -239,5 +241,6 @@ def test_help_is_short_and_names_what_is_ours(answers):
     assert ours and all(f"  --{name} " in train for name in ours)
     assert len(train.splitlines()) < 90 and max(map(len, train.splitlines())) <= 100
     assert "--num_prompts" in rollout and "--num_prompts" not in train
+    assert "> recipe.schema.json" in schema_help
     assert "--vllm_server_port" in serve and "--outcome_reward_funcs" not in serve
     assert all(f"\n  --{name} " in everything for name in schema)
