@@ -117,11 +117,10 @@ def _read_command_line(tokens: list[str], schema: Schema, command: str, request:
                 request.own[name] = value
                 continue
             given[name] = value
-            one = [f"{written}={texts[0]}"] if len(texts) == 1 else [written, *texts]
-            request.arguments += one
+            request.arguments += [f"--{name}={texts[0]}"] if len(texts) == 1 else [f"--{name}", *texts]
         elif name.startswith("no_") and options.get(name[3:], {}).get("default") is True and not equals:
             given[name[3:]] = False
-            request.arguments.append(written)
+            request.arguments.append(f"--{name}")
         else:
             _refuse_option(name, written, schema, command)
             request.arguments.append(token)
@@ -157,11 +156,11 @@ def _take(tokens: list[str], option: dict[str, Any], written: str) -> list[str]:
 def _value(name: str, option: dict[str, Any], texts: list[str], written: str, checked: bool) -> Any:
     if not texts:
         return True
-    value = from_text(option, texts if option.get("x-many") else texts[0])
-    if checked and (texts[0] or "string" in kinds(option)):
-        check_value(name, option, value, f"`{written}`", in_file=False)
-    elif checked:
+    if not texts[0] and "string" not in kinds(option):
         raise ConfigError(f"`{written}` is given without a value: it takes {wanted(option)}.")
+    value = from_text(option, texts if option.get("x-many") else texts[0])
+    if checked:
+        check_value(name, option, value, f"`{written}`", in_file=False)
     return value
 
 
@@ -180,11 +179,10 @@ def _check_recipe(request: Request, lines: dict[str, int], schema: Schema) -> No
         place = f"in {request.path}, line {lines[str(key)]}," if str(key) in lines else f"in {request.path}"
         if schema.exact:
             refuse_unknown(str(key), f"The key {key!r} {place}", schema.properties)
-        if key not in schema.properties:
-            continue
-        if schema.decides(key):
-            value = request.recipe[key] = from_text(schema.properties[key], value)
-            check_value(key, schema.properties[key], value, f"`{key}` {place}", in_file=True)
+        if key in schema.properties and schema.decides(key):
+            option = schema.properties[key]
+            value = request.recipe[key] = from_text(option, value)
+            check_value(key, option, value, f"`{key}` {place}", in_file=True)
 
 
 def _check_whole(request: Request, schema: Schema, command: str) -> None:

@@ -58,6 +58,20 @@ def of_another_trl(monkeypatch):
     monkeypatch.setattr(request, "load_schema", lambda: other)
 
 
+def test_every_form_of_an_option_reaches_the_parser(tmp_path):
+    (tmp_path / "r.yaml").write_text("model_name_or_path: m\ndataset_name: d\nbf16: false\nmax_steps: '7'\n")
+    forms = ["--learning-rate=2e-3", "--use_cpu", "--no-gradient-checkpointing", "--max_grad-norm", "0.5"]
+    recipe = parse_recipe([*forms, "--tools", "calculator", "wikipedia_search", "--config", str(tmp_path / "r.yaml")])
+    args = recipe.training
+    assert (args.learning_rate, args.use_cpu, args.gradient_checkpointing, args.max_grad_norm) == (
+        2e-3,
+        True,
+        False,
+        0.5,
+    )
+    assert (args.tools, args.max_steps) == (["calculator", "wikipedia_search"], 7)
+
+
 def test_what_another_trl_may_know_is_left_to_its_parser(of_another_trl, tmp_path):
     (tmp_path / "r.yaml").write_text("model_name_or_path: m\ndataset_name: d\nof_another_trl: 1\nmax_steps: half\n")
     found = read_request([str(tmp_path / "r.yaml"), "--also_of_it", "2", "3", "--eval_strategy", "often"])
