@@ -1,9 +1,10 @@
-"""The command line: `mt-grpo train | rollout | serve`."""
+"""The command line: `mt-grpo COMMAND`."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import signal
 import sys
 import traceback
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from mt_grpo import __version__
 from mt_grpo.errors import UserError
 
 USAGE = """usage: mt-grpo COMMAND --config RECIPE.yaml [--field value ...]
@@ -19,6 +21,11 @@ commands:
   train      train an agent; every field of the recipe can be set on the command line
   rollout    show what the agent does on --num_prompts N prompts (4); trains nothing
   serve      start the vLLM server that the recipe's trainer needs
+  recipes    list the recipes that ship with mt-grpo, or copy one: recipes ls, recipes cp NAME
+  env        show versions and devices, for a bug report
+  completion  print a script that completes commands and options in a shell: bash, zsh or fish
+
+mt-grpo --version prints the version.
 """
 
 
@@ -30,10 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: Exit status: 0, or 1 after one sentence about what is wrong with the input.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "rollout": rollout, "serve": serve}
+    commands = {"train": train, "rollout": rollout, "serve": serve, **_OF_APP}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if arguments else 1
+    if arguments[0] == "--version":
+        print(f"mt-grpo {__version__}")
+        return 0
     if arguments[0] not in commands:
         print(
             f"mt-grpo: the command {arguments[0]!r} is unknown; the commands are {', '.join(commands)}.",
@@ -41,6 +51,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 1
     return commands[arguments[0]](arguments[1:])
+
+
+def _of_app(module: str) -> Callable[[list[str]], int]:
+    """A command that a module of `mt_grpo.app` runs, imported when it is called."""
+
+    def run(arguments: list[str]) -> int:
+        try:
+            return importlib.import_module(f"mt_grpo.app.{module}").run(arguments)
+        except UserError as error:
+            return _refuse(error)
+
+    return run
+
+
+_OF_APP = {"recipes": _of_app("shipped"), "env": _of_app("env"), "completion": _of_app("completion")}
 
 
 def _interruptible(command: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
@@ -76,14 +101,29 @@ def _interrupt(number: int, frame: object) -> None:
 @_interruptible
 def train(arguments: list[str]) -> int:
     """`mt-grpo train`: trains an agent from a recipe."""
-    trainer, resolved = _prepare(arguments)
+    from mt_grpo.app.options import train_options
+
+    try:
+        options, arguments = train_options(arguments)
+        if options.accelerate_config is not None:
+            from mt_grpo.app.launch import launch
+
+            return launch(options, arguments)
+    except UserError as error:
+        return _refuse(error)
+    trainer, resolved = _prepare(arguments, writes=not options.dry_run)
     if trainer is None:
         return 1
     from mt_grpo.app.train import leave_group, run_training
 
     accelerator = trainer.accelerator
     try:
-        run_training(trainer, resolved, _console(quiet=not accelerator.is_main_process))
+        if options.dry_run:
+            from mt_grpo.app.dry_run import finish_dry_run
+
+            finish_dry_run(trainer, resolved)
+        else:
+            run_training(trainer, resolved, _console(quiet=not accelerator.is_main_process))
     except UserError as error:
         return _refuse(error)
     del trainer
@@ -139,7 +179,7 @@ def _console(quiet: bool = False):
     return Console(soft_wrap=True, quiet=quiet)
 
 
-def _prepare(arguments: list[str], trains: bool = True):
+def _prepare(arguments: list[str], trains: bool = True, writes: bool = True):
     """The trainer of a recipe and its resolved options; `(None, None)` after saying what is wrong with the input."""
     warnings.simplefilter("ignore", FutureWarning)  # libraries' notes to each other, not to the user
     from mt_grpo.app.build import build_trainer
@@ -148,7 +188,7 @@ def _prepare(arguments: list[str], trains: bool = True):
     try:
         recipe = parse_recipe(arguments)
         resolved = recipe.resolved()
-        return build_trainer(recipe, trains), resolved
+        return build_trainer(recipe, trains, writes), resolved
     except UserError as error:
         _refuse(error)
         return None, None
