@@ -62,7 +62,9 @@ compdef _mt_grpo mt-grpo
 _FISH = """\
 # Completes mt-grpo in fish: mt-grpo completion fish | source
 complete -c mt-grpo -f
-complete -c mt-grpo -n __fish_use_subcommand -a '@COMMANDS@' -l help -l version
+complete -c mt-grpo -n __fish_use_subcommand -a '@COMMANDS@'
+complete -c mt-grpo -n __fish_use_subcommand -l help
+complete -c mt-grpo -n __fish_use_subcommand -l version
 complete -c mt-grpo -n '__fish_seen_subcommand_from train rollout serve' -a '(__fish_complete_suffix .yaml)'
 complete -c mt-grpo -n '__fish_seen_subcommand_from train' -l accelerate_config -x -a '@CONFIGS@ (__fish_complete_suffix .yaml)'
 complete -c mt-grpo -n '__fish_seen_subcommand_from cp' -a '@RECIPES@'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import torch
+import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -65,7 +67,7 @@ def _launch(path: Path, options: Namespace, arguments: list[str]) -> int:
     command += ["mt_grpo", "train", *(["--dry_run"] if options.dry_run else []), *arguments]
     try:
         with libraries_may_refuse(f"The accelerate configuration {path} cannot be launched"):
-            _check_devices(path, options.num_processes)
+            _check(path, options.num_processes)
             launch_command(launch_command_parser().parse_args(command))
     except ChildFailedError as error:
         return _status(error.get_first_failure()[1].exitcode)
@@ -80,8 +82,16 @@ def _launch(path: Path, options: Namespace, arguments: list[str]) -> int:
     return 0
 
 
-def _check_devices(path: Path, num_processes: int | None) -> None:
-    """One sentence for what would otherwise be a traceback of each process that finds no device."""
+def _check(path: Path, num_processes: int | None) -> None:
+    """
+    One sentence for what would otherwise be a traceback of each process that finds no device, or of a reader of YAML.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no accelerate configuration, which is a mapping: `accelerate config` makes one.")
     config = load_config_from_file(str(path))
     wanted, there = num_processes or config.num_processes, torch.accelerator.device_count()
     if not config.use_cpu and config.num_machines == 1 and wanted > there:
@@ -101,10 +111,13 @@ def _end_processes(number: int) -> None:
     Waits until every process that was launched has ended. A single one is not ended by accelerate: Ctrl-C in a
     terminal reaches it by itself, and must not come twice; any other signal is handed on.
     """
+    for impatient in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(impatient, signal.SIG_IGN)
     processes = psutil.Process().children(recursive=True)
     if number == signal.SIGINT:
         _, processes = psutil.wait_procs(processes, PATIENCE)
     for last in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
-            process.send_signal(last)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(last)
         _, processes = psutil.wait_procs(processes, PATIENCE)

@@ -49,7 +49,9 @@ def describe(recipe: str) -> str:
     `# yaml-language-server: ...`, is no part of it.
     """
     lines = []
-    for line in recipe.splitlines():
+    for line in recipe.lstrip().splitlines():
+        if not (line or lines):
+            continue
         if not line.startswith("#"):
             break
         if not line.startswith("# yaml-language-server:"):
