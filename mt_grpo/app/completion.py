@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from importlib.resources import files
-
-from mt_grpo.app.options import TRAIN_OPTIONS
+from mt_grpo.app.request import COMMANDS as RECIPE_COMMANDS
+from mt_grpo.app.schema import load_schema
 from mt_grpo.app.shipped import accelerate_configs, shipped
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 
-SCHEMA = files("mt_grpo.app") / "schema.json"
-"""The JSON schema of recipes; its properties are the options of every command that takes a recipe."""
-
-RECIPE_COMMANDS = {"train": TRAIN_OPTIONS, "rollout": ("--num_prompts",), "serve": ()}
-"""Commands that take a recipe, with the options of their own."""
-
 WORD_COMMANDS = {"recipes": ("ls", "cp"), "completion": ("bash", "zsh", "fish"), "env": (), "schema": ()}
-"""Other commands, with the words that may follow them."""
+"""The commands that take no recipe, with the words that may follow them."""
 
 COMMANDS = (*RECIPE_COMMANDS, *WORD_COMMANDS)
 
@@ -97,9 +89,9 @@ def run(arguments: list[str]) -> int:
 
 def _options() -> dict[str, list[str]]:
     """What may follow each command that takes a recipe."""
-    fields = [f"--{name}" for name in json.loads(SCHEMA.read_text(encoding="utf-8"))["properties"]]
+    fields = load_schema().properties
     return {
-        command: sorted({*fields, *own, "--config", "--help", "--help-all"})
+        command: sorted(f"--{name}" for name in {*fields, *own, "config", "help", "help-all"})
         for command, own in RECIPE_COMMANDS.items()
     }
 

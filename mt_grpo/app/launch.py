@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-from argparse import Namespace
 from importlib.resources import as_file
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from mt_grpo.app.libraries import libraries_may_refuse
+from mt_grpo.app.request import Request
 from mt_grpo.app.shipped import accelerate_configs
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
@@ -27,14 +27,14 @@ PATIENCE = 30.0
 """Seconds that processes have to end by themselves; torch gives those that it starts as many."""
 
 
-def launch(options: Namespace, arguments: list[str]) -> int:
+def launch(request: Request) -> int:
     """
     Runs `mt-grpo train` under accelerate, and returns when all of its processes have ended.
 
     Args:
-        options (`Namespace`): Of `train_options`. `accelerate_config` is the name of a configuration in
-            `recipes/accelerate`, or the path of one; `num_processes` replaces its number.
-        arguments (`list[str]`): All others, for each process.
+        request (`Request`): Its `accelerate_config` is the name of a configuration in `recipes/accelerate`, or the
+            path of one, and its `num_processes` replaces the number of the configuration. Everything else goes to each
+            process.
 
     Returns:
         `int`: Exit status of the first process that failed, else 0.
@@ -48,26 +48,26 @@ def launch(options: Namespace, arguments: list[str]) -> int:
             "`--accelerate_config` launches processes, and this is one that was launched: leave it out under "
             "`accelerate launch` and `torchrun`."
         )
-    config, shipped = options.accelerate_config, accelerate_configs()
+    config, shipped = request.own["accelerate_config"], accelerate_configs()
     if config in shipped:
         with as_file(shipped[config]) as path:
-            return _launch(path, options, arguments)
+            return _launch(path, request)
     if not Path(config).is_file():
         raise ConfigError(
             f"The accelerate configuration {config!r} is unknown{did_you_mean(config, shipped)}: give one of "
             f"{', '.join(shipped)}, or the path of a file."
         )
-    return _launch(Path(config), options, arguments)
+    return _launch(Path(config), request)
 
 
-def _launch(path: Path, options: Namespace, arguments: list[str]) -> int:
-    command = ["--config_file", str(path), "--module"]
-    if options.num_processes is not None:
-        command += ["--num_processes", str(options.num_processes)]
-    command += ["mt_grpo", "train", *(["--dry_run"] if options.dry_run else []), *arguments]
+def _launch(path: Path, request: Request) -> int:
+    number = request.own["num_processes"]
+    command = ["--config_file", str(path), *([] if number is None else ["--num_processes", str(number)]), "--module"]
+    command += ["mt_grpo", "train", *([] if request.path is None else [request.path]), *request.arguments]
+    command += ["--dry_run"] if request.own["dry_run"] else []
     try:
         with libraries_may_refuse(f"The accelerate configuration {path} cannot be launched"):
-            _check(path, options.num_processes)
+            _check(path, number)
             launch_command(launch_command_parser().parse_args(command))
     except ChildFailedError as error:
         return _status(error.get_first_failure()[1].exitcode)

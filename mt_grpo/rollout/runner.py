@@ -13,8 +13,9 @@ from typing import Any
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.execution import fail_unanswered
+from mt_grpo.options import check_history
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
-from mt_grpo.rollout.history import History, check_history
+from mt_grpo.rollout.history import History
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row

@@ -10,8 +10,8 @@ import yaml
 from support.loopback import free_port
 from support.replicas import Replica
 
-from mt_grpo.app.options import train_options
 from mt_grpo.app.recipe import parse_recipe
+from mt_grpo.app.request import read_request
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 
@@ -116,32 +116,38 @@ def test_a_server_that_is_not_there_is_refused(recipe, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "dry", "rest"),
+    ("given", "dry"),
     [
-        ("--dry_run", True, []),
-        ("--dry_run true", True, []),
-        ("--dry_run=True", True, []),
-        ("--dry_run false", False, []),
-        ("--dry_run R.yaml", True, ["R.yaml"]),
-        ("--dry_run --beta 1", True, ["--beta", "1"]),
-        ("R.yaml --beta 1 --dry_run", True, ["R.yaml", "--beta", "1"]),
-        ("R.yaml --tools a b", False, ["R.yaml", "--tools", "a", "b"]),
+        ("R --dry_run", True),
+        ("R --dry_run true", True),
+        ("R --dry_run=True", True),
+        ("R --dry_run false", False),
+        ("--dry_run R", True),
+        ("--dry_run --beta 1 R", True),
+        ("R --tools calculator wikipedia_search", False),
     ],
 )
-def test_dry_run_takes_a_truth_value_and_nothing_else(given, dry, rest):
-    options, left = train_options(given.split())
-    assert (options.dry_run, left) == (dry, rest)
+def test_dry_run_takes_a_truth_value_and_nothing_else(recipe, given, dry):
+    (_, path) = recipe()
+    request = read_request(given.replace("R", path).split(), "train")
+    assert (request.path, request.own["dry_run"]) == (path, dry)
+    assert "--dry_run" not in request.arguments
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--dry_run=maybe", "Argument --dry_run: 'maybe' is neither 'true' nor 'false'."),
-        ("--accelerate_config", "Argument --accelerate_config: expected one argument."),
-        ("--accelerate_config zero3 --num_processes 0", "'0' is no number of processes"),
+        ("--dry_run=maybe", "`--dry_run` is 'maybe': it takes true or false."),
+        ("--accelerate_config", "`--accelerate_config` is given without a value"),
+        ("--accelerate_config zero3 --num_processes 0", "`--num_processes` is 0: it takes"),
         ("--num_processes 2", "`--num_processes` needs `--accelerate_config` beside it"),
     ],
 )
-def test_wrong_values_are_refused(given, message):
+def test_wrong_values_are_refused(recipe, given, message):
     with pytest.raises(ConfigError, match=message):
-        train_options(given.split())
+        read_request([*recipe(), *given.split()], "train")
+
+
+def test_only_training_is_dry(recipe):
+    with pytest.raises(ConfigError, match="`--dry_run` is an option of `mt-grpo train`, not of `mt-grpo rollout`"):
+        read_request([*recipe(), "--dry_run"], "rollout")

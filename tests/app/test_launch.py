@@ -15,13 +15,11 @@ import psutil
 import pytest
 import yaml
 from accelerate.utils import is_deepspeed_available
-from trl import ModelConfig
 
 from mt_grpo.app.launch import _status
-from mt_grpo.app.options import TRAIN_OPTIONS
-from mt_grpo.app.recipe import MTGRPOScriptArguments
+from mt_grpo.app.recipe import OPTIONS
+from mt_grpo.app.request import COMMANDS
 from mt_grpo.cli import main
-from mt_grpo.training import MTGRPOConfig
 
 # a shell that runs tests in the background ignores SIGINT
 COMMAND = """
@@ -127,24 +125,24 @@ def test_a_process_that_a_signal_ended_counts_from_128(code, status):
         ),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused(value, message, tmp_path, monkeypatch, capsys):
+def test_a_configuration_that_cannot_be_is_refused(recipe, value, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     Path("broken.yaml").write_text("a: [")
     Path("list.yaml").write_text("- a")
     Path("keys.yaml").write_text("distributed_type: 'NO'\nnum_procesess: 2")
     Path("speed.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 1\nuse_cpu: true")
-    assert main(["train", "--config", "R.yaml", "--accelerate_config", value]) == 1
+    assert main(["train", *recipe(), "--accelerate_config", value]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mt-grpo: ") and message in line
 
 
-def test_a_process_that_was_launched_launches_none(monkeypatch, capsys):
+def test_a_process_that_was_launched_launches_none(recipe, monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert main(["train", "--config", "R.yaml", "--accelerate_config", "zero3"]) == 1
+    assert main(["train", *recipe(), "--accelerate_config", "zero3"]) == 1
     assert "leave it out under `accelerate launch`" in capsys.readouterr().err
 
 
 def test_options_of_the_command_are_no_fields_of_a_recipe():
-    names = {field.name for options in (MTGRPOScriptArguments, MTGRPOConfig, ModelConfig) for field in fields(options)}
-    assert not names & {option.removeprefix("--") for option in TRAIN_OPTIONS}
+    names = {field.name for options in OPTIONS for field in fields(options)}
+    assert not names & {name for own in COMMANDS.values() for name in own}
