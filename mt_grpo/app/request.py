@@ -17,7 +17,7 @@ from mt_grpo.options import check_names, check_options, check_trainable, is_bare
 COMMANDS: dict[str, dict[str, dict[str, Any]]] = {
     "train": {
         "dry_run": {
-            "description": "Check and build everything, and print the whole recipe; sample and write nothing.",
+            "description": "Check and build everything; sample and write nothing.",
             "type": "boolean",
             "x-flag": True,
             "default": False,
