@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from mt_grpo import __version__
-from mt_grpo.app.request import Request, read_request
+from mt_grpo.app.request import OWN_OPTIONS, Request, read_request
 from mt_grpo.errors import UserError
 from mt_grpo.trajectory import visible
 
@@ -26,9 +26,6 @@ COMMANDS = {
     "completion": ("print a script that completes commands and options in a shell", "mt_grpo.app.completion:run"),
 }
 """Each command: what it does, in one line, and the function that does it, imported when the command is called."""
-
-WITH_RECIPE = ("train", "rollout", "serve")
-"""The commands that take a recipe; the others parse their arguments by themselves."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     line, path = COMMANDS[name]
     wanted = {"-h", "--help", "--help-all"}.intersection(arguments)
-    if wanted and name in WITH_RECIPE:
+    if wanted and name in OWN_OPTIONS:  # the others parse their arguments by themselves
         from mt_grpo.app.help import command_help
 
         print(command_help(name, line, "--help-all" in wanted), end="")
@@ -72,7 +69,7 @@ def usage() -> str:
     return (
         "usage: mt-grpo COMMAND ...\n\n"
         f"commands:\n{''.join(lines)}\n"
-        f"{', '.join(WITH_RECIPE)}: mt-grpo COMMAND RECIPE.yaml [--option value ...]\n"
+        f"{', '.join(OWN_OPTIONS)}: mt-grpo COMMAND RECIPE.yaml [--option value ...]\n"
         "`mt-grpo COMMAND --help` explains a command, `mt-grpo --version` prints the version.\n"
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mt_grpo.app.request import COMMANDS as RECIPE_COMMANDS
+from mt_grpo.app.request import OWN_OPTIONS
 from mt_grpo.app.schema import load_schema
 from mt_grpo.app.shipped import accelerate_configs, shipped
 from mt_grpo.errors import ConfigError
@@ -11,7 +11,7 @@ from mt_grpo.imports import did_you_mean
 WORD_COMMANDS = {"recipes": ("ls", "cp"), "completion": ("bash", "zsh", "fish"), "env": (), "schema": ()}
 """The commands that take no recipe, with the words that may follow them."""
 
-COMMANDS = (*RECIPE_COMMANDS, *WORD_COMMANDS)
+COMMANDS = (*OWN_OPTIONS, *WORD_COMMANDS)
 
 _BASH = """\
 # Completes mt-grpo in bash: source <(mt-grpo completion bash)
@@ -92,7 +92,7 @@ def _options() -> dict[str, list[str]]:
     fields = load_schema().properties
     return {
         command: sorted(f"--{name}" for name in {*fields, *own, "config", "help", "help-all"})
-        for command, own in RECIPE_COMMANDS.items()
+        for command, own in OWN_OPTIONS.items()
     }
 
 

@@ -7,7 +7,7 @@ import shutil
 import textwrap
 from typing import Any
 
-from mt_grpo.app.request import COMMANDS
+from mt_grpo.app.request import OWN_OPTIONS
 from mt_grpo.app.schema import kinds, load_schema
 
 GROUPS = {
@@ -73,7 +73,7 @@ def command_help(command: str, line: str, everything: bool = False) -> str:
     The help of a command that takes a recipe.
 
     Args:
-        command (`str`): One of `COMMANDS`.
+        command (`str`): One of `OWN_OPTIONS`.
         line (`str`): What it does.
         everything (`bool`, *optional*, defaults to `False`): Whether every option of a recipe is listed, with its
             whole description.
@@ -91,8 +91,8 @@ def command_help(command: str, line: str, everything: bool = False) -> str:
             width,
         ),
     ]
-    if COMMANDS[command]:
-        text += ["", f"Options of {command}:", *_lines(COMMANDS[command], width)]
+    if OWN_OPTIONS[command]:
+        text += ["", f"Options of {command}:", *_lines(OWN_OPTIONS[command], width)]
     options = load_schema().properties
     if everything:
         ours = {name: option for name, option in options.items() if option["x-owner"] == "mt_grpo"}

@@ -14,7 +14,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.options import check_names, check_options, check_trainable, is_bare
 
-COMMANDS: dict[str, dict[str, dict[str, Any]]] = {
+OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "train": {
         "dry_run": {
             "description": "Check and build everything; sample and write nothing.",
@@ -80,13 +80,13 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
 
     Args:
         arguments (`list[str]`): The command line, program and command left out.
-        command (`str`, *optional*, defaults to `"serve"`): Which of `COMMANDS`, for its own options and rules.
+        command (`str`, *optional*, defaults to `"serve"`): Which of `OWN_OPTIONS`, for its own options and rules.
 
     Raises:
         ConfigError: For what is known to be wrong without a library; `build_recipe` finds the rest.
     """
     schema = load_schema()
-    request = Request(own={name: option["default"] for name, option in COMMANDS[command].items()})
+    request = Request(own={name: option["default"] for name, option in OWN_OPTIONS[command].items()})
     given = _read_command_line(list(arguments), schema, command, request)
     if request.own.get("num_processes") is not None and request.own["accelerate_config"] is None:
         raise ConfigError("`--num_processes` needs `--accelerate_config` beside it, e.g. `--accelerate_config zero3`.")
@@ -118,7 +118,7 @@ def refuse_unknown(name: str, written: str, known: Iterable[str]) -> None:
 
 def _read_command_line(tokens: list[str], schema: Schema, command: str, request: Request) -> dict[str, Any]:
     """The values of the recipe's options; the path, the own options and what argparse is to see go to `request`."""
-    options = {**schema.properties, **COMMANDS[command]}
+    options = {**schema.properties, **OWN_OPTIONS[command]}
     given = {}
     while tokens:
         token = tokens.pop(0)
@@ -132,8 +132,8 @@ def _read_command_line(tokens: list[str], schema: Schema, command: str, request:
             _set_path(request, text if equals else tokens.pop(0))
         elif name in options:
             texts = [text] if equals else _take(tokens, options[name], written)
-            value = _value(name, options[name], texts, written, name in COMMANDS[command] or schema.decides(name))
-            if name in COMMANDS[command]:
+            value = _value(name, options[name], texts, written, name in OWN_OPTIONS[command] or schema.decides(name))
+            if name in OWN_OPTIONS[command]:
                 request.own[name] = value
                 continue
             given[name] = value
@@ -186,13 +186,13 @@ def _value(name: str, option: dict[str, Any], texts: list[str], written: str, ch
 
 
 def _refuse_option(name: str, written: str, schema: Schema, command: str) -> None:
-    for other, own in COMMANDS.items():
+    for other, own in OWN_OPTIONS.items():
         if name in own:
             raise ConfigError(f"`{written}` is an option of `mt-grpo {other}`, not of `mt-grpo {command}`.")
     if not written.startswith("--"):
         raise ConfigError(f"The option {written!r} is unknown: options begin with two dashes, as `--max_steps 10`.")
     if schema.exact:
-        refuse_unknown(name, f"The option {written!r}", [*schema.properties, *COMMANDS[command], "config"])
+        refuse_unknown(name, f"The option {written!r}", [*schema.properties, *OWN_OPTIONS[command], "config"])
 
 
 def _check_recipe(request: Request, lines: dict[str, int], schema: Schema) -> None:

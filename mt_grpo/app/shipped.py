@@ -8,10 +8,12 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from mt_grpo.app.schema import SHIPPED
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 
 _ACCELERATE = "accelerate/"
+_EDITORS = "# yaml-language-server: $schema="
 
 USAGE = """usage: mt-grpo recipes ls
        mt-grpo recipes cp NAME [DEST]
@@ -45,8 +47,8 @@ def accelerate_configs() -> dict[str, Traversable]:
 
 def describe(recipe: str) -> str:
     """
-    The first sentence of the comment that a recipe begins with. A line for editors, such as
-    `# yaml-language-server: ...`, is no part of it.
+    The first sentence of the comment that a recipe begins with. The line that tells editors of the
+    schema is no part of it.
     """
     lines = []
     for line in recipe.lstrip().splitlines():
@@ -54,7 +56,7 @@ def describe(recipe: str) -> str:
             continue
         if not line.startswith("#"):
             break
-        if not line.startswith("# yaml-language-server:"):
+        if not line.startswith(_EDITORS):
             lines.append(line.lstrip("# "))
     return re.split(r"(?<=\.)\s", " ".join(lines))[0]
 
@@ -85,7 +87,7 @@ def run(arguments: list[str]) -> int:
 
 def copy(name: str, destination: Path) -> Path:
     """
-    Copies a recipe.
+    Copies a recipe. The line that tells editors of the schema names that of this package, wherever the copy is.
 
     Args:
         name (`str`): Its name; the ending `.yaml` may be left out.
@@ -103,10 +105,14 @@ def copy(name: str, destination: Path) -> Path:
         raise ConfigError(
             f"The recipe {name!r} is unknown{did_you_mean(name, known)}: `mt-grpo recipes ls` lists all of them."
         )
+    text = source.read_text(encoding="utf-8")
+    if text.startswith(_EDITORS):
+        _, rest = text.split("\n", 1)
+        text = f"{_EDITORS}{SHIPPED}\n{rest}"
     path = destination / source.name if destination.is_dir() else destination
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(source.read_text(encoding="utf-8"))
+            file.write(text)
     except FileExistsError:
         raise ConfigError(f"{path} is there already: remove it, or give another place to copy to.") from None
     except OSError as error:

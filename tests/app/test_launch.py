@@ -18,7 +18,7 @@ from accelerate.utils import is_deepspeed_available
 
 from mt_grpo.app.launch import _status
 from mt_grpo.app.recipe import OPTIONS
-from mt_grpo.app.request import COMMANDS
+from mt_grpo.app.request import OWN_OPTIONS
 from mt_grpo.cli import main
 
 # a shell that runs tests in the background ignores SIGINT
@@ -145,4 +145,4 @@ def test_a_process_that_was_launched_launches_none(recipe, monkeypatch, capsys):
 
 def test_options_of_the_command_are_no_fields_of_a_recipe():
     names = {field.name for options in OPTIONS for field in fields(options)}
-    assert not names & {name for own in COMMANDS.values() for name in own}
+    assert not names & {name for own in OWN_OPTIONS.values() for name in own}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support.recipes import RECIPES, ROOT
@@ -23,6 +22,10 @@ FILES = {
     "far.yaml": "quickness: 1\n",
     "no_model.yaml": "dataset_name: d\n",
     "no_data.yaml": "model_name_or_path: m\n",
+    "merged.yaml": (
+        "model_name_or_path: m\ndataset_name: d\nlr_scheduler_kwargs: &one {min_lr: 1e-4, power: 2}\n"
+        "model_init_kwargs: {<<: *one, power: 3}\n"
+    ),
     "folder/inside.yaml": "",
     "no_recipes/text.txt": "",
     "latin.yaml": None,
@@ -141,6 +144,7 @@ ACCEPTED = [
     ["good.yaml", "--env", "mine.py:Env", "--call_protocol", "of_its_module"],
     ["good.yaml", "--tools", "mine.py:tool", "--outcome_reward_funcs", "registered_by_mine"],
     ["good.yaml", "--resume_from_checkpoint", "true", "--column_mapping", '{"prompt": "question"}'],
+    ["merged.yaml"],
     *([str(recipe)] for recipe in RECIPES),
 ]
 
@@ -214,11 +218,23 @@ def test_the_forms_of_an_option_say_the_same(answers):
     assert taken[4] == taken[0] | {"learning_rate": 2e-3, "gradient_checkpointing": False, "tools": tools}
 
 
+def test_a_merged_mapping_may_be_changed(answers):
+    (merged,) = (values for values in answers[1] if "model_init_kwargs" in values)
+    assert merged["lr_scheduler_kwargs"] == {"min_lr": 1e-4, "power": 2}
+    assert merged["model_init_kwargs"] == {"min_lr": 1e-4, "power": 3}
+
+
+def test_the_script_for_accelerate_refuses_as_the_command_does(tmp_path):
+    command = [sys.executable, str(ROOT.parent / "scripts" / "train.py"), "--config=zzz.yaml"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (1, "mt-grpo: The recipe 'zzz.yaml' does not exist.\n")
+
+
 def test_help_is_short_and_names_what_is_ours(answers):
     (_, general), (_, train), (_, rollout), (_, serve), (_, everything) = answers[2]
     assert [status for status, _ in answers[2]] == [0] * len(HELP)
     assert all(f"\n  {command} " in general for command in ("train", "rollout", "serve", "schema"))
-    schema = json.loads((Path(ROOT).parent / "mt_grpo" / "app" / "schema.json").read_text())["properties"]
+    schema = json.loads((ROOT.parent / "mt_grpo" / "app" / "schema.json").read_text())["properties"]
     ours = [name for name, option in schema.items() if option["x-owner"] == "mt_grpo"]
     assert ours and all(f"  --{name} " in train for name in ours)
     assert len(train.splitlines()) < 90 and max(map(len, train.splitlines())) <= 100
