@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from mt_grpo import __version__
 from mt_grpo.app.request import OWN_OPTIONS, Request, read_request
 from mt_grpo.errors import UserError
 from mt_grpo.trajectory import visible
@@ -19,7 +20,10 @@ COMMANDS = {
     "train": ("train an agent", "mt_grpo.cli:train"),
     "rollout": ("show what the agent does on a few prompts; trains nothing", "mt_grpo.cli:rollout"),
     "serve": ("start the vLLM server that the recipe's trainer needs", "mt_grpo.cli:serve"),
+    "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.shipped:run"),
+    "env": ("print versions and devices, for a bug report", "mt_grpo.app.env:run"),
     "schema": ("print the JSON schema of recipes, for editors", "mt_grpo.app.schema_command:main"),
+    "completion": ("print a script that completes commands and options in a shell", "mt_grpo.app.completion:run"),
 }
 """Each command: what it does, in one line, and the function that does it, imported when the command is called."""
 
@@ -36,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage(), end="")
         return 0 if arguments else 1
     name, *arguments = arguments
+    if name == "--version":
+        print(f"mt-grpo {__version__}")
+        return 0
     if name not in COMMANDS:
         print(
             f"mt-grpo: the command {name!r} is unknown; the commands are {', '.join(COMMANDS)}.",
@@ -63,7 +70,7 @@ def usage() -> str:
         "usage: mt-grpo COMMAND ...\n\n"
         f"commands:\n{''.join(lines)}\n"
         f"{', '.join(OWN_OPTIONS)}: mt-grpo COMMAND RECIPE.yaml [--option value ...]\n"
-        "`mt-grpo COMMAND --help` explains a command.\n"
+        "`mt-grpo COMMAND --help` explains a command, `mt-grpo --version` prints the version.\n"
     )
 
 
@@ -97,12 +104,23 @@ def _interrupt(number: int, frame: object) -> None:
 
 @_interruptible
 def train(arguments: list[str]) -> int:
-    """`mt-grpo train`: trains an agent from a recipe."""
-    trainer, resolved = _prepare(read_request(arguments, "train"))
+    """`mt-grpo train`: trains an agent from a recipe, in this process or in those that accelerate launches."""
+    request = read_request(arguments, "train")
+    if request.own["accelerate_config"] is not None:
+        from mt_grpo.app.launch import launch
+
+        return launch(request)
+    dry_run = request.own["dry_run"]
+    trainer, resolved = _prepare(request, writes=not dry_run)
     from mt_grpo.app.train import leave_group, run_training
 
     accelerator = trainer.accelerator
-    run_training(trainer, resolved, _console(quiet=not accelerator.is_main_process))
+    if dry_run:
+        from mt_grpo.app.dry_run import finish_dry_run
+
+        finish_dry_run(trainer, resolved)
+    else:
+        run_training(trainer, resolved, _console(quiet=not accelerator.is_main_process))
     del trainer
     leave_group(accelerator)
     return 0
@@ -144,7 +162,7 @@ def _console(quiet: bool = False):
     return Console(soft_wrap=True, quiet=quiet)
 
 
-def _prepare(request: Request, trains: bool = True):
+def _prepare(request: Request, trains: bool = True, writes: bool = True):
     """The trainer of a recipe and its resolved options."""
     warnings.simplefilter("ignore", FutureWarning)  # libraries' notes to each other, not to the user
     from mt_grpo.app.build import build_trainer
@@ -152,4 +170,4 @@ def _prepare(request: Request, trains: bool = True):
 
     recipe = build_recipe(request)
     resolved = recipe.resolved()
-    return build_trainer(recipe, trains), resolved
+    return build_trainer(recipe, trains, writes), resolved

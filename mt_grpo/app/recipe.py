@@ -44,7 +44,7 @@ class Recipe:
         """
         options = {**asdict(self.script), **asdict(self.model), **self.training.to_dict()}
         del options["generation_batch_size"]
-        return yaml.safe_load(json.dumps(options, default=str))
+        return json.loads(json.dumps(options, default=str))
 
 
 OPTIONS = (MTGRPOScriptArguments, MTGRPOConfig, ModelConfig)

@@ -15,7 +15,25 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.options import check_names, check_options, check_trainable, is_bare
 
 OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "train": {},
+    "train": {
+        "dry_run": {
+            "description": "Check and build everything; sample and write nothing.",
+            "type": "boolean",
+            "x-flag": True,
+            "default": False,
+        },
+        "accelerate_config": {
+            "description": "Launch with accelerate: fsdp2, zero2, zero3, or a file.",
+            "type": "string",
+            "default": None,
+        },
+        "num_processes": {
+            "description": "Processes to launch, instead of the configuration's.",
+            "type": "integer",
+            "minimum": 1,
+            "default": None,
+        },
+    },
     "rollout": {
         "num_prompts": {
             "description": "Prompts to answer, of the evaluation set if there is one.",
@@ -70,6 +88,8 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     schema = load_schema()
     request = Request(own={name: option["default"] for name, option in OWN_OPTIONS[command].items()})
     given = _read_command_line(list(arguments), schema, command, request)
+    if request.own.get("num_processes") is not None and request.own["accelerate_config"] is None:
+        raise ConfigError("`--num_processes` needs `--accelerate_config` beside it, e.g. `--accelerate_config zero3`.")
     variables: dict[str, Any] = {}
     if request.path is not None:
         request.recipe, lines = read_file(request.path)
