@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import get_peft_config, get_quantization_config
 
+from mt_grpo.app.dry_run import nothing_left
 from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import embedded, load_rows
@@ -98,7 +100,7 @@ def drop_long_prompts(
     return dataset.select(keep)
 
 
-def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
+def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> MTGRPOEnvTrainer:
     """
     Everything a recipe names, checked and put together; bad input is refused with one sentence.
 
@@ -106,6 +108,7 @@ def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
         recipe (`Recipe`): What to build.
         trains (`bool`, *optional*, defaults to `True`): Whether it is to be trained, so that what only training needs
             is checked as well.
+        writes (`bool`, *optional*, defaults to `True`): Whether `output_dir` and the Hub may be written to.
     """
     args, model = recipe.training, recipe.model
     args.resume_from_checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
@@ -143,7 +146,8 @@ def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
-    with libraries_may_refuse("The trainer cannot be built from these options"):
+    left = contextlib.nullcontext() if writes else nothing_left(args)
+    with libraries_may_refuse("The trainer cannot be built from these options"), left:
         return MTGRPOEnvTrainer(
             model=name,
             env=env,

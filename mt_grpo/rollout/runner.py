@@ -14,8 +14,8 @@ from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv
 from mt_grpo.envs.execution import fail_unanswered
 from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_environments, make_env, prototypes
 from mt_grpo.envs.threads import guarded
+from mt_grpo.options import check_history
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
-from mt_grpo.rollout.history import check_history
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, Sampler
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.token_check import SanityCheck
