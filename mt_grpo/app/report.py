@@ -78,7 +78,7 @@ def _label(name: str) -> str:
         "tool_execution": "tool-execution rate",
         "exist_answer_in_search_results": "answer in search results",
         "exist_answer": "answer contained",
-        "turns": "turns a question",
+        "turns": "turns per question",
     }
     return labels.get(name, name.replace("_", " "))
 
