@@ -133,7 +133,7 @@ def import_file(path: str) -> Any:
 
 
 def did_you_mean(name: str, known: Any) -> str:
-    """A clause that names the closest of the known names; an empty string if none is close."""
+    """A clause that names the closest of the known names, or nothing where none is close."""
     matches = difflib.get_close_matches(str(name), [str(item) for item in known], n=1)
     return f"; the nearest is {matches[0]!r}" if matches else ""
 

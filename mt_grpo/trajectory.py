@@ -49,7 +49,7 @@ class ToolCall:
         error (`str`, *optional*): What went wrong; `None` for a call that succeeded.
         executed (`bool`): Whether the tool ran; `False` for a malformed call, an unknown tool or bad arguments.
         seconds (`float`): Wall time of the tool.
-        id (`str`, *optional*): Identifier that the model gave the call.
+        id (`str`, *optional*): Identifier the model gave the call.
     """
 
     name: str
@@ -77,8 +77,8 @@ class Turn:
         context_length (`int`): Number of tokens that the model was given.
         fork_cause (`str`, *optional*): Why the context does not extend the one before; `None` if it does.
         seconds (`float`): Time the engine took.
-        weight_version (`int`, *optional*): Optimiser step of the weights that it was sampled with.
-        observation_length (`int`): Tokens at the end of the context that the environment wrote after the turn before.
+        weight_version (`int`, *optional*): Optimiser step of the weights it was sampled with.
+        observation_length (`int`): Tokens at the end of the context that the environment wrote since the turn before.
     """
 
     index: int
@@ -163,7 +163,7 @@ class Trajectory:
         return self.prompt + self.completion
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields in JSON-serialisable form (if `row` is), and `messages`, the whole conversation."""
+        """A JSON-serialisable form without loss, as far as `row` is JSON, and `messages`, the whole conversation."""
         data = {name: getattr(self, name) for name in self.__dataclass_fields__}
         data["messages"] = self.messages
         data["turns"] = [asdict(turn) for turn in self.turns]

@@ -21,7 +21,7 @@ Rule = str | Mapping[str, Any]
 
 def parse_rule(rule: Any) -> str | dict[str, Any]:
     """
-    Reads a rule as a recipe, a command line (the mapping as JSON) or a script gives it.
+    A rule as a recipe, a command line (the mapping as JSON) or a script gives it.
 
     Raises:
         ConfigError: If it is neither a name nor a mapping with one.

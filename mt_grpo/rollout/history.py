@@ -92,7 +92,7 @@ class History:
 
 
 def check_history(policy: str, compact_every: int | None) -> None:
-    """Raises `ConfigError` for an unknown policy, or `"compact"` without `compact_every`."""
+    """Raises `ValueError` for an unknown policy, or `"compact"` without its number of turns."""
     if policy not in HISTORIES:
         raise ConfigError(
             f"`history` is {policy!r}{did_you_mean(policy, HISTORIES)}: choose one of {', '.join(HISTORIES)}."

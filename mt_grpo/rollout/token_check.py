@@ -26,9 +26,9 @@ class Difference:
     The first place at which the trained ids and the full rendering differ.
 
     Args:
-        cause (`str`): Short name of the cause: a message's role, and whether its text or only its tokens differ.
-        trained (`str`): Text that the model saw there.
-        rendered (`str`): Text that the template writes there.
+        cause (`str`): Short name of the cause: a message's role and whether text or only its tokens differ.
+        trained (`str`): What the model saw there.
+        rendered (`str`): What the template writes there.
     """
 
     cause: str
@@ -61,7 +61,7 @@ class SanityCheck:
         """How often each cause occurred."""
 
     def check(self, trajectory: Trajectory) -> Difference | None:
-        """Compares one trajectory, logs and counts a difference, and returns it; `None` if there is none."""
+        """Compares one trajectory; returns what was logged or counted, `None` where all is well."""
         try:
             difference = self.difference(trajectory)
         except Exception as error:  # a template may refuse what a model wrote

@@ -35,7 +35,7 @@ class CountedTrainer(FiniteTrainer):
         self._tallies = {"train": Tally(), "eval": Tally()}
         self._evaluation: EvaluationRows | None = None
         self._evaluated: list[int] = []
-        """Number of rows that count, per batch of the latest evaluation."""
+        """Rows that count in each batch of the latest evaluation."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """

@@ -58,7 +58,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
 
     Args:
         model (`str` or `PreTrainedModel`): The policy.
-        env (`MultiTurnToolEnv`, *optional*): The environment; by default it is built from `args`.
+        env (`MultiTurnToolEnv`, *optional*): The environment; built from `args` where none is given.
         turn_reward_funcs (`list`, *optional*): Turn rewards: `TurnReward`s, names or dotted paths.
         outcome_reward_funcs (`list`, *optional*): Outcome rewards: `OutcomeReward`s, names, dotted paths or TRL
             reward functions. Both default to those of `args`.
@@ -201,7 +201,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
             # for TRL's table of completions; what is sampled after is the batch's own rows
             shown = [{**row, "prompt": visible(row["prompt"])} for row in inputs]
             output = super()._generate_and_score_completions(shown)
-        except BaseException:  # whatever fails, finished conversations are not lost
+        except BaseException:  # whatever fails, conversations that were finished before are not lost
             self._writer.write(batch.counted, mode, self.state.global_step)
             raise
         everywhere(lambda: self._writer.write(batch.counted, mode, self.state.global_step))
