@@ -63,7 +63,7 @@ def _interruptible(command: Callable[[list[str]], int]) -> Callable[[list[str]],
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints Python's traceback, with control characters of a model's or a tool's words made visible."""
+    """Python's own, less what the words of a model or a tool in it would do to a terminal."""
     from mt_grpo.viewer import visible
 
     sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))

@@ -1,4 +1,4 @@
-"""One progress bar for a whole run, instead of a line of sixty metrics per step."""
+"""One progress bar for a whole run, instead of a line of sixty metrics a step."""
 
 from __future__ import annotations
 

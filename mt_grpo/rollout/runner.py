@@ -1,4 +1,4 @@
-"""Runs conversations: one coroutine per conversation, so that none waits for the slowest."""
+"""Prompts in, trajectories out: one coroutine a conversation, nothing waits for the slowest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NEVER = 1 << 30  # collections of a younger generation until a full one
 @dataclass(frozen=True)
 class RolloutLimits:
     """
-    The limits of a conversation; `None` is no limit.
+    What bounds a conversation; `None` is no bound.
 
     Args:
         max_completion_tokens (`int`, *optional*): Tokens after the prompt, environment's included, in one trajectory.
@@ -107,8 +107,8 @@ class RolloutRunner:
                 `render_mismatch` is checked after that.
 
         Returns:
-            `list[Trajectory]` in the order of `requests`. It includes conversations that failed, with their
-            `StopReason` and all that they had.
+            `list[Trajectory]` in the order of `requests`. A conversation that fails is among them, with its
+            `StopReason` and what it had.
         """
         trajectories: list[Trajectory | None] = [None] * len(requests)
         queue = iter(enumerate(requests))
@@ -237,7 +237,7 @@ class RolloutRunner:
             suffix, rewritten = extension
 
     def _budget(self, context_length: int, used: int) -> tuple[int, StopReason]:
-        """Most tokens of the next turn, and the reason why the conversation ends if it samples all of them."""
+        """Tokens the next turn may sample, and what ends the conversation when they are sampled."""
         bounds = [(self.engine.context_length - context_length, StopReason.CONTEXT_FULL)]
         if self.limits.max_completion_tokens is not None:
             bounds.append((self.limits.max_completion_tokens - used, StopReason.TOKEN_BUDGET))

@@ -33,7 +33,8 @@ def build_env(args: MTGRPOConfig) -> MultiTurnToolEnv:
 
 def check_env(env: MultiTurnToolEnv, args: MTGRPOConfig) -> MultiTurnToolEnv:
     """
-    Compares an environment that was made by hand with the options that are not at their defaults, and returns it.
+    Holds an environment that was made by hand against the options that would have made it, as far as these are not
+    left at their defaults; returns it.
 
     Raises:
         ConfigError: If they contradict each other.
@@ -71,8 +72,8 @@ def _contradiction(name: str, asked: Any, given: Any) -> ConfigError:
 
 def prepare_tokenizer(tokenizer: Any, env: MultiTurnToolEnv) -> None:
     """
-    Makes sure that the model's template can hold the conversations of `env`. Under the native protocol it adds TRL's
-    response template, if the tokenizer has none of its own.
+    Makes sure that the model's template can hold the conversations of `env`; adds TRL's response template under the
+    native protocol, where the tokenizer has none of its own.
 
     Raises:
         ConfigError: If the template cannot show tool calls, or nothing can read them back.
@@ -95,7 +96,7 @@ def prepare_tokenizer(tokenizer: Any, env: MultiTurnToolEnv) -> None:
 
 
 def build_runner(env: MultiTurnToolEnv, engine: Engine, args: MTGRPOConfig) -> RolloutRunner:
-    """The runner of conversations of `env`, with the options `args`."""
+    """Runs conversations of `env` as `args` say."""
     limits = RolloutLimits(
         args.max_completion_length, args.max_turn_length, args.rollout_timeout, args.max_concurrent_rollouts
     )
