@@ -1,4 +1,4 @@
-"""A whole run: measure, train, measure again, and leave behind what is needed to believe it."""
+"""A whole run: evaluates, trains, evaluates again, and writes the results."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFini
 
 def leave_group(accelerator: Accelerator) -> None:
     """
-    Leaves the group of processes. Call it once nothing refers to the trainer any more: a model that is wrapped for
-    several processes refers to the group, and where it is the last to do so, torch waits for gloo's threads while it
+    Leaves the group of processes. Call it when nothing refers to the trainer any more. A model that is wrapped for
+    several processes refers to the group. If it were the last reference, torch would wait for gloo's threads while it
     holds the interpreter's lock, for which they may be waiting.
     """
     accelerator.free_memory()
@@ -141,8 +141,8 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
 
 class _AtTheBeginning(TrainerCallback):
     """
-    Calls `action` once the model is wrapped for training: FSDP and DeepSpeed wrap it together with its optimiser, and
-    only once, so that an evaluation must not come before.
+    Calls `action` when the model is wrapped for training. FSDP and DeepSpeed wrap it once, together with its
+    optimiser, so an evaluation must not come before.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
