@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from mt_grpo.credit import estimate
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
-from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories, spread
+from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.training.batch import TokenColumns
 from mt_grpo.training.checkpoint import batch_options, is_whole, load_rollouts, save_rollouts
@@ -271,9 +271,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
     def _score(self, batch: RolloutBatch) -> Scores:
         extra = {
             "trainer_state": self.state,
-            "log_extra": lambda name, values: self._log_completion_extra(
-                name, fill_up(spread(values, batch.counted), batch.fills)
-            ),
+            "log_extra": lambda name, values: self._log_completion_extra(name, batch.add_extra(name, values)),
             "log_metric": self._log_metric,
         }
         funcs = self.turn_reward_funcs, self.outcome_reward_funcs
@@ -288,6 +286,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self._log_credit(batch, advantages)
         first = self.accelerator.process_index * len(batch.rows)
         rows = torch.arange(first, first + len(batch.rows), device=advantages.device)
+        self.conversations.observe(batch, advantages[rows])
         columns = TokenColumns.of_rollouts(batch.token_rows, output["completion_ids"])
         output["group_ids"] = rows // batch.rewards.group_size
         output["turn_ids"], output["advantages"] = columns.turn_ids, advantages[rows].gather(1, columns.turn_ids)

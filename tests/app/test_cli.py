@@ -37,7 +37,7 @@ def test_what_a_model_samples_does_nothing_to_the_terminal(recipe, capfd):
     assert main(["train", *recipe(log_completions=True)]) == 0
     assert main(["rollout", *recipe(), "--num_prompts", "4"]) == 0
     printed, errors = capfd.readouterr()
-    assert "\\x1" in printed and "Completion" in printed
+    assert "\\x1" in printed and "step 2: conversation 4 of 4" in printed
     assert not [c for c in printed + errors if c not in "\n\t\r" and (ord(c) < 32 or 127 <= ord(c) < 160)]
 
 
