@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from mt_grpo.app.interrupt import run_interruptibly
 from mt_grpo.errors import UserError
 
 USAGE = """usage: mt-grpo COMMAND --config RECIPE.yaml [--field value ...]
@@ -49,15 +49,7 @@ def _interruptible(command: Callable[[list[str]], int]) -> Callable[[list[str]],
     @functools.wraps(command)
     def run(arguments: list[str]) -> int:
         sys.excepthook = _show_traceback
-        before = signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            return command(arguments)
-        except KeyboardInterrupt as error:
-            number = error.args[0] if error.args else signal.SIGINT
-            print(f"mt-grpo: ended by {signal.Signals(number).name}.", file=sys.stderr)
-            return 128 + number
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        return run_interruptibly(command, arguments)
 
     return run
 
@@ -67,10 +59,6 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
     from mt_grpo.viewer import visible
 
     sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt(number)
 
 
 @_interruptible

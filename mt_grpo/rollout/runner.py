@@ -90,6 +90,8 @@ class RolloutRunner:
         self.limits = limits or RolloutLimits()
         self.renderer = ChatRenderer(engine.tokenizer, env.tool_schemas, template_kwargs, env.protocol.tags)
         self.sanity = SanityCheck(self.renderer, sanity_check_mode) if sanity_check_mode != "disable" else None
+        self.under_way: dict[str, Trajectory] = {}
+        """Conversations that are not finished, by session, for who wants to look."""
 
     async def run(
         self,
@@ -146,6 +148,7 @@ class RolloutRunner:
         prompt = [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else request.prompt
         trajectory = Trajectory(prompt, session=request.session, row=request.row)
         asyncio.current_task().set_name(f"conversation {request.session!r}")
+        self.under_way[request.session] = trajectory
         start = time.perf_counter()
         try:
             async with asyncio.timeout(self.limits.rollout_timeout):
@@ -159,6 +162,7 @@ class RolloutRunner:
             trajectory.stop_reason, trajectory.error = StopReason.ENGINE_ERROR, str(error)
         finally:
             self.engine.release(request.session)
+            del self.under_way[request.session]
         trajectory.seconds = time.perf_counter() - start
         if trajectory.turns and trajectory.stop_reason in (StopReason.TIMEOUT, StopReason.ENV_ERROR):
             fail_unanswered(trajectory.turns[-1])

@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.training.activity import Activity
 from mt_grpo.training.checkpoint import batch_options, check_checkpoint
 from mt_grpo.training.checks import check_training
 from mt_grpo.training.config import MTGRPOConfig
@@ -37,6 +38,7 @@ class CountedTrainer(FiniteTrainer):
         self._evaluation: EvaluationRows | None = None
         self._evaluated: list[int] = []
         """Rows that count in each batch of the latest evaluation."""
+        self.activity = Activity()
         self.conversations = ConversationLog(self)
         self.add_callback(self.conversations)
         self.num_completions_to_print = 0  # TRL's own table in the terminal, instead of which there is ours

@@ -225,10 +225,10 @@ class MTGRPOEnvTrainer(CountedTrainer):
         moment = (step, self._step % self.args.gradient_accumulation_steps) if batch.mode == "train" else ()
         requests = batch.requests(first, moment, self.args.seed)
         if self.weight_sync is not None and self._last_loaded_step != step:
-            self.weight_sync.sync(step)
+            self.activity.during("weight sync", self.weight_sync.sync, step)
             self._last_loaded_step = step
         lent = lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
-        with without_dropout(self.model, True), lent:
+        with without_dropout(self.model, True), lent, self.activity.sampling(batch, self.runner.under_way):
             finish = batch.trajectories.append
             run = self._run_on_all_ranks(lambda: self.runner.run(requests, self._sampling, on_finish=finish))
         if self.weight_sync is not None:
@@ -275,7 +275,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
             "log_metric": self._log_metric,
         }
         funcs = self.turn_reward_funcs, self.outcome_reward_funcs
-        scores = self._run_on_all_ranks(lambda: score_trajectories(*funcs, batch.counted, extra))
+        with self.activity.of("rewards"):
+            scores = self._run_on_all_ranks(lambda: score_trajectories(*funcs, batch.counted, extra))
         return fill_up_scores(scores, batch.fills)
 
     def _credit(self, batch: RolloutBatch, output: dict[str, Any]) -> dict[str, Any]:

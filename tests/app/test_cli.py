@@ -232,7 +232,7 @@ def test_ctrl_c_ends_a_command_though_a_conversation_swallows_it(recipe, tmp_pat
     arguments = recipe(env=f"{tmp_path}/stubborn.py:Env", max_completion_length=2048, max_turn_length=None)
     code = PRESSED + "from mt_grpo.cli import main; sys.exit(main())"
     run = subprocess.run([sys.executable, "-c", code, command, *arguments], capture_output=True, text=True)
-    assert run.returncode == 130 and "mt-grpo: ended by SIGINT." in run.stderr
+    assert run.returncode == 130 and "mt-grpo: interrupted by Ctrl-C." in run.stderr
     assert "not ended within 5 s: conversation 'eval-0000" in run.stderr
 
 
