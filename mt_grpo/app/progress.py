@@ -130,7 +130,7 @@ class _Bar(Progress):
 
     def show(self, metrics: str) -> None:
         """Shows metrics behind the bar."""
-        self.update(self._training, metrics=metrics)
+        self.update(self._training, metrics=metrics, refresh=True)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """What rich draws: the bar, and the line below it."""

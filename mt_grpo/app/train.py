@@ -157,7 +157,7 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
         console.print(f"  {line}", highlight=False, markup=False)
     console.print("What to do next:", highlight=False)
     for what, command in next_steps(args, isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)):
-        console.print(f"  # {what}\n  {command}", highlight=False, markup=False)
+        console.print(f"  # {what}\n  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
 class _AtTheBeginning(TrainerCallback):
