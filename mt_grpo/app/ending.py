@@ -100,7 +100,7 @@ def resume_command(args: MTGRPOConfig, checkpoint: Path, *options: str) -> str:
     """The command that goes on from a checkpoint; how several processes were launched, nobody knows here."""
     resume = ["--resume_from_checkpoint", str(checkpoint), *options]
     if args.world_size > 1:
-        return f"the command that began this run, and {_shell(*resume)}"
+        return f"the command that began this run, with {_shell(*resume)}"
     return _command("train", "--config", _config(args), *resume)
 
 

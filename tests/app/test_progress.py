@@ -40,8 +40,6 @@ def test_steps_that_are_not_logged_have_a_line(recipe, capsys):
     assert re.fullmatch(r"step 1/3  \d+\.\d s  0:0\d:\d\d left", steps[0])
 
 
-
-
 @pytest.mark.slow
 def test_a_line_is_there_before_the_next_step_begins(recipe):
     """Whoever reads a pipe sees each line when it is written."""
