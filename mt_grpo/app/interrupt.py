@@ -41,8 +41,9 @@ def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str])
         number, *kept = error.args or (signal.SIGINT,)
         if os.environ.get("RANK", "0") == "0":
             print(" ".join([f"mt-grpo: {WORDS[number]}.", *kept]), file=sys.stderr, flush=True)
-        if len(times) > 1:
-            os._exit(128 + number)
+        if len(times) > 1:  # ends the process here, with the same status for a shell
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         return 128 + number
     finally:
         for number, handler in before.items():

@@ -198,7 +198,8 @@ def test_a_second_ctrl_c_waits_for_nothing(recipe, tmp_path):
         env=f"{tmp_path / 'twice.py'}:Env", max_turn_length=None, do_eval=False, max_concurrent_rollouts=1
     )
     run = subprocess.run([sys.executable, "-c", TERMINAL, "train", *arguments], capture_output=True, text=True)
-    assert run.returncode == 130 and run.stderr.count("mt-grpo: interrupted by Ctrl-C. 0 steps were taken") == 1
+    assert run.returncode == -signal.SIGINT  # 130 for a shell
+    assert run.stderr.count("mt-grpo: interrupted by Ctrl-C. 0 steps were taken") == 1
     assert "did not end within" not in run.stderr and "not ended within" not in run.stderr
     assert "Traceback" not in run.stderr
 
