@@ -115,14 +115,19 @@ def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
                 f"`resume_from_checkpoint: {wanted}` is no folder: name one, or `true` for the latest in `output_dir`."
             )
         return str(wanted)
-    folders = [path.parent for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/rollouts-rank0.pt")]
-    folders.sort(key=lambda folder: int(folder.name.rsplit("-", 1)[1]), reverse=True)
-    latest = next(filter(is_whole, folders), None)
+    latest = latest_checkpoint(output_dir)
     if latest is None:
         raise ConfigError(
             f"There is no checkpoint in `output_dir: {output_dir}` to resume from; `save_strategy: steps` leaves some."
         )
     return str(latest)
+
+
+def latest_checkpoint(output_dir: str) -> Path | None:
+    """The folder of the latest whole checkpoint in an output folder, where there is one."""
+    folders = [path.parent for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/rollouts-rank0.pt")]
+    folders.sort(key=lambda folder: int(folder.name.rsplit("-", 1)[1]), reverse=True)
+    return next(filter(is_whole, folders), None)
 
 
 def is_whole(folder: Path) -> bool:

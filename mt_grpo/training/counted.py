@@ -13,9 +13,11 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.training.activity import Activity
 from mt_grpo.training.checkpoint import batch_options, check_checkpoint
 from mt_grpo.training.checks import check_training
 from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.conversation_log import ConversationLog
 from mt_grpo.training.evaluation import EvaluationRows
 from mt_grpo.training.folder import left_by_runs
 from mt_grpo.training.nonfinite import FiniteTrainer, check_weights
@@ -36,6 +38,10 @@ class CountedTrainer(FiniteTrainer):
         self._evaluation: EvaluationRows | None = None
         self._evaluated: list[int] = []
         """Rows that count in each batch of the latest evaluation."""
+        self.activity = Activity()
+        self.conversations = ConversationLog(self)
+        self.add_callback(self.conversations)
+        self.num_completions_to_print = 0  # TRL's own table in the terminal, instead of which there is ours
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from mt_grpo.credit import RewardBatch
+from mt_grpo.rewards import spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
-from mt_grpo.training.evaluation import counted
+from mt_grpo.training.evaluation import counted, fill_up
 from mt_grpo.trajectory import Trajectory, visible
 
 
@@ -27,6 +29,7 @@ class RolloutBatch:
         rewards (`RewardBatch`, *optional*): Rewards of the trajectories of all processes.
         rewards_per_func (`Tensor`, *optional*): The same with a column per reward, shape `(B, num_rewards)`; NaN where
             one does not apply.
+        extra (`dict`): What reward functions log per row (`log_extra`), by name.
     """
 
     mode: str
@@ -36,6 +39,7 @@ class RolloutBatch:
     token_rows: list[TokenRow] = field(default_factory=list)
     rewards: RewardBatch | None = None
     rewards_per_func: Tensor | None = None
+    extra: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def longest(self) -> int:
@@ -46,6 +50,11 @@ class RolloutBatch:
     def counted(self) -> list[Trajectory]:
         """The trajectories that were run."""
         return counted(self.trajectories)
+
+    def add_extra(self, name: str, values: Sequence[Any]) -> list[Any]:
+        """Takes what a reward function logs of the conversations that it judged; returns it per row."""
+        self.extra[name] = fill_up(spread(values, self.counted), self.fills)
+        return self.extra[name]
 
     def requests(self, first: int, moment: tuple[int, ...], seed: int) -> list[RolloutRequest]:
         """

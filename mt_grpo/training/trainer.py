@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from mt_grpo.credit import estimate
 from mt_grpo.envs import EnvSource
 from mt_grpo.errors import ConfigError
-from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories, spread
+from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.training.batch import TokenColumns
 from mt_grpo.training.checkpoint import batch_options, is_whole, load_rollouts, save_rollouts
@@ -226,10 +226,10 @@ class MTGRPOEnvTrainer(CountedTrainer):
         moment = (step, self._step % self.args.gradient_accumulation_steps) if batch.mode == "train" else ()
         requests = batch.requests(first, moment, self.args.seed)
         if self.weight_sync is not None and self._last_loaded_step != step:
-            self.weight_sync.sync(step)
+            self.activity.during("weight sync", self.weight_sync.sync, step)
             self._last_loaded_step = step
         lent = lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
-        with without_dropout(self.model, True), lent:
+        with without_dropout(self.model, True), lent, self.activity.sampling(batch, self.runner.under_way):
             finish = batch.trajectories.append
             run = self._run_on_all_ranks(lambda: self.runner.run(requests, self._sampling, finish, True))
         if self.weight_sync is not None:
@@ -272,13 +272,12 @@ class MTGRPOEnvTrainer(CountedTrainer):
     def _score(self, batch: RolloutBatch) -> Scores:
         extra = {
             "trainer_state": self.state,
-            "log_extra": lambda name, values: self._log_completion_extra(
-                name, fill_up(spread(values, batch.counted), batch.fills)
-            ),
+            "log_extra": lambda name, values: self._log_completion_extra(name, batch.add_extra(name, values)),
             "log_metric": self._log_metric,
         }
         funcs = self.turn_reward_funcs, self.outcome_reward_funcs
-        scores = self._run_on_all_ranks(lambda: score_trajectories(*funcs, batch.counted, extra))
+        with self.activity.of("rewards"):
+            scores = self._run_on_all_ranks(lambda: score_trajectories(*funcs, batch.counted, extra))
         return fill_up_scores(scores, batch.fills)
 
     def _credit(self, batch: RolloutBatch, output: dict[str, Any]) -> dict[str, Any]:
@@ -289,6 +288,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self._log_credit(batch, advantages)
         first = self.accelerator.process_index * len(batch.rows)
         rows = torch.arange(first, first + len(batch.rows), device=advantages.device)
+        self.conversations.observe(batch, advantages[rows])
         columns = TokenColumns.of_rollouts(batch.token_rows, output["completion_ids"])
         output["group_ids"] = rows // batch.rewards.group_size
         output["turn_ids"], output["advantages"] = columns.turn_ids, advantages[rows].gather(1, columns.turn_ids)
