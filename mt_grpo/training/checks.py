@@ -86,8 +86,7 @@ def has_bfloat16() -> bool:
 
 def check_surroundings(args: MTGRPOConfig) -> None:
     """
-    Whether the machine has what the options ask of it: a device, packages, the Hub. Warns where there is no GPU,
-    unless `use_cpu` says so.
+    Whether the machine has what the options ask of it: a device, packages, the Hub.
 
     Raises:
         ConfigError: If it has not.
@@ -116,11 +115,13 @@ def _check_device(args: MTGRPOConfig) -> None:
             "`bf16: true` needs a GPU that computes in bfloat16, and there is none here: leave `bf16` out, which "
             "trains in float32, or set `use_cpu: true`."
         )
-    if args.device.type != "cpu":
-        return
-    if args.fp16:
+    if args.fp16 and args.device.type == "cpu":
         raise ConfigError("`fp16: true` needs a GPU, and this run is on a CPU: leave it out.")
-    if not args.use_cpu and args.process_index == 0:
+
+
+def tell_device(args: MTGRPOConfig) -> None:
+    """Warns where a run is on the CPU though nobody asked for that."""
+    if args.device.type == "cpu" and not args.use_cpu and args.process_index == 0:
         logger.warning("There is no GPU here: this run is on the CPU, in float32.")
 
 

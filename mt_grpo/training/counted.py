@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.checkpoint import batch_options, check_adapter, check_checkpoint, find_checkpoint
-from mt_grpo.training.checks import check_eval_batch, check_training
+from mt_grpo.training.checks import check_eval_batch, check_training, tell_device
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.evaluation import EvaluationRows
 from mt_grpo.training.folder import left_by_runs
@@ -31,6 +31,7 @@ class CountedTrainer(FiniteTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        tell_device(self.args)
         self._earlier = left_by_runs(self.args.output_dir)
         self._tallies = {"train": Tally(), "eval": Tally()}
         self._evaluation: EvaluationRows | None = None

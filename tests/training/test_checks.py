@@ -62,15 +62,17 @@ def test_a_group_of_one_is_refused(tmp_path):
         MTGRPOConfig(str(tmp_path), num_generations=1)
 
 
-def test_what_is_not_said_is_chosen_by_the_device(tmp_path, no_gpu, caplog):
-    args = MTGRPOConfig(str(tmp_path))
-    assert args.device.type == "cpu" and not args.bf16 and args.mixed_precision == "no" and args.logging_steps == 1
+def test_what_is_not_said_is_chosen_by_the_device(build, no_gpu, caplog):
     with caplog.at_level(logging.WARNING):
-        check_surroundings(args)
-        assert "There is no GPU here: this run is on the CPU, in float32." in caplog.text
-        caplog.clear()
-        check_surroundings(MTGRPOConfig(str(tmp_path), use_cpu=True))
-    assert not caplog.text
+        build(use_cpu=True, bf16=None)
+        assert "There is no GPU" not in caplog.text
+        args = build(use_cpu=False, bf16=None).args
+    assert args.device.type == "cpu" and not args.bf16 and args.mixed_precision == "no"
+    assert caplog.text.count("There is no GPU here: this run is on the CPU, in float32.") == 1
+
+
+def test_each_step_is_logged(tmp_path):
+    assert MTGRPOConfig(str(tmp_path)).logging_steps == 1
 
 
 def test_a_gpu_trains_in_bfloat16_unless_told_otherwise(tmp_path, monkeypatch):
