@@ -60,7 +60,7 @@ def check_training(args: MTGRPOConfig, dataset: Dataset | IterableDataset, dropp
 @contextmanager
 def left_to_training(args: MTGRPOConfig) -> Iterator[None]:
     """
-    Hides from TRL's and transformers' checks of options what `check_batch_sizes` and `check_device` check where
+    Hides from TRL and transformers what `check_batch_sizes` and `check_surroundings` check where
     training starts: a recipe for eight GPUs is also served and read by one process, and on a machine without any.
     """
     bf16, args.bf16 = args.bf16, args.bf16 and (args.use_cpu or has_bfloat16())
