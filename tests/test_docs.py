@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shlex
 import statistics
@@ -14,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from support.models import build_model
-from support.recipes import RECIPES, parse_for
+from support.recipes import RECIPES
 from support.registered import keep_estimators
 
-from mt_grpo.app.serve import server_command
 from mt_grpo.cli import main
+from mt_grpo.training import MTGRPOConfig, checks
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -71,11 +73,14 @@ QUICK = [command for command in starting("mt-grpo") if words(command)[1] not in 
 
 
 @pytest.mark.parametrize("command", SERVE)
-def test_serve_command_names_a_recipe(command):
-    """`test_vllm_server.py` starts a real server with this command; here its arguments are parsed."""
-    path = ROOT / command.split("--config ")[1].split()[0]
-    command, _ = server_command(parse_for(7 if path.parent.name == "Qwen" else 1, path))
-    assert "vllm.entrypoints.openai.api_server" in command
+def test_serve_command_becomes_a_server(command, monkeypatch):
+    """`test_vllm_server.py` starts a real one; here it ends where vLLM, and for some a GPU, is needed."""
+    became = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(os, "execve", lambda *arguments: became.append(arguments))
+    main([*words(command)[1:], "--model_name_or_path", "embedded"])  # others are not at hand
+    ((_, server, _),) = became
+    assert "vllm.entrypoints.openai.api_server" in server
 
 
 LINES = [(page.name, line) for page in [*PAGES, *RECIPES] for line in page.read_text().splitlines()]
@@ -143,12 +148,16 @@ def test_launched_command_fits_and_asks_for_seven_gpus(command, monkeypatch, cap
 
 
 @pytest.mark.parametrize("command", starting("accelerate"))
-def test_accelerate_command_names_files_that_fit_together(command):
-    """Seven GPUs are not at hand: the recipe is parsed for seven processes; one process runs it in the next test."""
-    _, launch, flag, config, script, config_flag, recipe = shlex.split(command)
-    assert (launch, flag, config_flag) == ("launch", "--config_file", "--config")
+def test_accelerate_command_works_up_to_its_gpus(command, monkeypatch, capsys):
+    """Seven GPUs are not at hand: one process says so, as one of seven; one runs the script in the next test."""
+    _, launch, flag, config, script, *arguments = shlex.split(command)
+    assert (launch, flag) == ("launch", "--config_file")
     assert (ROOT / config).exists() and (ROOT / script).exists()
-    parse_for(7, ROOT / recipe)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(MTGRPOConfig, "world_size", load_config_from_file(config).num_processes)
+    monkeypatch.setattr(checks, "has_bfloat16", lambda: False)
+    assert main(["train", *arguments]) == 1
+    assert "mt-grpo: `bf16: true` needs a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -220,6 +229,21 @@ def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
         (named,) = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "README.md"]
         asked = [*named["tools"], *named["turn_reward_funcs"], *named["outcome_reward_funcs"]]
         assert all(callable(namespace[path.removeprefix("my_agent.")]) for path in asked)
+
+
+def test_the_recipe_of_the_readme_trains_as_printed(tmp_path, monkeypatch):
+    """On the device that is there; its model is not at hand, and the tests' time is short."""
+    _, code = [block for name, block in blocks("python") if name == "README.md"]
+    (recipe,) = [block for name, block in blocks("yaml") if name == "README.md"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_agent", raising=False)
+    (tmp_path / "my_agent.py").write_text(code)
+    (tmp_path / "my_agent.yaml").write_text(recipe)
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "Which country has Lima as its capital?", "answer": "Peru"}')
+    short = ["--model_name_or_path", "embedded", "--max_steps", "2", "--max_turn_length", "16"]
+    assert main(["train", *shlex.split(recipe.splitlines()[0].split("mt-grpo train ")[1]), *short]) == 0
+    lines = (tmp_path / "runs" / "my_agent" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == [1, 2]
 
 
 GTPO = """

@@ -21,7 +21,7 @@ GROUPS = {
         temperature loss_type beta use_peft forward tree_attention disable_dropout do_eval use_cpu""",
     "vLLM server": """use_vllm vllm_mode vllm_server_host vllm_server_port weight_sync weight_sync_folder
         verify_sync_every""",
-    "Run": "output_dir overwrite_output_dir resume_from_checkpoint save_steps report_to seed",
+    "Run": "output_dir overwrite_output_dir resume_from_checkpoint save_steps logging_steps report_to seed",
 }
 """The options that `--help` shows: all of ours, and of the libraries' those that most recipes set."""
 

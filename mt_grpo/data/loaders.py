@@ -7,7 +7,10 @@ from pathlib import Path
 
 import datasets
 from datasets.exceptions import DatasetsError
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 
+from mt_grpo.data.hub import hub_fault, looks_like_path
 from mt_grpo.data.schemas import SCHEMAS, DatasetError, Row, Schema, as_messages
 from mt_grpo.imports import did_you_mean
 
@@ -117,10 +120,15 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
         base = split.partition("[")[0]
         files = _files(path, base)
         arguments = {"path": FORMATS[files[0].suffix], "data_files": {base: [str(file) for file in files]}}
-    elif path.suffix in FORMATS or source.startswith((".", "/", "~")) or source.count("/") > 1:
+    elif path.suffix in FORMATS or looks_like_path(source):
         raise DatasetError(f"There is no file or folder {source!r} (the current folder is {Path.cwd()}).")
     else:
         arguments = {"path": source, "name": config}
+        if not constants.HF_HUB_OFFLINE and not _cached(source) and (fault := hub_fault()):
+            raise DatasetError(
+                f"The dataset {source!r} is neither a file or folder here nor in the cache"
+                f"{did_you_mean(source, ['embedded', *SCHEMAS])}: it cannot be fetched, since {fault}."
+            )
     try:
         rows = datasets.load_dataset(**arguments, split=split, streaming=streaming)
         return rows, next(iter(rows), None)  # a stream is not read, and fails, before this
@@ -131,6 +139,12 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
         reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         known = "" if path.exists() else did_you_mean(source, ["embedded", *SCHEMAS])
         raise DatasetError(f"The split {split!r} of the dataset {source!r} does not load{known}: {reason}.") from error
+
+
+def _cached(source: str) -> bool:
+    """Whether something of a dataset on the Hub was fetched before; `datasets` then says what is not there."""
+    fetched = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="dataset"))
+    return fetched.exists() or Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists()
 
 
 def _files(path: Path, split: str) -> list[Path]:

@@ -34,7 +34,8 @@ class MultiTurnToolEnv(StepEnv):
         tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take; `None` is no limit.
 
     Raises:
-        ValueError: For an unknown protocol, a negative limit, a mask other than 0 or 1.
+        ConfigError: For an unknown protocol, a negative limit, a mask other than 0 or 1, a tool named as a tag of the
+            protocol.
         ToolDefinitionError: For a tool whose schema cannot be inferred.
     """
 
@@ -65,6 +66,13 @@ class MultiTurnToolEnv(StepEnv):
         self.tools = {tool.name: tool for tool in load_tools(list(tools))}
         self.max_steps = max_steps
         self.protocol: CallProtocol = PROTOCOLS[protocol]()
+        tags = {tag.strip("</>") for tag in self.protocol.tags}
+        for name in self.tools:
+            if name in tags:
+                raise ConfigError(
+                    f"The tool {name!r} has the name of a tag of `call_protocol: {protocol}`, and <{name}> means "
+                    "something else in a message: give it another name."
+                )
         self.env_mask = env_mask
         self.tool_timeout = tool_timeout
         if system_prompt is None:

@@ -17,7 +17,8 @@ from mt_grpo.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 MODES = ("strict", "ignore_strippable", "disable")
-SHOWN = 60
+SHOWN = 60  # characters
+SHOWN_IDS = 8
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Difference:
 
     Args:
         cause (`str`): Short name of the cause: a message's role and whether text or only its tokens differ.
-        trained (`str`): What the model saw there.
-        rendered (`str`): What the template writes there.
+        trained (`str`): What the model saw there: text, or ids where the texts are equal.
+        rendered (`str`): What the template writes there, likewise.
     """
 
     cause: str
@@ -102,7 +103,7 @@ class SanityCheck:
         if self._mode == "strict" and rest.startswith(trained):
             if self._renderer.encode(rest)[: len(ids)] == ids or self._renderer.encode(trained) == ids:
                 return None
-            return Difference("the same text in other tokens", show(trained[-SHOWN:]), show(trained[-SHOWN:]))
+            return Difference("the same text in other tokens", *self._as_ids(ids, rest))
         left, right = trained, rest
         if self._mode == "ignore_strippable":
             left, right = ("".join(text.split()) for text in (trained, rest))
@@ -112,10 +113,19 @@ class SanityCheck:
         place = next(i for i, (a, b) in enumerate(zip(left + "\0", right + "\0", strict=False)) if a != b)
         told = SHIELD in (left[place : place + 1], right[place : place + 1])
         what = "a mark, or text that spells one," if told else "text"
-        return Difference(
-            f"{what} of the {self._role(messages, rendered, begin + place)} message",
-            show(left[max(0, place - 10) : place + SHOWN]),
-            show(right[max(0, place - 10) : place + SHOWN]),
+        seen = [show(text[max(0, place - 10) : place + SHOWN]) for text in (left, right)]
+        if seen[0] == seen[1]:
+            seen = self._as_ids(ids, rest)
+        return Difference(f"{what} of the {self._role(messages, rendered, begin + place)} message", *seen)
+
+    def _as_ids(self, ids: list[int], rendered: str) -> tuple[str, str]:
+        """Both sides from the first id that differs, each id with its text: `ids 345 'Li', 88 'ma'`."""
+        sides = ids, self._renderer.encode(rendered)
+        place = next((i for i, pair in enumerate(zip(*sides, strict=False)) if pair[0] != pair[1]), len(sides[1]))
+        return tuple(
+            "ids "
+            + ", ".join(f"{token} {self._renderer.decode([token])!r}" for token in side[place : place + SHOWN_IDS])
+            for side in sides
         )
 
     def _known(self, trajectory: Trajectory, ids: list[int], rendered: str) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.config import MTGRPOConfig
@@ -98,6 +100,44 @@ def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes
             f"The checkpoint {folder} was made with {made}, and this run has {here}: resume with what it was made "
             "with, or begin a run with its model (`model_name_or_path`)."
         )
+
+
+def check_adapter(folder: Path, adapter: dict[str, Any] | None) -> None:
+    """
+    Whether a checkpoint has the adapter, or the whole model, that a run trains.
+
+    Args:
+        folder (`Path`): The checkpoint.
+        adapter (`dict`, *optional*): Settings of the adapter that is trained, as peft writes them; `None` where the
+            whole model is.
+
+    Raises:
+        ConfigError: If it has the other, or an adapter of another rank.
+    """
+    saved = adapter_settings(folder)
+    if saved is not None and adapter is None:
+        raise ConfigError(
+            f"The checkpoint {folder} is of an adapter, and this run trains the whole model: resume with `use_peft: "
+            "true` and the options of the adapter that it was made with."
+        )
+    if adapter is None:
+        return
+    if saved is None and any(folder.glob("model*.safetensors")):
+        raise ConfigError(
+            f"The checkpoint {folder} is of a whole model, and this run trains an adapter: resume without `use_peft`, "
+            "or begin a run with its model (`model_name_or_path`)."
+        )
+    if saved is not None and saved.get("r") != adapter.get("r"):
+        raise ConfigError(
+            f"The checkpoint {folder} is of an adapter of rank {saved.get('r')}, and this run's has "
+            f"{adapter.get('r')}: resume with what it was made with (`lora_r`)."
+        )
+
+
+def adapter_settings(folder: str | Path) -> dict[str, Any] | None:
+    """What peft saved with the adapter in a folder; `None` where there is no adapter."""
+    path = Path(folder) / ADAPTER_CONFIG_NAME
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather
+from accelerate.utils import gather, is_peft_model
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.activity import Activity
-from mt_grpo.training.checkpoint import batch_options, check_checkpoint
-from mt_grpo.training.checks import check_training
+from mt_grpo.training.checkpoint import batch_options, check_adapter, check_checkpoint, find_checkpoint
+from mt_grpo.training.checks import check_eval_batch, check_training, tell_device
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.conversation_log import ConversationLog
 from mt_grpo.training.evaluation import EvaluationRows
@@ -33,6 +33,7 @@ class CountedTrainer(FiniteTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        tell_device(self.args)
         self._earlier = left_by_runs(self.args.output_dir)
         self._tallies = {"train": Tally(), "eval": Tally()}
         self._evaluation: EvaluationRows | None = None
@@ -52,6 +53,10 @@ class CountedTrainer(FiniteTrainer):
             NonFiniteError: If weights are NaN or infinite at a checkpoint or at the end.
         """
         check_training(self.args, self.train_dataset)
+        checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        if checkpoint is not None:
+            adapter = self.model.peft_config["default"].to_dict() if is_peft_model(self.model) else None
+            check_adapter(Path(checkpoint), adapter)
         earlier = [path.name for path in self._earlier if path.exists()]
         if earlier and not resume_from_checkpoint and self.is_world_process_zero():
             logger.warning(
@@ -107,6 +112,7 @@ class CountedTrainer(FiniteTrainer):
         super().log(logs, start_time)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
+        check_eval_batch(self.args)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         rows = self._evaluation = EvaluationRows(dataset, self.num_generations_eval, self.accelerator)

@@ -21,6 +21,7 @@ from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.training.batch import TokenColumns
 from mt_grpo.training.checkpoint import batch_options, is_whole, load_rollouts, save_rollouts
+from mt_grpo.training.checks import check_surroundings
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.counted import CountedTrainer
 from mt_grpo.training.dropout import disable_dropout, without_dropout
@@ -29,6 +30,7 @@ from mt_grpo.training.evaluation import fill_up, fill_up_scores
 from mt_grpo.training.forward import completion_logps, keep_outputs_exact, prepare_forward, prove_forward
 from mt_grpo.training.metrics import credit_metrics, mismatch_metrics, reward_metrics, rollout_metrics, show_advantages
 from mt_grpo.training.microbatches import rebalance
+from mt_grpo.training.policy import opened
 from mt_grpo.training.processes import everywhere, run_here
 from mt_grpo.training.reference import check_reference, load_reference, save_reference
 from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
@@ -57,7 +59,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
     per turn. Loss, buffering, samplers, checkpoints and logging are TRL's.
 
     Args:
-        model (`str` or `PreTrainedModel`): The policy.
+        model (`str` or `PreTrainedModel`): The policy; `embedded`, a folder, one with an adapter, or a Hub id.
         env (`EnvSource`, *optional*): What environments are made from; built from `args` where none is given.
         turn_reward_funcs (`list`, *optional*): Turn rewards: `TurnReward`s, names or dotted paths.
         outcome_reward_funcs (`list`, *optional*): Outcome rewards: `OutcomeReward`s, names, dotted paths or TRL
@@ -97,15 +99,17 @@ class MTGRPOEnvTrainer(CountedTrainer):
         peft_config: Any = None,
     ) -> None:
         if args is None:
-            args = MTGRPOConfig(f"{Path(_name(model)).name}-MT-GRPO")
+            name = model if isinstance(model, str) else model.config.name_or_path
+            args = MTGRPOConfig(f"{Path(name).name}-MT-GRPO")
         args.check_credit()
+        check_surroundings(args)
         rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
         check_reward_columns(rewards, train_dataset, eval_dataset)
         self._watch = RewardWatch([reward.name for reward in rewards])
         self.env = check_env(env, args, train_dataset, eval_dataset)
-        with without_client_of_trl(args):
+        with without_client_of_trl(args), opened(model, args, quantization_config, peft_config) as policy:
             super().__init__(
-                model=model,
+                **policy,
                 reward_funcs=[reward.score for reward in rewards],  # TRL counts and names them; they are called here
                 args=args,
                 train_dataset=train_dataset,
@@ -113,12 +117,10 @@ class MTGRPOEnvTrainer(CountedTrainer):
                 processing_class=processing_class,
                 callbacks=[*(callbacks or []), MetricsCallback(), self._watch],
                 optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
             )
         self._prepare_models()
         self._prepare_credit(rewards)
-        self._prepare_rollouts(engine, _name(model))
+        self._prepare_rollouts(engine)
         self._batch: RolloutBatch | None = None
         """The batch that is sampled and scored, or was last: TRL's methods have no argument for it."""
         self._loss_columns: TokenColumns | None = None
@@ -158,7 +160,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         # TRL recognises a truncated completion by its last token; here the stop reason says it
         self.mask_truncated_completions = False
 
-    def _prepare_rollouts(self, engine: Engine | None, model: str) -> None:
+    def _prepare_rollouts(self, engine: Engine | None) -> None:
         args = self.args
         prepare_tokenizer(self._tokenizer, self.env)
         self.use_vllm = args.use_vllm  # TRL's loss then corrects for the engine's different log-probs
@@ -167,7 +169,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         if args.use_vllm:
             check_importance_sampling(args)
         if args.use_vllm and engine is None:
-            engine = server_client(args, self._tokenizer, model)
+            engine = server_client(args, self._tokenizer, self.model.config.name_or_path)
             self._run_on_all_ranks(engine.connect)
             self.weight_sync = weight_sync(args, engine, lambda: self.model, self.accelerator)
         self._sampling = sampling_params(args)
@@ -395,7 +397,3 @@ class MTGRPOEnvTrainer(CountedTrainer):
         if checkpoint is not None:
             load_reference(Path(checkpoint), self.args, self.accelerator, self.ref_model)
             self._step, self._buffered_inputs = load_rollouts(Path(checkpoint), self.accelerator)
-
-
-def _name(model: str | PreTrainedModel) -> str:
-    return model if isinstance(model, str) else model.config.name_or_path
