@@ -20,6 +20,7 @@ from support.models import build_model
 from support.recipes import RECIPES
 from support.registered import keep_estimators
 
+from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.cli import main
 from mt_grpo.training import MTGRPOConfig, checks
 
@@ -141,7 +142,8 @@ def test_launched_command_fits_and_asks_for_seven_gpus(command, monkeypatch, cap
     """Seven GPUs are not at hand: the recipe is parsed for seven processes, and the launch says what it lacks."""
     monkeypatch.chdir(ROOT)
     (recipe,) = [word for word in words(command) if word.endswith(".yaml")]
-    parse_for(7, ROOT / recipe)
+    monkeypatch.setattr(MTGRPOConfig, "world_size", 7)
+    checks.check_batch_sizes(parse_recipe([recipe]).training)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert main(words(command)[1:]) == 1
     assert "takes 7 GPUs, a process each, and this machine has 1" in capsys.readouterr().err

@@ -73,10 +73,10 @@ def test_an_activity_counts_conversations_turns_and_waits(tokenizer):
     held = asyncio.Event()
 
     class Held(Talk):
-        async def step(self, turn, trajectory, text, tokenizer):
-            if trajectory.session == "1" and turn.index == 1:
+        async def step(self, turn):
+            if self.session == "1" and turn.index == 1:
                 await held.wait()
-            return await super().step(turn, trajectory, text, tokenizer)
+            return await super().step(turn)
 
     class Slow(ScriptedEngine):
         async def generate(self, context, sampling, session):
