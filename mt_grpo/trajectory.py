@@ -79,6 +79,7 @@ class Turn:
         seconds (`float`): Time the engine took.
         weight_version (`int`, *optional*): Optimiser step of the weights it was sampled with.
         observation_length (`int`): Tokens at the end of the context that the environment wrote since the turn before.
+        reward (`float`, *optional*): Reward that the environment or a stateful tool gave for this turn.
     """
 
     index: int
@@ -93,6 +94,7 @@ class Turn:
     seconds: float = 0.0
     weight_version: int | None = None
     observation_length: int = 0
+    reward: float | None = None
 
     @property
     def text(self) -> str:
