@@ -8,6 +8,7 @@ from typing import Any
 
 from mt_grpo.imports import Registry, did_you_mean, import_object
 from mt_grpo.tools.function import Tool, ToolDefinitionError
+from mt_grpo.tools.stateful import BaseTool, StatefulTool
 
 TOOLS: Registry[Callable[..., Any]] = Registry("tool", "mt_grpo.tools")
 """The tools a recipe can list by bare name."""
@@ -33,7 +34,7 @@ def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
     Args:
         entries (`list`): Each one the name of a registered tool, a path for `mt_grpo.imports.import_object`, a
             function, bound method or callable object, a class (started without arguments), an object with one public
-            method, or a `Tool`.
+            method, a `BaseTool`, or a `Tool`.
 
     Raises:
         ToolDefinitionError: If an entry is no tool, or two tools have the same name.
@@ -62,6 +63,8 @@ def _named(entry: str) -> Any:
 def _as_tool(source: Any) -> Tool:
     if isinstance(source, Tool):
         return source
+    if isinstance(source, BaseTool):
+        return StatefulTool.of(source)
     if isinstance(source, type):
         source = _started(source)
     if callable(source):

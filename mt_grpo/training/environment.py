@@ -12,7 +12,7 @@ from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import import_object
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
-from mt_grpo.tools import load_tools
+from mt_grpo.tools import load_tools, load_tools_file
 from mt_grpo.training.config import MTGRPOConfig
 
 
@@ -20,7 +20,7 @@ def build_env(args: MTGRPOConfig) -> MultiTurnToolEnv:
     """The environment that `args` describes; see `MultiTurnToolEnv` for the errors."""
     env_class = MultiTurnToolEnv if args.env is None else import_object(args.env, what="environment")
     env = env_class(
-        tools=args.tools or [],
+        tools=_tools(args),
         system_prompt=args.system_prompt,
         max_steps=args.max_env_steps,
         protocol=args.call_protocol,
@@ -29,6 +29,11 @@ def build_env(args: MTGRPOConfig) -> MultiTurnToolEnv:
     )
     env.made_from = args
     return env
+
+
+def _tools(args: MTGRPOConfig) -> list[Any]:
+    from_file = [] if args.tools_config_file is None else load_tools_file(args.tools_config_file)
+    return [*(args.tools or []), *from_file]
 
 
 def check_env(env: MultiTurnToolEnv, args: MTGRPOConfig) -> MultiTurnToolEnv:
@@ -54,10 +59,10 @@ def check_env(env: MultiTurnToolEnv, args: MTGRPOConfig) -> MultiTurnToolEnv:
     defaults = {field.name: field.default for field in fields(args)}
     for name, value in of_env.items():
         asked = getattr(args, name)
+        if name == "tools" and (tools := _tools(args)):
+            asked = sorted(tool.name for tool in load_tools(tools))
         if asked == defaults[name]:
             continue
-        if name == "tools":
-            asked = sorted(tool.name for tool in load_tools(asked))
         if asked != value:
             raise _contradiction(name, asked, value)
     return env

@@ -267,7 +267,8 @@ def test_a_server_at_a_url_is_called_with_the_token(tmp_path, listening):
 
 
 @pytest.mark.slow
-def test_a_server_at_a_url_that_is_killed_is_found_again(listening):
+def test_a_server_at_a_url_that_is_killed_is_found_again(listening, monkeypatch):
+    monkeypatch.setattr(life, "HEARTBEAT_SECONDS", 0.3)
     far = McpServer(McpServerConfig("far", **at(listening, {"sse": "sse", "http": "mcp"}[listening.kind])))
 
     async def begin() -> McpToolError:

@@ -18,6 +18,10 @@ START_SECONDS = 60.0
 """How long a server may take until it has listed its tools."""
 PROBE_SECONDS = 10.0
 """How long a server may take to answer a ping after a call that failed or ran out of time."""
+HEARTBEAT_SECONDS = 5.0
+"""Time between pings of a server at a URL while it works on a call."""
+
+_FIRST = asyncio.FIRST_COMPLETED
 
 
 class StartError(Exception):
@@ -66,7 +70,10 @@ class Life:
         """
         request = asyncio.ensure_future(self._session.call_tool(tool, arguments))
         try:
-            await asyncio.wait({request, self.over}, return_when=asyncio.FIRST_COMPLETED)
+            # not every version of the library says that a server at a URL is gone: one that is asked something is
+            pause = None if self.transport == "stdio" else HEARTBEAT_SECONDS
+            while not (await asyncio.wait({request, self.over}, timeout=pause, return_when=_FIRST))[0]:
+                self._probe(patient=True)
             if not request.done() or request.exception() is not None:
                 self._probe()
                 if not await self.checked():
@@ -82,7 +89,7 @@ class Life:
     async def checked(self) -> bool:
         """Whether the server lives; where a call of it failed, this waits until it has answered a ping, or has not."""
         if self._probing is not None:
-            await asyncio.wait({self._probing, self.over}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({self._probing, self.over}, return_when=_FIRST)
         return not self.over.done()
 
     def stop(self) -> None:
@@ -94,8 +101,11 @@ class Life:
         """Waits until the owner has left, and with it the server's process."""
         await asyncio.wait([self._owner])
 
-    def _probe(self) -> None:
-        """Pings the server after a failure; one that does not answer is ended, so that the next call starts it."""
+    def _probe(self, patient: bool = False) -> None:
+        """
+        Pings the server; one that does not answer is ended, so that the next call starts it. Where this is `patient`,
+        silence is none, since the server may be busy.
+        """
         if self.over.done() or (self._probing is not None and not self._probing.done()):
             return
 
@@ -104,6 +114,8 @@ class Life:
                 async with asyncio.timeout(PROBE_SECONDS):
                     await self._session.send_ping()
             except Exception as error:  # whatever transport and server make of a ping that fails
+                if patient and isinstance(error, TimeoutError):
+                    return
                 logger.warning("The MCP server %r does not answer (%s): it is ended.", self.config.name, _said(error))
                 self.stop()
 
