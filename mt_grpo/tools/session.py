@@ -137,8 +137,11 @@ class ToolSession:
             done, _ = await asyncio.wait([task], timeout=self._timeout)
         finally:
             task.cancel()
+            task.add_done_callback(_retrieve)
         if not done:
             raise TimeoutError(f"it took longer than {self._timeout:g} s")
+        if task.cancelled():
+            raise RuntimeError("it was cancelled")
         return task.result()
 
     def _failed(self, base: BaseTool, method: str, error: Exception) -> str:
@@ -146,10 +149,27 @@ class ToolSession:
 
 
 async def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    if inspect.iscoroutinefunction(method):
-        return await method(*arguments, **options)
-    result = await asyncio.to_thread(method, *arguments, **options)
-    return await result if inspect.isawaitable(result) else result
+    """Calls a method of a tool, in a thread where it may block, so that it ends neither the loop nor a future."""
+
+    def plain() -> Any:
+        try:
+            return method(*arguments, **options)
+        except StopIteration as stop:  # a future cannot carry it
+            raise RuntimeError(f"StopIteration: {stop}") from stop
+
+    try:
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments, **options)
+        result = await asyncio.to_thread(plain)
+        return await result if inspect.isawaitable(result) else result
+    except SystemExit as caught:  # it would end the event loop, and the run with it
+        raise RuntimeError(f"SystemExit: {caught}") from caught
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Asks for the exception of a task that nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _options(row: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
