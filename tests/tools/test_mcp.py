@@ -314,6 +314,13 @@ import asyncio, gc, os, signal, sys, time
 import mt_grpo.tools
 assert "mcp" not in sys.modules
 from mt_grpo.tools.mcp import mcp_tools, McpServer
+if sys.argv[2] == "start":
+    import threading
+    def interrupt():
+        while not os.path.exists(sys.argv[3]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt).start()
 (process,) = mcp_tools(sys.argv[1], ["process"])
 pid = asyncio.run(process.function())
 print(pid, flush=True)
@@ -340,7 +347,7 @@ if how == "fork":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["end", "raise", "interrupt", "kill", "fork"])
+@pytest.mark.parametrize("how", ["raise", "interrupt", "kill", "fork"])
 def test_no_server_outlives_its_process(tmp_path, how):
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, write(tmp_path, small=stdio()), how],
@@ -348,9 +355,19 @@ def test_no_server_outlives_its_process(tmp_path, how):
         text=True,
         timeout=120,
     )
-    assert (run.returncode == 0) == (how in ("end", "fork")), run.stderr
+    assert (run.returncode == 0) == (how == "fork"), run.stderr
     server = int(run.stdout.split()[0])
     until(lambda: not alive(server))
+
+
+@pytest.mark.slow
+def test_a_start_that_hangs_can_be_interrupted(tmp_path):
+    begun, process = tmp_path / "begun", tmp_path / "process"
+    mute = {"command": "sh", "args": ["-c", f"echo $$ > {begun}; mv {begun} {process}; exec sleep 100"]}
+    command = [sys.executable, "-c", SCRIPT, write(tmp_path, mute=mute), "start", str(process)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "KeyboardInterrupt" in run.stderr
+    until(lambda: not alive(int(process.read_text())))
 
 
 @pytest.mark.slow

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, TextIO
+from typing import Any
 
 from mt_grpo.tools.mcp.config import McpServerConfig
+from mt_grpo.tools.mcp.last_words import LastWords
 from mt_grpo.tools.mcp.thread import McpThread
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Life:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._session: Any = None
         self._refused = ""
-        self._words = _LastWords(config.name)
+        self._words = LastWords(config.name)
         self._probing: asyncio.Task[None] | None = None
         self._owner = asyncio.create_task(self._own(), name=f"MCP server {config.name!r}")
         thread.open.add(self)
@@ -93,7 +93,12 @@ class Life:
         return not self.over.done()
 
     def stop(self) -> None:
-        """Asks the owner to leave."""
+        """Asks the owner to leave, at once where the server has not even started."""
+        if not self.started.done():
+            self._owner.cancel()
+        self._end()
+
+    def _end(self) -> None:
         if not self.over.done():
             self.over.set_result(None)
 
@@ -117,7 +122,7 @@ class Life:
                 if patient and isinstance(error, TimeoutError):
                     return
                 logger.warning("The MCP server %r does not answer (%s): it is ended.", self.config.name, _said(error))
-                self.stop()
+                self._end()
 
         self._probing = asyncio.create_task(probe())
 
@@ -125,7 +130,7 @@ class Life:
         try:
             async with asyncio.timeout(START_SECONDS) as deadline, AsyncExitStack() as stack:
                 await self._begin(stack)
-                stack.callback(self.stop)  # before the session is closed, which would make an error of its own of it
+                stack.callback(self._end)  # before the session is closed, which would make an error of its own of it
                 deadline.reschedule(None)
                 self.started.set_result(None)
                 await asyncio.wait({self.over})
@@ -135,8 +140,11 @@ class Life:
             else:
                 self.started.set_exception(StartError(await self._failure(error)))
                 retrieve(self.started)
+        except asyncio.CancelledError:
+            self.started.set_exception(StartError("it was stopped before it had started"))
+            retrieve(self.started)
         finally:
-            self.stop()
+            self._end()
             self._words.close()
 
     async def _begin(self, stack: AsyncExitStack) -> None:
@@ -202,7 +210,7 @@ class Life:
                 except (anyio.ClosedResourceError, anyio.BrokenResourceError):
                     pass  # the session is closed
                 if self.started.done():
-                    self.stop()
+                    self._end()
 
         task = asyncio.create_task(forward())
         try:
@@ -227,59 +235,6 @@ class Life:
             return f"there is no command {self.config.command!r}"
         words = await self._words.last()
         return f"it ended with {words!r}" if words else self._refused or _said(cause)
-
-
-class _LastWords:
-    """Reads what a server writes to its standard error, and keeps the last line."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._line = ""
-        self._rest = b""
-        self._reading: int | None = None
-        self._closed = asyncio.Event()
-
-    def pipe(self) -> TextIO:
-        """A file for the server to write to."""
-        self._reading, writing = os.pipe()
-        os.set_blocking(self._reading, False)
-        asyncio.get_running_loop().add_reader(self._reading, self._read)
-        return os.fdopen(writing, "w")
-
-    async def last(self) -> str:
-        """The last line, of all that a server that ends has still to say."""
-        if self._reading is not None:
-            await asyncio.wait([asyncio.ensure_future(self._closed.wait())], timeout=1.0)
-        return self._line
-
-    def close(self) -> None:
-        """Reads what is there, and closes the file, which a process that the server left behind may hold open."""
-        while self._reading is not None and self._read():
-            pass
-        self._end()
-
-    def _read(self) -> bool:
-        """Reads once; whether there was something."""
-        try:
-            data = os.read(self._reading, 65536)
-        except BlockingIOError:
-            return False
-        *lines, rest = (self._rest + data).split(b"\n")
-        self._rest = rest[-1000:] if data else b""
-        for line in lines if data else [rest]:
-            if text := line.decode("utf-8", "replace").strip():
-                logger.debug("%s: %s", self._name, text)
-                self._line = text[:1000]
-        if not data:
-            self._end()
-        return bool(data)
-
-    def _end(self) -> None:
-        if self._reading is not None:
-            asyncio.get_running_loop().remove_reader(self._reading)
-            os.close(self._reading)
-            self._reading = None
-        self._closed.set()
 
 
 def _said(error: BaseException) -> str:
