@@ -139,7 +139,7 @@ def test_an_unknown_tool_is_an_error_and_ends_nothing(small):
 
 
 @pytest.mark.slow
-def test_a_server_killed_in_mid_call_fails_the_calls_and_restarts(small):
+def test_a_server_killed_in_mid_call_fails_calls_and_restarts(small):
     async def converse() -> tuple[list, str, str]:
         before = int(await text(small, "process"))
         slow = [asyncio.ensure_future(small.call("slow", {"seconds": 60})) for _ in range(3)]
