@@ -20,7 +20,7 @@ from common import build_tokenizer, write
 from rich.console import Console
 from rich.table import Table
 
-from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason, Trajectory
 
@@ -36,12 +36,11 @@ class Talk(MultiTurnToolEnv):
 
     def __init__(self, turns: int) -> None:
         super().__init__(system_prompt="")
-        self.turns = turns
+        self.number = turns
 
-    async def step(self, turn, trajectory, text, tokenizer):
-        turn.message = {"role": "assistant", "content": text}
-        turn.replies = [{"role": "user", "content": "And which currency is used there?"}]
-        return StopReason.ANSWERED if turn.index + 1 == self.turns else None
+    async def step(self, turn):
+        done = StopReason.ANSWERED if turn.index + 1 == self.number else False
+        return Step("And which currency is used there?", done=done)
 
 
 def converse(tokenizer, turns: int, policy: str) -> tuple[Trajectory, float]:

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from mt_grpo.data import embedded
 from mt_grpo.data.embedded.tool import search
-from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, Sample, SamplingParams, derive_seed
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl
@@ -45,12 +45,11 @@ SUBJECTS = ("river", "mountain", "moon", "country", "capital", "writer", "elemen
 class Passages(MultiTurnToolEnv):
     """Answers every turn with a passage, whatever the model said."""
 
-    async def step(self, turn: Turn, trajectory: Trajectory, text: str, tokenizer: Any) -> StopReason | None:
+    async def step(self, turn: Turn) -> str | Step:
         if turn.index >= self.max_steps:
-            return StopReason.MAX_STEPS
-        subject = SUBJECTS[derive_seed(trajectory.session, turn.index) % len(SUBJECTS)]
-        turn.replies = [{"role": "user", "content": search(f"{subject} {turn.index}")}]
-        return None
+            return Step(done=StopReason.MAX_STEPS)
+        subject = SUBJECTS[derive_seed(self.session, turn.index) % len(SUBJECTS)]
+        return search(f"{subject} {turn.index}")
 
 
 class Prefixes:

@@ -1,9 +1,9 @@
-"""The command line: `mt-grpo train | rollout | serve`."""
+"""The command line: `mt-grpo COMMAND`."""
 
 from __future__ import annotations
 
-import argparse
 import functools
+import importlib
 import signal
 import sys
 import traceback
@@ -11,15 +11,21 @@ import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from mt_grpo import __version__
+from mt_grpo.app.request import OWN_OPTIONS, Request, read_request
 from mt_grpo.errors import UserError
+from mt_grpo.trajectory import visible
 
-USAGE = """usage: mt-grpo COMMAND --config RECIPE.yaml [--field value ...]
-
-commands:
-  train      train an agent; every field of the recipe can be set on the command line
-  rollout    show what the agent does on --num_prompts N prompts (4); trains nothing
-  serve      start the vLLM server that the recipe's trainer needs
-"""
+COMMANDS = {
+    "train": ("train an agent", "mt_grpo.cli:train"),
+    "rollout": ("show what the agent does on a few prompts; trains nothing", "mt_grpo.cli:rollout"),
+    "serve": ("start the vLLM server that the recipe's trainer needs", "mt_grpo.cli:serve"),
+    "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.shipped:run"),
+    "env": ("print versions and devices, for a bug report", "mt_grpo.app.env:run"),
+    "schema": ("print the JSON schema of recipes, for editors", "mt_grpo.app.schema_command:main"),
+    "completion": ("print a script that completes commands and options in a shell", "mt_grpo.app.completion:run"),
+}
+"""Each command: what it does, in one line, and the function that does it, imported when the command is called."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,17 +36,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: Exit status: 0, or 1 after one sentence about what is wrong with the input.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "rollout": rollout, "serve": serve}
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE, end="")
+        print(usage(), end="")
         return 0 if arguments else 1
-    if arguments[0] not in commands:
+    name, *arguments = arguments
+    if name == "--version":
+        print(f"mt-grpo {__version__}")
+        return 0
+    if name not in COMMANDS:
         print(
-            f"mt-grpo: the command {arguments[0]!r} is unknown; the commands are {', '.join(commands)}.",
+            f"mt-grpo: the command {name!r} is unknown; the commands are {', '.join(COMMANDS)}.",
             file=sys.stderr,
         )
         return 1
-    return commands[arguments[0]](arguments[1:])
+    line, path = COMMANDS[name]
+    wanted = {"-h", "--help", "--help-all"}.intersection(arguments)
+    if wanted and name in OWN_OPTIONS:  # the others parse their arguments by themselves
+        from mt_grpo.app.help import command_help
+
+        print(command_help(name, line, "--help-all" in wanted), end="")
+        return 0
+    module, function = path.split(":")
+    try:
+        return vars(importlib.import_module(module))[function](arguments)
+    except UserError as error:
+        return _refuse(error)
+
+
+def usage() -> str:
+    """The text of `mt-grpo --help`."""
+    lines = [f"  {name:<10} {line}\n" for name, (line, _) in COMMANDS.items()]
+    return (
+        "usage: mt-grpo COMMAND ...\n\n"
+        f"commands:\n{''.join(lines)}\n"
+        f"{', '.join(OWN_OPTIONS)}: mt-grpo COMMAND RECIPE.yaml [--option value ...]\n"
+        "`mt-grpo COMMAND --help` explains a command, `mt-grpo --version` prints the version.\n"
+    )
 
 
 def _interruptible(command: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
@@ -64,8 +95,6 @@ def _interruptible(command: Callable[[list[str]], int]) -> Callable[[list[str]],
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Python's own, less what the words of a model or a tool in it would do to a terminal."""
-    from mt_grpo.viewer import visible
-
     sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
 
 
@@ -75,17 +104,23 @@ def _interrupt(number: int, frame: object) -> None:
 
 @_interruptible
 def train(arguments: list[str]) -> int:
-    """`mt-grpo train`: trains an agent from a recipe."""
-    trainer, resolved = _prepare(arguments)
-    if trainer is None:
-        return 1
+    """`mt-grpo train`: trains an agent from a recipe, in this process or in those that accelerate launches."""
+    request = read_request(arguments, "train")
+    if request.own["accelerate_config"] is not None:
+        from mt_grpo.app.launch import launch
+
+        return launch(request)
+    dry_run = request.own["dry_run"]
+    trainer, resolved = _prepare(request, writes=not dry_run)
     from mt_grpo.app.train import leave_group, run_training
 
     accelerator = trainer.accelerator
-    try:
+    if dry_run:
+        from mt_grpo.app.dry_run import finish_dry_run
+
+        finish_dry_run(trainer, resolved)
+    else:
         run_training(trainer, resolved, _console(quiet=not accelerator.is_main_process))
-    except UserError as error:
-        return _refuse(error)
     del trainer
     leave_group(accelerator)
     return 0
@@ -94,20 +129,12 @@ def train(arguments: list[str]) -> int:
 @_interruptible
 def rollout(arguments: list[str]) -> int:
     """`mt-grpo rollout`: prints conversations with their rewards."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--num_prompts", type=int, default=4)
-    options, rest = parser.parse_known_args(arguments)
-    trainer, _ = _prepare(rest, trains=False)
-    if trainer is None:
-        return 1
+    request = read_request(arguments, "rollout")
+    trainer, _ = _prepare(request, trains=False)
     from mt_grpo.viewer import render_trajectory
 
     console = _console()
-    try:
-        trajectories = trainer.rollout(options.num_prompts)
-    except UserError as error:
-        return _refuse(error)
-    for number, trajectory in enumerate(trajectories):
+    for number, trajectory in enumerate(trainer.rollout(request.own["num_prompts"])):
         console.rule(f"conversation {number + 1}")
         console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
     return 0
@@ -115,20 +142,16 @@ def rollout(arguments: list[str]) -> int:
 
 def serve(arguments: list[str]) -> int:
     """`mt-grpo serve`: becomes the vLLM server that the recipe's trainer needs; returns only where it cannot."""
+    request = read_request(arguments, "serve")
     warnings.simplefilter("ignore", FutureWarning)
     from mt_grpo.app import serve as server
-    from mt_grpo.app.recipe import parse_recipe
+    from mt_grpo.app.recipe import build_recipe
 
-    try:
-        server.serve(parse_recipe(arguments))
-    except UserError as error:
-        return _refuse(error)
+    server.serve(build_recipe(request))
     return 1
 
 
 def _refuse(error: UserError) -> int:
-    from mt_grpo.viewer import visible
-
     print(f"mt-grpo: {visible(' '.join(str(error).split()))}", file=sys.stderr)
     return 1
 
@@ -139,16 +162,12 @@ def _console(quiet: bool = False):
     return Console(soft_wrap=True, quiet=quiet)
 
 
-def _prepare(arguments: list[str], trains: bool = True):
-    """The trainer of a recipe and its resolved options; `(None, None)` after saying what is wrong with the input."""
+def _prepare(request: Request, trains: bool = True, writes: bool = True):
+    """The trainer of a recipe and its resolved options."""
     warnings.simplefilter("ignore", FutureWarning)  # libraries' notes to each other, not to the user
     from mt_grpo.app.build import build_trainer
-    from mt_grpo.app.recipe import parse_recipe
+    from mt_grpo.app.recipe import build_recipe
 
-    try:
-        recipe = parse_recipe(arguments)
-        resolved = recipe.resolved()
-        return build_trainer(recipe, trains), resolved
-    except UserError as error:
-        _refuse(error)
-        return None, None
+    recipe = build_recipe(request)
+    resolved = recipe.resolved()
+    return build_trainer(recipe, trains, writes), resolved

@@ -132,9 +132,9 @@ def import_file(path: str) -> Any:
         raise ImportPathError(f"The plugin {path!r} does not import: {type(error).__name__}: {error}.") from error
 
 
-def did_you_mean(name: str, known: Any) -> str:
-    """A clause that names the closest of the known names, or nothing where none is close."""
-    matches = difflib.get_close_matches(str(name), [str(item) for item in known], n=1)
+def did_you_mean(name: str, known: Any, cutoff: float = 0.6) -> str:
+    """A clause that names the closest of the known names, or nothing where none is as close as `cutoff` (up to 1)."""
+    matches = difflib.get_close_matches(str(name), [str(item) for item in known], n=1, cutoff=cutoff)
     return f"; the nearest is {matches[0]!r}" if matches else ""
 
 

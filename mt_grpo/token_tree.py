@@ -143,6 +143,12 @@ class TokenTree:
             index = self.nodes[index].parent
         return tokens
 
+    def path_of_turn(self, turn: int) -> list[int]:
+        """Token ids from the root to the last one that a turn sampled; empty where it sampled none."""
+        own = {index for index, node in enumerate(self.nodes) if node.turn == turn}
+        ends = own - {self.nodes[index].parent for index in own}  # an action may be split where others leave it
+        return self.path(ends.pop()) if ends else []
+
     def ancestors(self, index: int) -> list[int]:
         """Indices of the nodes on the path from the root to a node, itself included."""
         path = []

@@ -28,6 +28,8 @@ class StopReason(StrEnum):
     """The conversation took longer than `rollout_timeout` seconds."""
     ENGINE_ERROR = "engine_error"
     """The engine failed for good; what was sampled before is kept."""
+    ENV_DONE = "env_done"
+    """The environment, or a tool that ends the episode, ended it."""
     ENV_ERROR = "env_error"
     """The environment itself (not a tool) raised."""
 
@@ -79,6 +81,7 @@ class Turn:
         seconds (`float`): Time the engine took.
         weight_version (`int`, *optional*): Optimiser step of the weights it was sampled with.
         observation_length (`int`): Tokens at the end of the context that the environment wrote since the turn before.
+        answer (`str`, *optional*): The final answer that the turn gives, where the call protocol finds one.
         reward (`float`, *optional*): Reward that the environment or a stateful tool gave for this turn.
     """
 
@@ -94,6 +97,7 @@ class Turn:
     seconds: float = 0.0
     weight_version: int | None = None
     observation_length: int = 0
+    answer: str | None = None
     reward: float | None = None
 
     @property
@@ -135,6 +139,9 @@ class Trajectory:
         render_mismatch (`str`, *optional*): How the trained ids differ from the conversation rendered as a whole,
             where that was checked and they do.
         seconds (`float`): Wall time of the whole conversation.
+        env_rewards (`dict`): Rewards of the whole conversation that its environment gave, by name.
+        info (`dict`): What else the environment tells about it.
+        environment (*optional*): The environment, while rewards may look at it; it is written nowhere.
     """
 
     prompt: list[Message]
@@ -148,6 +155,9 @@ class Trajectory:
     rewards: dict[str, Any] = field(default_factory=dict)
     render_mismatch: str | None = None
     seconds: float = 0.0
+    env_rewards: dict[str, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    environment: Any = field(default=None, repr=False, compare=False)
 
     @property
     def failed(self) -> bool:
@@ -165,8 +175,11 @@ class Trajectory:
         return self.prompt + self.completion
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable form without loss, as far as `row` is JSON, and `messages`, the whole conversation."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        """
+        A JSON-serialisable form without loss, as far as `row` and `info` are JSON, and `messages`, the whole
+        conversation.
+        """
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "environment"}
         data["messages"] = self.messages
         data["turns"] = [asdict(turn) for turn in self.turns]
         data["tree"] = self.tree.to_dict()

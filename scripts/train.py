@@ -1,8 +1,8 @@
-"""Trains an agent from a recipe under `accelerate launch`: `scripts/train.py --config RECIPE.yaml`."""
+"""Trains an agent from a recipe under `accelerate launch`: `scripts/train.py RECIPE.yaml`."""
 
 import sys
 
-from mt_grpo.cli import train
+from mt_grpo.cli import main
 
 if __name__ == "__main__":
-    sys.exit(train(sys.argv[1:]))
+    sys.exit(main(["train", *sys.argv[1:]]))

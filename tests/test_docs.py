@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from support.models import build_model
 from support.recipes import RECIPES, parse_for
 from support.registered import keep_estimators
 
 from mt_grpo.app.serve import server_command
+from mt_grpo.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -54,6 +56,8 @@ SMALL = {
 
 
 SERVE = [command for command in starting("mt-grpo") if words(command)[1] == "serve"]
+LAUNCHED = [command for command in starting("mt-grpo") if "--accelerate_config" in command]
+QUICK = [command for command in starting("mt-grpo") if words(command)[1] not in (*SMALL, "serve")]
 
 
 @pytest.mark.parametrize("command", SERVE)
@@ -99,13 +103,33 @@ def test_benchmark_exists(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in starting("mt-grpo") if command not in SERVE])
+@pytest.mark.parametrize("command", [each for each in starting("mt-grpo") if each not in (*SERVE, *LAUNCHED, *QUICK)])
 def test_mt_grpo_command_works(command, tmp_path):
     name, *arguments = words(command)[1:]
     arguments += [*shlex.split(SMALL[name]), "--output_dir", str(tmp_path / "run")]
     run = subprocess.run([sys.executable, "-m", "mt_grpo", name, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert (tmp_path / "run" / "summary.json").exists() == (name == "train")
+    trains = name == "train" and "--dry_run" not in arguments
+    assert (tmp_path / "run" / "summary.json").exists() == trains
+
+
+@pytest.mark.parametrize("command", QUICK)
+def test_command_without_a_trainer_works(command, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "mt_grpo", *words(command)[1:]], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stderr) == (0, "") and run.stdout
+
+
+@pytest.mark.parametrize("command", LAUNCHED)
+def test_launched_command_fits_and_asks_for_seven_gpus(command, monkeypatch, capsys):
+    """Seven GPUs are not at hand: the recipe is parsed for seven processes, and the launch says what it lacks."""
+    monkeypatch.chdir(ROOT)
+    (recipe,) = [word for word in words(command) if word.endswith(".yaml")]
+    parse_for(7, ROOT / recipe)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert main(words(command)[1:]) == 1
+    assert "takes 7 GPUs, a process each, and this machine has 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", starting("accelerate"))

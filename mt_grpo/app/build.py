@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
+from typing import Any
 
 import datasets
 from datasets import Dataset, IterableDataset
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import get_peft_config, get_quantization_config
 
+from mt_grpo.app.dry_run import nothing_left
 from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import embedded, load_rows
-from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs import EnvSource, MultiTurnToolEnv
+from mt_grpo.envs.source import COLUMN, named, prototypes
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.training.checkpoint import batch_options, check_checkpoint, find_checkpoint
 from mt_grpo.training.checks import check_training
-from mt_grpo.training.environment import build_env, prepare_tokenizer
+from mt_grpo.training.environment import check_env, prepare_tokenizer
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.reward_columns import check_reward_columns
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
@@ -43,17 +47,44 @@ def load_datasets(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
     return load(script.dataset_train_split), load(script.dataset_test_split) if recipe.training.do_eval else None
 
 
-def drop_long_prompts(dataset: Dataset, renderer: ChatRenderer, env: MultiTurnToolEnv, context_length: int) -> Dataset:
+def drop_long_prompts(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    env: EnvSource,
+    context_length: int,
+    template_kwargs: dict[str, Any] | None = None,
+) -> Dataset:
     """
-    Drops rows whose prompt leaves no room for an answer in the model's context, with a counted warning.
+    Drops rows whose prompt leaves no room for an answer in the model's context, with a counted warning. A row whose
+    first messages only a conversation can tell is kept.
 
     Raises:
         ConfigError: If that is all of them.
     """
+    renderers = {
+        id(one): ChatRenderer(tokenizer, one.tool_schemas, template_kwargs, one.protocol.tags)
+        for one in prototypes(env)
+        if isinstance(one, MultiTurnToolEnv) and type(one).reset is MultiTurnToolEnv.reset
+    }
+
+    def length(row: dict[str, Any]) -> int:
+        source = env
+        while isinstance(source, dict):
+            source = named(source, row)
+        if id(source) not in renderers:
+            return 0
+        try:
+            return len(renderers[id(source)].prompt_ids(source.start(row["prompt"])))
+        except Exception:  # the user's code or the template refuses the row: so will its conversation, and say why
+            return 0
+
     if isinstance(dataset, IterableDataset):
-        return dataset.filter(lambda row: len(renderer.prompt_ids(env.start(row["prompt"]))) < context_length)
-    lengths = [len(renderer.prompt_ids(env.start(prompt))) for prompt in dataset["prompt"]]
-    keep = [index for index, length in enumerate(lengths) if length < context_length]
+        return dataset.filter(lambda row: length(row) < context_length)
+    lengths = [
+        length(row)
+        for row in dataset.select_columns([name for name in ("prompt", COLUMN) if name in dataset.column_names])
+    ]
+    keep = [index for index, size in enumerate(lengths) if size < context_length]
     if not keep:
         raise ConfigError(
             f"Every prompt is too long for the model's context of {context_length} tokens (the shortest has "
@@ -69,7 +100,7 @@ def drop_long_prompts(dataset: Dataset, renderer: ChatRenderer, env: MultiTurnTo
     return dataset.select(keep)
 
 
-def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
+def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> MTGRPOEnvTrainer:
     """
     Everything a recipe names, checked and put together; bad input is refused with one sentence.
 
@@ -77,6 +108,7 @@ def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
         recipe (`Recipe`): What to build.
         trains (`bool`, *optional*, defaults to `True`): Whether it is to be trained, so that what only training needs
             is checked as well.
+        writes (`bool`, *optional*, defaults to `True`): Whether `output_dir` and the Hub may be written to.
     """
     args, model = recipe.training, recipe.model
     args.resume_from_checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
@@ -86,10 +118,10 @@ def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
     if trains:
         check_folder(args, model.model_name_or_path)
     datasets.disable_progress_bars()
-    env = build_env(args)
     turn_rewards = load_rewards(args.turn_reward_funcs or [], "turn")
     outcome_rewards = load_rewards(args.outcome_reward_funcs or [], "outcome")
     train_dataset, eval_dataset = load_datasets(recipe)
+    env = check_env(None, args, train_dataset, eval_dataset)
     check_reward_columns([*turn_rewards, *outcome_rewards], train_dataset, eval_dataset)
     if trains:
         check_training(args, train_dataset)
@@ -99,23 +131,23 @@ def build_trainer(recipe: Recipe, trains: bool = True) -> MTGRPOEnvTrainer:
         tokenizer = AutoTokenizer.from_pretrained(name, **source)
         config = AutoConfig.from_pretrained(name, **source)
     prepare_tokenizer(tokenizer, env)
-    renderer = ChatRenderer(tokenizer, env.tool_schemas, args.chat_template_kwargs, env.protocol.tags)
     context_length = config.get_text_config().max_position_embeddings
     if args.use_vllm and args.vllm_max_model_length:
         context_length = min(context_length, args.vllm_max_model_length)
     rows = train_dataset
-    train_dataset = drop_long_prompts(rows, renderer, env, context_length)
+    train_dataset = drop_long_prompts(rows, tokenizer, env, context_length, args.chat_template_kwargs)
     if trains and not isinstance(rows, IterableDataset):
         check_training(args, train_dataset, dropped=len(rows) - len(train_dataset))
     if eval_dataset is not None:
-        eval_dataset = drop_long_prompts(eval_dataset, renderer, env, context_length)
+        eval_dataset = drop_long_prompts(eval_dataset, tokenizer, env, context_length, args.chat_template_kwargs)
     args.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
-    with libraries_may_refuse("The trainer cannot be built from these options"):
+    left = contextlib.nullcontext() if writes else nothing_left(args)
+    with libraries_may_refuse("The trainer cannot be built from these options"), left:
         return MTGRPOEnvTrainer(
             model=name,
             env=env,

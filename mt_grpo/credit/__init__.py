@@ -12,7 +12,8 @@ from mt_grpo.credit.estimators import (
     mt_grpo,
     splits_turns,
 )
-from mt_grpo.credit.rule import bind_rule, parse_rule, rule_label, rule_name
+from mt_grpo.credit.rule import bind_rule, rule_label
+from mt_grpo.options import parse_rule, rule_name
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",

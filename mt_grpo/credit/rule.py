@@ -6,7 +6,6 @@ signature.
 from __future__ import annotations
 
 import inspect
-import json
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
@@ -14,38 +13,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 from mt_grpo.credit.estimators import AdvantageEstimator, get_estimator
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
+from mt_grpo.options import rule_name
 
 Rule = str | Mapping[str, Any]
 """`"mt_grpo"`, or `{"name": "mt_grpo", "turn_coef": 0.5}`."""
-
-
-def parse_rule(rule: Any) -> str | dict[str, Any]:
-    """
-    A rule as a recipe, a command line (the mapping as JSON) or a script gives it.
-
-    Raises:
-        ConfigError: If it is neither a name nor a mapping with one.
-    """
-    if isinstance(rule, str) and rule.lstrip().startswith("{"):
-        try:
-            rule = json.loads(rule)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"`advantage_estimator` is {rule!r}, which is not valid JSON ({error.msg} at character {error.pos})."
-            ) from error
-    if isinstance(rule, Mapping) and isinstance(rule.get("name"), str):
-        return dict(rule)
-    if isinstance(rule, str):
-        return rule
-    raise ConfigError(
-        f"`advantage_estimator` is {rule!r}: give the name of a rule, or a mapping of its `name` and its options, "
-        'such as `{"name": "mt_grpo", "turn_coef": 0.5}`.'
-    )
-
-
-def rule_name(rule: Rule) -> str:
-    """The name of a rule that `parse_rule` returned."""
-    return rule if isinstance(rule, str) else rule["name"]
 
 
 def rule_label(rule: Rule) -> str:

@@ -1,5 +1,7 @@
 """What the model acts in."""
 
+from mt_grpo.envs.env import ConversationEnded, Env, Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.multi_turn_tool_env import MultiTurnToolEnv
+from mt_grpo.envs.source import EnvSource
 
-__all__ = ["MultiTurnToolEnv"]
+__all__ = ["ConversationEnded", "Env", "EnvSource", "MultiTurnToolEnv", "Outcome", "Policy", "Step", "StepEnv"]

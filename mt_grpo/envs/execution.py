@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
+from functools import partial
 from typing import Any
 
+from mt_grpo.envs.threads import guarded, in_thread
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import ToolCall, Turn
 
@@ -38,7 +39,7 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
                 _fail(call, problem)
                 continue
             call.executed = True
-            future = _call_in_task(tool, call) if tool.is_async else _call_in_thread(tool, call)
+            future = _begin(tool, call.arguments)
             future.add_done_callback(lambda done: ended.setdefault(done, time.perf_counter()))
             running[future] = call
         if running:
@@ -80,46 +81,10 @@ def _fail(call: ToolCall, error: str) -> None:
     call.result = f"Error: {call.error}"
 
 
-def _call_in_task(tool: Tool, call: ToolCall) -> asyncio.Future[Any]:
-    """Runs an async tool in a task that bears its name, by which it is known where it does not let itself be ended."""
-    task = asyncio.ensure_future(_call_async(tool, call))
+def _begin(tool: Tool, arguments: dict[str, Any]) -> asyncio.Future[Any]:
+    """An async tool runs in a task that bears its name, by which it is known where it does not let itself be ended."""
+    if not tool.is_async:
+        return in_thread(partial(tool.function, **arguments), f"tool-{tool.name}")
+    task = asyncio.ensure_future(guarded(tool.function(**arguments)))
     task.set_name(f"tool {tool.name!r}")
     return task
-
-
-async def _call_async(tool: Tool, call: ToolCall) -> Any:
-    try:
-        return await tool.function(**call.arguments)
-    except SystemExit as caught:  # it would end the event loop, and the run with it
-        raise RuntimeError(f"SystemExit: {caught}") from caught
-
-
-def _call_in_thread(tool: Tool, call: ToolCall) -> asyncio.Future[Any]:
-    """
-    Runs a blocking tool in a daemon thread of its own, so that neither a pool's size nor a tool that hangs holds
-    up other calls or the end of the process.
-    """
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # the call ran out of time
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = tool.function(**call.arguments)
-        except StopIteration as stop:  # a future cannot carry it
-            error = RuntimeError(f"StopIteration: {stop}")
-        except BaseException as caught:  # SystemExit in a tool must not pass for success
-            error = caught if isinstance(caught, Exception) else RuntimeError(f"{type(caught).__name__}: {caught}")
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, daemon=True, name=f"tool-{tool.name}").start()
-    return future

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.execution import execute_calls
 from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.tools import Tool, load_tools
-from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
+from mt_grpo.tools import Tool, ToolSession, load_tools
+from mt_grpo.trajectory import Message, StopReason, Turn
 
 if TYPE_CHECKING:
     from mt_grpo.rollout import Engine, SamplingParams
 
-HEADER_TOKENS = 32
-"""Upper bound of the tokens of an assistant's header, which a response parser reads to know where a turn begins."""
 
-
-class MultiTurnToolEnv:
+class MultiTurnToolEnv(StepEnv):
     """
-    A conversation in which the model may call tools until it answers. Subclass it and override `start` or `step` for
-    other rules.
+    A conversation in which the model may call tools until it answers. One that a trainer or runner is given is the
+    model of all conversations: each has a shallow copy, whose attributes are its own. Subclass it and override
+    `start`, `reset` or `step` for other rules.
 
     Args:
         tools (`Sequence[Callable | str | Tool]`): Functions with type hints and docstrings, names or dotted paths.
@@ -41,6 +40,8 @@ class MultiTurnToolEnv:
 
     made_from: Any = None
     """The options of a run that it was made from; `None` for one that was made by hand."""
+    step_timeout = None  # calls have a limit of their own
+    _tool_session: ToolSession | None = None  # of a conversation that has begun
 
     def __init__(
         self,
@@ -89,33 +90,45 @@ class MultiTurnToolEnv:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages
 
-    async def step(self, turn: Turn, trajectory: Trajectory, text: str, tokenizer: Any) -> StopReason | None:
+    async def reset(self, row: dict[str, Any]) -> list[Message]:
+        """The messages a conversation begins with, from the row's `prompt`."""
+        return self.start(row["prompt"])
+
+    async def step(self, turn: Turn) -> Step:
         """
-        Reads the turn the model just took, runs its calls and replies.
+        Runs the calls of the turn the model just took, and replies.
 
         Args:
-            turn (`Turn`): The turn, already the last of `trajectory.turns`; filled in here.
-            trajectory (`Trajectory`): The conversation so far.
-            text (`str`): What the model sampled, special tokens kept except the one that ended the turn.
-            tokenizer: The model's tokenizer.
-
-        Returns:
-            `StopReason` that ends the conversation, or `None` when `turn.replies` are to be answered.
+            turn (`Turn`): As the call protocol read it; results and errors are written into its calls.
         """
-        # the assistant's header is in there, and with it the `<think>` that some templates open themselves
-        context = trajectory.tree.tail(turn.num_tokens + HEADER_TOKENS)[: -turn.num_tokens]
-        parsed = self.protocol.parse(text, tokenizer, context)
-        turn.message, turn.tool_calls, turn.error = parsed.message, parsed.calls, parsed.error
-        if parsed.answer is not None:
-            trajectory.answer = parsed.answer
-            return StopReason.ANSWERED
+        if turn.answer is not None:
+            return Step(done=StopReason.ANSWERED, answer=turn.answer)
         if turn.index >= self.max_steps:
             for call in turn.tool_calls:
                 call.error = f"the limit of {self.max_steps} steps is reached."
-            return StopReason.MAX_STEPS
+            return Step(done=StopReason.MAX_STEPS)
         await execute_calls(turn.tool_calls, self.tools, self.tool_timeout)
-        turn.replies = self.protocol.replies(turn)
-        return None
+        reward = None if self._tool_session is None else self._tool_session.take_reward()
+        return Step(self.protocol.replies(turn), reward)
+
+    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+        """The loop of `StepEnv`, with the states of the tools made before, and their rewards asked for at the end."""
+        session = self._tool_session = ToolSession(self.tools.values(), row, self.tool_timeout)
+        self.tools = session.tools
+        await session.create()
+        try:
+            outcome = await super().run(policy, row)
+        except ConversationEnded as ended:
+            outcome = Outcome(stop_reason=ended.stop_reason)
+        outcome.rewards = {**await session.rewards(), **outcome.rewards}
+        if session.metrics:
+            outcome.info = {"tool_metrics": session.metrics, **outcome.info}
+        return outcome
+
+    async def close(self) -> None:
+        """Releases the states of the tools."""
+        if self._tool_session is not None:
+            await self._tool_session.release()
 
     def generate(
         self, prompts: Sequence[str | list[Message]], llm: Engine, sampling_params: SamplingParams | None = None

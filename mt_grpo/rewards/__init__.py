@@ -1,6 +1,7 @@
 """How a trajectory is judged: rewards to subclass, built-in ones, and the functions that run them."""
 
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
+from mt_grpo.rewards.environment import EnvReward, env_reward
 from mt_grpo.rewards.format import format_reward_func, xml_reward_func
 from mt_grpo.rewards.gsm8k import gsm8k_correct_reward_func, gsm8k_number_reward_func
 from mt_grpo.rewards.registry import REWARDS, RewardListError, load_rewards, reward
@@ -14,6 +15,7 @@ from mt_grpo.rewards.triviaqa import (
 )
 
 __all__ = [
+    "EnvReward",
     "FunctionReward",
     "OutcomeReward",
     "REWARDS",
@@ -22,6 +24,7 @@ __all__ = [
     "RewardListError",
     "Scores",
     "TurnReward",
+    "env_reward",
     "exact_match_reward_func",
     "exist_answer_in_search_results",
     "exist_answer_reward_func",

@@ -80,11 +80,13 @@ class FunctionReward(OutcomeReward):
     A plain TRL reward function as an outcome reward; called once for the whole batch, as TRL calls it.
 
     Args:
-        function (`Callable`): `f(prompts, completions, **columns) -> list[float | None]`, sync or async.
+        function (`Callable`): `f(prompts, completions, **columns) -> list[float | None]`, sync or async. One with a
+            parameter `environments` gets the environments of the conversations.
     """
 
     def __init__(self, function: PlainFunction) -> None:
         self.function = function
+        self.takes_environments = _takes(function, "environments")
         self.name = getattr(function, "__name__", type(function).__name__)  # a partial or an object has none
 
     async def score(self, trajectory: Trajectory, **row: Any) -> float | None:
@@ -112,6 +114,9 @@ class FunctionReward(OutcomeReward):
             ValueError: When awaited, if the function returns another number of rewards.
         """
         columns = {key: [row[key] for row in rows] for key in rows[0] if key not in NOT_COLUMNS}
+        environments = [trajectory.environment for trajectory in trajectories]
+        if self.takes_environments and any(environment is not None for environment in environments):
+            columns["environments"] = environments
         rewards = self.function(
             prompts=[trajectory.prompt for trajectory in trajectories],
             completions=[trajectory.completion for trajectory in trajectories],
@@ -119,6 +124,14 @@ class FunctionReward(OutcomeReward):
             **{**columns, **(extra or {})},
         )
         return _counted(rewards, len(trajectories))
+
+
+def _takes(function: PlainFunction, name: str) -> bool:
+    try:
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
+    except ValueError:  # a function written in C may not say what it takes
+        return False
+    return name in parameters or any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
 
 
 async def _counted(rewards: Any, number: int) -> list[float | None]:

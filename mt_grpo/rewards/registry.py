@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from mt_grpo.errors import UserError
-from mt_grpo.imports import Registry, check_name, did_you_mean, import_object
+from mt_grpo.imports import Registry, check_name, import_object
+from mt_grpo.options import is_bare, unknown_reward
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
 
 Judge = TypeVar("Judge", bound=Callable[..., Any])
@@ -85,13 +86,10 @@ def _load(entry: Any, kind: str) -> RewardFunc:
 
 
 def _resolve(entry: str, kind: str) -> Any:
-    if "." in entry or ":" in entry:
+    if not is_bare(entry):
         return import_object(entry, what=f"{kind} reward")
     if entry not in REWARDS:
-        raise RewardListError(
-            f"The {kind} reward {entry!r} is neither a built-in name nor a path such as `package.module.name`"
-            f"{did_you_mean(entry, REWARDS)}."
-        )
+        raise RewardListError(unknown_reward(entry, kind, REWARDS))
     return REWARDS[entry]
 
 

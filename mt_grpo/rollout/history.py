@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mt_grpo.errors import ConfigError
-from mt_grpo.imports import did_you_mean
+from mt_grpo.options import check_history
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.trajectory import Message, Trajectory
-
-HISTORIES = ("keep", "strip_thinking", "compact", "template")
 
 _THINKING = re.compile(r"^.*?</think>\s*", re.DOTALL)
 
@@ -89,16 +86,6 @@ class History:
         pieces = self._pieces[:kept] + [(text[position:], self._renderer.encode(text[position:]))]
         self._pieces = pieces
         return suffix, [token for _, ids in pieces for token in ids]
-
-
-def check_history(policy: str, compact_every: int | None) -> None:
-    """Raises `ValueError` for an unknown policy, or `"compact"` without its number of turns."""
-    if policy not in HISTORIES:
-        raise ConfigError(
-            f"`history` is {policy!r}{did_you_mean(policy, HISTORIES)}: choose one of {', '.join(HISTORIES)}."
-        )
-    if policy == "compact" and (compact_every is None or compact_every < 1):
-        raise ConfigError("`history: compact` needs `compact_every`, the number of turns between two compactions.")
 
 
 def strip_thinking(message: Message) -> Message:

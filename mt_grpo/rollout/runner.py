@@ -4,42 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv
 from mt_grpo.envs.execution import fail_unanswered
+from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_environments, make_env, prototypes
+from mt_grpo.envs.threads import guarded
+from mt_grpo.options import check_history
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
-from mt_grpo.rollout.history import History, check_history
+from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, Sampler
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row
-from mt_grpo.token_tree import common_prefix
-from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
+from mt_grpo.trajectory import Message, StopReason, Trajectory
 
+GRACE = 2.0
+"""Seconds that an environment may take to end once it is cancelled; then it is left to itself."""
 _NEVER = 1 << 30  # collections of a younger generation until a full one
-
-
-@dataclass(frozen=True)
-class RolloutLimits:
-    """
-    What bounds a conversation; `None` is no bound.
-
-    Args:
-        max_completion_tokens (`int`, *optional*): Tokens after the prompt, environment's included, in one trajectory.
-        max_turn_tokens (`int`, *optional*): Tokens sampled in one turn.
-        rollout_timeout (`float`, *optional*): Seconds one conversation may take.
-        max_concurrent (`int`, *optional*): Conversations under way at once.
-    """
-
-    max_completion_tokens: int | None = None
-    max_turn_tokens: int | None = None
-    rollout_timeout: float | None = None
-    max_concurrent: int | None = None
 
 
 @dataclass
@@ -62,10 +47,10 @@ class RolloutRequest:
 
 class RolloutRunner:
     """
-    Runs conversations of one environment against one engine.
+    Runs conversations against one engine.
 
     Args:
-        env (`MultiTurnToolEnv`): The conversation rules.
+        env (`EnvSource`): What the environment of each conversation is made from.
         engine (`Engine`): Samples the turns.
         limits (`RolloutLimits`, *optional*): Bounds.
         template_kwargs (`dict`, *optional*): Variables for the chat template.
@@ -75,7 +60,7 @@ class RolloutRunner:
 
     def __init__(
         self,
-        env: MultiTurnToolEnv,
+        env: EnvSource,
         engine: Engine,
         limits: RolloutLimits | None = None,
         template_kwargs: dict[str, Any] | None = None,
@@ -84,11 +69,13 @@ class RolloutRunner:
         sanity_check_mode: str = "disable",
     ) -> None:
         check_history(history, compact_every)
-        self.history, self.compact_every = history, compact_every
-        self.env = env
-        self.engine = engine
+        check_source(env)
+        self.history, self.env, self.engine = history, env, engine
         self.limits = limits or RolloutLimits()
-        self.renderer = ChatRenderer(engine.tokenizer, env.tool_schemas, template_kwargs, env.protocol.tags)
+        self.sampler = Sampler(engine, self.limits, template_kwargs or {}, history, compact_every)
+        first = next(prototypes(env), None)
+        tools, protocol = (None, None) if first is None else (first.tool_schemas, first.protocol)
+        self.renderer = self.sampler.renderer(tools, protocol.tags if protocol is not None else ())
         self.sanity = SanityCheck(self.renderer, sanity_check_mode) if sanity_check_mode != "disable" else None
 
     async def run(
@@ -96,6 +83,7 @@ class RolloutRunner:
         requests: list[RolloutRequest],
         sampling: SamplingParams,
         on_finish: Callable[[Trajectory], None] | None = None,
+        keep_environments: bool = False,
     ) -> list[Trajectory]:
         """
         Runs conversations concurrently.
@@ -105,6 +93,8 @@ class RolloutRunner:
             sampling (`SamplingParams`): How tokens are drawn; budget, stop strings and seed are set for each turn.
             on_finish (`Callable`, *optional*): Called with each trajectory as soon as it is finished; its
                 `render_mismatch` is checked after that.
+            keep_environments (`bool`, *optional*, defaults to `False`): Whether finished trajectories keep their
+                environments, for rewards to look at; the caller closes them with `close_environments`.
 
         Returns:
             `list[Trajectory]` in the order of `requests`. A conversation that fails is among them, with its
@@ -117,11 +107,11 @@ class RolloutRunner:
 
         async def work(queue: Iterator[tuple[int, RolloutRequest]]) -> None:
             for index, request in queue:
-                trajectories[index] = await self._converse(request, sampling)
+                trajectories[index], policy = await self._converse(request, sampling, keep_environments)
                 if on_finish is not None:
                     on_finish(trajectories[index])
-                if self.sanity is not None and self.history == "keep":
-                    checks.append(loop.run_in_executor(checker, self._check, trajectories[index]))
+                if self.sanity is not None and self.history == "keep" and policy.renderer and not policy.rewrote:
+                    checks.append(loop.run_in_executor(checker, self._check, trajectories[index], policy.renderer))
 
         # a full collection reads every token of every context, and stops all conversations for that long
         thresholds = gc.get_threshold()
@@ -142,115 +132,73 @@ class RolloutRunner:
             await self.engine.close()
         return trajectories
 
-    async def _converse(self, request: RolloutRequest, sampling: SamplingParams) -> Trajectory:
+    async def _converse(
+        self, request: RolloutRequest, sampling: SamplingParams, keep_environment: bool
+    ) -> tuple[Trajectory, ConversationPolicy]:
         prompt = [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else request.prompt
         trajectory = Trajectory(prompt, session=request.session, row=request.row)
-        asyncio.current_task().set_name(f"conversation {request.session!r}")
-        start = time.perf_counter()
+        policy = ConversationPolicy(self.sampler, trajectory, sampling, request.seed)
+        finished, start = False, time.perf_counter()
         try:
-            async with asyncio.timeout(self.limits.rollout_timeout):
-                trajectory.stop_reason = await self._take_turns(trajectory, sampling, request)
-        except TimeoutError:
-            if self.limits.rollout_timeout is None:  # not the runner's limit: the engine failed to name its error
-                raise
-            trajectory.stop_reason = StopReason.TIMEOUT
-            trajectory.error = f"The conversation took longer than {self.limits.rollout_timeout:g} s."
-        except EngineError as error:
-            trajectory.stop_reason, trajectory.error = StopReason.ENGINE_ERROR, str(error)
-        finally:
-            self.engine.release(request.session)
-        trajectory.seconds = time.perf_counter() - start
-        if trajectory.turns and trajectory.stop_reason in (StopReason.TIMEOUT, StopReason.ENV_ERROR):
-            fail_unanswered(trajectory.turns[-1])
-        return trajectory
-
-    def _check(self, trajectory: Trajectory) -> None:
-        difference = self.sanity.check(trajectory)
-        trajectory.render_mismatch = difference.cause if difference else None
-
-    async def _take_turns(
-        self, trajectory: Trajectory, sampling: SamplingParams, request: RolloutRequest
-    ) -> StopReason:
-        history = History(self.renderer, self.history, self.compact_every)
-        try:
-            prompt = self.env.start(request.prompt)
-            trajectory.prompt, suffix = prompt, history.begin(prompt)
-        except Exception as error:  # an environment is the user's code: its failure ends this conversation only
-            trajectory.error = f"{type(error).__name__}: {error}"
-            return StopReason.ENV_ERROR
-        context: list[int] = []
-        rewritten: list[int] | None = None
-        prompt_length = len(suffix)
-        most = self.engine.context_length
-        if self.limits.max_completion_tokens is not None:
-            most = min(most, prompt_length + self.limits.max_completion_tokens)
-        while True:
-            added = len(suffix) if rewritten is None else common_prefix(suffix[::-1], rewritten[::-1], 0)
-            if rewritten is None:
-                context += suffix
-            else:
-                context = rewritten
-            budget, exhausted = self._budget(len(context), len(context) - prompt_length)
-            if budget < 1:
-                return exhausted
-            index = len(trajectory.turns)
-            start = time.perf_counter()
-            drawing = replace(
-                sampling,
-                max_tokens=budget,
-                stop=self.env.stop,
-                stop_token_ids=(self.renderer.end_id,),  # a base model may not know it as an end of its own
-                seed=derive_seed(request.seed, index),
-            )
-            sample = await self.engine.generate(context, drawing, trajectory.session)
-            length = len(context)
-            if rewritten is None:
-                trajectory.tree.extend(suffix, sample.ids, sample.logprobs)
-            else:
-                trajectory.tree.add_turn(context, sample.ids, sample.logprobs)
-            context += sample.ids
-            text = self.renderer.text(sample.ids)
-            turn = Turn(
-                index,
-                {"role": "assistant", "content": text},
-                finish_reason=sample.finish_reason,
-                num_tokens=len(sample.ids),
-                context_length=length,
-                observation_length=added if index else 0,
-                fork_cause=None if rewritten is None else self.history,
-                seconds=time.perf_counter() - start,
-                weight_version=sample.weight_version,
-            )
-            trajectory.turns.append(turn)
-            if sample.finish_reason == "length":
-                return exhausted
+            running = asyncio.ensure_future(guarded(self._hold(request, policy, trajectory)))
+            running.set_name(f"conversation {request.session!r}")
             try:
-                stop_reason = await self.env.step(turn, trajectory, text, self.engine.tokenizer)
-                if stop_reason is not None:
-                    return stop_reason
-                extension = history.extend(trajectory, sample.ids, most)
-            except Exception as error:  # likewise
-                trajectory.error = f"{type(error).__name__}: {error}"
-                return StopReason.ENV_ERROR
-            if extension is None:
-                return self._budget(most, most - prompt_length)[1]
-            suffix, rewritten = extension
+                await asyncio.wait([running], timeout=self.limits.rollout_timeout)
+            finally:
+                if not running.done():
+                    policy.end(StopReason.TIMEOUT)
+                    running.cancel()
+                    await asyncio.wait([running], timeout=GRACE)
+                self.engine.release(request.session)
+            self._end(trajectory, running, policy)
+            if policy.failure is not None:  # a bug of the engine, whatever the environment made of it
+                raise policy.failure
+            trajectory.seconds = time.perf_counter() - start
+            if trajectory.turns and trajectory.stop_reason in (StopReason.TIMEOUT, StopReason.ENV_ERROR):
+                fail_unanswered(trajectory.turns[-1])
+            finished = True
+            return trajectory, policy
+        finally:
+            if not (finished and keep_environment):
+                await close_environments([trajectory])
 
-    def _budget(self, context_length: int, used: int) -> tuple[int, StopReason]:
-        """Tokens the next turn may sample, and what ends the conversation when they are sampled."""
-        bounds = [(self.engine.context_length - context_length, StopReason.CONTEXT_FULL)]
-        if self.limits.max_completion_tokens is not None:
-            bounds.append((self.limits.max_completion_tokens - used, StopReason.TOKEN_BUDGET))
-        if self.limits.max_turn_tokens is not None:
-            bounds.append((self.limits.max_turn_tokens, StopReason.LENGTH))
-        return min(bounds, key=lambda bound: bound[0])
+    async def _hold(self, request: RolloutRequest, policy: ConversationPolicy, trajectory: Trajectory) -> Outcome:
+        row = {**request.row, "prompt": request.prompt}
+        trajectory.environment = env = await make_env(self.env, row)
+        outcome = await env.run(policy, row)
+        if not isinstance(outcome, Outcome):
+            raise TypeError(f"{type(env).__name__}.run returned {type(outcome).__name__}: return an `Outcome`.")
+        return outcome
+
+    def _end(self, trajectory: Trajectory, running: asyncio.Future[Outcome], policy: ConversationPolicy) -> None:
+        """Writes into a trajectory why its conversation ended."""
+        if policy.ended is not None:
+            trajectory.stop_reason = policy.ended
+            trajectory.error = f"The conversation took longer than {self.limits.rollout_timeout:g} s."
+        elif running.cancelled():
+            trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, "The environment cancelled itself."
+        elif (error := running.exception()) is None:
+            outcome = running.result()
+            trajectory.stop_reason = outcome.stop_reason or StopReason.ENV_DONE
+            trajectory.answer, trajectory.info = outcome.answer, outcome.info
+            trajectory.env_rewards = outcome.rewards
+        elif isinstance(error, ConversationEnded):
+            trajectory.stop_reason = error.stop_reason
+        elif isinstance(error, EngineError):
+            trajectory.stop_reason, trajectory.error = StopReason.ENGINE_ERROR, str(error)
+        else:  # an environment is the user's code: its failure ends this conversation only
+            trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, f"{type(error).__name__}: {error}"
+
+    def _check(self, trajectory: Trajectory, renderer: ChatRenderer) -> None:
+        difference = self.sanity.check(trajectory, renderer)
+        trajectory.render_mismatch = difference.cause if difference else None
 
     def completion(self, trajectory: Trajectory) -> TokenRow:
         """See `token_row`."""
-        return token_row(trajectory, self.renderer, self.env.env_mask)
+        return token_row(trajectory, self.renderer, self._env_mask(trajectory))
 
-
-def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from any parts, the same on every machine."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    def _env_mask(self, trajectory: Trajectory) -> int:
+        source = self.env
+        while isinstance(source, dict):
+            source = source.get(trajectory.row.get(COLUMN))
+        return source.env_mask if isinstance(source, StepEnv) else 0

@@ -60,8 +60,13 @@ class SanityCheck:
         self.causes: Counter[str] = Counter()
         """How often each cause was met."""
 
-    def check(self, trajectory: Trajectory) -> Difference | None:
-        """Compares one trajectory; returns what was logged or counted, `None` where all is well."""
+    def check(self, trajectory: Trajectory, renderer: ChatRenderer | None = None) -> Difference | None:
+        """
+        Compares one trajectory, rendered by `renderer` where its tools are its own; returns what was logged or
+        counted, `None` where all is well.
+        """
+        if renderer is not None:
+            self._renderer = renderer
         try:
             difference = self.difference(trajectory)
         except Exception as error:  # a template may refuse what a model wrote

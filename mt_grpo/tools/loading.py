@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mt_grpo.imports import Registry, did_you_mean, import_object
+from mt_grpo.imports import Registry, import_object
+from mt_grpo.options import is_bare, unknown_tool
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.stateful import BaseTool, StatefulTool
 
@@ -50,13 +51,10 @@ def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
 
 
 def _named(entry: str) -> Any:
-    if "." in entry or ":" in entry:
+    if not is_bare(entry):
         return import_object(entry, what="tool")
     if entry not in TOOLS:
-        raise ToolDefinitionError(
-            f"There is no built-in tool {entry!r}{did_you_mean(entry, TOOLS)}: use one of {', '.join(TOOLS)}, or a "
-            f"path such as `my_tools.py:{entry}`."
-        )
+        raise ToolDefinitionError(unknown_tool(entry, TOOLS))
     return TOOLS[entry]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datasets import Dataset, IterableDataset
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.options import check_trainable
 from mt_grpo.training.config import MTGRPOConfig
 
 
@@ -20,17 +21,7 @@ def check_training(args: MTGRPOConfig, dataset: Dataset | IterableDataset, dropp
     Raises:
         ConfigError: If it cannot.
     """
-    if not args.temperature > 0:
-        raise ConfigError(
-            f"`temperature: {args.temperature}` cannot be trained, since log-probs are those of the logits divided by "
-            "it: set a number above 0, such as 1.0."
-        )
-    if args.max_steps == 0:
-        raise ConfigError("`max_steps` is 0, so nothing is trained: set a number above 0, or leave it out.")
-    if args.max_steps < 0 and not args.num_train_epochs > 0:
-        raise ConfigError(
-            f"`num_train_epochs` is {args.num_train_epochs}, so nothing is trained: set a number above 0."
-        )
+    check_trainable(vars(args))
     needed = args.generation_batch_size // args.num_generations
     rows = sum(1 for _ in dataset.take(needed)) if isinstance(dataset, IterableDataset) else len(dataset)
     if rows < needed:

@@ -6,19 +6,33 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
 from trl import GRPOConfig
 
-from mt_grpo.credit import bind_rule, parse_rule, rule_name, splits_turns
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, bind_rule, parse_rule, rule_name, splits_turns
+from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.kernels import KERNELS
 from mt_grpo.forward.logps import FORWARDS
-from mt_grpo.imports import did_you_mean, import_file
-from mt_grpo.rollout.history import check_history
+from mt_grpo.imports import import_file
+from mt_grpo.options import check_options
 from mt_grpo.rollout.token_check import MODES
 from mt_grpo.weights.transport import TRANSPORTS
 
 KEEPS_TURNS = ("cispo", "vespo")
 """Loss types in which an advantage weighs its own tokens whatever `importance_sampling_level` is."""
+
+
+def registered_names() -> dict[str, list[str]]:
+    """What can be named in the options whose value is a name, those of plugins that were imported among it."""
+    return {
+        "forward": list(FORWARDS),
+        "weight_sync": ["auto", *TRANSPORTS],
+        "tree_attention": ["auto", *KERNELS],
+        "tokenization_sanity_check_mode": list(MODES),
+        "call_protocol": list(PROTOCOLS),
+        "advantage_estimator": list(ADVANTAGE_ESTIMATORS),
+    }
 
 
 @dataclass
@@ -29,7 +43,11 @@ class MTGRPOConfig(GRPOConfig):
     then outcome rewards.
 
     Args:
-        env (`str`, *optional*): Dotted path of an environment class; `MultiTurnToolEnv` where none is given.
+        env (`str`, *optional*): Dotted path of an environment: a class, a `StepEnv`, or a function from a row to one;
+            `MultiTurnToolEnv` where none is given.
+        environments (`dict`, *optional*): Several environments in one run, by the names in the dataset's column
+            `environment`: each a dotted path, or a mapping of its own `env`, `tools`, `system_prompt`,
+            `max_env_steps`, `call_protocol`, `env_mask` and `tool_timeout`.
         tools (`list[str]`, *optional*): Tools by name or dotted path.
         tools_config_file (`str`, *optional*): YAML file of further tools, those of MCP servers among them, in verl's
             form; see `mt_grpo.tools.load_tools_file`.
@@ -70,7 +88,11 @@ class MTGRPOConfig(GRPOConfig):
             run left in `output_dir`, instead of refusing to begin there; it has no effect on a run that is resumed.
     """
 
-    env: str | None = field(default=None, metadata={"help": "Dotted path of an environment class."})
+    env: str | None = field(default=None, metadata={"help": "Dotted path of an environment class or factory."})
+    environments: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Several environments, by the names in the column `environment`; JSON on the command line."},
+    )
     tools: list[str] | None = field(default=None, metadata={"help": "Tools by name or dotted path."})
     tools_config_file: str | None = field(default=None, metadata={"help": "YAML file of further tools."})
     call_protocol: str = field(default="tags", metadata={"help": "How the model calls tools, by name."})
@@ -128,57 +150,13 @@ class MTGRPOConfig(GRPOConfig):
                 setattr(self, name, [getattr(self, name)])
         for plugin in self.external_plugins or []:
             import_file(plugin)
+        if isinstance(self.environments, str):  # of the command line
+            self.environments = yaml.safe_load(self.environments)
         self.advantage_estimator = parse_rule(self.advantage_estimator)
-        for name in (
-            "max_turn_length",
-            "max_concurrent_rollouts",
-            "rollout_timeout",
-            "tool_timeout",
-            "verify_sync_every",
-        ):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"`{name}` is {value}; set a number above 0, or leave it out.")
-        if self.multi_objective_aggregation != "sum_then_normalize":
-            raise ConfigError(
-                "`multi_objective_aggregation: normalize_then_sum` does not say which turn a reward belongs to; leave "
-                "it out, and weigh rewards with `reward_weights`."
-            )
-        for name, known in (
-            ("forward", FORWARDS),
-            ("weight_sync", ("auto", *TRANSPORTS)),
-            ("tree_attention", ("auto", *KERNELS)),
-            ("tokenization_sanity_check_mode", MODES),
-        ):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(
-                    f"`{name}` is {value!r}{did_you_mean(value, known)}: choose one of {', '.join(known)}."
-                )
-        for name in (
-            "cache_implementation",
-            "generation_kwargs",
-            "max_tool_calling_iterations",
-            "use_transformers_continuous_batching",
-            "use_transformers_paged",
-            "vllm_structured_outputs_regex",
-        ):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"`{name}` has no effect on rollouts of many turns: leave it out"
-                    f"{', and set `max_env_steps`' if name == 'max_tool_calling_iterations' else ''}."
-                )
-        if self.use_vllm and self.vllm_mode != "server":
-            raise ConfigError(
-                f"`vllm_mode: {self.vllm_mode}` is not supported: leave it out, and start the server with "
-                "`mt-grpo serve`."
-            )
-        check_history(self.history, self.compact_every)
-        if self.history != "keep" and self.forward == "padded":
-            raise ConfigError(
-                f"`history: {self.history}` rewrites the past, so a trajectory is several sequences, which `forward: "
-                "padded` cannot train: leave `forward` at `tree`."
-            )
+        names = registered_names()
+        if self.env is not None:  # its module, which is not imported yet, may register a protocol
+            del names["call_protocol"]
+        check_options(vars(self), names)
         self._check_batch_sizes()
         super().__post_init__()
         self.check_credit()

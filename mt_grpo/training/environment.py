@@ -2,49 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+from datasets import Dataset
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
-from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import PROTOCOLS
+from mt_grpo.envs.source import COLUMN, check_rows, check_source, close_environments, prototypes
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import import_object
+from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
+from mt_grpo.rollout.background import run
 from mt_grpo.tools import load_tools, load_tools_file
 from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.reward_columns import Rows
+from mt_grpo.training.rollout_batch import RolloutBatch
+
+OPTIONS = (
+    "env",
+    "tools",
+    "tools_config_file",
+    "system_prompt",
+    "max_env_steps",
+    "call_protocol",
+    "env_mask",
+    "tool_timeout",
+)
+"""Options of a run that one of several environments may have for itself."""
 
 
-def build_env(args: MTGRPOConfig) -> MultiTurnToolEnv:
-    """The environment that `args` describes; see `MultiTurnToolEnv` for the errors."""
-    env_class = MultiTurnToolEnv if args.env is None else import_object(args.env, what="environment")
-    env = env_class(
-        tools=_tools(args),
-        system_prompt=args.system_prompt,
-        max_steps=args.max_env_steps,
-        protocol=args.call_protocol,
-        env_mask=args.env_mask,
-        tool_timeout=args.tool_timeout,
+def build_env(args: MTGRPOConfig) -> EnvSource:
+    """
+    The environment, or environments by name, that `args` describe.
+
+    Raises:
+        ConfigError: If what they name is no environment; see `MultiTurnToolEnv` for further errors.
+    """
+    if args.environments is None:
+        return _build({name: getattr(args, name) for name in OPTIONS}, "env", args)
+    if args.env is not None:
+        raise ConfigError("`env` and `environments` are both set: name a single environment in `environments` too.")
+    if not isinstance(args.environments, dict) or not args.environments:
+        raise ConfigError("`environments` is a mapping from the names in the column `environment` to environments.")
+    return {name: _build_named(name, given, args) for name, given in args.environments.items()}
+
+
+def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
+    key = f"environments: {name}"
+    given = {"env": given} if isinstance(given, str) else given
+    if not isinstance(given, dict):
+        raise ConfigError(f"`{key}` is {given!r}: give a dotted path, or a mapping of {', '.join(OPTIONS)}.")
+    for option in given:
+        if option not in OPTIONS:
+            raise ConfigError(f"`{key}` has an unknown key {option!r}{did_you_mean(option, OPTIONS)}.")
+    return _build({option: getattr(args, option) for option in OPTIONS} | given, key, args)
+
+
+def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
+    path = options["env"]
+    found = MultiTurnToolEnv if path is None else import_object(path, what="environment")
+    if not (isinstance(found, type) and issubclass(found, MultiTurnToolEnv)):
+        check_source(found, key)
+        return found
+    env = found(
+        tools=_tools(options["tools"], options["tools_config_file"]),
+        system_prompt=options["system_prompt"],
+        max_steps=options["max_env_steps"],
+        protocol=options["call_protocol"],
+        env_mask=options["env_mask"],
+        tool_timeout=options["tool_timeout"],
     )
     env.made_from = args
     return env
 
 
-def _tools(args: MTGRPOConfig) -> list[Any]:
-    from_file = [] if args.tools_config_file is None else load_tools_file(args.tools_config_file)
-    return [*(args.tools or []), *from_file]
+def _tools(named: list[Any] | None, file: str | None) -> list[Any]:
+    return [*(named or []), *([] if file is None else load_tools_file(file))]
 
 
-def check_env(env: MultiTurnToolEnv, args: MTGRPOConfig) -> MultiTurnToolEnv:
+def check_env(env: EnvSource | None, args: MTGRPOConfig, *datasets: Rows | dict[str, Rows] | None) -> EnvSource:
     """
     Holds an environment that was made by hand against the options that would have made it, as far as these are not
-    left at their defaults; returns it.
+    left at their defaults, and the names of several against the rows that name them; returns it, or where none is
+    given that of the options.
 
     Raises:
-        ConfigError: If they contradict each other.
+        ConfigError: If they contradict each other, or no environment can be made from it.
     """
-    if env.made_from is args:
+    env = build_env(args) if env is None else env
+    check_source(env)
+    for dataset in datasets:
+        for rows in dataset.values() if isinstance(dataset, dict) else [dataset]:
+            if isinstance(rows, Dataset):  # rows of a stream are not known before
+                check_rows(env, rows.unique(COLUMN) if COLUMN in rows.column_names else None)
+    if not isinstance(env, MultiTurnToolEnv) or env.made_from is args:
         return env
     if args.env is not None and not isinstance(env, import_object(args.env, what="environment")):
         raise _contradiction("env", args.env, type(env).__name__)
@@ -59,7 +114,7 @@ def check_env(env: MultiTurnToolEnv, args: MTGRPOConfig) -> MultiTurnToolEnv:
     defaults = {field.name: field.default for field in fields(args)}
     for name, value in of_env.items():
         asked = getattr(args, name)
-        if name == "tools" and (tools := _tools(args)):
+        if name == "tools" and (tools := _tools(asked, args.tools_config_file)):
             asked = sorted(tool.name for tool in load_tools(tools))
         if asked == defaults[name]:
             continue
@@ -75,15 +130,15 @@ def _contradiction(name: str, asked: Any, given: Any) -> ConfigError:
     )
 
 
-def prepare_tokenizer(tokenizer: Any, env: MultiTurnToolEnv) -> None:
+def prepare_tokenizer(tokenizer: Any, env: EnvSource) -> None:
     """
-    Makes sure that the model's template can hold the conversations of `env`; adds TRL's response template under the
-    native protocol, where the tokenizer has none of its own.
+    Makes sure that the model's template can hold the conversations of `env`, as far as they are known before; adds
+    TRL's response template under the native protocol, where the tokenizer has none of its own.
 
     Raises:
         ConfigError: If the template cannot show tool calls, or nothing can read them back.
     """
-    if not env.protocol.native_tools:
+    if not any(one.protocol is not None and one.protocol.native_tools for one in prototypes(env)):
         return
     if not supports_tool_calling(tokenizer):
         raise ConfigError(
@@ -100,7 +155,7 @@ def prepare_tokenizer(tokenizer: Any, env: MultiTurnToolEnv) -> None:
             ) from error
 
 
-def build_runner(env: MultiTurnToolEnv, engine: Engine, args: MTGRPOConfig) -> RolloutRunner:
+def build_runner(env: EnvSource, engine: Engine, args: MTGRPOConfig) -> RolloutRunner:
     """Runs conversations of `env` as `args` say."""
     limits = RolloutLimits(
         args.max_completion_length, args.max_turn_length, args.rollout_timeout, args.max_concurrent_rollouts
@@ -114,3 +169,13 @@ def build_runner(env: MultiTurnToolEnv, engine: Engine, args: MTGRPOConfig) -> R
         args.compact_every,
         args.tokenization_sanity_check_mode,
     )
+
+
+@contextmanager
+def open_environments(batch: RolloutBatch) -> Iterator[None]:
+    """Closes the environments of a batch in the end: rewards may look at them, and nothing leaves them open."""
+    try:
+        yield
+    finally:
+        if any(trajectory.environment is not None for trajectory in batch.trajectories):
+            run(close_environments(batch.trajectories))

@@ -44,7 +44,11 @@ def check_reward_columns(
 def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
     if isinstance(reward, FunctionReward):
         function, positional = reward.function, 0
-        given = [*BATCH_ARGUMENTS, *(column for column in columns if column not in NOT_COLUMNS)]
+        given = [
+            *BATCH_ARGUMENTS,
+            *["environments"][: reward.takes_environments],
+            *(column for column in columns if column not in NOT_COLUMNS),
+        ]
     else:
         function, positional = reward.score, 1 + isinstance(reward, TurnReward)
         given = [column for column in columns if column != "prompt"]

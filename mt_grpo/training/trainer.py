@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mt_grpo.credit import estimate
-from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs import EnvSource
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories, spread
 from mt_grpo.rollout import Engine, RolloutError
@@ -24,7 +24,7 @@ from mt_grpo.training.checkpoint import batch_options, is_whole, load_rollouts, 
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.counted import CountedTrainer
 from mt_grpo.training.dropout import disable_dropout, without_dropout
-from mt_grpo.training.environment import build_env, build_runner, check_env, prepare_tokenizer
+from mt_grpo.training.environment import build_runner, check_env, open_environments, prepare_tokenizer
 from mt_grpo.training.evaluation import fill_up, fill_up_scores
 from mt_grpo.training.forward import completion_logps, keep_outputs_exact, prepare_forward, prove_forward
 from mt_grpo.training.metrics import credit_metrics, mismatch_metrics, reward_metrics, rollout_metrics, show_advantages
@@ -58,7 +58,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
 
     Args:
         model (`str` or `PreTrainedModel`): The policy.
-        env (`MultiTurnToolEnv`, *optional*): The environment; built from `args` where none is given.
+        env (`EnvSource`, *optional*): What environments are made from; built from `args` where none is given.
         turn_reward_funcs (`list`, *optional*): Turn rewards: `TurnReward`s, names or dotted paths.
         outcome_reward_funcs (`list`, *optional*): Outcome rewards: `OutcomeReward`s, names, dotted paths or TRL
             reward functions. Both default to those of `args`.
@@ -83,7 +83,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
     def __init__(
         self,
         model: str | PreTrainedModel,
-        env: MultiTurnToolEnv | None = None,
+        env: EnvSource | None = None,
         turn_reward_funcs: Sequence[Reward] | None = None,
         outcome_reward_funcs: Sequence[Reward] | None = None,
         args: MTGRPOConfig | None = None,
@@ -102,7 +102,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
         check_reward_columns(rewards, train_dataset, eval_dataset)
         self._watch = RewardWatch([reward.name for reward in rewards])
-        self.env = build_env(args) if env is None else check_env(env, args)
+        self.env = check_env(env, args, train_dataset, eval_dataset)
         with without_client_of_trl(args):
             super().__init__(
                 model=model,
@@ -197,10 +197,11 @@ class MTGRPOEnvTrainer(CountedTrainer):
         """TRL's, with the advantage of each trajectory replaced by one for each of its tokens, shape `(B, T)`."""
         mode = "train" if self.model.training else "eval"
         batch = self._batch = RolloutBatch(mode, inputs, self._filling(mode, len(inputs)))
+        # for TRL's table of completions; what is sampled after is the batch's own rows
+        shown = [{**row, "prompt": visible(row["prompt"])} for row in inputs]
         try:
-            # for TRL's table of completions; what is sampled after is the batch's own rows
-            shown = [{**row, "prompt": visible(row["prompt"])} for row in inputs]
-            output = super()._generate_and_score_completions(shown)
+            with open_environments(batch):
+                output = super()._generate_and_score_completions(shown)
         except BaseException:  # whatever fails, conversations that were finished before are not lost
             self._writer.write(batch.counted, mode, self.state.global_step)
             raise
@@ -230,7 +231,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         lent = lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
         with without_dropout(self.model, True), lent:
             finish = batch.trajectories.append
-            run = self._run_on_all_ranks(lambda: self.runner.run(requests, self._sampling, on_finish=finish))
+            run = self._run_on_all_ranks(lambda: self.runner.run(requests, self._sampling, finish, True))
         if self.weight_sync is not None:
             self.weight_sync.check()
         batch.trajectories = fill_up(run, batch.fills, lambda index: Trajectory(batch.rows[index]["prompt"]))
@@ -352,8 +353,9 @@ class MTGRPOEnvTrainer(CountedTrainer):
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         rows = list(dataset.take(num_prompts))
         batch = RolloutBatch("eval", rows, [False] * len(rows))
-        self._rollout(batch)
-        self._score(batch)
+        with open_environments(batch):
+            self._rollout(batch)
+            self._score(batch)
         return batch.trajectories
 
     # Checkpoints: TRL drops the generated batch, so a resumed run would sample another one

@@ -207,7 +207,7 @@ import asyncio, signal
 from mt_grpo.envs import MultiTurnToolEnv
 
 class Env(MultiTurnToolEnv):
-    async def step(self, turn, trajectory, text, tokenizer):
+    async def step(self, turn):
         signal.raise_signal(signal.SIGINT)
         while True:
             try:

@@ -155,7 +155,7 @@ def test_from_python_records_are_appended_with_a_warning(build, tmp_path, caplog
         ({"max_steps": 0}, "`max_steps` is 0"),
         ({"max_steps": None, "num_train_epochs": 0}, "`num_train_epochs` is 0"),
         ({"temperature": 0.0}, "`temperature: 0.0` cannot be trained"),
-        ({"temperature": -1.0}, "`temperature: -1.0` cannot be trained"),
+        ({"temperature": -1.0}, "`temperature` is -1.0; set a number above 0"),
     ],
 )
 def test_a_run_that_could_take_no_step_is_refused(recipe, tmp_path, capsys, keys, message):

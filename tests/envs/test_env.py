@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from support.conversations import read
 from support.models import build_tokenizer
 from trl.chat_template_utils import add_response_schema
 
@@ -32,8 +33,10 @@ def tool(function, name: str | None = None, **options) -> Tool:
 
 
 def take_turn(env: MultiTurnToolEnv, text: str, index: int = 0) -> tuple[Turn, StopReason | None]:
-    turn = Turn(index, {"role": "assistant", "content": text})
-    return turn, asyncio.run(env.step(turn, Trajectory([], [turn]), text, None))
+    turn = read(env, text, index)
+    step = asyncio.run(env.step(turn))
+    turn.replies = step.replies
+    return turn, step.done or None
 
 
 def converse(env: MultiTurnToolEnv, engine: ScriptedEngine, sessions: int = 1, **limits) -> list[Trajectory]:
@@ -213,10 +216,10 @@ def test_a_tool_out_of_time_ends_its_call_and_not_the_others():
     )
     names = ["hang_async", "hang_stubborn", "hang_sync", "quick"]
     text = "".join(map(call_text, names))
-    turn = Turn(0, {"role": "assistant", "content": text})
+    turn = read(env, text)
 
     async def run() -> None:
-        await env.step(turn, Trajectory([], [turn]), text, None)
+        await env.step(turn)
         release.set()
 
     start = time.perf_counter()
@@ -259,9 +262,8 @@ def test_a_conversation_that_is_cancelled_cancels_its_tools():
             ended.append(True)
 
     async def run() -> None:
-        text = call_text("hang")
-        turn = Turn(0, {"role": "assistant", "content": text})
-        task = asyncio.ensure_future(MultiTurnToolEnv([tool(hang)]).step(turn, Trajectory([], [turn]), text, None))
+        env = MultiTurnToolEnv([tool(hang)])
+        task = asyncio.ensure_future(env.step(read(env, call_text("hang"))))
         while not started:
             await asyncio.sleep(0)
         task.cancel()
@@ -306,12 +308,11 @@ HANG = """
 import asyncio, threading
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.tools import Tool
-from mt_grpo.trajectory import Trajectory, Turn
+from mt_grpo.trajectory import ToolCall, Turn
 hang = Tool("hang", "A tool.", {"type": "object", "properties": {}}, lambda: threading.Event().wait())
 env = MultiTurnToolEnv([hang], tool_timeout=0.01)
-turn = Turn(0, {})
-asyncio.run(env.step(turn, Trajectory([], [turn]), '<tool>{"name": "hang"}</tool>', None))
-print(turn.replies[0]["content"])
+step = asyncio.run(env.step(Turn(0, {}, [ToolCall("hang")])))
+print(step.replies[0]["content"])
 """
 
 

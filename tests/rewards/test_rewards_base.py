@@ -306,6 +306,7 @@ def test_completion_ids_are_what_follows_the_first_context():
 
 def test_built_in_rewards_are_found_by_the_name_they_report():
     assert set(REWARDS) == {
+        "env_reward",
         "exact_match_reward_func",
         "exist_answer_in_search_results",
         "exist_answer_reward_func",

@@ -292,7 +292,7 @@ from mt_grpo.rewards import OutcomeReward
 from support.scoring import score
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine, background
 from mt_grpo.tools import Tool
-from mt_grpo.trajectory import Trajectory, Turn
+from mt_grpo.trajectory import ToolCall, Trajectory, Turn
 
 background.GRACE = 0.5
 
@@ -315,13 +315,12 @@ def in_thread():
 function = in_thread if "thread" in sys.argv else swallow
 tool = Tool("hang", "A tool.", {"type": "object", "properties": {}}, function, is_async=True)
 env = MultiTurnToolEnv([tool], tool_timeout=None if "ctrl-c" in sys.argv else 0.1)
-turn = Turn(0, {})
+turn = Turn(0, {}, [ToolCall("hang")])
 try:
     if "reward" in sys.argv:
         score([], [Judge()], [Trajectory([], [turn])])
     else:
-        background.run(env.step(turn, Trajectory([], [turn]), '<tool>{"name": "hang"}</tool>', None))
-        print(turn.replies[0]["content"])
+        print(background.run(env.step(turn)).replies[0]["content"])
 except KeyboardInterrupt:
     print("interrupted", turn.tool_calls and turn.tool_calls[0].error)
 """

@@ -439,10 +439,9 @@ def test_every_way_into_a_conversation_is_the_same():
     ((_, context, _),) = engine.requests
     assert sum(token in chat().marks.ids for token in context) == 5
     rows = Dataset.from_list([{"prompt": INJECTED}])
-    runner = RolloutRunner(env, engine)
-    assert len(drop_long_prompts(rows, runner.renderer, env, len(context) + 1)) == 1
+    assert len(drop_long_prompts(rows, tokenizer, env, len(context) + 1)) == 1
     with pytest.raises(ValueError, match=f"shortest has {len(context)}"):
-        drop_long_prompts(rows, runner.renderer, env, len(context))
+        drop_long_prompts(rows, tokenizer, env, len(context))
 
 
 def test_a_known_kind_of_reply_is_not_rendered_again():

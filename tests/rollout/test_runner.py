@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import lookup
 
-from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rewards import tool_execution_reward_func
 from mt_grpo.rollout import (
     EngineError,
@@ -289,9 +289,8 @@ def test_a_tool_that_hangs_until_the_conversation_ends_failed(tokenizer):
 
 def test_calls_that_an_environment_never_ran_failed(tokenizer):
     class Broken(MultiTurnToolEnv):
-        async def step(self, turn, trajectory, text, tokenizer):
-            turn.tool_calls = self.protocol.parse(text, tokenizer).calls
-            if trajectory.session == "000":
+        async def step(self, turn):
+            if self.session == "000":
                 raise ZeroDivisionError("before the calls are run")
             await asyncio.Event().wait()
 
@@ -332,12 +331,12 @@ def test_an_engine_error_ends_one_conversation_only(env, tokenizer):
 
 
 class BrokenEnv(MultiTurnToolEnv):
-    async def step(self, turn, trajectory, text, tokenizer):
-        if trajectory.session == "000":
+    async def step(self, turn):
+        if self.session == "000":
             raise ZeroDivisionError("by the user")
-        if trajectory.session == "001":
-            return None  # without a reply
-        return await super().step(turn, trajectory, text, tokenizer)
+        if self.session == "001":
+            return Step()  # without a reply
+        return await super().step(turn)
 
 
 def test_an_environment_error_ends_one_conversation_only(tokenizer):
@@ -484,10 +483,10 @@ def test_a_check_of_a_long_context_holds_up_nobody(env, tokenizer):
     ended, held_up = threading.Event(), []
 
     class Check(SanityCheck):
-        def check(self, trajectory):
+        def check(self, trajectory, renderer=None):
             if trajectory.session == "000":
                 held_up.append(not ended.wait(20))
-            return super().check(trajectory)
+            return super().check(trajectory, renderer)
 
     def on_finish(trajectory: Trajectory) -> None:
         if trajectory.session == "001":

@@ -401,9 +401,9 @@ def test_rollouts_repeat_whatever_time_tools_take(frozen):
         class Env(MultiTurnToolEnv):
             stop = ("a", "e")
 
-            async def step(self, turn, trajectory, text, tokenizer):
-                await wait(int(trajectory.session))
-                return await super().step(turn, trajectory, text, tokenizer)
+            async def step(self, turn):
+                await wait(int(self.session))
+                return await super().step(turn)
 
         engine = TransformersEngine(frozen, TOKENIZER, patience=0.02)
         runner = RolloutRunner(Env(system_prompt="", max_steps=2), engine, RolloutLimits(max_turn_tokens=80))

@@ -9,9 +9,9 @@ from functools import lru_cache
 from jinja2 import TemplateError as TemplateFailure
 from tokenizers import AddedToken
 
-from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rollout import ChatRenderer, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine, TemplateError
-from mt_grpo.trajectory import StopReason
+from mt_grpo.trajectory import StopReason, Turn
 from support.models import TEMPLATES, build_tokenizer
 
 
@@ -22,12 +22,15 @@ class Talk(MultiTurnToolEnv):
         super().__init__(system_prompt="", **options)
         self.replies = replies
 
-    async def step(self, turn, trajectory, text, tokenizer):
-        turn.message = {"role": "assistant", "content": text}
-        if turn.index == len(self.replies):
-            return StopReason.ANSWERED
-        turn.replies = self.replies[turn.index]
-        return None
+    async def step(self, turn):
+        turn.error = None  # there is nothing to call
+        return Step(done=StopReason.ANSWERED) if turn.index == len(self.replies) else self.replies[turn.index]
+
+
+def read(env: MultiTurnToolEnv, text: str, index: int = 0) -> Turn:
+    """A turn with this text, as the environment's protocol reads it."""
+    parsed = env.protocol.parse(text, None)
+    return Turn(index, parsed.message, parsed.calls, error=parsed.error, answer=parsed.answer)
 
 
 def user(text: str) -> list[dict]:

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.app.train import leave_group
-from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import StopReason
@@ -25,12 +25,8 @@ class Talks(MultiTurnToolEnv):
 
     stop = tuple("aeio")
 
-    async def step(self, turn, trajectory, text, tokenizer):
-        turn.message = {"role": "assistant", "content": text}
-        if turn.index >= trajectory.row["replies"]:
-            return StopReason.ANSWERED
-        turn.replies = [{"role": "user", "content": "Go on"}]
-        return None
+    async def step(self, turn):
+        return Step(done=StopReason.ANSWERED) if turn.index >= self.row["replies"] else "Go on"
 
 
 class Length(OutcomeReward):

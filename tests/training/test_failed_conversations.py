@@ -67,10 +67,10 @@ def test_failures_are_counted_and_leave_the_means_of_rewards(build, tmp_path):
 
 def test_an_environment_that_raises_leaves_loss_and_baseline_too(tmp_path, tokenizer, questions):
     class Broken(MultiTurnToolEnv):
-        async def step(self, turn, trajectory, text, tokenizer):
-            if trajectory.session.endswith("2") and turn.index == 1:
+        async def step(self, turn):
+            if self.session.endswith("2") and turn.index == 1:
                 raise ZeroDivisionError("by the user")
-            return await super().step(turn, trajectory, text, tokenizer)
+            return await super().step(turn)
 
     class Answered(OutcomeReward):
         def score(self, trajectory, **row):

@@ -22,10 +22,10 @@ from trl.models import unwrap_model_for_generation
 
 import mt_grpo
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.options import LOSS_TYPES, SCALES
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.config import KEEPS_TURNS
 
-LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 ROOMS = ("training", "weights", "app")
 FOREIGN = ("trl", "transformers", "argparse")
 PACKAGE = Path(mt_grpo.__file__).parent
@@ -215,6 +215,18 @@ def test_what_is_imported_from_trl_is_in_the_table():
         for alias in node.names
     }
     assert found == {(module, name) for module, names in IMPORTS.items() for name in names.split()}
+
+
+def compared(attribute):
+    """Texts that a method of TRL's trainer compares an attribute of itself with."""
+    for node in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(GRPOTrainer)))):
+        if isinstance(node, ast.Compare) and ast.unparse(node.left) == f"self.{attribute}":
+            yield from (part.value for part in ast.walk(node.comparators[0]) if isinstance(part, ast.Constant))
+
+
+def test_the_losses_and_scales_are_those_of_trl():
+    assert set(compared("loss_type")) == set(LOSS_TYPES)
+    assert set(compared("scale_rewards")) == set(SCALES)
 
 
 def test_a_model_is_unwrapped_for_generation_with_what_we_pass():

@@ -1,0 +1,232 @@
+"""What a command is asked to do: its recipe and its command line, checked before torch is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mt_grpo.app.recipe_file import read_file
+from mt_grpo.app.schema import Schema, check_value, from_text, kinds, load_schema, wanted
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean
+from mt_grpo.options import check_names, check_options, check_trainable, is_bare
+
+OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "train": {
+        "dry_run": {
+            "description": "Check and build everything; sample and write nothing.",
+            "type": "boolean",
+            "x-flag": True,
+            "default": False,
+        },
+        "accelerate_config": {
+            "description": "Launch with accelerate: fsdp2, zero2, zero3, or a file.",
+            "type": "string",
+            "default": None,
+        },
+        "num_processes": {
+            "description": "Processes to launch, instead of the configuration's.",
+            "type": "integer",
+            "minimum": 1,
+            "default": None,
+        },
+    },
+    "rollout": {
+        "num_prompts": {
+            "description": "Prompts to answer, of the evaluation set if there is one.",
+            "type": "integer",
+            "minimum": 1,
+            "default": 4,
+        }
+    },
+    "serve": {},
+}
+"""The commands that take a recipe, with the options that are the command's and no recipe's."""
+
+NAMED = ("weight_sync", "tree_attention", "call_protocol", "advantage_estimator")
+"""Options whose value is a name that a plugin may have registered."""
+
+NEAR = 0.82
+"""How near, of 1, the name of an option must be to be guessed."""
+
+IMPORTING = ("tools", "turn_reward_funcs", "outcome_reward_funcs")
+
+
+@dataclass
+class Request:
+    """
+    Args:
+        path (`str`, *optional*): The recipe's file.
+        recipe (`dict`): Its options.
+        arguments (`list[str]`): The options of the command line, the recipe's path and the command's own left out.
+        own (`dict`): The command's own options, each with its value.
+        values (`dict`): What recipe and command line say together, the latter winning.
+    """
+
+    path: str | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+    own: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def read_request(arguments: list[str], command: str = "serve") -> Request:
+    """
+    Reads `R.yaml --field value ...`; the recipe may also stand behind `--config`. The variables of an `env:` block are
+    set in this process, as TRL does.
+
+    Args:
+        arguments (`list[str]`): The command line, program and command left out.
+        command (`str`, *optional*, defaults to `"serve"`): Which of `OWN_OPTIONS`, for its own options and rules.
+
+    Raises:
+        ConfigError: For what is known to be wrong without a library; `build_recipe` finds the rest.
+    """
+    schema = load_schema()
+    request = Request(own={name: option["default"] for name, option in OWN_OPTIONS[command].items()})
+    given = _read_command_line(list(arguments), schema, command, request)
+    if request.own.get("num_processes") is not None and request.own["accelerate_config"] is None:
+        raise ConfigError("`--num_processes` needs `--accelerate_config` beside it, e.g. `--accelerate_config zero3`.")
+    variables: dict[str, Any] = {}
+    if request.path is not None:
+        request.recipe, lines = read_file(request.path)
+        if isinstance(request.recipe.get("env"), dict):
+            variables = request.recipe.pop("env")
+        _check_recipe(request, lines, schema)
+    request.values = {**request.recipe, **given}
+    _check_whole(request, schema, command)
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    return request
+
+
+def refuse_unknown(name: str, written: str, known: Iterable[str]) -> None:
+    """
+    Refuses an option that is not among the known ones; names the nearest where it is near, not any of 250.
+
+    Args:
+        name (`str`): Its name.
+        written (`str`): What was written, and where.
+        known (`Iterable[str]`): Names of options.
+    """
+    known = list(known)
+    if name not in known:
+        raise ConfigError(f"{written} is unknown{did_you_mean(name, known, cutoff=NEAR)}.")
+
+
+def _read_command_line(tokens: list[str], schema: Schema, command: str, request: Request) -> dict[str, Any]:
+    """The values of the recipe's options; the path, the own options and what argparse is to see go to `request`."""
+    options = {**schema.properties, **OWN_OPTIONS[command]}
+    given = {}
+    while tokens:
+        token = tokens.pop(0)
+        written, equals, text = token.partition("=")
+        name = written[2:].replace("-", "_")
+        if not token.startswith("-"):
+            _set_path(request, token)
+        elif name == "config":
+            if not equals and not _is_value(tokens):
+                raise ConfigError("`--config` needs the path of a recipe behind it.")
+            _set_path(request, text if equals else tokens.pop(0))
+        elif name in options:
+            texts = [text] if equals else _take(tokens, options[name], written)
+            value = _value(name, options[name], texts, written, name in OWN_OPTIONS[command] or schema.decides(name))
+            if name in OWN_OPTIONS[command]:
+                request.own[name] = value
+                continue
+            given[name] = value
+            request.arguments += [f"--{name}={texts[0]}"] if len(texts) == 1 else [f"--{name}", *texts]
+        elif name.startswith("no_") and options.get(name[3:], {}).get("default") is True and not equals:
+            given[name[3:]] = False
+            request.arguments.append(f"--{name}")
+        else:
+            _refuse_option(name, written, schema, command)
+            request.arguments.append(token)
+            while _is_value(tokens):
+                request.arguments.append(tokens.pop(0))
+    return given
+
+
+def _set_path(request: Request, path: str) -> None:
+    if request.path is not None:
+        if Path(path).suffix in (".yaml", ".yml") or Path(path).exists():
+            raise ConfigError(f"Two recipes are given, {request.path!r} and {path!r}: leave one out.")
+        raise ConfigError(f"The word {path!r} belongs to no option: write `--option value`.")
+    request.path = path
+
+
+def _is_value(tokens: list[str]) -> bool:
+    return bool(tokens) and not tokens[0].startswith("--")
+
+
+def _take(tokens: list[str], option: dict[str, Any], written: str) -> list[str]:
+    """Takes the texts behind an option from the command line."""
+    if option.get("x-flag") and (not _is_value(tokens) or Path(tokens[0]).suffix in (".yaml", ".yml")):
+        return []
+    if not _is_value(tokens):
+        raise ConfigError(f"`{written}` is given without a value: it takes {wanted(option)}.")
+    texts = [tokens.pop(0)]
+    while option.get("x-many") and _is_value(tokens):
+        texts.append(tokens.pop(0))
+    return texts
+
+
+def _value(name: str, option: dict[str, Any], texts: list[str], written: str, checked: bool) -> Any:
+    if not texts:
+        return True
+    if not texts[0] and "string" not in kinds(option):
+        raise ConfigError(f"`{written}` is given without a value: it takes {wanted(option)}.")
+    value = from_text(option, texts if option.get("x-many") else texts[0])
+    if checked:
+        check_value(name, option, value, f"`{written}`", in_file=False)
+    return value
+
+
+def _refuse_option(name: str, written: str, schema: Schema, command: str) -> None:
+    for other, own in OWN_OPTIONS.items():
+        if name in own:
+            raise ConfigError(f"`{written}` is an option of `mt-grpo {other}`, not of `mt-grpo {command}`.")
+    if not written.startswith("--"):
+        raise ConfigError(f"The option {written!r} is unknown: options begin with two dashes, as `--max_steps 10`.")
+    if schema.exact:
+        refuse_unknown(name, f"The option {written!r}", [*schema.properties, *OWN_OPTIONS[command], "config"])
+
+
+def _check_recipe(request: Request, lines: dict[str, int], schema: Schema) -> None:
+    for key, value in request.recipe.items():
+        place = f"in {request.path}, line {lines[str(key)]}," if str(key) in lines else f"in {request.path}"
+        if schema.exact:
+            refuse_unknown(str(key), f"The key {key!r} {place}", schema.properties)
+        if key in schema.properties and schema.decides(key):
+            option = schema.properties[key]
+            value = request.recipe[key] = from_text(option, value)
+            check_value(key, option, value, f"`{key}` {place}", in_file=True)
+
+
+def _check_whole(request: Request, schema: Schema, command: str) -> None:
+    given = request.values
+    if request.path is None and not given.get("model_name_or_path"):
+        raise ConfigError(
+            f"No recipe is given: write `mt-grpo {command} RECIPE.yaml`, or name at least `--model_name_or_path` and "
+            "`--dataset_name`."
+        )
+    for name, what in (("model_name_or_path", "model"), ("dataset_name", "dataset")):
+        if not given.get(name):
+            raise ConfigError(f"The recipe names no {what}: set `{name}`.")
+    if not schema.exact:  # the defaults of the installed libraries may be others
+        return
+    whole = {name: option["default"] for name, option in schema.properties.items()} | given
+    for name in IMPORTING:
+        if isinstance(whole[name], str):  # one name stands for a list of one
+            whole[name] = [whole[name]]
+    listed = [entry for name in IMPORTING for entry in whole[name] or []]
+    plugins = whole["external_plugins"] or whole["env"]
+    names = {} if plugins else {name: schema.properties[name]["examples"] for name in NAMED}
+    check_options(whole, names)
+    if not plugins and all(is_bare(entry) or entry.startswith("mt_grpo.") for entry in listed):
+        known = [schema.properties[name]["items"]["examples"] for name in IMPORTING[:2]]
+        check_names(whole, *known)
+    if command == "train":
+        check_trainable(whole)

@@ -1,0 +1,1 @@
+"""What people bring, one file per origin."""

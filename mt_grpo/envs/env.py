@@ -1,0 +1,212 @@
+"""What the model acts in: an environment for each conversation, and the policy it asks for turns."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from mt_grpo.envs.protocols import CallProtocol
+from mt_grpo.envs.threads import call
+from mt_grpo.trajectory import Message, StopReason, Turn
+
+
+@dataclass
+class Outcome:
+    """
+    What an environment says when its conversation is over.
+
+    Args:
+        rewards (`dict[str, float]`): Rewards of the whole conversation, by name; see the reward `env_reward`.
+        stop_reason (`StopReason`, *optional*): Why it ended; `env_done` where it is left out.
+        answer (`str`, *optional*): The final answer.
+        info (`dict`): What else is worth keeping with the trajectory.
+    """
+
+    rewards: dict[str, float] = field(default_factory=dict)
+    stop_reason: StopReason | None = None
+    answer: str | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class ConversationEnded(Exception):
+    """
+    The policy takes no further turn: a limit is reached. An environment lets it pass, or returns its `Outcome`.
+
+    Args:
+        stop_reason (`StopReason`): Which limit.
+    """
+
+    def __init__(self, stop_reason: StopReason) -> None:
+        super().__init__(f"The conversation is over: {stop_reason.value}.")
+        self.stop_reason = stop_reason
+
+
+class Policy(Protocol):
+    """
+    The model in one conversation. What it samples is recorded: messages as turns, ids in the trajectory's token tree.
+
+    Attributes:
+        session (`str`): Identifier of the conversation, unique among those under way.
+        exhausted (`StopReason`, *optional*): The limit that cut off the latest turn; `None` where it is whole.
+    """
+
+    session: str
+    exhausted: StopReason | None
+
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        continue_last: bool = False,
+        protocol: CallProtocol | None = None,
+    ) -> Turn:
+        """
+        Samples the next turn.
+
+        Messages that begin with a conversation sampled before, the assistant's message as `Turn.message` has it,
+        continue its ids: nothing sampled is encoded again. Any other messages are rendered, and fork the tree.
+        Messages that were given are not to be changed later; give copies.
+
+        Args:
+            messages (`Sequence[dict]`): The whole conversation.
+            tools (`list[dict]`, *optional*): Tool schemas for the chat template to show.
+            stop (`Sequence[str]`, *optional*): Strings that end the turn; they stay part of it.
+            max_tokens (`int`, *optional*): Tokens of this turn, within the run's own limits.
+            continue_last (`bool`, *optional*, defaults to `False`): Whether the last message is an assistant's that
+                the model goes on writing.
+            protocol (`CallProtocol`, *optional*): Reads calls and answers of the turn; the chat template's own tool
+                calls are read where `tools` are given without it.
+
+        Returns:
+            `Turn`: `finish_reason` is `"length"` where a limit cut it off; such a turn is not read.
+
+        Raises:
+            ConversationEnded: If a limit leaves no token to sample.
+            EngineError: If the engine fails for good.
+        """
+        ...
+
+
+@runtime_checkable
+class Env(Protocol):
+    """One conversation. It is made for a row, runs once, and is closed whatever happens."""
+
+    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+        """
+        Holds the conversation.
+
+        Args:
+            policy (`Policy`): Takes the turns.
+            row (`dict`): The row of the dataset, `prompt` included.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Lets go of what the conversation held. Rewards are scored before."""
+        ...
+
+
+@dataclass
+class Step:
+    """
+    What an environment makes of a turn.
+
+    Args:
+        replies (`str` or `list[dict]`): What it answers; text is a message of the user's.
+        reward (`float`, *optional*): Reward of the turn; see the reward `step_reward`.
+        done (`bool` or `StopReason`): Whether the conversation ends; `True` is `env_done`.
+        answer (`str`, *optional*): The final answer.
+        rewards (`dict[str, float]`): Rewards of the whole conversation, by name, where it ends.
+        info (`dict`): What else is worth keeping, where it ends.
+    """
+
+    replies: str | list[Message] = field(default_factory=list)
+    reward: float | None = None
+    done: bool | StopReason = False
+    answer: str | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class StepEnv(Env):
+    """
+    An environment that answers turn by turn. Subclass it with `reset` and `step`; what they keep between turns are
+    attributes. Both may be `async`; plain ones are called in a thread, so that they may block.
+
+        class Guess(StepEnv):
+            def reset(self, row):
+                self.number = row["number"]
+                return "Guess my number."
+
+            def step(self, turn):
+                if turn.text == str(self.number):
+                    return Step(done=True, reward=1.0)
+                return "Higher." if turn.text < str(self.number) else "Lower."
+
+    Attributes:
+        row (`dict`): The row of this conversation.
+        session (`str`): Its identifier, unique among those under way.
+        turns (`list[Turn]`): Its turns so far.
+        protocol (`CallProtocol`, *optional*): Reads calls and answers before `step` sees a turn; none by default.
+        tool_schemas (`list[dict]`, *optional*): Tools for the chat template to show.
+        stop (`tuple[str, ...]`): Strings that end a turn.
+        env_mask (`int`): Completion mask of tokens the environment wrote.
+        step_timeout (`float`, *optional*): Seconds `reset` and `step` may take; `None` is no limit. One that takes
+            longer ends the conversation with `env_error`.
+    """
+
+    row: dict[str, Any]
+    session: str
+    turns: list[Turn]
+    protocol: CallProtocol | None = None
+    tool_schemas: list[dict[str, Any]] | None = None
+    stop: tuple[str, ...] = ()
+    env_mask: int = 0
+    step_timeout: float | None = 60.0
+
+    @abstractmethod
+    def reset(self, row: dict[str, Any]) -> str | list[Message]:
+        """The messages that the conversation begins with; text is the user's message."""
+
+    @abstractmethod
+    def step(self, turn: Turn) -> str | list[Message] | Step:
+        """What follows the turn that the model just took, the last of `turns`."""
+
+    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+        """The loop: `reset`, then turns and steps until one is done or a limit is reached."""
+        self.row, self.session, self.turns = row, policy.session, []
+        name = type(self).__name__
+        messages = _messages(await call(self.reset, row, what=f"{name}.reset", timeout=self.step_timeout))
+        tools = self.tool_schemas
+        while True:
+            turn = await policy.reply(messages, tools, stop=self.stop, protocol=self.protocol)
+            self.turns.append(turn)
+            if turn.finish_reason == "length":
+                return Outcome(stop_reason=policy.exhausted)
+            step = await call(self.step, turn, what=f"{name}.step", timeout=self.step_timeout)
+            step = step if isinstance(step, Step) else Step(step)
+            turn.replies = _messages(step.replies)
+            if step.reward is not None:
+                turn.reward = step.reward
+            if step.done is not False:
+                reason = step.done if isinstance(step.done, StopReason) else StopReason.ENV_DONE
+                return Outcome(step.rewards, reason, step.answer, step.info)
+            if not turn.replies:
+                raise ValueError(f"{name}.step neither replied nor ended the conversation: return one of the two.")
+            messages += [turn.message, *turn.replies]
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def _messages(said: str | list[Message]) -> list[Message]:
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    if not isinstance(said, list):
+        raise TypeError(f"An environment gave {type(said).__name__} for messages: give text or a list of messages.")
+    return list(said)

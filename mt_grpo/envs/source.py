@@ -1,0 +1,189 @@
+"""Where the environment of a conversation comes from: one to copy, a class, a factory, or one of these by name."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from mt_grpo.envs.env import Env, StepEnv
+from mt_grpo.envs.threads import call
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean
+from mt_grpo.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+EnvFactory = Callable[[dict[str, Any]], Env]
+"""Makes the environment of a row; it may be `async`."""
+EnvSource = StepEnv | type[Env] | EnvFactory | dict[str, "EnvSource"]
+"""
+A `StepEnv` that each conversation has a shallow copy of; a class or factory, called with nothing or with the row; or a
+dictionary of these, of which the row's `environment` names one.
+"""
+
+CLOSE_TIMEOUT = 30.0
+"""Seconds an environment may take to close."""
+
+COLUMN = "environment"
+"""The column of a dataset that names a row's environment."""
+
+
+async def make_env(source: EnvSource, row: dict[str, Any]) -> Env:
+    """
+    Makes the environment of one conversation.
+
+    Args:
+        source (`EnvSource`): What to make it from.
+        row (`dict`): The row it is for.
+
+    Raises:
+        KeyError: If the row names no environment of the dictionary.
+        TypeError: If what the factory made is no environment.
+    """
+    if isinstance(source, StepEnv):
+        return copy.copy(source)
+    if isinstance(source, dict):
+        return await make_env(named(source, row), row)
+    args = () if _takes(source, ()) else (row,)
+    making = asyncio.ensure_future(call(source, *args, what=f"environment {_name(source)}"))
+    try:
+        env = await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_close_late)
+        raise
+    if not isinstance(env, Env):
+        raise TypeError(f"{_name(source)} made {type(env).__name__}, which has no `run` and `close`: return an `Env`.")
+    return env
+
+
+def _close_late(making: asyncio.Future[Env]) -> None:
+    """Closes an environment that was made when nobody waited for it any more."""
+    if not making.cancelled() and making.exception() is None and isinstance(making.result(), Env):
+        closing = asyncio.ensure_future(_close(making.result()))
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
+
+
+_closing: set[asyncio.Future[Any]] = set()  # the event loop itself keeps no task alive
+
+
+async def close_environments(trajectories: Iterable[Trajectory]) -> None:
+    """
+    Closes the environments that trajectories hold, whatever becomes of each: one that raises, or takes longer than
+    `CLOSE_TIMEOUT`, is named in a warning.
+    """
+    held = []
+    for trajectory in trajectories:
+        if trajectory.environment is not None and type(trajectory.environment).close is not StepEnv.close:
+            held.append(trajectory.environment)
+        trajectory.environment = None
+    failures = [failure for failure in await asyncio.gather(*map(_close, held)) if failure] if held else []
+    if failures:
+        logger.warning("%d environments could not be closed, the first for: %s", len(failures), failures[0])
+
+
+async def _close(env: Env) -> str | None:
+    name = type(env).__name__
+    try:
+        await call(env.close, what=f"{name}.close", timeout=CLOSE_TIMEOUT)
+    except Exception as error:  # whatever the user's code raises
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def named(source: dict[str, EnvSource], row: dict[str, Any]) -> EnvSource:
+    """The environment that a row names in its column `environment`."""
+    name = row.get(COLUMN)
+    if name not in source:
+        raise KeyError(f"The row's `{COLUMN}` is {name!r}: name one of {', '.join(source)}.")
+    return source[name]
+
+
+def check_source(source: Any, name: str = "env") -> None:
+    """
+    Refuses what no environment can be made from.
+
+    Raises:
+        ConfigError: With one sentence that says what to give instead.
+    """
+    if isinstance(source, dict):
+        if not source:
+            raise ConfigError(f"`{name}` is an empty dictionary: give environments by name.")
+        for key, value in source.items():
+            check_source(value, f"{name}[{key!r}]")
+    elif isinstance(source, type):
+        if not issubclass(source, Env):
+            raise ConfigError(
+                f"`{name}` is the class {source.__name__}, which has no `run` and `close`: subclass `StepEnv`, or "
+                "give it as `environment_factory` if it is one of TRL's."
+            )
+        if inspect.isabstract(source):
+            missing = ", ".join(sorted(source.__abstractmethods__))
+            raise ConfigError(f"`{name}` is the class {source.__name__}, which lacks {missing}: define them.")
+        _check_call(source, name)
+    elif not isinstance(source, StepEnv):
+        if not callable(source):
+            raise ConfigError(
+                f"`{name}` is {source!r}, from which no environment can be made: give a `StepEnv`, a class, or a "
+                "function from a row to an environment."
+            )
+        _check_call(source, name)
+
+
+def _check_call(source: Callable[..., Any], name: str) -> None:
+    if not _takes(source, ()) and not _takes(source, ({},)):
+        raise ConfigError(
+            f"`{name}` is called with the row or with nothing, and {_name(source)} takes neither: give its other "
+            "parameters defaults."
+        )
+
+
+def _takes(source: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    try:
+        inspect.signature(source).bind(*args)
+    except TypeError:
+        return False
+    return True
+
+
+def check_rows(source: EnvSource, names: list[str] | None) -> None:
+    """
+    Holds the values of the column `environment` against a dictionary of environments.
+
+    Args:
+        source (`EnvSource`): The environments.
+        names (`list[str]`, *optional*): The values that occur; `None` where there is no such column.
+
+    Raises:
+        ConfigError: If a row names none.
+    """
+    if not isinstance(source, dict):
+        return
+    if names is None:
+        raise ConfigError(
+            f"There are several environments ({', '.join(source)}), but the dataset has no column `{COLUMN}` that "
+            "says which one a row is for."
+        )
+    for name in names:
+        if name not in source:
+            raise ConfigError(
+                f"A row of the dataset names the environment {name!r}{did_you_mean(str(name), list(source))}: the "
+                f"environments are {', '.join(source)}."
+            )
+
+
+def prototypes(source: EnvSource) -> Iterator[StepEnv]:
+    """The environments in it that are copied: what they ask of a tokenizer is known before any conversation."""
+    if isinstance(source, StepEnv):
+        yield source
+    elif isinstance(source, dict):
+        for value in source.values():
+            yield from prototypes(value)
+
+
+def _name(source: Any) -> str:
+    return getattr(source, "__name__", type(source).__name__)

@@ -1,0 +1,195 @@
+"""What options may say together: rules over plain values, held before torch is imported and by `MTGRPOConfig`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean
+
+HISTORIES = ("keep", "strip_thinking", "compact", "template")
+"""What `history` can name, see `mt_grpo.rollout.history`."""
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+"""The losses of TRL's trainer, which looks at `loss_type` only when it computes one."""
+
+SCALES = ("group", "batch", "none")
+"""What TRL's trainer takes as `scale_rewards`, beside true (`group`) and false (`none`)."""
+
+ABOVE_ZERO = ("max_turn_length", "max_concurrent_rollouts", "rollout_timeout", "tool_timeout", "verify_sync_every")
+
+NO_EFFECT = (
+    "cache_implementation",
+    "generation_kwargs",
+    "max_tool_calling_iterations",
+    "use_transformers_continuous_batching",
+    "use_transformers_paged",
+    "vllm_structured_outputs_regex",
+)
+"""Options of TRL's own generation, which rollouts of many turns do not use."""
+
+
+def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[str]]) -> None:
+    """
+    Holds the options of a run against each other.
+
+    Args:
+        options (`Mapping`): Every option of `MTGRPOConfig` with its value.
+        registered (`Mapping`): The names that an option can give; an option that is not in it is not looked up.
+
+    Raises:
+        ConfigError: For the first rule that they break.
+    """
+    for name in ABOVE_ZERO:
+        value = options[name]
+        if value is not None and not value > 0:
+            raise ConfigError(f"`{name}` is {value}; set a number above 0, or leave it out.")
+    if options["max_env_steps"] < 0:
+        raise ConfigError(
+            f"`max_env_steps` is {options['max_env_steps']}; it counts replies of the environment, so set 0 or more."
+        )
+    if options["env_mask"] not in (0, 1):
+        raise ConfigError(
+            f"`env_mask` is {options['env_mask']}; set 0 (tool results are not trained) or 1 (they are)."
+        )
+    if options["temperature"] < 0:
+        raise ConfigError(f"`temperature` is {options['temperature']}; set a number above 0, such as 1.0.")
+    _check_lengths(options["max_turn_length"], options["max_completion_length"])
+    if options["multi_objective_aggregation"] != "sum_then_normalize":
+        raise ConfigError(
+            "`multi_objective_aggregation: normalize_then_sum` does not say which turn a reward belongs to; leave "
+            "it out, and weigh rewards with `reward_weights`."
+        )
+    choose("loss_type", options["loss_type"], LOSS_TYPES)
+    if not isinstance(options["scale_rewards"], bool):
+        choose("scale_rewards", options["scale_rewards"], SCALES)
+    rule = rule_name(parse_rule(options["advantage_estimator"]))
+    for name, known in registered.items():
+        choose(name, rule if name == "advantage_estimator" else options[name], known)
+    for name in NO_EFFECT:
+        if options[name]:
+            raise ConfigError(
+                f"`{name}` has no effect on rollouts of many turns: leave it out"
+                f"{', and set `max_env_steps`' if name == 'max_tool_calling_iterations' else ''}."
+            )
+    if options["use_vllm"] and options["vllm_mode"] != "server":
+        raise ConfigError(
+            f"`vllm_mode: {options['vllm_mode']}` is not supported: leave it out, and start the server with "
+            "`mt-grpo serve`."
+        )
+    check_history(options["history"], options["compact_every"])
+    if options["history"] != "keep" and options["forward"] == "padded":
+        raise ConfigError(
+            f"`history: {options['history']}` rewrites the past, so a trajectory is several sequences, which "
+            "`forward: padded` cannot train: leave `forward` at `tree`."
+        )
+
+
+def check_trainable(options: Mapping[str, Any]) -> None:
+    """
+    Whether the options let training take a step; rollouts and evaluations need less.
+
+    Raises:
+        ConfigError: If they do not.
+    """
+    if not options["temperature"] > 0:
+        raise ConfigError(
+            f"`temperature: {options['temperature']}` cannot be trained, since log-probs are those of the logits "
+            "divided by it: set a number above 0, such as 1.0."
+        )
+    if options["max_steps"] == 0:
+        raise ConfigError("`max_steps` is 0, so nothing is trained: set a number above 0, or leave it out.")
+    if options["max_steps"] < 0 and not options["num_train_epochs"] > 0:
+        raise ConfigError(
+            f"`num_train_epochs` is {options['num_train_epochs']}, so nothing is trained: set a number above 0."
+        )
+
+
+def check_names(options: Mapping[str, Any], tools: Iterable[str], rewards: Iterable[str]) -> None:
+    """
+    Holds tools and rewards that are given by a bare name against the built-in ones.
+
+    Raises:
+        ConfigError: If one is unknown.
+    """
+    for tool in options["tools"] or []:
+        if is_bare(tool) and tool not in tools:
+            raise ConfigError(unknown_tool(tool, tools))
+    for kind in ("turn", "outcome"):
+        for reward in options[f"{kind}_reward_funcs"] or []:
+            if is_bare(reward) and reward not in rewards:
+                raise ConfigError(unknown_reward(reward, kind, rewards))
+
+
+def is_bare(name: str) -> bool:
+    """Whether it is a name in a registry, and no path of a module or a file."""
+    return "." not in name and ":" not in name
+
+
+def unknown_tool(name: str, known: Iterable[str]) -> str:
+    """The sentence about a tool that is not registered."""
+    return (
+        f"There is no built-in tool {name!r}{did_you_mean(name, known)}: use one of {', '.join(known)}, or a path "
+        f"such as `my_tools.py:{name}`."
+    )
+
+
+def unknown_reward(name: str, kind: str, known: Iterable[str]) -> str:
+    """The sentence about a reward that is not registered; `kind` is `"turn"` or `"outcome"`."""
+    return (
+        f"The {kind} reward {name!r} is neither a built-in name nor a path such as `package.module.name`"
+        f"{did_you_mean(name, known)}."
+    )
+
+
+def check_history(policy: str, compact_every: int | None) -> None:
+    """Raises `ConfigError` for an unknown policy, or `"compact"` without its number of turns."""
+    choose("history", policy, HISTORIES)
+    if policy == "compact" and (compact_every is None or compact_every < 1):
+        raise ConfigError("`history: compact` needs `compact_every`, the number of turns between two compactions.")
+
+
+def parse_rule(rule: Any) -> str | dict[str, Any]:
+    """
+    A credit rule as a recipe, a command line (the mapping as JSON) or a script gives it.
+
+    Raises:
+        ConfigError: If it is neither a name nor a mapping with one.
+    """
+    if isinstance(rule, str) and rule.lstrip().startswith("{"):
+        try:
+            rule = json.loads(rule)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"`advantage_estimator` is {rule!r}, which is not valid JSON ({error.msg} at character {error.pos})."
+            ) from error
+    if isinstance(rule, Mapping) and isinstance(rule.get("name"), str):
+        return dict(rule)
+    if isinstance(rule, str):
+        return rule
+    raise ConfigError(
+        f"`advantage_estimator` is {rule!r}: give the name of a rule, or a mapping of its `name` and its options, "
+        'such as `{"name": "mt_grpo", "turn_coef": 0.5}`.'
+    )
+
+
+def rule_name(rule: str | Mapping[str, Any]) -> str:
+    """The name of a rule that `parse_rule` returned."""
+    return rule if isinstance(rule, str) else rule["name"]
+
+
+def _check_lengths(turn: int | None, whole: int | None) -> None:
+    if turn is not None and whole is not None and turn > whole:
+        raise ConfigError(
+            f"`max_turn_length: {turn}` is above `max_completion_length: {whole}`, the tokens of all turns together "
+            "and of what the environment replies: lower the first, or raise the second."
+        )
+
+
+def choose(name: str, value: Any, known: Iterable[str]) -> None:
+    """Raises `ConfigError` if the value of an option is none of the known names."""
+    known = list(known)
+    if value not in known:
+        raise ConfigError(f"`{name}` is {value!r}{did_you_mean(value, known)}: choose one of {', '.join(known)}.")

@@ -1,0 +1,321 @@
+"""The policy in one conversation: messages in, a turn out, and every token kept as it was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mt_grpo.envs.env import ConversationEnded
+from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
+from mt_grpo.rollout.engine import Engine, EngineError, Sample, SamplingParams
+from mt_grpo.rollout.history import History
+from mt_grpo.rollout.rendering import ChatRenderer
+from mt_grpo.rollout.said import Said
+from mt_grpo.token_tree import common_prefix
+from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
+
+HEADER_TOKENS = 32
+"""Upper bound of the tokens of an assistant's header, which a response parser reads to know where a turn begins."""
+
+REWRITTEN = "messages"
+"""The cause of a fork where the caller's messages do not go on from those before."""
+
+_NATIVE = NativeProtocol()
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    """
+    What bounds a conversation; `None` is no bound.
+
+    Args:
+        max_completion_tokens (`int`, *optional*): Tokens after the prompt, environment's included, in one trajectory.
+        max_turn_tokens (`int`, *optional*): Tokens sampled in one turn.
+        rollout_timeout (`float`, *optional*): Seconds one conversation may take.
+        max_concurrent (`int`, *optional*): Conversations under way at once.
+    """
+
+    max_completion_tokens: int | None = None
+    max_turn_tokens: int | None = None
+    rollout_timeout: float | None = None
+    max_concurrent: int | None = None
+
+
+class Sampler:
+    """
+    What the conversations of a run share: engine, limits, and a renderer for each set of tools.
+
+    Args:
+        engine (`Engine`): Samples the turns.
+        limits (`RolloutLimits`): Bounds.
+        template_kwargs (`dict`): Variables for the chat template.
+        history (`str`), compact_every (`int`, *optional*): See `History`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        limits: RolloutLimits,
+        template_kwargs: dict[str, Any],
+        history: str,
+        compact_every: int | None,
+    ) -> None:
+        self.engine, self.limits = engine, limits
+        self.history, self.compact_every = history, compact_every
+        self._template_kwargs = template_kwargs
+        self._renderers: dict[tuple[str, tuple[str, ...]], ChatRenderer] = {}
+
+    def renderer(self, tools: list[dict[str, Any]] | None, tags: tuple[str, ...] = ()) -> ChatRenderer:
+        """The renderer of conversations with these tools and tags."""
+        key = json.dumps(tools, sort_keys=True), tags
+        if key not in self._renderers:
+            self._renderers[key] = ChatRenderer(self.engine.tokenizer, tools, self._template_kwargs, tags)
+        return self._renderers[key]
+
+
+class ConversationPolicy:
+    """
+    The policy of one conversation; see `Policy`. Turns that are asked for at once are sampled one after another.
+
+    Args:
+        sampler (`Sampler`): What conversations share.
+        trajectory (`Trajectory`): Where turns and tokens are kept.
+        sampling (`SamplingParams`): How tokens are drawn; budget, stop strings and seed are set for each turn.
+        seed (`int`): Seed of the conversation's random stream.
+
+    Attributes:
+        session (`str`): The trajectory's.
+        exhausted (`StopReason`, *optional*): The limit that cut off the latest turn.
+        renderer (`ChatRenderer`, *optional*): The latest turn's.
+        ended (`StopReason`, *optional*): Why it takes no further turn, where it was told so.
+        rewrote (`bool`): Whether any messages did not go on from those before.
+        failure (`Exception`, *optional*): What the engine raised, where that is a bug and ends the run.
+    """
+
+    def __init__(self, sampler: Sampler, trajectory: Trajectory, sampling: SamplingParams, seed: int) -> None:
+        self._sampler, self._trajectory, self._sampling, self._seed = sampler, trajectory, sampling, seed
+        self._lock = asyncio.Lock()
+        self._said = Said()
+        self._asked: tuple[Any, Any] | None = None
+        self._history: History | None = None
+        self._context: list[int] = []  # the latest, and its action
+        self._action: list[int] = []
+        self._prompt_length: int | None = None
+        self._most = 0  # tokens that a context may have
+        self._cause = sampler.history  # of the next fork
+        self._renderers: list[ChatRenderer] = []  # of each turn
+        self.ended: StopReason | None = None
+        self.session = trajectory.session
+        self.exhausted: StopReason | None = None
+        self.renderer: ChatRenderer | None = None
+        self.rewrote = False
+        self.failure: Exception | None = None
+
+    def end(self, stop_reason: StopReason) -> None:
+        """Takes no further turn."""
+        self.ended = stop_reason
+
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        continue_last: bool = False,
+        protocol: CallProtocol | None = None,
+    ) -> Turn:
+        """Samples the next turn; see `Policy.reply`."""
+        async with self._lock:
+            if self.ended is not None:
+                raise ConversationEnded(self.ended)
+            if protocol is None and tools:
+                protocol = _NATIVE
+            self._choose_renderer(tools, protocol.tags if protocol is not None else ())
+            if continue_last:
+                return await self._continue(list(messages), tuple(stop), max_tokens, protocol)
+            if not messages or messages[-1]["role"] == "assistant":
+                raise ValueError(
+                    "The last message is the assistant's, so there is nothing to reply to: add a message, or set "
+                    "`continue_last`."
+                )
+            messages = messages if isinstance(messages, list) else list(messages)
+            known = self._said.latest(messages) if self._history is not None else 0
+            context = self._extended(messages[known:]) if known else self._begun(messages[:])
+            turn = await self._take(*context, tuple(stop), max_tokens, protocol)
+            self._said.add(messages, known, turn)
+            return turn
+
+    def _choose_renderer(self, tools: list[dict[str, Any]] | None, tags: tuple[str, ...]) -> None:
+        if self._asked is not None and self._asked[0] is tools and self._asked[1] is tags:
+            return
+        renderer = self._sampler.renderer(tools, tags)
+        if renderer is not self.renderer:
+            self._history = None  # the template shows other tools, from the first token on
+        self._asked, self.renderer = (tools, tags), renderer
+
+    # The context of a turn: what follows the latest context and action, and the whole of it where it is rewritten
+
+    def _extended(self, replies: Sequence[Message]) -> tuple[list[int], list[int] | None]:
+        """The latest conversation and its replies."""
+        self._trajectory.turns[-1].replies = list(replies)
+        extension = self._history.extend(self._trajectory, self._action, self._most)
+        if extension is None:
+            raise ConversationEnded(self._budget(self._most, self._most - self._prompt_length)[1])
+        return extension
+
+    def _begun(self, messages: list[Message]) -> tuple[list[int], list[int] | None]:
+        """A conversation that does not go on from the latest: the first of all, or a past that the caller rewrote."""
+        self._history = History(self.renderer, self._sampler.history, self._sampler.compact_every)
+        first = self._prompt_length is None
+        index, known = (-1, 0) if first or self._sampler.history != "keep" else self._said.longest(messages)
+        replies = messages[known:]
+        if (
+            known
+            and self._renderers[index] is self.renderer
+            and all(reply["role"] != "assistant" for reply in replies)
+        ):
+            path = self._trajectory.tree.path_of_turn(index)
+            suffix = self.renderer.reply_ids(replies, path[-1])
+            return self._rewritten(suffix, path + suffix)
+        context = self._history.begin(messages)
+        if not first:
+            return self._rewritten([], context)
+        self._trajectory.prompt, self._prompt_length = messages, len(context)
+        self._most = self._sampler.engine.context_length
+        if self._sampler.limits.max_completion_tokens is not None:
+            self._most = min(self._most, len(context) + self._sampler.limits.max_completion_tokens)
+        return context, None
+
+    def _rewritten(self, suffix: list[int], context: list[int]) -> tuple[list[int], list[int]]:
+        self.rewrote, self._cause = True, REWRITTEN
+        return suffix, context
+
+    async def _continue(
+        self, messages: list[Message], stop: tuple[str, ...], max_tokens: int | None, protocol: CallProtocol | None
+    ) -> Turn:
+        """A turn in which the model goes on with the last message: without the token that ended it, and its frame."""
+        *before, last = messages
+        if not before or last["role"] != "assistant":
+            raise ValueError("`continue_last` needs an assistant's message behind others: it is what is continued.")
+        words = last.get("content") or ""
+        written = self._said.written(before)
+        if written is not None and words.startswith(written):
+            added, path = words[len(written) :], self._trajectory.tree.path()
+            if path[-1] in (self.renderer.end_id, self.renderer.tokenizer.eos_token_id):
+                path = path[:-1]
+            if added:
+                self._trajectory.turns[-1].replies = [{**last, "content": added}]
+            suffix = self._encoded({**last, "content": added})
+            context = self._rewritten(suffix, path + suffix)
+        else:
+            suffix, rewritten = self._begun(before)
+            context = self._rewritten([], (rewritten or suffix) + self._encoded(last))
+        turn = await self._take(*context, stop, max_tokens, protocol)
+        self._said.add(before, 0, turn, {**turn.message, "content": words + turn.text})
+        return turn
+
+    def _encoded(self, message: Message) -> list[int]:
+        return self.renderer.encode(self.renderer.marks.shield(message)["content"] or "")
+
+    # Taking a turn
+
+    async def _take(
+        self,
+        suffix: list[int],
+        rewritten: list[int] | None,
+        stop: tuple[str, ...],
+        max_tokens: int | None,
+        protocol: CallProtocol | None,
+    ) -> Turn:
+        trajectory = self._trajectory
+        index = len(trajectory.turns)
+        if rewritten is None:
+            added = len(suffix)
+            self._context += suffix
+        else:
+            added = common_prefix(suffix[::-1], rewritten[::-1], 0)
+            self._context = list(rewritten)  # a group shares the ids of its prompt
+        length = len(self._context)
+        used = length - self._prompt_length
+        if self.rewrote:
+            used = max(used, trajectory.tree.num_tokens - self._prompt_length)
+        budget, exhausted = self._budget(length, used, max_tokens)
+        if budget < 1:
+            raise ConversationEnded(exhausted)
+        start = time.perf_counter()
+        drawing = replace(
+            self._sampling,
+            max_tokens=budget,
+            stop=stop,
+            stop_token_ids=(self.renderer.end_id,),  # a base model may not know it as an end of its own
+            seed=derive_seed(self._seed, index),
+        )
+        sample = await self._sample(self._context, drawing)
+        if rewritten is None:
+            trajectory.tree.extend(suffix, sample.ids, sample.logprobs)
+        else:
+            trajectory.tree.add_turn(rewritten, sample.ids, sample.logprobs)
+        self._context += sample.ids
+        self._action = sample.ids
+        turn = Turn(
+            index,
+            {"role": "assistant", "content": self.renderer.text(sample.ids)},
+            finish_reason=sample.finish_reason,
+            num_tokens=len(sample.ids),
+            context_length=length,
+            observation_length=added if index else 0,
+            fork_cause=None if rewritten is None else self._cause,
+            seconds=time.perf_counter() - start,
+            weight_version=sample.weight_version,
+        )
+        self._cause = self._sampler.history
+        trajectory.turns.append(turn)
+        self._renderers.append(self.renderer)
+        self.exhausted = exhausted if sample.finish_reason == "length" else None
+        if protocol is not None and self.exhausted is None:
+            self._read(turn, protocol)
+        return turn
+
+    async def _sample(self, context: list[int], drawing: SamplingParams) -> Sample:
+        try:
+            return await self._sampler.engine.generate(context, drawing, self.session)
+        except EngineError:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _read(self, turn: Turn, protocol: CallProtocol) -> None:
+        """Writes into a turn what its text means."""
+        # the assistant's header is in there, and with it the `<think>` that some templates open themselves
+        header = self._trajectory.tree.tail(turn.num_tokens + HEADER_TOKENS)[: -turn.num_tokens]
+        parsed = protocol.parse(turn.text, self.renderer.tokenizer, header)
+        turn.message, turn.tool_calls, turn.error, turn.answer = (
+            parsed.message,
+            parsed.calls,
+            parsed.error,
+            parsed.answer,
+        )
+
+    def _budget(self, context_length: int, used: int, max_tokens: int | None = None) -> tuple[int, StopReason]:
+        """Tokens the next turn may sample, and what has cut it off when it samples as many."""
+        limits = self._sampler.limits
+        bounds = [(self._sampler.engine.context_length - context_length, StopReason.CONTEXT_FULL)]
+        if limits.max_completion_tokens is not None:
+            bounds.append((limits.max_completion_tokens - used, StopReason.TOKEN_BUDGET))
+        for most in (limits.max_turn_tokens, max_tokens):
+            if most is not None:
+                bounds.append((most, StopReason.LENGTH))
+        return min(bounds, key=lambda bound: bound[0])
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed from any parts, the same on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,153 @@
+"""`mt-grpo train --dry_run` checks and builds all that training does, and neither samples nor writes."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+
+import pytest
+import yaml
+from support.loopback import free_port
+from support.replicas import Replica
+
+from mt_grpo.app.recipe import parse_recipe
+from mt_grpo.app.request import read_request
+from mt_grpo.cli import main
+from mt_grpo.errors import ConfigError
+
+ENV = """
+from mt_grpo.envs import MultiTurnToolEnv
+
+class Env(MultiTurnToolEnv):
+    async def step(self, turn, trajectory, text, tokenizer):
+        raise SystemExit("a conversation was begun")
+"""
+
+
+def dry_run(arguments: list[str]) -> tuple[int, str]:
+    with redirect_stdout(io.StringIO()) as printed:
+        status = main(["train", *arguments, "--dry_run"])
+    return status, printed.getvalue()
+
+
+def test_the_resolved_recipe_is_printed_and_is_a_recipe(recipe, tmp_path, capsys):
+    (tmp_path / "env.py").write_text(ENV)
+    arguments = recipe(env=f"{tmp_path / 'env.py'}:Env", learning_rate=3e-5)
+    status, printed = dry_run([*arguments, "--beta", "0.5"])
+    assert status == 0
+    options = yaml.safe_load(printed)
+    assert (options["learning_rate"], options["beta"], options["max_env_steps"]) == (3e-5, 0.5, 5)
+    (tmp_path / "printed.yaml").write_text(printed)
+    assert parse_recipe(["--config", str(tmp_path / "printed.yaml")]).resolved() == options
+    said = capsys.readouterr().err
+    assert "Chat template: " in said and "nothing was sampled or written" in said
+
+
+def test_nothing_is_written(recipe, tmp_path):
+    arguments = recipe(output_dir=str(tmp_path / "runs" / "one"), push_to_hub=True, hub_model_id="nobody/nothing")
+    before = sorted(tmp_path.rglob("*"))
+    status, printed = dry_run(arguments)
+    assert status == 0 and yaml.safe_load(printed)["push_to_hub"] is True
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_earlier_run_is_refused_or_left_alone(recipe, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    assert dry_run(recipe()) == (1, "")
+    assert "holds an earlier run (metrics.jsonl)" in capsys.readouterr().err
+    assert dry_run(recipe(overwrite_output_dir=True))[0] == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_name_or_path": "/no/such/model"}, "/no/such/model"),
+        ({"tools": ["no.such.tool"]}, "'no.such.tool' does not import"),
+        ({"outcome_reward_funcs": ["exact_match"]}, "exact_match_reward_func"),
+        ({"per_device_train_batch_size": 12}, "has 4 rows"),
+    ],
+)
+def test_what_training_refuses_a_dry_run_refuses(recipe, tmp_path, capsys, keys, message):
+    assert dry_run(recipe(**keys)) == (1, "")
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+class Server(Replica):
+    """Holds the model of a folder."""
+
+    folder = None
+
+    def answer(self, method, path, body):
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "it", "root": str(self.folder), "max_model_len": 64}]}
+        return super().answer(method, path, body)
+
+
+@pytest.fixture
+def server(tokenizer, model_folder):
+    replica = Server(tokenizer)
+    replica.folder = model_folder
+    yield replica.http
+    replica.http.stop()
+
+
+def test_the_server_is_asked_and_neither_sampled_nor_kept(recipe, server):
+    status, _ = dry_run(recipe(use_vllm=True, vllm_server_base_url=server.url))
+    assert status == 0
+    paths = {path for _, path, _ in server.requests}
+    assert {"/server_info", "/v1/models"} <= paths
+    assert not paths & {"/v1/completions", "/update_weights", "/update_weight_version"}
+
+
+def test_a_server_that_is_not_there_is_refused(recipe, tmp_path, capsys):
+    url = f"http://127.0.0.1:{free_port()}"
+    arguments = recipe(use_vllm=True, vllm_server_base_url=url, vllm_server_timeout=0.1)
+    assert dry_run(arguments) == (1, "")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("mt-grpo: ") and url in line
+    assert not (tmp_path / "run").exists()
+
+
+# The options of the command
+
+
+@pytest.mark.parametrize(
+    ("given", "dry"),
+    [
+        ("R --dry_run", True),
+        ("R --dry_run true", True),
+        ("R --dry_run=True", True),
+        ("R --dry_run false", False),
+        ("--dry_run R", True),
+        ("--dry_run --beta 1 R", True),
+        ("R --tools calculator wikipedia_search", False),
+    ],
+)
+def test_dry_run_takes_a_truth_value_and_nothing_else(recipe, given, dry):
+    (_, path) = recipe()
+    request = read_request(given.replace("R", path).split(), "train")
+    assert (request.path, request.own["dry_run"]) == (path, dry)
+    assert "--dry_run" not in request.arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--dry_run=maybe", "`--dry_run` is 'maybe': it takes true or false."),
+        ("--accelerate_config", "`--accelerate_config` is given without a value"),
+        ("--accelerate_config zero3 --num_processes 0", "`--num_processes` is 0: it takes"),
+        ("--num_processes 2", "`--num_processes` needs `--accelerate_config` beside it"),
+    ],
+)
+def test_wrong_values_are_refused(recipe, given, message):
+    with pytest.raises(ConfigError, match=message):
+        read_request([*recipe(), *given.split()], "train")
+
+
+def test_only_training_is_dry(recipe):
+    with pytest.raises(ConfigError, match="`--dry_run` is an option of `mt-grpo train`, not of `mt-grpo rollout`"):
+        read_request([*recipe(), "--dry_run"], "rollout")

@@ -1,0 +1,148 @@
+"""`mt-grpo train --accelerate_config`: the processes, how they end, and what is refused before there are any."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from accelerate.utils import is_deepspeed_available
+
+from mt_grpo.app.launch import _status
+from mt_grpo.app.recipe import OPTIONS
+from mt_grpo.app.request import OWN_OPTIONS
+from mt_grpo.cli import main
+
+# a shell that runs tests in the background ignores SIGINT
+COMMAND = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from mt_grpo.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes an accelerate configuration for so many processes without GPUs."""
+
+    def write(processes: int) -> str:
+        options = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "MULTI_GPU" if processes > 1 else "NO",  # torchrun, or a single process
+            "mixed_precision": "no",
+            "num_machines": 1,
+            "machine_rank": 0,
+            "num_processes": processes,
+            "main_process_port": 0,
+            "use_cpu": True,
+            "debug": False,
+        }
+        path = tmp_path / "cpu.yaml"
+        path.write_text(yaml.safe_dump(options))
+        return str(path)
+
+    return write
+
+
+def start(*arguments: str, **options: object) -> subprocess.Popen:
+    command = [sys.executable, "-c", COMMAND, "train", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **options)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_the_configuration_says(recipe, config, tmp_path):
+    arguments = [*recipe(do_eval=False), "--accelerate_config", config(7), "--num_processes", "2", "--max_steps", "1"]
+    assert start(*arguments).wait(300) == 0
+    folder = tmp_path / "run"
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 1
+    assert yaml.safe_load((folder / "config.yaml").read_text())["max_steps"] == 1
+    records = [len((folder / name).read_text().splitlines()) for name in RECORDS]
+    assert records == [4, 4]
+
+
+RECORDS = ("trajectories.jsonl", "trajectories.rank1.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_failure_of_the_processes_is_the_exit_status(recipe, config, processes):
+    arguments = [*recipe(tools=["no.such.tool"]), "--accelerate_config", config(processes), "--dry_run"]
+    run = start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    printed, errors = run.communicate(timeout=300)
+    assert run.returncode == 1 and not printed
+    assert "mt-grpo: The tool 'no.such.tool' does not import" in errors and "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "number", "group"),
+    [(1, signal.SIGTERM, False), (2, signal.SIGINT, True)],
+)
+def test_a_signal_ends_every_process(recipe, config, tmp_path, processes, number, group):
+    """Ctrl-C in a terminal reaches the whole group; another signal only the process it is sent to."""
+    keys = {"max_steps": 10000, "do_eval": False}
+    run = start(*recipe(**keys), "--accelerate_config", config(processes), stderr=subprocess.PIPE)
+    while not (tmp_path / "run" / "trajectories.jsonl").exists():
+        assert run.poll() is None, run.stderr.read()
+        time.sleep(0.1)
+    children = psutil.Process(run.pid).children(recursive=True)
+    assert len(children) >= processes
+    (os.killpg if group else os.kill)(run.pid, number)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == 128 + number
+    assert not [child for child in children if child.is_running()]
+    assert f"mt-grpo: ended by {number.name}" in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, 0), (3, 3), (-9, 137)])
+def test_a_process_that_a_signal_ended_counts_from_128(code, status):
+    assert _status(code) == status
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("zero4", "'zero4' is unknown; the nearest is 'zero3': give one of fsdp2, zero2, zero3, or the path of a "),
+        ("nowhere/zero3.yaml", "The accelerate configuration 'nowhere/zero3.yaml' is unknown"),
+        ("broken.yaml", "broken.yaml is not valid YAML"),
+        ("list.yaml", "list.yaml is no accelerate configuration"),
+        ("keys.yaml", "The accelerate configuration keys.yaml cannot be launched: The config file at keys.yaml had "),
+        ("zero3", "zero3 takes 7 GPUs, a process each, and this machine has"),
+        pytest.param(
+            "speed.yaml",
+            "speed.yaml cannot be launched: DeepSpeed is not installed",
+            marks=pytest.mark.skipif(is_deepspeed_available(), reason="it is installed"),
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(recipe, value, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    Path("broken.yaml").write_text("a: [")
+    Path("list.yaml").write_text("- a")
+    Path("keys.yaml").write_text("distributed_type: 'NO'\nnum_procesess: 2")
+    Path("speed.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 1\nuse_cpu: true")
+    assert main(["train", *recipe(), "--accelerate_config", value]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mt-grpo: ") and message in line
+
+
+def test_a_process_that_was_launched_launches_none(recipe, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main(["train", *recipe(), "--accelerate_config", "zero3"]) == 1
+    assert "leave it out under `accelerate launch`" in capsys.readouterr().err
+
+
+def test_options_of_the_command_are_no_fields_of_a_recipe():
+    names = {field.name for options in OPTIONS for field in fields(options)}
+    assert not names & {name for own in OWN_OPTIONS.values() for name in own}

@@ -1,0 +1,246 @@
+"""Wrong input is refused with one sentence before torch is imported, and help is printed without it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.recipes import RECIPES, ROOT
+
+HEAVY = {"accelerate", "datasets", "matplotlib", "numpy", "rich", "torch", "transformers", "trl"}
+
+FILES = {
+    "good.yaml": "model_name_or_path: m\ndataset_name: d\nmax_steps: 5\n",
+    "empty.yaml": "# nothing\n",
+    "list.yaml": "- a\n",
+    "broken.yaml": "a: [\n",
+    "twice.yaml": "model_name_or_path: m\nmax_steps: 5\ndataset_name: d\nmax_steps: 6\n",
+    "deep.yaml": "lr_scheduler_kwargs:\n  min_lr: 1e-4\n  min_lr: 1e-5\n",
+    "typo.yaml": "model_name_or_path: m\nlearning_rat: 1\n",
+    "far.yaml": "quickness: 1\n",
+    "no_model.yaml": "dataset_name: d\n",
+    "no_data.yaml": "model_name_or_path: m\n",
+    "merged.yaml": (
+        "model_name_or_path: m\ndataset_name: d\nlr_scheduler_kwargs: &one {min_lr: 1e-4, power: 2}\n"
+        "model_init_kwargs: {<<: *one, power: 3}\n"
+    ),
+    "folder/inside.yaml": "",
+    "no_recipes/text.txt": "",
+    "latin.yaml": None,
+}
+
+VALUES = {
+    "max_steps: [50]": "is [50], a list: it takes a whole number.",
+    "max_steps: many": "is 'many': it takes a whole number.",
+    "max_steps: 1.5": "is 1.5: it takes a whole number.",
+    "max_steps: true": "is true: it takes a whole number.",
+    "max_steps:": "is empty: give it a whole number, or leave it out.",
+    "learning_rate: {start: 1}": "is {'start': 1}, a mapping: it takes a number.",
+    "use_cpu: 3": "is 3: it takes true or false.",
+    "system_prompt: 5": "is 5: it takes text, so put it in quotes.",
+    "save_strategy: no": "is false, as YAML reads `no` and `off`: it takes text, so put it in quotes.",
+    "run_name: 2026-01-02": "is 2026-01-02: it takes text, so put it in quotes.",
+    "column_mapping: [prompt]": "is ['prompt'], a list: it takes a mapping or text.",
+    "reward_weights: [1, high]": "is [1, 'high']: it takes a list, each item a number.",
+    "tools: {a: b}": "is {'a': 'b'}, a mapping: it takes a list or text.",
+}
+"""A line of a recipe, and what is said of it."""
+
+GOOD = ["train", "good.yaml"]
+TWO = "Two recipes are given, 'good.yaml' and 'typo.yaml': leave one out."
+NONE = (
+    "No recipe is given: write `mt-grpo train RECIPE.yaml`, or name at least `--model_name_or_path` and "
+    "`--dataset_name`."
+)
+REFUSED = [
+    (["trian"], "the command 'trian' is unknown; the commands are "),
+    (["schema", "--out", "s.json"], "`mt-grpo schema` takes no arguments, and '--out' is given."),
+    (["train"], NONE),
+    (["rollout", "--num_prompts", "2"], NONE.replace("train", "rollout")),
+    (["train", "folder"], "The recipe 'folder' is a folder: give a YAML file in it, such as 'folder/inside.yaml'."),
+    (["train", "no_recipes"], "The recipe 'no_recipes' is a folder: give a YAML file in it, which holds none."),
+    (["train", "god.yaml"], "The recipe 'god.yaml' does not exist; the nearest is 'good.yaml'."),
+    (["train", "good"], "The recipe 'good' does not exist; the nearest is 'good.yaml'."),
+    (["train", "folder/insid.yaml"], "The recipe 'folder/insid.yaml' does not exist; the nearest is"),
+    (["train", "nowhere/r.yaml"], "The recipe 'nowhere/r.yaml' does not exist."),
+    (["train", "--config", "zzz.yaml"], "The recipe 'zzz.yaml' does not exist."),
+    (["train", "--config=zzz.yaml"], "The recipe 'zzz.yaml' does not exist."),
+    (["train", "--config"], "`--config` needs the path of a recipe behind it."),
+    (["train", "empty.yaml"], "The recipe 'empty.yaml' is empty: it needs at least `model_name_or_path`"),
+    (["train", "list.yaml"], "The recipe 'list.yaml' is not a mapping of options to values: write lines"),
+    (["train", "broken.yaml"], "The recipe 'broken.yaml' is not valid YAML: "),
+    (["train", "latin.yaml"], "The recipe 'latin.yaml' is no text in UTF-8: give a YAML file."),
+    (["train", "twice.yaml"], "The key 'max_steps' stands in twice.yaml twice, in lines 2 and 4: leave one out."),
+    (["train", "deep.yaml"], "The key 'min_lr' stands in deep.yaml twice, in lines 2 and 3: leave one out."),
+    (
+        ["train", "typo.yaml"],
+        "The key 'learning_rat' in typo.yaml, line 2, is unknown; the nearest is 'learning_rate'.",
+    ),
+    (["train", "far.yaml"], "The key 'quickness' in far.yaml, line 1, is unknown."),
+    (["train", "no_model.yaml"], "The recipe names no model: set `model_name_or_path`."),
+    (["train", "no_data.yaml"], "The recipe names no dataset: set `dataset_name`."),
+    (["train", "good.yaml", "typo.yaml"], TWO),
+    (["train", "good.yaml", "--config", "typo.yaml"], TWO),
+    (["train", "--config", "good.yaml", "--config=typo.yaml"], TWO),
+    ([*GOOD, "--max_steps", "5", "6"], "The word '6' belongs to no option: write `--option value`."),
+    ([*GOOD, "--foo", "1"], "The option '--foo' is unknown."),
+    ([*GOOD, "--model", "m"], "The option '--model' is unknown."),
+    ([*GOOD, "--learning_rat=1"], "The option '--learning_rat' is unknown; the nearest is 'learning_rate'."),
+    ([*GOOD, "-x"], "The option '-x' is unknown: options begin with two dashes, as `--max_steps 10`."),
+    ([*GOOD, "--num_prompts", "3"], "`--num_prompts` is an option of `mt-grpo rollout`, not of `mt-grpo train`."),
+    (["rollout", "good.yaml", "--num_prompts", "0"], "`--num_prompts` is 0: it takes a whole number from 1 on."),
+    ([*GOOD, "--max_steps"], "`--max_steps` is given without a value: it takes a whole number."),
+    ([*GOOD, "--max_steps="], "`--max_steps` is given without a value: it takes a whole number."),
+    ([*GOOD, "--max_steps", "--use_cpu"], "`--max_steps` is given without a value: it takes a whole number."),
+    ([*GOOD, "--max_steps", "many"], "`--max_steps` is 'many': it takes a whole number."),
+    ([*GOOD, "--max-steps=1.5"], "`--max-steps` is '1.5': it takes a whole number."),
+    ([*GOOD, "--use_cpu", "maybe"], "`--use_cpu` is 'maybe': it takes true or false."),
+    ([*GOOD, "--eval_strategy", "step"], "`eval_strategy` is 'step'; the nearest is 'steps': choose one of no,"),
+    ([*GOOD, "--loss_type", "grpoo"], "`loss_type` is 'grpoo'; the nearest is 'grpo': choose one of grpo, bnpo, "),
+    (
+        [*GOOD, "--scale_rewards", "groups"],
+        "`scale_rewards` is 'groups'; the nearest is 'group': choose one of",
+    ),
+    (
+        [*GOOD, "--max_env_steps", "-1"],
+        "`max_env_steps` is -1; it counts replies of the environment, so set 0 or more.",
+    ),
+    (
+        [*GOOD, "--temperature", "0"],
+        "`temperature: 0.0` cannot be trained, since log-probs are those of the",
+    ),
+    (["rollout", "good.yaml", "--temperature", "-1"], "`temperature` is -1.0; set a number above 0, such as 1.0."),
+    (
+        [*GOOD, "--max_turn_length", "600"],
+        "`max_turn_length: 600` is above `max_completion_length: 512`,",
+    ),
+    ([*GOOD, "--forward", "trees"], "`forward` is 'trees'; the nearest is 'tree': choose one of tree, padded, turn"),
+    ([*GOOD, "--weight_sync", "nccll"], "`weight_sync` is 'nccll'; the nearest is 'nccl': choose one of auto, lora,"),
+    (
+        [*GOOD, "--call_protocol", "nativ"],
+        "`call_protocol` is 'nativ'; the nearest is 'native': choose one of",
+    ),
+    ([*GOOD, "--advantage_estimator", "mtgrpo"], "`advantage_estimator` is 'mtgrpo'; the nearest is 'mt_grpo'"),
+    (
+        [*GOOD, "--advantage_estimator", '{"name": 1}'],
+        "`advantage_estimator` is {'name': 1}: give the name of",
+    ),
+    ([*GOOD, "--tools", "calculater"], "There is no built-in tool 'calculater'; the nearest is 'calculator': use one"),
+    ([*GOOD, "--turn_reward_funcs", "exact"], "The turn reward 'exact' is neither a built-in name nor a path such as"),
+    *(([*GOOD[:1], f"value{n}.yaml"], f"in value{n}.yaml, line 3, {said}") for n, said in enumerate(VALUES.values())),
+]
+"""A command line, and the sentence that refuses it, or its beginning."""
+
+ACCEPTED = [
+    ["good.yaml"],
+    ["--config", "good.yaml"],
+    ["--config=good.yaml"],
+    ["--learning_rate", "2e-3", "good.yaml", "--use-cpu"],
+    ["good.yaml", "--learning_rate=2e-3", "--no_gradient_checkpointing", "--tools", "calculator", "wikipedia_search"],
+    ["--use_cpu", "good.yaml", "--max_completion_length=600", "--max_turn_length", "600"],
+    ["--model_name_or_path", "m", "--dataset_name", "d", "--report_to", "none"],
+    ["good.yaml", "--external_plugins", "plugin.py", "--call_protocol", "of_the_plugin", "--tools", "of_it"],
+    ["good.yaml", "--env", "mine.py:Env", "--call_protocol", "of_its_module"],
+    ["good.yaml", "--tools", "mine.py:tool", "--outcome_reward_funcs", "registered_by_mine"],
+    ["good.yaml", "--resume_from_checkpoint", "true", "--column_mapping", '{"prompt": "question"}'],
+    ["merged.yaml"],
+    *([str(recipe)] for recipe in RECIPES),
+]
+
+HELP = [
+    ["--help"],
+    ["train", "--help"],
+    ["rollout", "good.yaml", "--help"],
+    ["serve", "-h"],
+    ["train", "--help-all"],
+    ["schema", "--help"],
+]
+
+RUN = f"""
+import contextlib, io, json, sys
+from mt_grpo.app.request import read_request
+from mt_grpo.cli import main
+
+refused, accepted, helped = json.load(sys.stdin)
+said = []
+for arguments in refused:
+    with contextlib.redirect_stderr(io.StringIO()) as stream:
+        said.append([main(arguments), stream.getvalue()])
+read = [read_request(arguments, "train").values for arguments in accepted]
+printed = []
+for arguments in helped:
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        printed.append([main(arguments), stream.getvalue()])
+print(json.dumps([said, read, printed, sorted({HEAVY!r} & set(sys.modules))]))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What one process says to all the command lines of this module, and which heavy modules it has imported."""
+    folder = tmp_path_factory.mktemp("requests")
+    lines = {f"value{n}.yaml": FILES["no_data.yaml"] + f"dataset_name: d\n{line}\n" for n, line in enumerate(VALUES)}
+    for name, text in (FILES | lines).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"caf\xe9: 1\n" if text is None else text.encode())
+    table = json.dumps([[arguments for arguments, _ in REFUSED], ACCEPTED, HELP])
+    command = [sys.executable, "-c", RUN]
+    run = subprocess.run(command, input=table, cwd=folder, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_nothing_heavy_is_imported_to_refuse_or_to_help(answers):
+    assert answers[3] == []
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda number: " ".join(REFUSED[number][0]))
+def test_wrong_input_is_one_right_sentence(answers, number):
+    status, printed = answers[0][number]
+    sentence = REFUSED[number][1]
+    said = printed.removeprefix("mt-grpo: ").removesuffix("\n")
+    if sentence.startswith("in value"):
+        said = said.partition(" ")[2]
+    assert status == 1 and "\n" not in said
+    assert said == sentence if sentence.endswith(".") else said.startswith(sentence)
+
+
+@pytest.mark.parametrize("number", range(len(ACCEPTED)), ids=lambda number: " ".join(map(str, ACCEPTED[number])))
+def test_right_input_is_taken(answers, number):
+    assert {"model_name_or_path", "dataset_name"} <= answers[1][number].keys()
+
+
+def test_the_forms_of_an_option_say_the_same(answers):
+    taken = answers[1]
+    assert taken[0] == taken[1] == taken[2] == {"model_name_or_path": "m", "dataset_name": "d", "max_steps": 5}
+    assert taken[3] == taken[0] | {"learning_rate": 2e-3, "use_cpu": True}
+    tools = ["calculator", "wikipedia_search"]
+    assert taken[4] == taken[0] | {"learning_rate": 2e-3, "gradient_checkpointing": False, "tools": tools}
+
+
+def test_a_merged_mapping_may_be_changed(answers):
+    (merged,) = (values for values in answers[1] if "model_init_kwargs" in values)
+    assert merged["lr_scheduler_kwargs"] == {"min_lr": 1e-4, "power": 2}
+    assert merged["model_init_kwargs"] == {"min_lr": 1e-4, "power": 3}
+
+
+def test_the_script_for_accelerate_refuses_as_the_command_does(tmp_path):
+    command = [sys.executable, str(ROOT.parent / "scripts" / "train.py"), "--config=zzz.yaml"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (1, "mt-grpo: The recipe 'zzz.yaml' does not exist.\n")
+
+
+def test_help_is_short_and_names_what_is_ours(answers):
+    (_, general), (_, train), (_, rollout), (_, serve), (_, everything), (_, schema_help) = answers[2]
+    assert [status for status, _ in answers[2]] == [0] * len(HELP)
+    assert all(f"\n  {command} " in general for command in ("train", "rollout", "serve", "schema"))
+    schema = json.loads((ROOT.parent / "mt_grpo" / "app" / "schema.json").read_text())["properties"]
+    ours = [name for name, option in schema.items() if option["x-owner"] == "mt_grpo"]
+    assert ours and all(f"  --{name} " in train for name in ours)
+    assert len(train.splitlines()) < 90 and max(map(len, train.splitlines())) <= 100
+    assert "--num_prompts" in rollout and "--num_prompts" not in train
+    assert "> recipe.schema.json" in schema_help
+    assert "--vllm_server_port" in serve and "--outcome_reward_funcs" not in serve
+    assert all(f"\n  --{name} " in everything for name in schema)

@@ -1,0 +1,256 @@
+"""Environments that users write: one for each conversation, closed whatever happens, and none that holds up others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+
+import pytest
+from support.conversations import user
+from support.models import build_tokenizer
+
+from mt_grpo.envs import MultiTurnToolEnv, Outcome, Step, StepEnv
+from mt_grpo.envs.source import check_rows, close_environments
+from mt_grpo.errors import ConfigError
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.trajectory import StopReason
+
+END = "<|im_end|>"
+
+
+class Guess(StepEnv):
+    """Says whether a guess is too high; what it keeps is its own."""
+
+    def reset(self, row):
+        self.number, self.guesses = row["number"], 0
+        return "Guess my number."
+
+    def step(self, turn):
+        self.guesses += 1
+        if turn.text == str(self.number):
+            return Step("Yes!", reward=1.0, done=True, rewards={"guesses": float(self.guesses)}, info={"won": True})
+        return Step("Higher." if turn.text < str(self.number) else "Lower.", reward=0.0)
+
+
+def run(env, rows, script=lambda session, turn: f"{turn + 1}{END}", keep=False, **limits):
+    runner = RolloutRunner(env, ScriptedEngine(build_tokenizer(), script), RolloutLimits(**limits))
+    requests = [RolloutRequest("Q", f"{index:03d}", row) for index, row in enumerate(rows)]
+    return asyncio.run(runner.run(requests, SamplingParams(), keep_environments=keep))
+
+
+@pytest.mark.parametrize("source", [Guess, Guess(), lambda row: Guess()])
+def test_state_is_kept_by_conversation(source):
+    first, second = run(source, [{"number": 3}, {"number": 1}])
+    assert [turn.reward for turn in first.turns] == [0.0, 0.0, 1.0] and [turn.reward for turn in second.turns] == [1.0]
+    assert first.turns[0].replies == user("Higher.") and second.turns[-1].replies == user("Yes!")
+    assert (first.stop_reason, first.env_rewards, first.info) == (
+        StopReason.ENV_DONE, {"guesses": 3.0}, {"won": True}
+    )  # fmt: skip
+    assert first.prompt == user("Guess my number.")
+
+
+def test_async_methods_are_awaited():
+    class Echo(StepEnv):
+        async def reset(self, row):
+            return [{"role": "system", "content": "Echo."}, *user(row["prompt"])]
+
+        async def step(self, turn):
+            return Step(done=StopReason.ANSWERED, answer=turn.text) if turn.index else turn.text
+
+    [trajectory] = run(Echo, [{}])
+    assert (trajectory.stop_reason, trajectory.answer) == (StopReason.ANSWERED, "2")
+    assert trajectory.turns[0].replies == user("1")
+
+
+def test_each_row_has_the_environment_that_it_names():
+    tools = MultiTurnToolEnv(system_prompt="Answer.", max_steps=0)
+    sources = {"guess": Guess, "tools": tools}
+    rows = [{"environment": "tools"}, {"environment": "guess", "number": 1}, {"environment": "chess"}, {}]
+    plain, guess, unknown, unnamed = run(
+        sources, rows, lambda session, turn: ["<answer>1</answer>", "1"][int(session)]
+    )
+    assert plain.prompt[0]["content"] == "Answer." and plain.answer == "1" and guess.info == {"won": True}
+    for trajectory in (unknown, unnamed):
+        assert trajectory.stop_reason is StopReason.ENV_ERROR and "guess, tools" in trajectory.error
+
+
+# What goes wrong in one conversation
+
+
+class Broken(StepEnv):
+    """Does what its row says."""
+
+    closed: list[str] = []
+    step_timeout = 0.2
+
+    def __init__(self):
+        if threading.current_thread().name == "never":
+            raise AssertionError
+
+    def reset(self, row):
+        self.kind = row["kind"]
+        if self.kind == "reset raises":
+            raise ZeroDivisionError("in reset")
+        if self.kind == "reset hangs":
+            time.sleep(5)
+        return {"no messages": None, "empty": []}.get(self.kind, "Q")
+
+    async def step(self, turn):
+        match self.kind:
+            case "step hangs":
+                await asyncio.Event().wait()
+            case "step swallows":
+                while True:
+                    try:
+                        await asyncio.Event().wait()
+                    except asyncio.CancelledError:
+                        if self.kind == "over":
+                            raise
+            case "step exits":
+                raise SystemExit(3)
+            case "step cancels":
+                raise asyncio.CancelledError
+            case "step is silent":
+                return None
+            case "step says nothing":
+                return []
+            case "step answers a number":
+                return 3
+        return Step(done=True)
+
+    async def close(self):
+        Broken.closed.append(self.kind)
+        self.kind, kind = "over", self.kind
+        if kind == "close raises":
+            raise ZeroDivisionError("in close")
+
+
+FAILURES = {
+    "reset raises": "ZeroDivisionError: in reset",
+    "reset hangs": "OutOfTime: Broken.reset took longer than 0.2 s.",
+    "step hangs": "OutOfTime: Broken.step took longer than 0.2 s.",
+    "step swallows": "OutOfTime: Broken.step took longer than 0.2 s.",
+    "step exits": "RuntimeError: SystemExit: 3",
+    "step cancels": "cancelled itself",
+    "step is silent": "gave NoneType for messages",
+    "step says nothing": "neither replied nor ended",
+    "step answers a number": "gave int for messages",
+    "no messages": "gave NoneType for messages",
+    "empty": "nothing to reply to",
+}
+
+
+def test_whatever_an_environment_does_ends_its_conversation_only(caplog):
+    kinds = [*FAILURES, "fine", "close raises"]
+    Broken.closed = []
+    with caplog.at_level(logging.WARNING):
+        trajectories = run(Broken, [{"kind": kind} for kind in kinds])
+    for kind, trajectory in zip(kinds, trajectories, strict=True):
+        if kind in FAILURES:
+            assert trajectory.stop_reason is StopReason.ENV_ERROR, kind
+            assert FAILURES[kind] in trajectory.error, (kind, trajectory.error)
+        else:
+            assert trajectory.stop_reason is StopReason.ENV_DONE
+        assert trajectory.environment is None
+    assert sorted(Broken.closed) == sorted(kinds)
+    assert "could not be closed, the first for: ZeroDivisionError: in close" in caplog.text
+
+
+class Loop:
+    """An environment with a loop of its own, which does what it is told."""
+
+    closed = 0
+
+    def __init__(self, row):
+        self.row = row
+        if row["kind"] == "made late":
+            time.sleep(0.5)
+        if row["kind"] == "not made":
+            raise ZeroDivisionError("not made")
+
+    async def run(self, policy, row):
+        await policy.reply(user("Q"))
+        if row["kind"] == "swallows":
+            while Loop.closed < 4:  # the others' environments
+                try:
+                    await asyncio.sleep(0.05)
+                except asyncio.CancelledError:
+                    pass
+        if row["kind"] == "no outcome":
+            return 3.0
+        if row["kind"] == "hangs":
+            await asyncio.Event().wait()
+        return Outcome({"score": 1.0})
+
+    def close(self):
+        Loop.closed += 1
+
+
+def test_every_environment_that_is_made_is_closed(monkeypatch):
+    monkeypatch.setattr("mt_grpo.rollout.runner.GRACE", 0.2)
+    Loop.closed = 0
+    rows = [{"kind": kind} for kind in ("hangs", "swallows", "no outcome", "not made", "made late", "fine")]
+    runner = RolloutRunner(Loop, ScriptedEngine(build_tokenizer(), ["A"]), RolloutLimits(rollout_timeout=0.3))
+
+    async def all_closed():
+        requests = [RolloutRequest("Q", f"{index:03d}", row) for index, row in enumerate(rows)]
+        ended = await runner.run(requests, SamplingParams())
+        for _ in range(100):
+            if Loop.closed == 5:
+                break
+            await asyncio.sleep(0.05)
+        return ended
+
+    hangs, swallows, no_outcome, not_made, made_late, fine = asyncio.run(all_closed())
+    assert {hangs.stop_reason, swallows.stop_reason, made_late.stop_reason} == {StopReason.TIMEOUT}
+    assert "run returned float: return an `Outcome`" in no_outcome.error
+    assert not_made.error == "ZeroDivisionError: not made" and fine.env_rewards == {"score": 1.0}
+    assert Loop.closed == 5
+
+
+def test_rewards_may_look_at_an_environment_before_it_is_closed():
+    [trajectory] = run(Broken, [{"kind": "fine"}], keep=True)
+    Broken.closed = []
+    assert trajectory.environment.kind == "fine"
+    asyncio.run(close_environments([trajectory]))
+    assert trajectory.environment is None and Broken.closed == ["fine"]
+
+
+# Refused at the door
+
+
+class Half(StepEnv):
+    def reset(self, row):
+        return "Q"
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (3, "`env` is 3, from which no environment can be made"),
+        ({}, "`env` is an empty dictionary"),
+        ({"a": 3}, r"`env\['a'\]` is 3"),
+        (dict, "`env` is the class dict, which has no `run` and `close`"),
+        (Half, "`env` is the class Half, which lacks step"),
+        (lambda row, size: None, "`env` is called with the row or with nothing, and <lambda> takes neither"),
+    ],
+)
+def test_what_makes_no_environment_is_refused(source, problem):
+    with pytest.raises(ConfigError, match=problem):
+        RolloutRunner(source, ScriptedEngine(build_tokenizer(), []))
+
+
+def test_a_factory_that_makes_something_else_ends_one():
+    [trajectory] = run(lambda row: object(), [{}])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and "has no `run` and `close`" in trajectory.error
+
+
+def test_rows_that_name_no_environment_are_refused():
+    check_rows(Guess, None)
+    check_rows({"guess": Guess}, ["guess"])
+    with pytest.raises(ConfigError, match="no column `environment`"):
+        check_rows({"guess": Guess}, None)
+    with pytest.raises(ConfigError, match="names the environment 'gues'; did you mean 'guess'|names .*'guess'"):
+        check_rows({"guess": Guess}, ["gues"])
