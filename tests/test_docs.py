@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +30,14 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return [(page.name, block) for page in PAGES for block in pattern.findall(page.read_text())]
 
 
+RESULTS = ("quickstart", "step_cpu", "rollout")
+MEASURES = {
+    "tool_execution": "tool-execution rate",
+    "exist_answer_in_search_results": "answer in search results",
+    "exact_match": "exact match",
+    "format": "format",
+    "turns": "turns per question",
+}
 COMMANDS = sorted({line for _, block in blocks("bash") for line in block.strip().splitlines()})
 
 
@@ -155,12 +165,51 @@ def test_the_training_script_runs_under_accelerate(tmp_path):
     assert (tmp_path / "summary.json").exists()
 
 
+FIRST, AGENT = [block for name, block in blocks("python") if name == "README.md"]
+"""The first screen's training, and the tools and rewards that the recipe names."""
+
+STEPS = "max_steps=20, per_device_train_batch_size=48"
+
+
+@pytest.mark.slow
+def test_the_first_screen_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert STEPS in FIRST
+    namespace = {"__name__": "docs"}
+    exec(compile(FIRST.replace(STEPS, "max_steps=1, per_device_train_batch_size=8"), "README.md", "exec"), namespace)
+    assert namespace["trainer"].state.global_step == 1
+    assert (tmp_path / "runs" / "first" / "metrics.jsonl").exists()
+
+
+def test_the_first_screen_has_the_committed_figures():
+    """Where a benchmark has run again, the tables of the README follow."""
+    readme = (ROOT / "README.md").read_text()
+    results = {name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()) for name in RESULTS}
+    for name, label in MEASURES.items():
+        before, after = (results["quickstart"][when][name] for when in ("before", "after"))
+        assert f"| {label} | {before:.2f} | {after:.2f} |" in readme
+    steps = {row["workload"]: row for row in results["step_cpu"]["rows"]}
+    long = steps["same, 12 turns"]
+    short = steps["prompt 512, group 8, 4 turns, extension holds"]
+    rollouts = {row["label"]: row["values"] for row in results["rollout"]["rows"]}
+    varying = rollouts["rollouts, TRL / ours, 32 x 4 log-normal tools"]
+    step = rollouts["whole step, TRL / ours, 32 x one 50 ms tool"]
+    for factor in (
+        f"{short['ratio']['median']:.1f}",
+        f"{long['ratio']['median']:.0f}",
+        f"{long['peak_mib']['trl'] / long['peak_mib']['tree']:.1f}",
+        f"{statistics.median(varying):.1f} ({min(varying):.1f} to {max(varying):.1f})",
+        f"{statistics.median(step):.0f} ({min(step):.0f} to {max(step):.0f})",
+    ):
+        assert f" | {factor} | `benchmarks/" in readme
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda p: p.name)
 def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
     keep_estimators(monkeypatch)
     namespace = {"__name__": "docs"}
     for name, block in blocks("python"):
-        if name == page.name:
+        if name == page.name and block != FIRST:
             exec(compile(block, page.name, "exec"), namespace)
     if page.name == "agents.md":
         result = namespace["converse"](build_model(tokenizer, max_position_embeddings=2048), tokenizer)
@@ -168,7 +217,9 @@ def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
     if page.name == "rollouts.md":
         assert "42" in tokenizer.decode(namespace["replay"](tokenizer)["ids"][0])
     if page.name == "README.md":
-        assert callable(namespace["train"])
+        (named,) = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "README.md"]
+        asked = [*named["tools"], *named["turn_reward_funcs"], *named["outcome_reward_funcs"]]
+        assert all(callable(namespace[path.removeprefix("my_agent.")]) for path in asked)
 
 
 GTPO = """

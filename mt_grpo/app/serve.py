@@ -21,7 +21,7 @@ from mt_grpo.training.servers import server_urls, transport_of
 from mt_grpo.vllm_plugin.keys import check_folder
 
 GUARD = "mt_grpo.vllm_plugin.guard.Guard"
-"""What lets only the trainer's requests pass, and only with the key."""
+"""The middleware that lets only the trainer's requests pass, and only with the key."""
 
 
 def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
@@ -107,8 +107,8 @@ def _interpreter() -> Path:
 
 def _cpu_defaults() -> dict[str, str]:
     """
-    How a server uses a CPU machine where the user's environment does not say it. vLLM would bind the threads of every
-    server to the same cores, and there they spin: whatever else the kernel puts on such a core may never run.
+    Environment variables for a server on a CPU, as far as the user did not set them. By default vLLM binds the threads
+    of every server to the same cores, where they spin, and other processes on these cores may never run.
     """
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -1,4 +1,4 @@
-"""Dataset rows: a `prompt` of messages and the columns the rewards read, whatever the source."""
+"""Loads dataset rows from any source: a `prompt` of messages, and the columns that rewards read."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def load_rows(
     Loads a dataset whose rows have a `prompt` (a list of messages) next to the columns of the source.
 
     Args:
-        name (`str`): `embedded`; `triviaqa` or `gsm8k`; `triviaqa:SOURCE` or `gsm8k:SOURCE` for that schema from
-            another source; or a source: a JSONL, JSON, parquet or CSV file, a folder with such a file (or its
-            `-00000-of-00002` shards) for each split, or the id of a dataset on the Hub. A `prompt` column holds text,
-            which becomes one user message, or a list of messages.
-        split (`str`): Split to load; a slice such as `train[:100]` works for every source. A single file serves
-            as any split.
+        name (`str`): `embedded`, `triviaqa`, `gsm8k`, or a source. A source is a JSONL, JSON, parquet or CSV file, a
+            folder with such a file (or its `-00000-of-00002` shards) per split, or the id of a dataset on the Hub. Its
+            `prompt` column holds text, which becomes one user message, or a list of messages. `triviaqa:SOURCE` and
+            `gsm8k:SOURCE` read a source in that schema.
+        split (`str`): Split to load. A slice such as `train[:100]` works for every source. A single file can be any
+            split.
         config (`str`, *optional*): Configuration of a dataset on the Hub.
-        column_mapping (`dict[str, str]`, *optional*): Source column for each column to add, such as
+        column_mapping (`dict[str, str]`, *optional*): Columns to add, each with its source column, such as
             `{"prompt": "question", "answer": "gold"}`.
         streaming (`bool`, *optional*, defaults to `False`): Whether to read rows as they are needed; returns an
             `IterableDataset`.

@@ -1,4 +1,4 @@
-"""The conversation rules: what the model is told, how its turns are read, what it is answered, when it ends."""
+"""The rules of a conversation: its first messages, how turns are read and answered, and when it ends."""
 
 from __future__ import annotations
 
@@ -138,14 +138,14 @@ class MultiTurnToolEnv(StepEnv):
         in a running event loop (a notebook) too.
 
         Args:
-            prompts (`Sequence[str | list[dict]]`): User messages or message lists, one a conversation.
+            prompts (`Sequence[str | list[dict]]`): User messages or message lists, one per conversation.
             llm (`Engine`): Samples the turns.
             sampling_params (`SamplingParams`, *optional*): Temperature, top-p and the like; `max_tokens` bounds one
                 turn.
 
         Returns:
-            `dict` of lists, one entry a prompt: `ids`, the tokens after the prompt; `mask`, 1 where the model sampled
-            them and `env_mask` where the environment wrote them; `messages`, the same as messages.
+            `dict` of lists, with one entry per prompt: `ids`, the tokens after the prompt; `mask`, 1 for tokens that
+            the model sampled and `env_mask` for those of the environment; `messages`, the same as messages.
         """
         from mt_grpo.rollout.generate import generate
 

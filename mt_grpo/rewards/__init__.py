@@ -1,4 +1,4 @@
-"""How a trajectory is judged: rewards to subclass, built-in ones, and the functions that run them."""
+"""Rewards: classes to subclass, built-in rewards, and the functions that run them."""
 
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
 from mt_grpo.rewards.environment import EnvReward, env_reward

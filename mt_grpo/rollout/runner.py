@@ -77,6 +77,8 @@ class RolloutRunner:
         tools, protocol = (None, None) if first is None else (first.tool_schemas, first.protocol)
         self.renderer = self.sampler.renderer(tools, protocol.tags if protocol is not None else ())
         self.sanity = SanityCheck(self.renderer, sanity_check_mode) if sanity_check_mode != "disable" else None
+        self.under_way: dict[str, Trajectory] = {}
+        """Conversations that are not finished, by session, for who wants to look."""
 
     async def run(
         self,
@@ -139,6 +141,7 @@ class RolloutRunner:
         trajectory = Trajectory(prompt, session=request.session, row=request.row)
         policy = ConversationPolicy(self.sampler, trajectory, sampling, request.seed)
         finished, start = False, time.perf_counter()
+        self.under_way[request.session] = trajectory
         try:
             running = asyncio.ensure_future(guarded(self._hold(request, policy, trajectory)))
             running.set_name(f"conversation {request.session!r}")
@@ -150,6 +153,7 @@ class RolloutRunner:
                     running.cancel()
                     await asyncio.wait([running], timeout=GRACE)
                 self.engine.release(request.session)
+                del self.under_way[request.session]
             self._end(trajectory, running, policy)
             if policy.failure is not None:  # a bug of the engine, whatever the environment made of it
                 raise policy.failure

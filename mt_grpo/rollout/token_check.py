@@ -1,4 +1,4 @@
-"""Whether the ids that are trained are those of the conversation rendered as a whole, and where they are not."""
+"""Compares the ids that are trained with a rendering of the whole conversation, and finds where they differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN = 60
 @dataclass(frozen=True)
 class Difference:
     """
-    The first place at which the trained ids and the full rendering part.
+    The first place at which the trained ids and the full rendering differ.
 
     Args:
         cause (`str`): Short name of the cause: a message's role and whether text or only its tokens differ.
@@ -38,12 +38,12 @@ class Difference:
 
 class SanityCheck:
     """
-    Compares each trajectory with the full rendering of its messages. A difference is never fatal: it is counted, and
-    logged once for each cause.
+    Compares each trajectory with the full rendering of its messages. A difference does not end the run. It is counted,
+    and logged once per cause.
 
     Args:
         renderer (`ChatRenderer`): Renders the conversation.
-        mode (`str`): `"strict"` compares ids; `"ignore_strippable"` compares text, white space left out.
+        mode (`str`): `"strict"` compares ids; `"ignore_strippable"` compares text without white space.
 
     Raises:
         ValueError: For an unknown mode.
@@ -58,7 +58,7 @@ class SanityCheck:
         self._renderer = renderer
         self._mode = mode
         self.causes: Counter[str] = Counter()
-        """How often each cause was met."""
+        """How often each cause occurred."""
 
     def check(self, trajectory: Trajectory, renderer: ChatRenderer | None = None) -> Difference | None:
         """
@@ -120,8 +120,9 @@ class SanityCheck:
 
     def _known(self, trajectory: Trajectory, ids: list[int], rendered: str) -> tuple[int, int]:
         """
-        How many ids, and characters of the rendering, need no comparison: the prompt was encoded from that very text.
-        Its last piece is compared again with what follows it; pieces between special tokens are encoded by themselves.
+        How many ids, and characters of the rendering, need no comparison, because the prompt was encoded from the same
+        text. Pieces between special tokens are encoded by themselves, so only the prompt's last piece is compared
+        again together with what follows it.
         """
         prompt, text = self._renderer.prompt_ids(trajectory.prompt), self._renderer.prompt_text(trajectory.prompt)
         special = self._renderer.special_ids
@@ -132,7 +133,7 @@ class SanityCheck:
         return 0, 0
 
     def _role(self, messages: list[dict], rendered: str, place: int) -> str:
-        """Role of the message in which a position of the rendering lies."""
+        """Role of the message that contains a position of the rendering."""
         if self._mode == "ignore_strippable":  # back to a position with white space
             seen = 0
             for index, character in enumerate(rendered):
@@ -149,8 +150,8 @@ class SanityCheck:
 
 def examine_template(renderer: ChatRenderer) -> str:
     """
-    A short verdict on a chat template: whether it only appends after tool results and user replies, and what it does
-    to the thinking of earlier turns.
+    A short verdict on a chat template: whether it only appends after tool results and after user replies, and what it
+    does to the thinking of earlier turns.
     """
     question, thinking = [{"role": "user", "content": "Question."}], "A thought."
     call = {"type": "function", "function": {"name": "tool", "arguments": {}}}

@@ -1,4 +1,4 @@
-"""What a model may call."""
+"""Tools that a model can call."""
 
 from mt_grpo.tools.calculator import calculator
 from mt_grpo.tools.function import Tool, ToolDefinitionError

@@ -1,4 +1,4 @@
-"""What makes a training impossible, found before any work."""
+"""Checks before any work that training is possible."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mt_grpo.training.config import MTGRPOConfig
 
 def check_training(args: MTGRPOConfig, dataset: Dataset | IterableDataset, dropped: int = 0) -> None:
     """
-    Whether training can take a step.
+    Checks that training can take a step.
 
     Args:
         args (`MTGRPOConfig`): The options.
-        dataset (`Dataset` or `IterableDataset`): Rows to train on; as many as one batch needs are read of a stream.
+        dataset (`Dataset` or `IterableDataset`): Rows to train on. Of a stream, the rows of one batch are read.
         dropped (`int`, *optional*, defaults to `0`): Rows left out because their prompts are too long.
 
     Raises:

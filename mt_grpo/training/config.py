@@ -20,7 +20,7 @@ from mt_grpo.rollout.token_check import MODES
 from mt_grpo.weights.transport import TRANSPORTS
 
 KEEPS_TURNS = ("cispo", "vespo")
-"""Loss types in which an advantage weighs its own tokens whatever `importance_sampling_level` is."""
+"""Loss types in which an advantage weighs its own tokens, for every `importance_sampling_level`."""
 
 
 def registered_names() -> dict[str, list[str]]:
@@ -68,16 +68,17 @@ class MTGRPOConfig(GRPOConfig):
         rollout_timeout (`float`, *optional*): Seconds one conversation may take; no bound where unset.
         vllm_mode (`str`, *optional*, defaults to `"server"`): A dedicated server, started by `mt-grpo serve`, is the
             only mode.
-        vllm_server_host (`str`, *optional*, defaults to `"127.0.0.1"`): Where the server listens and is looked for.
+        vllm_server_host (`str`, *optional*, defaults to `"127.0.0.1"`): Host on which the server listens.
         weight_sync (`str`, *optional*, defaults to `"auto"`): How weights reach a vLLM server: `"nccl"` (from GPU to
             GPU), `"safetensors"` (a file; what `"auto"` is) or `"lora"` (the adapter only).
         weight_sync_folder (`str`, *optional*): Folder of the file, shared between hosts; shared memory where unset.
-        verify_sync_every (`int`, *optional*, defaults to `50`): The first sync and then every so many are verified.
+        verify_sync_every (`int`, *optional*, defaults to `50`): The first sync, and then one in this many, is
+            verified.
         history (`str`, *optional*, defaults to `"keep"`): What the model is shown of its past: `"keep"`,
             `"strip_thinking"`, `"compact"` or `"template"`, see `mt_grpo.rollout.history`.
         compact_every (`int`, *optional*): Turns between two compactions, for `history: compact`.
-        tokenization_sanity_check_mode (`str`, *optional*, defaults to `"strict"`): How each trajectory is held against
-            its full rendering: `"strict"`, `"ignore_strippable"` or `"disable"`, see `SanityCheck`.
+        tokenization_sanity_check_mode (`str`, *optional*, defaults to `"strict"`): How each trajectory is compared
+            with its full rendering: `"strict"`, `"ignore_strippable"` or `"disable"`, see `SanityCheck`.
         forward (`str`, *optional*, defaults to `"tree"`): How log-probs are computed in training: `"tree"` (every
             token once, shared prefixes shared), `"padded"` (TRL's) or `"turn_by_turn"` (each turn alone, the oracle).
         disable_dropout (`bool`, *optional*, defaults to `True`): TRL's option with another default, since sampling has
@@ -163,7 +164,7 @@ class MTGRPOConfig(GRPOConfig):
 
     def check_credit(self) -> None:
         """
-        Looks the credit rule up and holds it against its options and the loss.
+        Looks up the credit rule, and checks it against its options and the loss.
 
         Raises:
             ConfigError: If there is no such rule, it does not take its options, or the loss takes away the credit that

@@ -79,7 +79,8 @@ OVERRIDES = {
     },
     TrlParser: {"error": "self, message"},
     TrainerCallback: dict.fromkeys(
-        ["on_log", "on_step_end", "on_train_begin", "on_train_end"], "self, args, state, control, **kwargs"
+        ["on_log", "on_step_begin", "on_step_end", "on_train_begin", "on_train_end"],
+        "self, args, state, control, **kwargs",
     ),
 }
 """Arguments of every method of TRL or transformers that a class of ours overrides, by the class it inherits from."""

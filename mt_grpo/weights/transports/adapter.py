@@ -1,4 +1,4 @@
-"""By adapter: the server keeps the base model and loads each version of the adapter."""
+"""Transport of an adapter: the server keeps the base model and loads each version of the adapter."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from mt_grpo.weights.update_calls import (
 @weight_transport("lora")
 class LoraTransport(FolderTransport):
     """
-    By adapter: the server keeps the base model and loads each version of the adapter under a name of its own, which
-    requests then ask for. Much less to send; the server must be started for it (`mt-grpo serve` does so).
+    Sends only the adapter. The server keeps the base model and loads each version of the adapter under a name of its
+    own, which requests then ask for. The server must be started for it, as `mt-grpo serve` does.
     """
 
     def __init__(
