@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mt_grpo.envs.env import Step, StepEnv
+from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.execution import execute_calls
 from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.tools import Tool, load_tools
+from mt_grpo.tools import Tool, ToolSession, load_tools
 from mt_grpo.trajectory import Message, StopReason, Turn
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class MultiTurnToolEnv(StepEnv):
     made_from: Any = None
     """The options of a run that it was made from; `None` for one that was made by hand."""
     step_timeout = None  # calls have a limit of their own
+    _tool_session: ToolSession | None = None  # of a conversation that has begun
 
     def __init__(
         self,
@@ -115,7 +116,27 @@ class MultiTurnToolEnv(StepEnv):
                 call.error = f"the limit of {self.max_steps} steps is reached."
             return Step(done=StopReason.MAX_STEPS)
         await execute_calls(turn.tool_calls, self.tools, self.tool_timeout)
-        return Step(self.protocol.replies(turn))
+        reward = None if self._tool_session is None else self._tool_session.take_reward()
+        return Step(self.protocol.replies(turn), reward)
+
+    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+        """The loop of `StepEnv`, with the states of the tools made before, and their rewards asked for at the end."""
+        session = self._tool_session = ToolSession(self.tools.values(), row, self.tool_timeout)
+        self.tools = session.tools
+        await session.create()
+        try:
+            outcome = await super().run(policy, row)
+        except ConversationEnded as ended:
+            outcome = Outcome(stop_reason=ended.stop_reason)
+        outcome.rewards = {**await session.rewards(), **outcome.rewards}
+        if session.metrics:
+            outcome.info = {"tool_metrics": session.metrics, **outcome.info}
+        return outcome
+
+    async def close(self) -> None:
+        """Releases the states of the tools."""
+        if self._tool_session is not None:
+            await self._tool_session.release()
 
     def generate(
         self, prompts: Sequence[str | list[Message]], llm: Engine, sampling_params: SamplingParams | None = None

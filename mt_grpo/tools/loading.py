@@ -9,6 +9,7 @@ from typing import Any
 from mt_grpo.imports import Registry, import_object
 from mt_grpo.options import is_bare, unknown_tool
 from mt_grpo.tools.function import Tool, ToolDefinitionError
+from mt_grpo.tools.stateful import BaseTool, StatefulTool
 
 TOOLS: Registry[Callable[..., Any]] = Registry("tool", "mt_grpo.tools")
 """The tools a recipe can list by bare name."""
@@ -34,7 +35,7 @@ def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
     Args:
         entries (`list`): Each one the name of a registered tool, a path for `mt_grpo.imports.import_object`, a
             function, bound method or callable object, a class (started without arguments), an object with one public
-            method, or a `Tool`.
+            method, a `BaseTool`, or a `Tool`.
 
     Raises:
         ToolDefinitionError: If an entry is no tool, or two tools have the same name.
@@ -60,6 +61,8 @@ def _named(entry: str) -> Any:
 def _as_tool(source: Any) -> Tool:
     if isinstance(source, Tool):
         return source
+    if isinstance(source, BaseTool):
+        return StatefulTool.of(source)
     if isinstance(source, type):
         source = _started(source)
     if callable(source):

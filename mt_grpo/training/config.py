@@ -49,6 +49,8 @@ class MTGRPOConfig(GRPOConfig):
             `environment`: each a dotted path, or a mapping of its own `env`, `tools`, `system_prompt`,
             `max_env_steps`, `call_protocol`, `env_mask` and `tool_timeout`.
         tools (`list[str]`, *optional*): Tools by name or dotted path.
+        tools_config_file (`str`, *optional*): YAML file of further tools, those of MCP servers among them, in verl's
+            form; see `mt_grpo.tools.load_tools_file`.
         call_protocol (`str`, *optional*, defaults to `"tags"`): `"tags"` or `"native"` (the model's own tool calls).
         external_plugins (`list[str]`, *optional*): Python files imported before anything is looked up by name.
         turn_reward_funcs (`list[str]`, *optional*): Turn rewards by name or dotted path.
@@ -97,6 +99,7 @@ class MTGRPOConfig(GRPOConfig):
         metadata={"help": "Several environments, by the names in the column `environment`; JSON on the command line."},
     )
     tools: list[str] | None = field(default=None, metadata={"help": "Tools by name or dotted path."})
+    tools_config_file: str | None = field(default=None, metadata={"help": "YAML file of further tools."})
     call_protocol: str = field(default="tags", metadata={"help": "How the model calls tools, by name."})
     external_plugins: list[str] | None = field(
         default=None, metadata={"help": "Python files imported before anything is looked up by name."}
