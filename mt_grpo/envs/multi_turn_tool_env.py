@@ -115,7 +115,8 @@ class MultiTurnToolEnv:
             return StopReason.MAX_STEPS
         await execute_calls(turn.tool_calls, self.tools, self.tool_timeout)
         turn.replies = self.protocol.replies(turn)
-        return None
+        ends = any(call.executed and not call.error and self.tools[call.name].ends_episode for call in turn.tool_calls)
+        return StopReason.ENV_DONE if ends else None
 
     def generate(
         self, prompts: Sequence[str | list[Message]], llm: Engine, sampling_params: SamplingParams | None = None

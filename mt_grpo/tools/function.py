@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,8 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import TypeHintParsingException, parse_google_format_docstring
 
 from mt_grpo.errors import UserError
+from mt_grpo.tools.concurrency import ConcurrencyLimit
+from mt_grpo.tools.results import MAX_RESULT_SIZE, render
 
 JSON_TYPES = {
     str: "string",
@@ -30,6 +32,25 @@ class ToolDefinitionError(UserError, ValueError):
     """A tool that cannot be offered to a model. The message is one sentence fit for the user."""
 
 
+@dataclass(frozen=True)
+class ToolOptions:
+    """What `@tool` says about a function; for the fields see `Tool`."""
+
+    concurrency: int | None = None
+    max_result_size: int | None = MAX_RESULT_SIZE
+    ends_episode: bool = False
+    limit: ConcurrencyLimit | None = None
+
+    @staticmethod
+    def of(fn: Any) -> ToolOptions:
+        """Those written above a function, a method or a class; the method's before its class's."""
+        for source in (fn, getattr(fn, "__self__", None)):
+            options = getattr(source, "tool_options", None)
+            if isinstance(options, ToolOptions):  # a proxy may have any attribute
+                return options
+        return ToolOptions()
+
+
 @dataclass
 class Tool:
     """
@@ -42,9 +63,17 @@ class Tool:
         function (`Callable`): Takes the arguments by name.
         is_async (`bool`, *optional*, defaults to `False`): Whether `function` returns an awaitable; an `async def`
             is recognised without it.
+        concurrency (`int`, *optional*): Calls that run at once, in all conversations of the process; further ones
+            wait, which counts toward no timeout.
+        max_result_size (`int`, *optional*, defaults to `1_000_000`): Characters of a result that the model is shown;
+            the rest is cut off with a note of how much. `None` is no limit.
+        ends_episode (`bool`, *optional*, defaults to `False`): Whether the conversation ends after the turn in which
+            a call of it succeeded.
+        limit (`ConcurrencyLimit`, *optional*): Shared by the tools that are limited together; made from `concurrency`
+            where it is not given.
 
     Raises:
-        ToolDefinitionError: If `parameters` is not a JSON schema of an object.
+        ToolDefinitionError: If `parameters` is not a JSON schema of an object, or a limit is not 1 or more.
     """
 
     name: str
@@ -52,9 +81,24 @@ class Tool:
     parameters: dict[str, Any]
     function: Callable[..., Any]
     is_async: bool = False
+    concurrency: int | None = None
+    max_result_size: int | None = MAX_RESULT_SIZE
+    ends_episode: bool = False
+    limit: ConcurrencyLimit | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.is_async = self.is_async or inspect.iscoroutinefunction(self.function)
+        for name, unit in (("concurrency", "calls at once"), ("max_result_size", "characters")):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ToolDefinitionError(
+                    f"The tool {self.name!r} has `{name}` {value!r}; it counts {unit}, so give 1 or more, or `None` "
+                    "for no limit."
+                )
+        if self.concurrency is None:
+            self.limit = None
+        elif self.limit is None or self.limit.size != self.concurrency:
+            self.limit = ConcurrencyLimit(self.concurrency)
         try:
             Draft202012Validator.check_schema(self.parameters)
         except SchemaError as error:
@@ -69,7 +113,8 @@ class Tool:
     @classmethod
     def from_function(cls, fn: Callable[..., Any]) -> Tool:
         """
-        Describes a function, bound method or callable object by its name, docstring (Google style) and type hints.
+        Describes a function, bound method or callable object by its name, docstring and type hints. What `@tool` says
+        about it holds.
 
         Raises:
             ToolDefinitionError: If the docstring, a type hint or the description of an argument is missing, or an
@@ -89,7 +134,7 @@ class Tool:
                 f"The tool {name!r} lists `(choices: ...)` that are not JSON ({error}): "
                 'write them as in `(choices: ["tea", "coffee"])`.'
             ) from error
-        return cls(name, description, parameters, function)
+        return cls(name, description, parameters, function, **vars(ToolOptions.of(fn)))
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -131,14 +176,8 @@ class Tool:
 
     @staticmethod
     def render(result: Any) -> str:
-        """
-        The text of a result for the model: a string as it is, everything else as JSON.
-
-        Raises:
-            TypeError, ValueError: If the result has no JSON form (keys that are not text or numbers, cycles).
-        """
-        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
-        return text.encode("utf-8", "replace").decode("utf-8")  # tokenizers refuse lone surrogates
+        """The text of a result for the model; see `render`."""
+        return render(result)
 
 
 def _refuse_undescribed(name: str, function: Callable[..., Any]) -> str:
@@ -190,18 +229,6 @@ def _with_null(schema: Any) -> Any:
     if "anyOf" in schema:
         schema["anyOf"] = [*schema["anyOf"], {"type": "null"}]
     return schema
-
-
-def _plain(value: Any) -> Any:
-    """What JSON cannot hold, as something it can."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if isinstance(value, (set, frozenset)):
-        return sorted(value, key=str)  # the order of a set of strings differs from run to run
-    for method in ("model_dump", "tolist"):  # pydantic models; numpy arrays and numbers
-        if callable(getattr(value, method, None)):
-            return getattr(value, method)()
-    return str(value)
 
 
 def _json_type(value: Any) -> str:
