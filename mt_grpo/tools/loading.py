@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from mt_grpo.errors import UserError
 from mt_grpo.imports import Registry, did_you_mean, import_object
 from mt_grpo.tools.concurrency import ConcurrencyLimit
 from mt_grpo.tools.function import Tool, ToolDefinitionError, ToolOptions
@@ -97,6 +98,8 @@ def _as_tool(source: Any) -> Tool:
 def _started(cls: type) -> Any:
     try:
         return cls()
+    except UserError:
+        raise
     except Exception as error:  # whatever the user's class raises
         raise ToolDefinitionError(
             f"The tool class {cls.__name__!r} does not start without arguments ({type(error).__name__}: {error}): "
