@@ -219,6 +219,24 @@ def test_the_same_acts_lead_out_of_an_unconfined_process(world, tmp_path):
     assert not failed
 
 
+CALL_32 = """
+import ctypes, mmap
+registers = [(0xB8, 359), (0xBB, 2), (0xB9, 1), (0xBA, 0)]  # socket, as a 32-bit program calls it
+code = b"".join(bytes([move]) + value.to_bytes(4, "little") for move, value in registers)
+page = mmap.mmap(-1, 4096, prot=7)
+page.write(bytes([0x53]) + code + bytes([0xCD, 0x80, 0x5B, 0xC3]))
+number = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+print("opened" if number >= 0 else number)
+"""
+
+
+@confined
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="32-bit calls are tried on x86-64")
+def test_calls_of_a_32_bit_program_lead_nowhere():
+    [call] = run(PythonSandbox(), CALL_32)
+    assert "opened" not in call.result
+
+
 LIMITS = {
     "an endless loop": ("while True: pass", "longer than 1 s"),
     "a process that ignores signals": (
