@@ -11,10 +11,15 @@ from typing import Any
 
 from jsonschema import Draft202012Validator, SchemaError, ValidationError
 from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import TypeHintParsingException, parse_google_format_docstring
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    parse_google_format_docstring,
+)
 
 from mt_grpo.errors import UserError
 from mt_grpo.tools.concurrency import ConcurrencyLimit
+from mt_grpo.tools.docstrings import in_google_style
 from mt_grpo.tools.results import MAX_RESULT_SIZE, render
 
 JSON_TYPES = {
@@ -122,19 +127,24 @@ class Tool:
         """
         name = getattr(fn, "__name__", type(fn).__name__)
         function = fn if inspect.isroutine(fn) else fn.__call__
-        description = _refuse_undescribed(name, function)
+        described = _refuse_undescribed(name, function)
         try:
-            parameters = get_json_schema(function)["function"]["parameters"]
+            schema = get_json_schema(described)["function"]
         except (TypeHintParsingException, NameError) as error:
             raise ToolDefinitionError(
                 f"The tool {name!r} has a type hint that has no JSON form: {' '.join(str(error).split())}"
+            ) from error
+        except DocstringParsingException as error:
+            raise ToolDefinitionError(
+                f"The docstring of the tool {name!r} cannot be read ({' '.join(str(error).split())}): write Google's "
+                "style, an `Args:` section with a line `name: text` for each argument."
             ) from error
         except json.JSONDecodeError as error:
             raise ToolDefinitionError(
                 f"The tool {name!r} lists `(choices: ...)` that are not JSON ({error}): "
                 'write them as in `(choices: ["tea", "coffee"])`.'
             ) from error
-        return cls(name, description, parameters, function, **vars(ToolOptions.of(fn)))
+        return cls(name, schema["description"], schema["parameters"], function, **vars(ToolOptions.of(fn)))
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -180,9 +190,11 @@ class Tool:
         return render(result)
 
 
-def _refuse_undescribed(name: str, function: Callable[..., Any]) -> str:
-    """Refuses a function that cannot be described to a model; returns its description."""
-    description, documented, _ = parse_google_format_docstring(inspect.getdoc(function) or "")
+def _refuse_undescribed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses a function that cannot be described to a model; returns it with a docstring in Google's style."""
+    text = inspect.getdoc(function) or ""
+    described = in_google_style(function, text, list(inspect.signature(function).parameters))
+    description, documented, _ = parse_google_format_docstring(inspect.getdoc(described) or "")
     if not description:
         raise ToolDefinitionError(
             f"The tool {name!r} has no docstring: begin it with one that says what the tool does, with an `Args:` "
@@ -204,7 +216,7 @@ def _refuse_undescribed(name: str, function: Callable[..., Any]) -> str:
             f"The tool {name!r} does not describe {_listing(undocumented)} in its docstring: add a line "
             f"`{undocumented[0]}: what it is` under `Args:`."
         )
-    return description
+    return described
 
 
 def _urgency(error: ValidationError) -> int:
