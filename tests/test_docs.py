@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 import shlex
@@ -16,6 +17,9 @@ from support.recipes import RECIPES, parse_for
 from support.registered import keep_estimators
 
 from mt_grpo.app.serve import server_command
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.trajectory import StopReason
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -145,6 +149,28 @@ def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
         assert "42" in tokenizer.decode(namespace["replay"](tokenizer)["ids"][0])
     if page.name == "README.md":
         assert callable(namespace["train"])
+    if page.name == "tools.md":
+        [trajectory] = hand_in(namespace, tokenizer)
+        assert trajectory.stop_reason is StopReason.ENV_DONE
+        assert namespace["Short"]().score(trajectory) == 0.5
+        assert (namespace["limited"].concurrency, namespace["limited"].max_result_size) == (4, 200)
+    if page.name == "search.md":
+        (tmp_path / "corpus.jsonl").write_text('{"title": "Lima", "text": "the capital"}\n')
+        assert namespace["corpus"](tmp_path / "corpus.jsonl")("capital") == "Lima\nthe capital"
+        with pytest.raises(RuntimeError, match="The search at http://127.0.0.1:1 failed"):
+            namespace["retrieval"]("http://127.0.0.1:1")("capital")
+    if page.name == "python_sandbox.md":
+        with pytest.raises(RuntimeError, match="The sandbox at http://127.0.0.1:1 failed"):
+            namespace["remote"]("http://127.0.0.1:1")("print(1)")
+
+
+def hand_in(namespace, tokenizer):
+    """A conversation with the tools of `tools.md`."""
+    turns = ['<tool>{"name": "lookup", "args": {"city": "Lima"}}</tool>']
+    turns += ['<tool>{"name": "submit", "args": {"answer": "no rain"}}</tool>']
+    env = MultiTurnToolEnv([namespace["lookup"], namespace["submit"]])
+    runner = RolloutRunner(env, ScriptedEngine(tokenizer, turns))
+    return asyncio.run(runner.run([RolloutRequest("Will it rain in Lima?", "0")], SamplingParams()))
 
 
 GTPO = """

@@ -10,6 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from jsonschema import Draft202012Validator, SchemaError, ValidationError
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
@@ -161,7 +163,10 @@ class Tool:
         """
         if not isinstance(arguments, dict):
             return f"{self.name}: the arguments must be a JSON object, not {_json_type(arguments)}"
-        errors = list(self._validator.iter_errors(arguments))
+        try:
+            errors = list(self._validator.iter_errors(arguments))
+        except (ArithmeticError, ValueError, RecursionError, Unresolvable) as error:  # NaN has no remainder, say
+            return f"{self.name}: the arguments cannot be checked ({error})"
         if not errors:
             return None
         return f"{self.name}: {self._explain(min(errors, key=_urgency), arguments)}"
@@ -182,7 +187,8 @@ class Tool:
 
     @cached_property
     def _validator(self) -> Draft202012Validator:
-        return Draft202012Validator({"additionalProperties": False, **_with_null(self.parameters)})
+        schema = {"additionalProperties": False, **_with_null(self.parameters)}
+        return Draft202012Validator(schema, registry=Registry())  # which fetches no reference from the network
 
     @staticmethod
     def render(result: Any) -> str:

@@ -119,6 +119,15 @@ def test_a_recipe_names_it():
     assert (tool.name, tool.is_async, tool.concurrency) == ("python", True, os.cpu_count())
 
 
+@confined
+def test_the_example_of_the_page_runs():
+    page = (Path(__file__).parents[2] / "docs" / "python_sandbox.md").read_text()
+    namespace: dict = {}
+    exec(page.split("```python\n")[1].split("```")[0], namespace)
+    text, _ = asyncio.run(namespace["sandbox"]()("print(2 + 2)"))
+    assert text == "4"
+
+
 # Where it cannot be confined
 
 
