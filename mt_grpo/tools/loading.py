@@ -36,11 +36,13 @@ def tool(
     Raises:
         RegistrationError: If the name is no word, or another file has registered it.
     """
-    register = None if name is None else TOOLS.register(name)
     limit = None if concurrency is None else ConcurrencyLimit(concurrency)
+    options = ToolOptions(concurrency, max_result_size, ends_episode, limit)
+    register = TOOLS.register(name) if name is not None or options == ToolOptions() else None
 
     def mark(thing: Callable[..., Any]) -> Callable[..., Any]:
-        thing.tool_options = ToolOptions(concurrency, max_result_size, ends_episode, limit)
+        if options != ToolOptions():
+            thing.tool_options = options
         return thing if register is None else register(thing)
 
     return mark

@@ -93,7 +93,7 @@ def test_the_limit_holds_across_event_loops():
     assert [call.result for calls in results for call in calls] == ["1"] * 30
 
 
-def test_one_decorated_function_has_one_limit_in_every_environment():
+def test_a_decorated_function_has_one_limit_in_all_environments():
     gauge = Gauge()
 
     @tool(concurrency=2)
@@ -141,7 +141,7 @@ def test_a_call_that_hangs_gives_its_place_to_the_next():
     assert [call.result for call in calls[6:]] == ["1"] * 3
 
 
-def test_a_call_cancelled_in_the_queue_was_not_run_and_holds_no_place():
+def test_a_call_cancelled_while_it_waits_was_not_run():
     started: list[int] = []
 
     async def hang() -> None:

@@ -165,7 +165,7 @@ def test_methods_and_several_names_of_one_line_are_described():
 
 
 @pytest.mark.parametrize("rest", ["\n\n:returns: The time.", "\n\nReturns\n-------\nstr\n    The time."])
-def test_a_function_without_arguments_is_described_by_its_first_words(rest):
+def test_a_function_without_arguments_needs_no_arguments_section(rest):
     def now() -> str:
         return ""
 

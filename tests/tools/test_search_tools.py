@@ -154,7 +154,7 @@ def test_a_retrieval_server_is_asked_in_its_form(upstream):
     assert upstream.last_headers["X-Key"] == "k"
 
 
-def test_a_retrieval_server_may_give_no_scores_and_more_documents(upstream):
+def test_a_retrieval_server_may_give_no_scores(upstream):
     upstream.reply = 200, {"result": [[passage["document"] for passage in PASSAGES]]}
     text, data = RetrievalSearch(upstream.url, top_k=1).search("Peru")
     assert text == '[1] "Peru"\nThe capital of Peru is Lima.' and data["scores"] == [None]
