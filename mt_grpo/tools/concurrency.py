@@ -22,6 +22,10 @@ class ConcurrencyLimit:
         self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
         self._lock = threading.Lock()
 
+    def __deepcopy__(self, memo: object) -> ConcurrencyLimit:
+        """The copy of a tool is limited together with it."""
+        return self
+
     async def __aenter__(self) -> None:
         loop = asyncio.get_running_loop()
         with self._lock:

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from mt_grpo.errors import UserError
+from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.tools.loading import tool
 
 SPARE_SECONDS = 10.0
@@ -71,6 +71,7 @@ class PythonSandbox:
             packages installed with this Python.
 
     Raises:
+        ConfigError: If a limit is not above 0.
         UnconfinedError: If code cannot be confined on this machine.
     """
 
@@ -82,6 +83,10 @@ class PythonSandbox:
         output_limit: int = 20_000,
         readable: Sequence[str] = (),
     ) -> None:
+        limits = {"time_limit": time_limit, "memory_limit": memory_limit, "disk_limit": disk_limit}
+        for name, value in {**limits, "output_limit": output_limit}.items():
+            if value <= 0:
+                raise ConfigError(f"`{name}` of the tool `python` is {value}: give more than 0.")
         self._time_limit, self._memory_limit, self._disk_limit = time_limit, memory_limit, disk_limit
         self._request = {
             "time_limit": time_limit,

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 MAX_PROCESSES = 8
 MAX_OPEN_FILES = 256
-MAX_FILES = 10_000
+MAX_FILES = 2_000
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 1.0
 """For what is left in the pipes once the code has ended."""

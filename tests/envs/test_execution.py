@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 from dataclasses import dataclass, replace
@@ -104,6 +105,12 @@ def test_a_decorated_function_has_one_limit_in_all_environments():
     first, second = (load_tools([work])[0] for _ in range(2))
     run(first, replace(second, name="again"), calls=10)
     assert first.limit is second.limit and gauge.most == 2
+
+
+def test_the_copy_of_a_tool_is_limited_together_with_it():
+    limited = made(Gauge.work, concurrency=2)
+    assert copy.deepcopy(limited).limit is replace(limited, name="other").limit is limited.limit
+    assert replace(limited, concurrency=3).limit.size == 3
 
 
 def test_a_limit_above_a_method_is_one_for_all_objects():
