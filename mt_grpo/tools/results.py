@@ -37,7 +37,7 @@ def render(result: Any) -> str:
         TypeError, ValueError: If the result has no JSON form (keys that are not text or numbers, cycles).
     """
     if isinstance(result, (bytes, bytearray, memoryview)):
-        result = _decoded(result)
+        return _decoded(result)
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
     return text.encode("utf-8", "replace").decode("utf-8")  # tokenizers refuse lone surrogates
 

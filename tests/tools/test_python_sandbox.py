@@ -397,6 +397,26 @@ def test_what_a_server_answers_is_told(server, reply, result):
     assert server.last_headers["X-Key"] == "k"
 
 
+@confined
+def test_a_server_gives_what_this_machine_gives():
+    local = PythonSandbox()
+
+    def serve(method, path, body):
+        [call] = run(local, body["code"])
+        if call.error:
+            return fusion("Failed", code=1, stderr=call.error.removeprefix("CodeError: "))
+        return fusion(**call.data)
+
+    server = ScriptedServer(serve)
+    try:
+        remote = RemotePython(f"{server.url}/run_code")
+        codes = ["print(sum(range(10)))", "1 / 0", "pass"]
+        told = [[call.result for call in run(sandbox, *codes)] for sandbox in (local, remote)]
+    finally:
+        server.stop()
+    assert told[0] == told[1]
+
+
 def test_a_server_that_is_gone_is_an_error_for_the_model():
     [call] = run(RemotePython("http://127.0.0.1:1/run_code"), "print(1)")
     assert call.error.startswith("RuntimeError: The sandbox at http://127.0.0.1:1/run_code failed: ConnectError")
