@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import (
 from mt_grpo.errors import UserError
 from mt_grpo.tools.concurrency import ConcurrencyLimit
 from mt_grpo.tools.docstrings import in_google_style
-from mt_grpo.tools.results import MAX_RESULT_SIZE, render
+from mt_grpo.tools.results import render
 
 JSON_TYPES = {
     str: "string",
@@ -44,7 +44,7 @@ class ToolOptions:
     """What `@tool` says about a function; for the fields see `Tool`."""
 
     concurrency: int | None = None
-    max_result_size: int | None = MAX_RESULT_SIZE
+    max_result_size: int | None = None
     ends_episode: bool = False
     limit: ConcurrencyLimit | None = None
 
@@ -72,8 +72,8 @@ class Tool:
             is recognised without it.
         concurrency (`int`, *optional*): Calls that run at once, in all conversations of the process; further ones
             wait, which counts toward no timeout.
-        max_result_size (`int`, *optional*, defaults to `1_000_000`): Characters of a result that the model is shown;
-            the rest is cut off with a note of how much. `None` is no limit.
+        max_result_size (`int`, *optional*): Characters of a result that the model is shown; the rest is cut off with
+            a note of how much.
         ends_episode (`bool`, *optional*, defaults to `False`): Whether the conversation ends after the turn in which
             a call of it succeeded.
         limit (`ConcurrencyLimit`, *optional*): Shared by the tools that are limited together; made from `concurrency`
@@ -89,7 +89,7 @@ class Tool:
     function: Callable[..., Any]
     is_async: bool = False
     concurrency: int | None = None
-    max_result_size: int | None = MAX_RESULT_SIZE
+    max_result_size: int | None = None
     ends_episode: bool = False
     limit: ConcurrencyLimit | None = field(default=None, repr=False, compare=False)
 

@@ -10,7 +10,6 @@ from mt_grpo.errors import UserError
 from mt_grpo.imports import Registry, did_you_mean, import_object
 from mt_grpo.tools.concurrency import ConcurrencyLimit
 from mt_grpo.tools.function import Tool, ToolDefinitionError, ToolOptions
-from mt_grpo.tools.results import MAX_RESULT_SIZE
 
 TOOLS: Registry[Callable[..., Any]] = Registry("tool", "mt_grpo.tools")
 """The tools a recipe can list by bare name."""
@@ -20,7 +19,7 @@ def tool(
     name: str | None = None,
     *,
     concurrency: int | None = None,
-    max_result_size: int | None = MAX_RESULT_SIZE,
+    max_result_size: int | None = None,
     ends_episode: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """

@@ -6,9 +6,6 @@ import json
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-MAX_RESULT_SIZE = 1_000_000
-"""Characters of a result where a tool sets no limit of its own: more than fills a context of 200,000 tokens."""
-
 
 def read_result(result: Any, max_size: int | None) -> tuple[str, dict[str, Any] | None]:
     """
