@@ -32,6 +32,8 @@ class StopReason(StrEnum):
     """The environment, or a tool that ends the episode, ended it."""
     ENV_ERROR = "env_error"
     """The environment itself (not a tool) raised."""
+    ENV_DONE = "env_done"
+    """The environment, or a tool that ends the episode, ended it."""
 
     @property
     def is_truncated(self) -> bool:
@@ -52,6 +54,7 @@ class ToolCall:
         executed (`bool`): Whether the tool ran; `False` for a malformed call, an unknown tool or bad arguments.
         seconds (`float`): Wall time of the tool.
         id (`str`, *optional*): Identifier the model gave the call.
+        data (`dict`, *optional*): What the tool returned beside its text, for rewards; JSON, never shown to the model.
     """
 
     name: str
@@ -61,6 +64,7 @@ class ToolCall:
     executed: bool = False
     seconds: float = 0.0
     id: str | None = None
+    data: dict[str, Any] | None = None
 
 
 @dataclass

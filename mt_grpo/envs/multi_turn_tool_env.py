@@ -11,6 +11,7 @@ from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.tools import Tool, ToolSession, load_tools
+from mt_grpo.tools.stateful import StatefulTool
 from mt_grpo.trajectory import Message, StopReason, Turn
 
 if TYPE_CHECKING:
@@ -117,10 +118,13 @@ class MultiTurnToolEnv(StepEnv):
             return Step(done=StopReason.MAX_STEPS)
         await execute_calls(turn.tool_calls, self.tools, self.tool_timeout)
         reward = None if self._tool_session is None else self._tool_session.take_reward()
-        return Step(self.protocol.replies(turn), reward)
+        ends = any(call.executed and not call.error and self.tools[call.name].ends_episode for call in turn.tool_calls)
+        return Step(self.protocol.replies(turn), reward, done=StopReason.ENV_DONE if ends else False)
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
         """The loop of `StepEnv`, with the states of the tools made before, and their rewards asked for at the end."""
+        if not any(isinstance(tool, StatefulTool) for tool in self.tools.values()):
+            return await super().run(policy, row)
         session = self._tool_session = ToolSession(self.tools.values(), row, self.tool_timeout)
         self.tools = session.tools
         await session.create()

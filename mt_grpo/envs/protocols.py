@@ -104,8 +104,9 @@ class TagProtocol:
 
     def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
         parsed = ParsedTurn({"role": "assistant", "content": text})
-        blocks = self._tool.findall(text)
-        answers = self._answer.findall(text)
+        # up to the last end alone: each of many beginnings without an end would be searched to the end of the text
+        blocks = self._tool.findall(text, 0, text.rfind("</tool>") + len("</tool>"))
+        answers = self._answer.findall(text, 0, text.rfind("</answer>") + len("</answer>"))
         if blocks:
             for block in blocks:
                 call, error = _json_call(block, arguments_key="args")

@@ -123,7 +123,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 
 
 class Env(MultiTurnToolEnv):
-    async def step(self, turn, trajectory, text, tokenizer):
+    async def step(self, turn):
         if trajectory.session.startswith("MODE"):
             signal.raise_signal(signal.SIGINT)
         return await super().step(turn, trajectory, text, tokenizer)
@@ -171,7 +171,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 
 
 class Env(MultiTurnToolEnv):
-    async def step(self, turn, trajectory, text, tokenizer):
+    async def step(self, turn):
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
         os.kill(os.getpid(), signal.SIGINT)
         while True:
