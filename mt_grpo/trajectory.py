@@ -28,8 +28,6 @@ class StopReason(StrEnum):
     """The conversation took longer than `rollout_timeout` seconds."""
     ENGINE_ERROR = "engine_error"
     """The engine failed for good; what was sampled before is kept."""
-    ENV_DONE = "env_done"
-    """The environment, or a tool that ends the episode, ended it."""
     ENV_ERROR = "env_error"
     """The environment itself (not a tool) raised."""
     ENV_DONE = "env_done"

@@ -124,9 +124,9 @@ from mt_grpo.envs import MultiTurnToolEnv
 
 class Env(MultiTurnToolEnv):
     async def step(self, turn):
-        if trajectory.session.startswith("MODE"):
+        if self.session.startswith("MODE"):
             signal.raise_signal(signal.SIGINT)
-        return await super().step(turn, trajectory, text, tokenizer)
+        return await super().step(turn)
 """
 
 
