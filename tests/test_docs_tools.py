@@ -51,6 +51,7 @@ def test_the_example_of_a_stateful_tool_works(tmp_path, monkeypatch):
     (row,) = re.findall(r"```json\n(.*?)```", (DOCS / "stateful_tools.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_tools", raising=False)
     results, step_reward, rewards = asyncio.run(
         converse(json.loads(row), ToolCall("guess", {"guess": 5}), ToolCall("guess", {"guess": 7}))
     )
