@@ -194,7 +194,7 @@ class RolloutRunner:
             trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, f"{type(error).__name__}: {error}"
 
     def _check(self, trajectory: Trajectory, renderer: ChatRenderer) -> None:
-        difference = self.sanity.check(trajectory, renderer)
+        difference = self.sanity.by(renderer).check(trajectory)
         trajectory.render_mismatch = difference.cause if difference else None
 
     def completion(self, trajectory: Trajectory) -> TokenRow:
