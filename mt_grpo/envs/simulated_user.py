@@ -157,13 +157,16 @@ class SimulatedUser:
                 answer = await self._client.chat.completions.create(
                     model=self.model, messages=self._seen(dialogue, row), **self.request
                 )
-        except (openai.OpenAIError, TimeoutError) as error:
+        except (openai.OpenAIError, TimeoutError, ValueError) as error:  # ValueError: JSON that is none
             raise SimulatedUserError(
                 f"The simulated user {self.model!r} at {self.base_url} did not answer in {attempts} attempts: "
                 f"{self._reason(error)}."
             ) from error
-        said = answer.choices[0].message.content if answer.choices else None
-        if not said:
+        try:  # the client takes any JSON, and text too
+            said = answer.choices[0].message.content
+        except (AttributeError, IndexError, TypeError):
+            said = None
+        if not said or not isinstance(said, str):
             raise SimulatedUserError(f"The simulated user {self.model!r} at {self.base_url} answered without text.")
         said = said.rpartition("</think>")[2]
         if self.stop_phrase is not None and self.stop_phrase in said:
@@ -172,6 +175,9 @@ class SimulatedUser:
 
     def _seen(self, dialogue: list[Message], row: Mapping[str, Any]) -> list[Message]:
         """The conversation as the user sees it: what the policy says is the other side's."""
+        for column in self.columns:
+            if column not in row:
+                raise SimulatedUserError(f"The row has no `{column}`, which the simulated user's prompt names.")
         seen = [{"role": "system", "content": self.system_prompt.format_map(row)}]
         if dialogue and dialogue[0]["role"] == "user":
             seen.append({"role": "user", "content": GREETING})
