@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -285,6 +287,21 @@ def test_an_interaction_beside_an_env_by_hand_is_refused(tmp_path):
         UserError, match="`interaction_config_file` is set in the arguments, and the trainer was given"
     ):
         check_env(InteractionEnv({"plain": Plain({})}), args)
+
+
+def test_the_example_of_the_page_works(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "interactions.md").read_text()
+    (code, recipe, listed, line) = (block for _, block in re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL))
+    monkeypatch.chdir(tmp_path)
+    Path("teacher.py").write_text(code)
+    Path("interactions.yaml").write_text(listed)
+    args = config(tmp_path, **yaml.safe_load(recipe))
+    env = check_env(None, args, Dataset.from_list([json.loads(line)]))
+    script = ScriptedEngine(build_tokenizer(), lambda session, turn: ["apple", "pear"][turn] + END)
+    request = RolloutRequest("Which fruit?", "0", json.loads(line))
+    [trajectory] = asyncio.run(RolloutRunner(env, script).run([request], SamplingParams()))
+    assert trajectory.turns[0].replies == user("Think of a fruit.") and trajectory.env_rewards == {"teacher": 0.5}
+    assert trajectory.info == {"interaction": [{"tries": 2}]} and not env.interactions["teacher"].tries
 
 
 def test_training_learns_from_an_interaction(tmp_path):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
+from pathlib import Path
 
 import pytest
+import yaml
 from datasets import Dataset
 from support.conversations import user
 from support.loopback import ScriptedServer, free_port
@@ -232,6 +235,22 @@ def test_a_column_that_no_row_has_is_refused(endpoint, tmp_path):
     rows = Dataset.from_list([{"prompt": "Hi", "goal": "pears"}])
     with pytest.raises(UserError, match="names {gaol}, which is no column of the dataset; the nearest is 'goal'"):
         check_env(None, config(tmp_path, simulated_user=json.dumps(partner)), rows)
+
+
+def test_the_example_of_the_page_works(endpoint, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "simulated_users.md").read_text()
+    found = [(kind, block) for kind, block in re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)]
+    recipe, several = [yaml.safe_load(block) for kind, block in found if kind == "yaml"]
+    [row] = [json.loads(block) for kind, block in found if kind == "json"]
+    url = f"{endpoint(said('Pears! DONE')).url}/v1"
+    recipe["simulated_user"]["base_url"] = url
+    for environment in several["environments"].values():
+        environment["simulated_user"]["base_url"] = url
+    assert list(check_env(None, config(tmp_path, **several))) == ["patient", "hurried"]
+    env = check_env(None, config(tmp_path, **recipe), Dataset.from_list([row]))
+    script = ScriptedEngine(build_tokenizer(), lambda session, turn: "Yes." + END)
+    [trajectory] = asyncio.run(RolloutRunner(env, script).run([RolloutRequest("Hi", "0", row)], SamplingParams()))
+    assert trajectory.turns[0].replies == user("Pears!") and trajectory.stop_reason is StopReason.ENV_DONE
 
 
 def test_training_logs_what_the_user_said(endpoint, tmp_path):
