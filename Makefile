@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 BENCHMARKS := architectures head history methods packing parity prefix_cache rollout step tree_row weight_sync
 
 TRL_OLDEST := 1.15.0
+MCP_OLDEST := 1.30.0
 
-.PHONY: quickstart test check lint bench server-cpu trl-oldest warm-start clean
+.PHONY: quickstart test check lint bench server-cpu trl-oldest interop warm-start clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
@@ -35,6 +36,16 @@ trl-oldest: $(VENV)/.installed .venv-trl-oldest/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-trl-oldest trl==$(TRL_OLDEST)
 	touch $@
 
+# What people bring, with other versions of its libraries than those in .venv.
+interop: $(VENV)/.installed .venv-mcp-oldest/.installed
+	PYTHONPATH=$(CURDIR)/.venv-mcp-oldest $(BIN)/python -c "from importlib.metadata import version; assert version('mcp') == '$(MCP_OLDEST)'"
+	PYTHONPATH=$(CURDIR)/.venv-mcp-oldest $(BIN)/python -m pytest tests/tools/test_mcp.py tests/tools/test_tool_file.py
+
+# The oldest that is allowed, and what it needs beside what the newest needs.
+.venv-mcp-oldest/.installed: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-mcp-oldest mcp==$(MCP_OLDEST) httpx-sse pydantic-settings python-dotenv
+	touch $@
+
 # Every benchmark that needs no GPU, one after another; each prints a table and writes benchmarks/results/. At last
 # these are held against the committed ones.
 bench: $(VENV)/.installed server-cpu
@@ -56,4 +67,4 @@ $(VENV)/.installed: pyproject.toml scripts/install.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-trl-oldest runs
+	rm -rf $(VENV) .venv-vllm .venv-trl-oldest .venv-mcp-oldest runs

@@ -1,6 +1,6 @@
 """
 What a history policy costs over 1-64 turns: sequences, their tokens, tokens of the tree that shares their prefixes,
-tokens of a forward a turn, and host time.
+tokens of one forward per turn, and host time.
 
     python benchmarks/history.py [--quick]
 

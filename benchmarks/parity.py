@@ -4,7 +4,7 @@ Log-probabilities of the sampled tokens, as a real vLLM server reported them and
 The quickstart's agent (`recipes/quickstart_vllm.yaml`) answers questions with its search tool, sampled from a server
 on this machine's CPU in float32, before and after optimiser steps with a weight sync before each round of rollouts;
 with tied and untied embeddings, at two temperatures. The trainer's side is its own forward, every token once (`tree`),
-and beside it one plain forward a turn (`turn_by_turn`).
+and beside it one plain forward per turn (`turn_by_turn`).
 
     python benchmarks/parity.py [--quick]
 

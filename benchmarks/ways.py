@@ -128,7 +128,7 @@ def kv_cache(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
 
 
 def naive_packing(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
-    """One causal row a conversation, in which all turns see all earlier thinking: not what was sampled from."""
+    """One causal row per conversation, in which all turns see all earlier thinking, unlike in sampling."""
     states = []
     for conversation in batch:
         hidden = _forward(model, [token for turn in conversation for token in turn.added + turn.action])

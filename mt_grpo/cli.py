@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import signal
 import sys
 import traceback
 import warnings
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from mt_grpo import __version__
+from mt_grpo.app.interrupt import run_interruptibly
 from mt_grpo.app.request import OWN_OPTIONS, Request, read_request
 from mt_grpo.errors import UserError
 from mt_grpo.trajectory import visible
@@ -80,15 +80,7 @@ def _interruptible(command: Callable[[list[str]], int]) -> Callable[[list[str]],
     @functools.wraps(command)
     def run(arguments: list[str]) -> int:
         sys.excepthook = _show_traceback
-        before = signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            return command(arguments)
-        except KeyboardInterrupt as error:
-            number = error.args[0] if error.args else signal.SIGINT
-            print(f"mt-grpo: ended by {signal.Signals(number).name}.", file=sys.stderr)
-            return 128 + number
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        return run_interruptibly(command, arguments)
 
     return run
 
@@ -96,10 +88,6 @@ def _interruptible(command: Callable[[list[str]], int]) -> Callable[[list[str]],
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Python's own, less what the words of a model or a tool in it would do to a terminal."""
     sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt(number)
 
 
 @_interruptible

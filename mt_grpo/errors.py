@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """What ends a command with one sentence: what is wrong, where, and the mend. Every other error is a bug."""
+    """Ends a command with one sentence: what is wrong, where, and how to mend it. Every other error is a bug."""
 
 
 class UnsupportedModelError(UserError, ValueError):

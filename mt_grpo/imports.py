@@ -29,7 +29,7 @@ class RegistrationError(UserError, ValueError):
 
 
 def check_name(name: Any, what: str) -> None:
-    """Refuses, as `Registry.register` does, what is not a name; such as the function below a bare decorator."""
+    """Refuses what is not a name, such as the function below a decorator without parentheses."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RegistrationError(
             f"A {what} is registered under a name of letters, digits, `_` and `-`, in parentheses behind the "
@@ -39,11 +39,11 @@ def check_name(name: Any, what: str) -> None:
 
 class Registry(Mapping[str, T]):
     """
-    Things by the names that recipes give them. Each registers itself where it is defined; the modules of its room are
-    imported when a name is first looked up, so that no list of them is kept anywhere.
+    Things by the names that recipes give them. Each thing registers itself where it is defined. The modules of its
+    room are imported when a name is first looked up, so no list of them is needed.
 
     Args:
-        what (`str`): What one of them is, for errors.
+        what (`str`): What to call one of them in errors.
         package (`str`): The package whose modules define the built-in ones.
     """
 
@@ -69,7 +69,7 @@ class Registry(Mapping[str, T]):
         return add
 
     def add(self, name: str, thing: T, module: str) -> T:
-        """Registers what `module` defines; a file, or a cell of a notebook, that is run again replaces its own."""
+        """Registers what `module` defines. If a file or a notebook cell runs again, it replaces its own entry."""
         file = _file_of(module)
         if self._files.get(name, file) != file:
             raise RegistrationError(
@@ -125,7 +125,7 @@ def import_object(path: str, *, what: str = "object") -> Any:
 
 
 def import_file(path: str) -> Any:
-    """Imports a Python file, so that what it registers can be named. Raises `ImportPathError` where that fails."""
+    """Imports a Python file, so that recipes can name what it registers. Raises `ImportPathError` if that fails."""
     try:
         return _load_file(path)
     except Exception as error:  # whatever the user's file raises while it is imported
@@ -139,7 +139,7 @@ def did_you_mean(name: str, known: Any, cutoff: float = 0.6) -> str:
 
 
 def _file_of(module: str) -> str:
-    """Where a module is defined, which may be imported under two names; a notebook's has no file."""
+    """The file of a module, which may be imported under two names; its name if it has no file (a notebook)."""
     file = vars(sys.modules[module]).get("__file__") if module in sys.modules else None
     return module if file is None else str(Path(file).resolve())
 

@@ -50,6 +50,11 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
         raise ConfigError(
             f"`max_env_steps` is {options['max_env_steps']}; it counts replies of the environment, so set 0 or more."
         )
+    if options["num_generations"] < 2:
+        raise ConfigError(
+            f"`num_generations` is {options['num_generations']}, and an advantage compares the completions of one "
+            "prompt: set 2 or more."
+        )
     if options["env_mask"] not in (0, 1):
         raise ConfigError(
             f"`env_mask` is {options['env_mask']}; set 0 (tool results are not trained) or 1 (they are)."

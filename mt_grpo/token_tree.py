@@ -9,13 +9,13 @@ from typing import Any
 @dataclass
 class Node:
     """
-    A run of tokens of a `TokenTree` without a fork inside, wholly context or wholly the action of one turn.
+    A run of tokens of a `TokenTree` that has no fork inside. All of it is context, or all is the action of one turn.
 
     Args:
-        parent (`int`): Index of the node it continues; -1 for a root.
-        tokens (`list[int]`): Token ids it adds.
+        parent (`int`): Index of the node that it continues; -1 for a root.
+        tokens (`list[int]`): Token ids that it adds.
         turn (`int`): Turn whose action it is; -1 for context.
-        logprobs (`list[float]`): Log-probabilities the action was sampled with; empty for context.
+        logprobs (`list[float]`): Log-probabilities that the action was sampled with; empty for context.
     """
 
     parent: int
@@ -31,10 +31,10 @@ class Sequence:
 
     Args:
         tokens (`list[int]`): Token ids.
-        mask (`list[int]`): 1 where a token is trained in this sequence; 0 for context, and for an action that an
-            earlier sequence of the same tree already trains.
-        turns (`list[int]`): Turn whose action a token is; -1 for context.
-        logprobs (`list[float]`): Log-probability an action token was sampled with; 0.0 for context.
+        mask (`list[int]`): 1 if a token is trained in this sequence; 0 for context, and for an action that an earlier
+            sequence of the same tree trains.
+        turns (`list[int]`): Turn to whose action a token belongs; -1 for context.
+        logprobs (`list[float]`): Log-probability that an action token was sampled with; 0.0 for context.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -47,9 +47,9 @@ class TokenTree:
     """
     The token history of one trajectory as a prefix tree.
 
-    A context that extends the path of an earlier timestep grows the tree by the added tokens only; one that does not
-    forks it at the longest common prefix. Every action is one node of its own, so each action token is trained exactly
-    once, with the log-probability it was sampled with; a copy of it inside a later context is context.
+    A context that extends the path of an earlier timestep adds only its new tokens. Any other context forks the tree
+    at the longest common prefix. Every action is a node of its own, so each action token is trained exactly once, with
+    the log-probability that it was sampled with. A copy of an action inside a later context is context.
 
         tree = TokenTree()
         tree.add_turn(context=[1, 2], action=[3], logprobs=[-0.1])        # one sequence: 1 2 [3]
@@ -65,11 +65,11 @@ class TokenTree:
 
     def add_turn(self, context: list[int], action: list[int], logprobs: list[float]) -> None:
         """
-        Adds one timestep, its ids exactly as the engine saw and sampled them.
+        Adds one timestep, with its ids exactly as the engine saw and sampled them.
 
         Args:
-            context (`list[int]`): Every token the model was given.
-            action (`list[int]`): Tokens it sampled.
+            context (`list[int]`): All tokens that the model was given.
+            action (`list[int]`): Tokens that it sampled.
             logprobs (`list[float]`): Their log-probabilities.
 
         Raises:
@@ -80,8 +80,8 @@ class TokenTree:
 
     def extend(self, suffix: list[int], action: list[int], logprobs: list[float]) -> None:
         """
-        Adds a timestep whose context is the latest path plus `suffix`. The lists are kept, not copied: that a group's
-        prompt is long costs its members nothing here.
+        Adds a timestep whose context is the latest path plus `suffix`. The lists are kept, not copied, so that all
+        members of a group hold the same list for their prompt.
         """
         self._append(self._tip, suffix, action, logprobs)
 
@@ -136,7 +136,7 @@ class TokenTree:
         return [token for node in self._ancestry(self._tip if index is None else index) for token in node.tokens]
 
     def tail(self, length: int) -> list[int]:
-        """The last `length` tokens of the latest path, all where it has fewer; costs those only."""
+        """The last `length` tokens of the latest path, or all if it has fewer. It reads no other tokens."""
         tokens, index = [], self._tip
         while index >= 0 and len(tokens) < length:
             tokens = self.nodes[index].tokens[-(length - len(tokens)) :] + tokens
@@ -150,7 +150,7 @@ class TokenTree:
         return self.path(ends.pop()) if ends else []
 
     def ancestors(self, index: int) -> list[int]:
-        """Indices of the nodes on the path from the root to a node, itself included."""
+        """Indices of the nodes on the path from the root to a node, including the node itself."""
         path = []
         while index >= 0:
             path.append(index)
@@ -182,16 +182,16 @@ class TokenTree:
 
     @property
     def num_tokens(self) -> int:
-        """Unique tokens: what has to be computed once."""
+        """Number of unique tokens, each of which a forward computes once."""
         return sum(len(node.tokens) for node in self.nodes)
 
     @property
     def num_sequences(self) -> int:
-        """Root-to-leaf paths: 1 where the extension property holds."""
+        """Number of root-to-leaf paths; 1 if every context extends the one before."""
         return sum(not self._children[index] for index in range(len(self.nodes)))
 
     def actions(self) -> list[list[int]]:
-        """The sampled ids of every turn, in order of the turns."""
+        """The sampled ids of every turn, in the order of the turns."""
         actions: list[list[int]] = [[] for _ in range(self.num_turns)]
         for index in self.depth_first():
             if self.nodes[index].turn >= 0:

@@ -1,4 +1,4 @@
-"""The one thing every room passes on: messages, turns and the token tree. Imports nothing but the standard library."""
+"""The trajectory that all rooms share: messages, turns and the token tree. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class StopReason(StrEnum):
     TOKEN_BUDGET = "token_budget"
     """The trajectory's token budget (`max_completion_length`) is used up."""
     CONTEXT_FULL = "context_full"
-    """The next context leaves no room in the model's context window."""
+    """The next context leaves no room in the model's context window for a turn."""
     TIMEOUT = "timeout"
     """The conversation took longer than `rollout_timeout` seconds."""
     ENGINE_ERROR = "engine_error"
     """The engine failed for good; what was sampled before is kept."""
-    ENV_DONE = "env_done"
-    """The environment, or a tool that ends the episode, ended it."""
     ENV_ERROR = "env_error"
     """The environment itself (not a tool) raised."""
+    ENV_DONE = "env_done"
+    """The environment, or a tool that ends the episode, ended it."""
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the conversation was cut off by a limit rather than ended."""
+        """Whether a limit cut the conversation off."""
         return self in (StopReason.LENGTH, StopReason.TOKEN_BUDGET, StopReason.CONTEXT_FULL, StopReason.TIMEOUT)
 
 
@@ -45,13 +45,14 @@ class ToolCall:
     One call of a tool inside a turn.
 
     Args:
-        name (`str`): Name the model called.
-        arguments (`dict`): Arguments as parsed; empty where the call was malformed.
-        result (`str`): Text answered to the model: the tool's result or an error it can read.
+        name (`str`): Name that the model called.
+        arguments (`dict`): Arguments as parsed; empty if the call was malformed.
+        result (`str`): Text that the model gets as the answer: the tool's result, or an error that it can read.
         error (`str`, *optional*): What went wrong; `None` for a call that succeeded.
-        executed (`bool`): Whether the tool ran (a malformed call, an unknown tool and bad arguments never do).
+        executed (`bool`): Whether the tool ran; `False` for a malformed call, an unknown tool or bad arguments.
         seconds (`float`): Wall time of the tool.
         id (`str`, *optional*): Identifier the model gave the call.
+        data (`dict`, *optional*): What the tool returned beside its text, for rewards; JSON, never shown to the model.
     """
 
     name: str
@@ -61,23 +62,24 @@ class ToolCall:
     executed: bool = False
     seconds: float = 0.0
     id: str | None = None
+    data: dict[str, Any] | None = None
 
 
 @dataclass
 class Turn:
     """
-    One timestep: the model acted, the environment replied.
+    One timestep: the action of the model and the reply of the environment.
 
     Args:
-        index (`int`): Position among the trajectory's turns, from 0; the turn index of its tokens in the tree.
+        index (`int`): Position among the trajectory's turns, from 0. Its tokens in the tree have it as their turn.
         message (`dict`): The assistant message, for people and rewards. Its text is never encoded again.
         tool_calls (`list[ToolCall]`): Calls in the order the model made them.
-        replies (`list[dict]`): Messages of the environment that follow.
+        replies (`list[dict]`): Messages with which the environment replied.
         finish_reason (`str`): `"stop"` or `"length"`, as the engine said.
-        error (`str`, *optional*): Why the turn could not be parsed, where it could not.
-        num_tokens (`int`): Tokens sampled.
-        context_length (`int`): Tokens the model was given.
-        fork_cause (`str`, *optional*): Why the context does not extend the one before, where it does not.
+        error (`str`, *optional*): Why the turn could not be parsed; `None` if it could.
+        num_tokens (`int`): Number of tokens sampled.
+        context_length (`int`): Number of tokens that the model was given.
+        fork_cause (`str`, *optional*): Why the context does not extend the one before; `None` if it does.
         seconds (`float`): Time the engine took.
         weight_version (`int`, *optional*): Optimiser step of the weights it was sampled with.
         observation_length (`int`): Tokens at the end of the context that the environment wrote since the turn before.
@@ -107,37 +109,37 @@ class Turn:
 
     @property
     def has_result(self) -> bool:
-        """Whether the reply of a tool that ran follows this turn: the boundary at which credit is split."""
+        """Whether the reply of a tool that ran follows this turn. Credit rules split credit at the first such turn."""
         return bool(self.replies) and any(call.executed for call in self.tool_calls)
 
     @property
     def num_attempts(self) -> int:
-        """Tool calls attempted: the parsed ones, or one for a turn that could not be parsed."""
+        """Number of attempted tool calls: the parsed ones, or 1 for a turn that could not be parsed."""
         return len(self.tool_calls) or int(self.error is not None)
 
     @property
     def num_failures(self) -> int:
-        """Attempts that did not succeed."""
+        """Number of attempts that did not succeed."""
         return sum(call.error is not None for call in self.tool_calls) or int(self.error is not None)
 
 
 @dataclass
 class Trajectory:
     """
-    One conversation, finished or as far as it came.
+    One conversation. It may be unfinished.
 
     Args:
         prompt (`list[dict]`): Messages the conversation began with, system message included.
-        turns (`list[Turn]`): What the model did and what it was answered.
+        turns (`list[Turn]`): The actions of the model and the replies to them.
         tree (`TokenTree`): The same as tokens, exactly as sampled.
-        answer (`str`, *optional*): The final answer, where the model gave one.
+        answer (`str`, *optional*): The final answer, if the model gave one.
         stop_reason (`StopReason`, *optional*): Why it ended; `None` while it runs.
         error (`str`, *optional*): The failure behind the stop reason.
         session (`str`): Identifier of the conversation, unique within a run.
         row (`dict`): The dataset row it answers.
-        rewards (`dict`): Filled in by the trainer: outcome rewards by name, turn rewards by name as one list a turn.
-        render_mismatch (`str`, *optional*): How the trained ids differ from the conversation rendered as a whole,
-            where that was checked and they do.
+        rewards (`dict`): Filled in by the trainer: `{"outcome": {name: value}, "turn": {name: [value per turn]}}`.
+        render_mismatch (`str`, *optional*): How the trained ids differ from the conversation rendered as a whole;
+            `None` if they do not, or if this was not checked.
         seconds (`float`): Wall time of the whole conversation.
         env_rewards (`dict`): Rewards of the whole conversation that its environment gave, by name.
         info (`dict`): What else the environment tells about it.
@@ -161,7 +163,7 @@ class Trajectory:
 
     @property
     def failed(self) -> bool:
-        """Whether the engine or the environment ended it, which says nothing about the policy."""
+        """Whether the engine or the environment ended it. Such a failure says nothing about the policy."""
         return self.stop_reason in (StopReason.ENGINE_ERROR, StopReason.ENV_ERROR)
 
     @property
@@ -205,8 +207,10 @@ _SHOWN = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in
 
 def visible(value: Any) -> Any:
     """
-    Text with control characters as text, so that what a model or a tool writes does nothing to a terminal: all but
-    line feed and tab, and those that turn the direction of writing. Of lists and dictionaries every text in them.
+    Makes control characters visible, so that the words of a model or a tool cannot control a terminal.
+
+    Line feed and tab stay. Characters that change the direction of writing are made visible too. In lists and
+    dictionaries every text is changed.
     """
     if isinstance(value, str):
         return value.translate(_SHOWN)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from support.models import build_model
-from support.recipes import RECIPES, parse_for
+from support.recipes import RECIPES
 from support.registered import keep_estimators
 
-from mt_grpo.app.serve import server_command
+from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.cli import main
+from mt_grpo.training import MTGRPOConfig, checks
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,6 +33,14 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return [(page.name, block) for page in PAGES for block in pattern.findall(page.read_text())]
 
 
+RESULTS = ("quickstart", "step_cpu", "rollout")
+MEASURES = {
+    "tool_execution": "tool-execution rate",
+    "exist_answer_in_search_results": "answer in search results",
+    "exact_match": "exact match",
+    "format": "format",
+    "turns": "turns per question",
+}
 COMMANDS = sorted({line for _, block in blocks("bash") for line in block.strip().splitlines()})
 
 
@@ -61,11 +74,14 @@ QUICK = [command for command in starting("mt-grpo") if words(command)[1] not in 
 
 
 @pytest.mark.parametrize("command", SERVE)
-def test_serve_command_names_a_recipe(command):
-    """`test_vllm_server.py` starts a real server with this command; here its arguments are parsed."""
-    path = ROOT / command.split("--config ")[1].split()[0]
-    command, _ = server_command(parse_for(7 if path.parent.name == "Qwen" else 1, path))
-    assert "vllm.entrypoints.openai.api_server" in command
+def test_serve_command_becomes_a_server(command, monkeypatch):
+    """`test_vllm_server.py` starts a real one; here it ends where vLLM, and for some a GPU, is needed."""
+    became = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(os, "execve", lambda *arguments: became.append(arguments))
+    main([*words(command)[1:], "--model_name_or_path", "embedded"])  # others are not at hand
+    ((_, server, _),) = became
+    assert "vllm.entrypoints.openai.api_server" in server
 
 
 LINES = [(page.name, line) for page in [*PAGES, *RECIPES] for line in page.read_text().splitlines()]
@@ -126,19 +142,24 @@ def test_launched_command_fits_and_asks_for_seven_gpus(command, monkeypatch, cap
     """Seven GPUs are not at hand: the recipe is parsed for seven processes, and the launch says what it lacks."""
     monkeypatch.chdir(ROOT)
     (recipe,) = [word for word in words(command) if word.endswith(".yaml")]
-    parse_for(7, ROOT / recipe)
+    monkeypatch.setattr(MTGRPOConfig, "world_size", 7)
+    checks.check_batch_sizes(parse_recipe([recipe]).training)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert main(words(command)[1:]) == 1
     assert "takes 7 GPUs, a process each, and this machine has 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", starting("accelerate"))
-def test_accelerate_command_names_files_that_fit_together(command):
-    """Seven GPUs are not at hand: the recipe is parsed for seven processes; one process runs it in the next test."""
-    _, launch, flag, config, script, config_flag, recipe = shlex.split(command)
-    assert (launch, flag, config_flag) == ("launch", "--config_file", "--config")
+def test_accelerate_command_works_up_to_its_gpus(command, monkeypatch, capsys):
+    """Seven GPUs are not at hand: one process says so, as one of seven; one runs the script in the next test."""
+    _, launch, flag, config, script, *arguments = shlex.split(command)
+    assert (launch, flag) == ("launch", "--config_file")
     assert (ROOT / config).exists() and (ROOT / script).exists()
-    parse_for(7, ROOT / recipe)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(MTGRPOConfig, "world_size", load_config_from_file(config).num_processes)
+    monkeypatch.setattr(checks, "has_bfloat16", lambda: False)
+    assert main(["train", *arguments]) == 1
+    assert "mt-grpo: `bf16: true` needs a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -155,12 +176,51 @@ def test_the_training_script_runs_under_accelerate(tmp_path):
     assert (tmp_path / "summary.json").exists()
 
 
+FIRST, AGENT = [block for name, block in blocks("python") if name == "README.md"]
+"""The first screen's training, and the tools and rewards that the recipe names."""
+
+STEPS = "max_steps=20, per_device_train_batch_size=48"
+
+
+@pytest.mark.slow
+def test_the_first_screen_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert STEPS in FIRST
+    namespace = {"__name__": "docs"}
+    exec(compile(FIRST.replace(STEPS, "max_steps=1, per_device_train_batch_size=8"), "README.md", "exec"), namespace)
+    assert namespace["trainer"].state.global_step == 1
+    assert (tmp_path / "runs" / "first" / "metrics.jsonl").exists()
+
+
+def test_the_first_screen_has_the_committed_figures():
+    """Where a benchmark has run again, the tables of the README follow."""
+    readme = (ROOT / "README.md").read_text()
+    results = {name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()) for name in RESULTS}
+    for name, label in MEASURES.items():
+        before, after = (results["quickstart"][when][name] for when in ("before", "after"))
+        assert f"| {label} | {before:.2f} | {after:.2f} |" in readme
+    steps = {row["workload"]: row for row in results["step_cpu"]["rows"]}
+    long = steps["same, 12 turns"]
+    short = steps["prompt 512, group 8, 4 turns, extension holds"]
+    rollouts = {row["label"]: row["values"] for row in results["rollout"]["rows"]}
+    varying = rollouts["rollouts, TRL / ours, 32 x 4 log-normal tools"]
+    step = rollouts["whole step, TRL / ours, 32 x one 50 ms tool"]
+    for factor in (
+        f"{short['ratio']['median']:.1f}",
+        f"{long['ratio']['median']:.0f}",
+        f"{long['peak_mib']['trl'] / long['peak_mib']['tree']:.1f}",
+        f"{statistics.median(varying):.1f} ({min(varying):.1f} to {max(varying):.1f})",
+        f"{statistics.median(step):.0f} ({min(step):.0f} to {max(step):.0f})",
+    ):
+        assert f" | {factor} | `benchmarks/" in readme
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda p: p.name)
 def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
     keep_estimators(monkeypatch)
     namespace = {"__name__": "docs"}
     for name, block in blocks("python"):
-        if name == page.name:
+        if name == page.name and block != FIRST:
             exec(compile(block, page.name, "exec"), namespace)
     if page.name == "agents.md":
         result = namespace["converse"](build_model(tokenizer, max_position_embeddings=2048), tokenizer)
@@ -168,7 +228,24 @@ def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
     if page.name == "rollouts.md":
         assert "42" in tokenizer.decode(namespace["replay"](tokenizer)["ids"][0])
     if page.name == "README.md":
-        assert callable(namespace["train"])
+        (named,) = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "README.md"]
+        asked = [*named["tools"], *named["turn_reward_funcs"], *named["outcome_reward_funcs"]]
+        assert all(callable(namespace[path.removeprefix("my_agent.")]) for path in asked)
+
+
+def test_the_recipe_of_the_readme_trains_as_printed(tmp_path, monkeypatch):
+    """On the device that is there; its model is not at hand, and the tests' time is short."""
+    _, code = [block for name, block in blocks("python") if name == "README.md"]
+    (recipe,) = [block for name, block in blocks("yaml") if name == "README.md"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_agent", raising=False)
+    (tmp_path / "my_agent.py").write_text(code)
+    (tmp_path / "my_agent.yaml").write_text(recipe)
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "Which country has Lima as its capital?", "answer": "Peru"}')
+    short = ["--model_name_or_path", "embedded", "--max_steps", "2", "--max_turn_length", "16"]
+    assert main(["train", *shlex.split(recipe.splitlines()[0].split("mt-grpo train ")[1]), *short]) == 0
+    lines = (tmp_path / "runs" / "my_agent" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == [1, 2]
 
 
 GTPO = """

@@ -15,16 +15,23 @@ from trl import get_peft_config, get_quantization_config
 from mt_grpo.app.dry_run import nothing_left
 from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.app.recipe import Recipe
-from mt_grpo.data import embedded, load_rows
+from mt_grpo.data import load_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.source import COLUMN, named, prototypes
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer
-from mt_grpo.training.checkpoint import batch_options, check_checkpoint, find_checkpoint
-from mt_grpo.training.checks import check_training
+from mt_grpo.training.checkpoint import (
+    adapter_settings,
+    batch_options,
+    check_adapter,
+    check_checkpoint,
+    find_checkpoint,
+)
+from mt_grpo.training.checks import check_batch_sizes, check_surroundings, check_training
 from mt_grpo.training.environment import check_env, prepare_tokenizer
 from mt_grpo.training.folder import check_folder
+from mt_grpo.training.policy import resolve_base, resolve_model
 from mt_grpo.training.reward_columns import check_reward_columns
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
@@ -111,10 +118,15 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         writes (`bool`, *optional*, defaults to `True`): Whether `output_dir` and the Hub may be written to.
     """
     args, model = recipe.training, recipe.model
+    if trains:
+        check_batch_sizes(args)
+    else:  # nothing is recorded either
+        args.push_to_hub, args.report_to = False, []
+    check_surroundings(args)
     args.resume_from_checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    if trains and args.resume_from_checkpoint is not None:
-        folder = Path(args.resume_from_checkpoint)
-        check_checkpoint(folder, batch_options(args), args.process_index, args.world_size)
+    checkpoint = Path(args.resume_from_checkpoint) if trains and args.resume_from_checkpoint else None
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, batch_options(args), args.process_index, args.world_size)
     if trains:
         check_folder(args, model.model_name_or_path)
     datasets.disable_progress_bars()
@@ -125,11 +137,14 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
     check_reward_columns([*turn_rewards, *outcome_rewards], train_dataset, eval_dataset)
     if trains:
         check_training(args, train_dataset)
-    name = resolve_model(model.model_name_or_path)
+    name = resolve_model(model.model_name_or_path, model.model_revision)
+    base, peft_config = resolve_base(name), get_peft_config(model)
+    if checkpoint is not None:
+        check_adapter(checkpoint, adapter_settings(name) or (peft_config and peft_config.to_dict()))
     source = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
     with libraries_may_refuse(f"The model {name!r} cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(name, **source)
-        config = AutoConfig.from_pretrained(name, **source)
+        tokenizer = AutoTokenizer.from_pretrained(base, **source)
+        config = AutoConfig.from_pretrained(base, **source)
     prepare_tokenizer(tokenizer, env)
     context_length = config.get_text_config().max_position_embeddings
     if args.use_vllm and args.vllm_max_model_length:
@@ -158,10 +173,5 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
             quantization_config=get_quantization_config(model),
-            peft_config=get_peft_config(model),
+            peft_config=peft_config,
         )
-
-
-def resolve_model(name: str) -> str:
-    """The folder of the embedded model for `embedded`; any other name as it is."""
-    return str(Path(embedded.__file__).parent / "model") if name == "embedded" else name

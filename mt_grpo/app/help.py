@@ -12,7 +12,7 @@ from mt_grpo.app.schema import kinds, load_schema
 
 GROUPS = {
     "Model and data": "model_name_or_path dtype dataset_name dataset_train_split dataset_test_split column_mapping",
-    "Agent": """tools env environments simulated_user interaction_config_file call_protocol
+    "Agent": """tools tools_config_file env environments simulated_user interaction_config_file call_protocol
         system_prompt max_env_steps max_turn_length max_completion_length tool_timeout rollout_timeout
         max_concurrent_rollouts history compact_every tokenization_sanity_check_mode external_plugins""",
     "Rewards and credit": """turn_reward_funcs outcome_reward_funcs reward_weights advantage_estimator
@@ -21,7 +21,7 @@ GROUPS = {
         temperature loss_type beta use_peft forward tree_attention disable_dropout do_eval use_cpu""",
     "vLLM server": """use_vllm vllm_mode vllm_server_host vllm_server_port weight_sync weight_sync_folder
         verify_sync_every""",
-    "Run": "output_dir overwrite_output_dir resume_from_checkpoint save_steps report_to seed",
+    "Run": "output_dir overwrite_output_dir resume_from_checkpoint save_steps logging_steps report_to seed",
 }
 """The options that `--help` shows: all of ours, and of the libraries' those that most recipes set."""
 

@@ -1,4 +1,4 @@
-"""What the libraries below us refuse, as one sentence; what is wrong in this project keeps its traceback."""
+"""Turns the refusals of libraries into one sentence. Errors of this project keep their traceback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from mt_grpo.errors import ConfigError
 
 LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "peft", "safetensors", "tokenizers", "transformers", "trl"}
-"""Packages that check what a user gave; their errors are the user's to mend."""
+"""Packages that check the user's input; the user can mend their errors."""
 
 
 @contextlib.contextmanager

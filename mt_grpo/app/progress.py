@@ -1,49 +1,144 @@
-"""One progress bar for a whole run, instead of a line of sixty metrics a step."""
+"""How a run gets on: a bar in a terminal, elsewhere a line for each step and each evaluation."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 from transformers import TrainerCallback
 
+from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
-class ProgressBar(TrainerCallback):
+REFRESHES = 4
+"""Of the bar, per second."""
+
+
+class RunProgress(TrainerCallback):
     """
-    Shows step, reward and turns while the trainer works.
+    Shows step, reward, loss, turns, seconds and the time that is left; in a terminal also what a step is at. Only the
+    main process shows anything.
 
     Args:
-        console (`Console`): Where to draw.
+        trainer (`MTGRPOEnvTrainer`): The run.
+        console (`Console`): Where to show it.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
+    def __init__(self, trainer: MTGRPOEnvTrainer, console: Console) -> None:
+        self._console = console
+        self._shows = trainer.accelerator.is_main_process
+        self._bar = _Bar(trainer, console) if console.is_terminal and self._shows else None
+        self._begun = self._step_begun = time.monotonic()
+        self._first_step = 0
+        self._seconds = 0.0
+        """Of the latest step."""
+
+    def begin(self) -> None:
+        """Takes the terminal."""
+        if self._bar is not None:
+            self._bar.start()
+
+    def end(self) -> None:
+        """Gives the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    @contextmanager
+    def measuring(self, label: str) -> Iterator[None]:
+        """The agent is measured in the block."""
+        if self._bar is None:
+            yield
+            return
+        task = self._bar.add_task(f"measuring the agent {label} training", total=None, metrics="")
+        try:
+            yield
+        finally:
+            self._bar.remove_task(task)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begun, self._first_step = time.monotonic(), state.global_step
+        if self._bar is not None:
+            self._bar.follow(state.global_step, state.max_steps)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_begun = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._seconds = time.monotonic() - self._step_begun
+        if self._bar is not None:
+            self._bar.follow(state.global_step, state.max_steps, self._left(state))
+        elif self._shows and not control.should_log:
+            self._print(state, [f"{self._seconds:.1f} s"])
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        if not self._shows:
+            return
+        if "eval_reward" in logs:
+            seconds = next(value for name, value in logs.items() if name.endswith("_runtime"))
+            words = [_number("reward", logs["eval_reward"]), _number("turns", logs["eval_turns/mean"], 2)]
+            self._print(state, [*words, f"{seconds:.1f} s"], "evaluation at ")
+        elif "reward" in logs:
+            loss = [_number("loss", logs["loss"], 4)] if "loss" in logs else []
+            words = [_number("reward", logs["reward"]), *loss, _number("turns", logs["turns/mean"], 2)]
+            if self._bar is not None:
+                self._bar.show("  ".join(words))
+            else:
+                self._print(state, [*words, *([f"{self._seconds:.1f} s"] if loss else [])])
+
+    def _print(self, state: Any, words: list[str], prefix: str = "") -> None:
+        width = len(str(state.max_steps))
+        left = [] if prefix else [self._left(state)]
+        line = "  ".join([f"{prefix}step {state.global_step:>{width}}/{state.max_steps}", *words, *filter(None, left)])
+        self._console.print(line, highlight=False, markup=False)
+
+    def _left(self, state: Any) -> str:
+        """The time that the steps which are left take, at the pace of those that this process did."""
+        done, left = state.global_step - self._first_step, state.max_steps - state.global_step
+        if not done or not left:
+            return ""
+        return f"{timedelta(seconds=round((time.monotonic() - self._begun) / done * left))} left"
+
+
+class _Bar(Progress):
+    """A bar of steps, and below it what the step is at, looked up whenever it is drawn."""
+
+    def __init__(self, trainer: MTGRPOEnvTrainer, console: Console) -> None:
+        self._activity = trainer.activity
+        processes = trainer.accelerator.num_processes
+        self._whose = f" (process 1 of {processes})" if processes > 1 else ""
+        self._training: TaskID | None = None
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
             TextColumn("{task.fields[metrics]}"),
             console=console,
+            refresh_per_second=REFRESHES,
         )
-        self._task: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self._task = self._progress.add_task("training", total=state.max_steps, metrics="")
-            self._progress.start()
+    def follow(self, step: int, steps: int, left: str = "") -> None:
+        """Training has come to a step; `left` is the time that is left, in words."""
+        if self._training is None:
+            self._training = self.add_task("training", total=steps, metrics="")
+        self.update(self._training, completed=step, description=f"training, {left}" if left else "training")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._task is not None:
-            self._progress.update(self._task, completed=state.global_step)
+    def show(self, metrics: str) -> None:
+        """Shows metrics behind the bar."""
+        self.update(self._training, metrics=metrics, refresh=True)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        if self._task is not None and "reward" in logs:
-            text = f"reward {logs['reward']:.3f}  turns {logs['turns/mean']:.2f}"
-            self._progress.update(self._task, metrics=text)
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """What rich draws: the bar, and the line below it."""
+        yield self.make_tasks_table(self.tasks)
+        if self.tasks:
+            yield Text(f"  {self._activity.describe()}{self._whose}", style="bright_black", overflow="ellipsis")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._task is not None:  # `run_training` ends it as well, whatever ended the training
-            self._progress.stop()
-            self._task = None
+
+def _number(name: str, value: float | None, digits: int = 3) -> str:
+    """A metric in words; of a batch to which it does not apply there is no number."""
+    return f"{name} {'-' if value is None else format(value, f'.{digits}f')}"

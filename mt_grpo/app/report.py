@@ -1,4 +1,4 @@
-"""What a run achieved: the agent's measures before and after, as JSON, a table and a curve."""
+"""The results of a run: the agent's measures before and after, as JSON, a table and a curve."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def summarise(measures: list[dict[str, float]]) -> dict[str, float]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
+    """Versions of the packages that the numbers depend on."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
@@ -78,7 +78,7 @@ def _label(name: str) -> str:
         "tool_execution": "tool-execution rate",
         "exist_answer_in_search_results": "answer in search results",
         "exist_answer": "answer contained",
-        "turns": "turns a question",
+        "turns": "turns per question",
     }
     return labels.get(name, name.replace("_", " "))
 

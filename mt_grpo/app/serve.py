@@ -7,21 +7,23 @@ import os
 import shlex
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
 
 import mt_grpo
-from mt_grpo.app.build import resolve_model
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.errors import ConfigError
+from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.policy import resolve_base, resolve_model
 from mt_grpo.training.servers import server_urls, transport_of
 from mt_grpo.vllm_plugin.keys import check_folder
 
 GUARD = "mt_grpo.vllm_plugin.guard.Guard"
-"""What lets only the trainer's requests pass, and only with the key."""
+"""The middleware that lets only the trainer's requests pass, and only with the key."""
 
 
 def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
@@ -36,11 +38,15 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
     """
     args, model = recipe.training, recipe.model
     host, port = _address(args)
+    name = resolve_model(model.model_name_or_path, model.model_revision)
+    adapter = adapter_settings(name)
+    if adapter is not None:  # the server holds its base
+        model = replace(model, lora_r=adapter["r"])
     transport = transport_of(args)
     command = [
         str(_interpreter()),
         *("-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", resolve_model(model.model_name_or_path)),
+        *("--model", resolve_base(name)),
         *("--host", host, "--port", str(port)),
         *("--dtype", "bfloat16" if args.bf16 else "float16" if args.fp16 else model.dtype or "auto"),
         *("--tensor-parallel-size", str(args.vllm_tensor_parallel_size)),
@@ -74,9 +80,14 @@ def serve(recipe: Recipe) -> None:
     Prints the command and becomes it.
 
     Raises:
-        ConfigError: If the recipe's server is on another machine, or it has to make up a key and there is no place
-            that only this user can read.
+        ConfigError: If the recipe's trainer samples by itself, its server is on another machine, or it has to make up
+            a key and there is no place that only this user can read.
     """
+    if not recipe.training.use_vllm:
+        raise ConfigError(
+            "The recipe's trainer samples from its own model and would leave a server alone: set `use_vllm: true` for "
+            "both commands."
+        )
     if not os.environ.get("VLLM_API_KEY"):
         try:
             check_folder()
@@ -107,8 +118,8 @@ def _interpreter() -> Path:
 
 def _cpu_defaults() -> dict[str, str]:
     """
-    How a server uses a CPU machine where the user's environment does not say it. vLLM would bind the threads of every
-    server to the same cores, and there they spin: whatever else the kernel puts on such a core may never run.
+    Environment variables for a server on a CPU, as far as the user did not set them. By default vLLM binds the threads
+    of every server to the same cores, where they spin, and other processes on these cores may never run.
     """
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",

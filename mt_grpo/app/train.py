@@ -1,9 +1,10 @@
-"""A whole run: measure, train, measure again, and leave behind what is needed to believe it."""
+"""A whole run: evaluates, trains, evaluates again, and writes the results."""
 
 from __future__ import annotations
 
 import gc
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from peft import PeftModel
 from rich.console import Console
 from rich.rule import Rule
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from mt_grpo.app import report
-from mt_grpo.app.progress import ProgressBar
+from mt_grpo.app.ending import files_left, next_steps, what_is_kept
+from mt_grpo.app.progress import RunProgress
 from mt_grpo.credit import CreditError, rule_label
 from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import RolloutError
@@ -37,8 +40,8 @@ FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFini
 
 def leave_group(accelerator: Accelerator) -> None:
     """
-    Leaves the group of processes. Call it once nothing refers to the trainer any more: a model that is wrapped for
-    several processes refers to the group, and where it is the last to do so, torch waits for gloo's threads while it
+    Leaves the group of processes. Call it when nothing refers to the trainer any more. A model that is wrapped for
+    several processes refers to the group. If it were the last reference, torch would wait for gloo's threads while it
     holds the interpreter's lock, for which they may be waiting.
     """
     accelerator.free_memory()
@@ -74,6 +77,7 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     trainer.accelerator.wait_for_everyone()
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
+    trainer.conversations.console = console
     console.print(examine_template(trainer.runner.renderer), highlight=False, markup=False)
     start = time.perf_counter()
     evaluates = trainer.eval_dataset is not None
@@ -88,25 +92,36 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
         "versions": report.versions(),
     }
     examples: list[Trajectory] = []
+    model_saved = False
     if main and args.resume_from_checkpoint and summary_path.exists():
         summary["before"] = json.loads(summary_path.read_text(encoding="utf-8"))["before"]
     if trainer.accelerator.num_processes > 1:  # others may not see the file, and must measure, or not, with the first
         summary = broadcast_object_list([summary])[0]
+    progress = RunProgress(trainer, console)
 
     def measure_before() -> None:
         if evaluates and not summary["before"]:
-            summary["before"] = _measure(trainer, console, "before")
+            summary["before"] = _measure(trainer, progress, "before")
             examples.extend(trainer.eval_trajectories[:EXAMPLES])
         if main:
             report.write_json(summary_path, summary)
 
-    bar = ProgressBar(console)
-    trainer.add_callback(_AtTheBeginning(measure_before))
-    trainer.add_callback(bar)
-    try:
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    def save_and_measure() -> None:
+        nonlocal model_saved
+        if not trainer.state.global_step:  # the dataset had no row: the trainer says so
+            return
+        trainer.save_model(args.output_dir)
+        model_saved = True
         if evaluates:
-            summary["after"] = _measure(trainer, console, "after")
+            summary["after"] = _measure(trainer, progress, "after")
+
+    trainer.add_callback(_AtTheBeginning(measure_before))
+    trainer.add_callback(progress)
+    # before the trackers that end with training: the last measure is theirs too
+    trainer.callback_handler.callbacks.insert(0, _AtTheEnd(save_and_measure))
+    try:
+        progress.begin()
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     except (*FAILURES, RewardError) as error:  # the last keeps its traceback, which is of the user's code
         if not trainer.state.global_step:
             raise
@@ -115,13 +130,16 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
             f"{error} What was learnt up to step {trainer.state.global_step} is in {checkpoint}: go on with "
             f"`--resume_from_checkpoint {checkpoint}`."
         ) from error
+    except KeyboardInterrupt as error:
+        number = error.args[0] if error.args else signal.SIGINT
+        kept = what_is_kept(args, trainer.state.global_step, model_saved)
+        raise KeyboardInterrupt(number, kept) from None
     finally:  # whatever ended the training
-        bar.on_train_end(args, trainer.state, trainer.control)  # gives the terminal back
+        progress.end()  # gives the terminal back
         if trainer.weight_sync is not None:
             trainer.weight_sync.close()
     summary["seconds"] = round(time.perf_counter() - start, 1)
     summary["steps"] = trainer.state.global_step
-    trainer.save_model(args.output_dir)
     if not main:
         return
     report.write_json(summary_path, summary)
@@ -135,14 +153,17 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
                 console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
         console.print(report.table(summary["before"], summary["after"], f"{questions} held-out questions, {title}"))
     console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:", markup=False)
-    for path in sorted(folder.iterdir()):
-        console.print(f"  {path}", highlight=False, markup=False)
+    for line in files_left(folder):
+        console.print(f"  {line}", highlight=False, markup=False)
+    console.print("What to do next:", highlight=False)
+    for what, command in next_steps(args, isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)):
+        console.print(f"  # {what}\n  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
 class _AtTheBeginning(TrainerCallback):
     """
-    Calls `action` once the model is wrapped for training: FSDP and DeepSpeed wrap it together with its optimiser, and
-    only once, so that an evaluation must not come before.
+    Calls `action` when the model is wrapped for training. FSDP and DeepSpeed wrap it once, together with its
+    optimiser, so an evaluation must not come before.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -152,8 +173,18 @@ class _AtTheBeginning(TrainerCallback):
         self._action()
 
 
-def _measure(trainer: MTGRPOEnvTrainer, console: Console, label: str) -> dict[str, float]:
-    with console.status(f"measuring the agent {label} training"):
+class _AtTheEnd(TrainerCallback):
+    """Calls `action` once the last step is taken."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._action()
+
+
+def _measure(trainer: MTGRPOEnvTrainer, progress: RunProgress, label: str) -> dict[str, float]:
+    with progress.measuring(label):
         trainer.evaluate()
     rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs]
     return report.summarise(gather_object([report.measure(item, rewards) for item in trainer.eval_trajectories]))

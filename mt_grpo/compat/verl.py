@@ -1,7 +1,8 @@
 """
 Interactions as verl has them: classes that answer the model's turns, score them, and are chosen by the row.
 
-A file written for verl runs here with one import line changed: `from mt_grpo.compat.verl import BaseInteraction`.
+A file written for verl runs here with one import line changed: `from mt_grpo.compat.verl import BaseInteraction`. The
+classes of its tools are here too.
 """
 
 from __future__ import annotations
@@ -19,14 +20,24 @@ from typing import Any
 import yaml
 
 from mt_grpo.envs.dialogue import DialogueEnv
-from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step
+from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, finite
 from mt_grpo.envs.threads import call
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.rewards.gsm8k import find_number
+from mt_grpo.tools import BaseTool, MCPBaseTool, OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.trajectory import Message, Turn
 
-__all__ = ["BaseInteraction", "Gsm8kInteraction", "InteractionEnv", "load_interactions"]
+__all__ = [
+    "BaseInteraction",
+    "BaseTool",
+    "Gsm8kInteraction",
+    "InteractionEnv",
+    "MCPBaseTool",
+    "OpenAIFunctionToolSchema",
+    "ToolResponse",
+    "load_interactions",
+]
 
 KEYS = ("name", "class_name", "config")
 """Keys of an entry of an interaction file."""
@@ -143,7 +154,8 @@ class InteractionEnv(DialogueEnv):
             outcome = Outcome(stop_reason=ended.stop_reason)
         score = await self._call(_bound(self.interaction.calculate_score, self.instance_id, self.kwargs))
         if score is not None:
-            outcome.rewards = {**outcome.rewards, self.kwargs["name"]: float(score)}
+            what = f"{type(self.interaction).__name__}.calculate_score gave"
+            outcome.rewards = {**outcome.rewards, self.kwargs["name"]: finite(score, what)}
         if self.data:
             outcome.info = {**outcome.info, "interaction": self.data}
         return outcome
@@ -162,7 +174,7 @@ class InteractionEnv(DialogueEnv):
         done, text, score, data = answer
         if data:
             self.data.append(data)
-        return Step(text, None if score is None else float(score), bool(done))
+        return Step(text, score, bool(done))
 
     async def close(self) -> None:
         """Ends the interaction, and lets go of the tools."""

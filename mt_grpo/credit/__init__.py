@@ -1,4 +1,4 @@
-"""Rewards in, advantages out."""
+"""Credit: from the rewards of a batch to an advantage per turn."""
 
 from mt_grpo.credit.check import CreditError, estimate
 from mt_grpo.credit.estimators import (

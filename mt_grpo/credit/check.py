@@ -1,4 +1,4 @@
-"""What a credit rule returns, checked before anything is trained with it."""
+"""Calls a credit rule, and checks what it returns before anything is trained with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mt_grpo.errors import UserError
 
 
 class CreditError(UserError, ValueError):
-    """A credit rule returned what nothing can be trained with. The message is one sentence that names the rule."""
+    """A credit rule returned something unusable. The message is one sentence that names the rule."""
 
 
 def estimate(
@@ -21,17 +21,18 @@ def estimate(
     Calls a rule.
 
     Args:
-        rule (`str` or `Mapping`): Its name, or a mapping of its `name` and options of its own.
+        rule (`str` or `Mapping`): Its name, or a mapping of its `name` and its own options.
         batch (`RewardBatch`): The rewards.
-        turn_coef (`float`, *optional*): Weight of the turn advantage; the rule's own default where none is given.
+        turn_coef (`float`, *optional*): Weight of the turn advantage; by default the rule's own.
         scale_rewards (`str`, *optional*, defaults to `"group"`): What rewards are divided by, see `mt_grpo`.
 
     Returns:
-        `Tensor`: Its advantages, shape (B, K), float32; 0 where a turn does not exist, whatever the rule says there.
+        `Tensor`: Its advantages, shape (B, K), float32; 0 where a turn does not exist.
 
     Raises:
         ConfigError: If there is no such rule, or it does not take its options.
-        CreditError: If it returns no tensor, one of another shape, or what is not finite at a turn that exists.
+        CreditError: If it returns no tensor, a tensor of another shape, or a number that is not finite at a turn that
+            exists.
     """
     name = rule_name(rule)
     function, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards)

@@ -1,9 +1,9 @@
 """
-Rewards in, one advantage for each turn out: pure tensor functions in one registry.
+Credit rules: pure tensor functions from rewards to one advantage per turn, in one registry.
 
-The rule is MT-GRPO's (Zeng et al. 2025, arXiv 2505.11821), in the form of its public code, where the coefficient
-weighs the turn term; the baselines `grpo_or` and `grpo_mr` are the ones it is compared with there. Left out: Eq. 12 of
-the paper, which discounts turn advantages over later turns.
+`mt_grpo` is the rule of MT-GRPO (Zeng et al. 2025, arXiv 2505.11821), in the form of its public code, where the
+coefficient weighs the turn term. `grpo_or` and `grpo_mr` are the baselines of that paper. Eq. 12 of the paper, which
+discounts turn advantages over later turns, is left out.
 
 Axes: B trajectory, G group member, K turn.
 """
@@ -32,10 +32,10 @@ class RewardBatch:
     The rewards of a batch of groups.
 
     Args:
-        turn_rewards (`Tensor`): Shape (B, K); NaN where there is no such turn, or no turn reward applies to it.
-        outcome_rewards (`Tensor`): Shape (B,); NaN where none applies.
-        turn_mask (`Tensor`): Shape (B, K), bool: the turn exists.
-        result_mask (`Tensor`): Shape (B, K), bool: a tool result follows the turn.
+        turn_rewards (`Tensor`): Shape (B, K); NaN if the turn does not exist, or no turn reward applies to it.
+        outcome_rewards (`Tensor`): Shape (B,); NaN if no outcome reward applies.
+        turn_mask (`Tensor`): Shape (B, K), bool: whether the turn exists.
+        result_mask (`Tensor`): Shape (B, K), bool: whether a tool result follows the turn.
         group_size (`int`): Rows i*G .. i*G+G-1 answer the same prompt.
     """
 
@@ -48,12 +48,12 @@ class RewardBatch:
 
 AdvantageEstimator = Callable[..., Tensor]
 """
-`(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor` of shape (B, K), and
-options of its own; a rule that has no use for `turn_coef` or `scale_rewards` leaves it out.
+`(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor` of shape (B, K). A rule may
+have further options of its own. It may leave out `turn_coef` or `scale_rewards` if it does not use them.
 """
 
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", "mt_grpo.credit")
-"""The estimators a recipe can name in `advantage_estimator`."""
+"""The estimators that a recipe can name in `advantage_estimator`."""
 
 
 WHOLE: set[str] = set()
@@ -65,9 +65,9 @@ def advantage_estimator(name: str, *, splits_turns: bool = True) -> Callable[[Ad
     Registers an estimator under a name.
 
     Args:
-        name (`str`): What a recipe calls it.
+        name (`str`): Its name in recipes.
         splits_turns (`bool`, *optional*, defaults to `True`): Whether turns of one trajectory can get different
-            advantages, which a loss that weighs whole sequences would take away again.
+            advantages. Such a rule is refused with a loss that weighs whole sequences.
 
     Raises:
         RegistrationError: If the name is no word, or another file has registered it.
@@ -92,7 +92,7 @@ def get_estimator(name: str) -> AdvantageEstimator:
     Looks an estimator up.
 
     Raises:
-        ValueError: If there is none of that name; names the known ones and the nearest.
+        ConfigError: If there is none of that name. The message lists the known ones and the nearest.
     """
     if name not in ADVANTAGE_ESTIMATORS:
         known = ", ".join(ADVANTAGE_ESTIMATORS)
@@ -105,10 +105,10 @@ def get_estimator(name: str) -> AdvantageEstimator:
 @advantage_estimator("mt_grpo")
 def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
     """
-    The position-aware rule of MT-GRPO: the turn advantage goes to the turns before the first tool result.
+    The position-aware rule of MT-GRPO: the turn advantage goes to the turns up to the first tool result.
 
-    With A^O the normalised outcome reward and A^T the normalised sum of the trajectory's turn rewards, a turn up to
-    and including the first one that a tool result follows gets A^O + turn_coef × A^T, a later turn A^O. In a
+    A^O is the normalised outcome reward. A^T is the normalised sum of the trajectory's turn rewards. The turns up to
+    and including the first one that a tool result follows get A^O + turn_coef × A^T. Later turns get A^O. In a
     trajectory without a tool result every turn gets the normalised sum of both rewards.
 
     Args:
@@ -118,9 +118,9 @@ def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale 
             deviation of the `"group"`, of the whole `"batch"`, or nothing (`"none"`).
 
     Returns:
-        `Tensor`: Advantages, shape (B, K), float32; 0 where a turn does not exist. An outcome that does not
-        apply is 0 and takes no part in the group's mean and standard deviation; a trajectory to which no turn reward
-        applies has the turn reward 0.
+        `Tensor`: Advantages, shape (B, K), float32; 0 where a turn does not exist. An outcome that does not apply is
+        0, and is left out of the group's mean and standard deviation. A trajectory to which no turn reward applies has
+        the turn reward 0.
     """
     outcome = _normalize(batch.outcome_rewards, batch.group_size, scale_rewards)
     turn = _normalize(_turn_sums(batch), batch.group_size, scale_rewards)
@@ -163,7 +163,8 @@ def _normalize(rewards: Tensor, group_size: int, scale: Scale) -> Tensor:
     """
     Centres rewards of shape (B,) by their group's mean and divides by a standard deviation (ddof 1) plus `EPSILON`.
 
-    NaN takes no part and comes out as 0. Equals the advantages of TRL's `GRPOTrainer` for the same `scale_rewards`.
+    NaN is left out of both, and becomes 0. The result equals the advantages of TRL's `GRPOTrainer` for the same
+    `scale_rewards`.
     """
     grouped = rewards.float().view(-1, group_size)
     # Rewards are shifted by the group's least first, so that equal ones come out as 0 without a rounding error, which

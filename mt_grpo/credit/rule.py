@@ -1,6 +1,6 @@
 """
-A credit rule as a recipe gives it, its name or a mapping of its name and options of its own, held against the rule's
-signature.
+A credit rule as a recipe gives it: its name, or a mapping of its name and options. Options are checked against the
+rule's signature.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Rule = str | Mapping[str, Any]
 
 
 def rule_label(rule: Rule) -> str:
-    """A rule in a heading: `gtpo (gamma 0.9)`."""
+    """A rule as it is shown in a heading: `gtpo (gamma 0.9)`."""
     options = ", ".join(f"{name} {value}" for name, value in _options(rule).items())
     return f"{rule_name(rule)} ({options})" if options else rule_name(rule)
 
 
 def bind_rule(rule: Rule, *, turn_coef: float | None, scale_rewards: str) -> tuple[AdvantageEstimator, dict[str, Any]]:
     """
-    The function of a rule and the options to call it with: its own, and of those of the run the ones it takes.
+    The function of a rule, and the options to call it with: its own options, and those of the run that it takes.
 
     Args:
         rule (`str` or `Mapping`): As `parse_rule` returns it.
-        turn_coef (`float`, *optional*): The run's `turn_advantage_coef`; the rule's own default where it is `None`.
-        scale_rewards (`str`): The run's.
+        turn_coef (`float`, *optional*): The run's `turn_advantage_coef`; with `None` the rule's own default applies.
+        scale_rewards (`str`): The run's `scale_rewards`.
 
     Raises:
-        ConfigError: If there is no rule of that name, it does not take the options, or one is said twice.
+        ConfigError: If there is no rule of that name, it does not take the options, or an option is given twice.
     """
     name, options = rule_name(rule), _options(rule)
     function = get_estimator(name)
@@ -108,7 +108,7 @@ def _check_types(name: str, function: AdvantageEstimator, options: dict[str, Any
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value, as YAML or JSON gives it, is what a type hint says."""
+    """Whether a value, as YAML or JSON gives it, has the type of a type hint."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in (Any, inspect.Parameter.empty):
         return True

@@ -1,4 +1,4 @@
-"""What the agent is asked: dataset loaders and the embedded task."""
+"""Dataset loaders and the embedded task."""
 
 from mt_grpo.data.loaders import load_rows
 from mt_grpo.data.schemas import DatasetError

@@ -1,4 +1,4 @@
-"""Dataset rows: a `prompt` of messages and the columns the rewards read, whatever the source."""
+"""Loads dataset rows from any source: a `prompt` of messages, and the columns that rewards read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import datasets
 from datasets.exceptions import DatasetsError
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 
+from mt_grpo.data.hub import hub_fault, looks_like_path
 from mt_grpo.data.schemas import SCHEMAS, DatasetError, Row, Schema, as_messages
 from mt_grpo.imports import did_you_mean
 
@@ -29,14 +32,14 @@ def load_rows(
     Loads a dataset whose rows have a `prompt` (a list of messages) next to the columns of the source.
 
     Args:
-        name (`str`): `embedded`; `triviaqa` or `gsm8k`; `triviaqa:SOURCE` or `gsm8k:SOURCE` for that schema from
-            another source; or a source: a JSONL, JSON, parquet or CSV file, a folder with such a file (or its
-            `-00000-of-00002` shards) for each split, or the id of a dataset on the Hub. A `prompt` column holds text,
-            which becomes one user message, or a list of messages.
-        split (`str`): Split to load; a slice such as `train[:100]` works for every source. A single file serves
-            as any split.
+        name (`str`): `embedded`, `triviaqa`, `gsm8k`, or a source. A source is a JSONL, JSON, parquet or CSV file, a
+            folder with such a file (or its `-00000-of-00002` shards) per split, or the id of a dataset on the Hub. Its
+            `prompt` column holds text, which becomes one user message, or a list of messages. `triviaqa:SOURCE` and
+            `gsm8k:SOURCE` read a source in that schema.
+        split (`str`): Split to load. A slice such as `train[:100]` works for every source. A single file can be any
+            split.
         config (`str`, *optional*): Configuration of a dataset on the Hub.
-        column_mapping (`dict[str, str]`, *optional*): Source column for each column to add, such as
+        column_mapping (`dict[str, str]`, *optional*): Columns to add, each with its source column, such as
             `{"prompt": "question", "answer": "gold"}`.
         streaming (`bool`, *optional*, defaults to `False`): Whether to read rows as they are needed; returns an
             `IterableDataset`.
@@ -117,10 +120,15 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
         base = split.partition("[")[0]
         files = _files(path, base)
         arguments = {"path": FORMATS[files[0].suffix], "data_files": {base: [str(file) for file in files]}}
-    elif path.suffix in FORMATS or source.startswith((".", "/", "~")) or source.count("/") > 1:
+    elif path.suffix in FORMATS or looks_like_path(source):
         raise DatasetError(f"There is no file or folder {source!r} (the current folder is {Path.cwd()}).")
     else:
         arguments = {"path": source, "name": config}
+        if not constants.HF_HUB_OFFLINE and not _cached(source) and (fault := hub_fault()):
+            raise DatasetError(
+                f"The dataset {source!r} is neither a file or folder here nor in the cache"
+                f"{did_you_mean(source, ['embedded', *SCHEMAS])}: it cannot be fetched, since {fault}."
+            )
     try:
         rows = datasets.load_dataset(**arguments, split=split, streaming=streaming)
         return rows, next(iter(rows), None)  # a stream is not read, and fails, before this
@@ -131,6 +139,12 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
         reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         known = "" if path.exists() else did_you_mean(source, ["embedded", *SCHEMAS])
         raise DatasetError(f"The split {split!r} of the dataset {source!r} does not load{known}: {reason}.") from error
+
+
+def _cached(source: str) -> bool:
+    """Whether something of a dataset on the Hub was fetched before; `datasets` then says what is not there."""
+    fetched = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="dataset"))
+    return fetched.exists() or Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists()
 
 
 def _files(path: Path, split: str) -> list[Path]:

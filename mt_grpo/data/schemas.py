@@ -1,4 +1,4 @@
-"""The kinds of datasets that a recipe can name: their columns, and how a row becomes a prompt and answers."""
+"""The kinds of datasets that a recipe can name: their columns, and how a row becomes a prompt and an answer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class DatasetError(UserError, ValueError):
 @dataclass(frozen=True)
 class Schema:
     """
-    What a kind of dataset looks like.
+    A kind of dataset.
 
     Args:
-        convert (`Callable`): Columns to set, from a row.
-        columns (`tuple[str, ...]`): Columns it reads.
-        dropped (`tuple[str, ...]`): Columns that no prompt or reward has a use for.
-        hub_id (`str`): Where it is published; none where a recipe always names a source, as `name:SOURCE`.
-        config (`str`, *optional*): Configuration there.
+        convert (`Callable`): Makes the columns to set from a row.
+        columns (`tuple[str, ...]`): Columns that it reads.
+        dropped (`tuple[str, ...]`): Columns that no prompt and no reward uses.
+        hub_id (`str`): Id on the Hub; empty if a recipe always names a source, as `name:SOURCE`.
+        config (`str`, *optional*): Configuration on the Hub.
     """
 
     convert: Convert
@@ -38,14 +38,14 @@ class Schema:
 
 
 SCHEMAS: Registry[Schema] = Registry("dataset schema", "mt_grpo.data")
-"""What `dataset_name` can name, beside `embedded` and sources."""
+"""The names that `dataset_name` knows, besides `embedded` and sources."""
 
 
 def dataset_schema(
     name: str, *, columns: tuple[str, ...], dropped: tuple[str, ...] = (), hub_id: str = "", config: str | None = None
 ) -> Callable[[Convert], Convert]:
     """
-    Registers a function that makes the columns to set of a row, the `prompt` among them; for the rest see `Schema`.
+    Registers a function that makes the columns to set from a row, including `prompt`. For the rest see `Schema`.
 
     Raises:
         RegistrationError: If the name is no word, or another file has registered it.
@@ -82,10 +82,10 @@ def as_messages(prompt: Any) -> list[dict[str, Any]]:
 )
 def triviaqa_row(row: Row) -> Row:
     """
-    TriviaQA: the question as `prompt`, value and aliases of the answer as one list of strings, the value first.
+    TriviaQA. The question becomes `prompt`. Value and aliases of the answer become one list of strings, value first.
 
     Raises:
-        DatasetError: If the answer is not TriviaQA's, or hidden, as it is in the test split.
+        DatasetError: If the answer has another form, or is hidden, as in the test split.
     """
     answer = row["answer"]
     if not isinstance(answer, dict) or not {"value", "aliases"} <= answer.keys():
@@ -99,8 +99,8 @@ def triviaqa_row(row: Row) -> Row:
 @dataset_schema("gsm8k", columns=("question", "answer"), hub_id="openai/gsm8k", config="main")
 def gsm8k_row(row: Row) -> Row:
     """
-    GSM8K: the question as `prompt`, the worked `answer` as it is, the number after `####` as `final_answer`, a string
-    without thousands separators.
+    GSM8K. The question becomes `prompt`. The worked `answer` stays as it is. The number after `####` becomes
+    `final_answer`, a string without thousands separators.
 
     Raises:
         DatasetError: If the answer has no `####`.

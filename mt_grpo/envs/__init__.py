@@ -1,4 +1,4 @@
-"""What the model acts in."""
+"""Environments: the rules of a conversation."""
 
 from mt_grpo.envs.env import ConversationEnded, Env, Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.multi_turn_tool_env import MultiTurnToolEnv

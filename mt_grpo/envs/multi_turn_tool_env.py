@@ -1,16 +1,17 @@
-"""The conversation rules: what the model is told, how its turns are read, what it is answered, when it ends."""
+"""The rules of a conversation: its first messages, how turns are read and answered, and when it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mt_grpo.envs.env import Step, StepEnv
+from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.execution import execute_calls
 from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.tools import Tool, load_tools
+from mt_grpo.tools import Tool, ToolSession, load_tools
+from mt_grpo.tools.stateful import StatefulTool
 from mt_grpo.trajectory import Message, StopReason, Turn
 
 if TYPE_CHECKING:
@@ -34,13 +35,15 @@ class MultiTurnToolEnv(StepEnv):
         tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take; `None` is no limit.
 
     Raises:
-        ValueError: For an unknown protocol, a negative limit, a mask other than 0 or 1.
+        ConfigError: For an unknown protocol, a negative limit, a mask other than 0 or 1, a tool named as a tag of the
+            protocol.
         ToolDefinitionError: For a tool whose schema cannot be inferred.
     """
 
     made_from: Any = None
     """The options of a run that it was made from; `None` for one that was made by hand."""
     step_timeout = None  # calls have a limit of their own
+    _tool_session: ToolSession | None = None  # of a conversation that has begun
 
     def __init__(
         self,
@@ -65,6 +68,13 @@ class MultiTurnToolEnv(StepEnv):
         self.tools = {tool.name: tool for tool in load_tools(list(tools))}
         self.max_steps = max_steps
         self.protocol: CallProtocol = PROTOCOLS[protocol]()
+        tags = {tag.strip("</>") for tag in self.protocol.tags}
+        for name in self.tools:
+            if name in tags:
+                raise ConfigError(
+                    f"The tool {name!r} has the name of a tag of `call_protocol: {protocol}`, and <{name}> means "
+                    "something else in a message: give it another name."
+                )
         self.env_mask = env_mask
         self.tool_timeout = tool_timeout
         if system_prompt is None:
@@ -107,7 +117,30 @@ class MultiTurnToolEnv(StepEnv):
                 call.error = f"the limit of {self.max_steps} steps is reached."
             return Step(done=StopReason.MAX_STEPS)
         await execute_calls(turn.tool_calls, self.tools, self.tool_timeout)
-        return Step(self.protocol.replies(turn))
+        reward = None if self._tool_session is None else self._tool_session.take_reward()
+        ends = any(call.executed and not call.error and self.tools[call.name].ends_episode for call in turn.tool_calls)
+        return Step(self.protocol.replies(turn), reward, done=StopReason.ENV_DONE if ends else False)
+
+    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+        """The loop of `StepEnv`, with the states of the tools made before, and their rewards asked for at the end."""
+        if not any(isinstance(tool, StatefulTool) for tool in self.tools.values()):
+            return await super().run(policy, row)
+        session = self._tool_session = ToolSession(self.tools.values(), row, self.tool_timeout)
+        self.tools = session.tools
+        await session.create()
+        try:
+            outcome = await super().run(policy, row)
+        except ConversationEnded as ended:
+            outcome = Outcome(stop_reason=ended.stop_reason)
+        outcome.rewards = {**await session.rewards(), **outcome.rewards}
+        if session.metrics:
+            outcome.info = {"tool_metrics": session.metrics, **outcome.info}
+        return outcome
+
+    async def close(self) -> None:
+        """Releases the states of the tools."""
+        if self._tool_session is not None:
+            await self._tool_session.release()
 
     def generate(
         self, prompts: Sequence[str | list[Message]], llm: Engine, sampling_params: SamplingParams | None = None
@@ -117,14 +150,14 @@ class MultiTurnToolEnv(StepEnv):
         in a running event loop (a notebook) too.
 
         Args:
-            prompts (`Sequence[str | list[dict]]`): User messages or message lists, one a conversation.
+            prompts (`Sequence[str | list[dict]]`): User messages or message lists, one per conversation.
             llm (`Engine`): Samples the turns.
             sampling_params (`SamplingParams`, *optional*): Temperature, top-p and the like; `max_tokens` bounds one
                 turn.
 
         Returns:
-            `dict` of lists, one entry a prompt: `ids`, the tokens after the prompt; `mask`, 1 where the model sampled
-            them and `env_mask` where the environment wrote them; `messages`, the same as messages.
+            `dict` of lists, with one entry per prompt: `ids`, the tokens after the prompt; `mask`, 1 for tokens that
+            the model sampled and `env_mask` for those of the environment; `messages`, the same as messages.
         """
         from mt_grpo.rollout.generate import generate
 

@@ -16,7 +16,7 @@ from mt_grpo.trajectory import Message, ToolCall, Turn
 @dataclass
 class ParsedTurn:
     """
-    What the text of one turn means.
+    The meaning of one turn's text.
 
     Args:
         message (`dict`): The assistant message.
@@ -39,10 +39,10 @@ class CallProtocol(Protocol):
     native_tools: bool
     """Whether the chat template itself shows the tools to the model."""
     tags: tuple[str, ...]
-    """What shapes its contents. Where a tokenizer has tokens of these, they stay tokens in contents."""
+    """Tags in its contents. If a tokenizer has tokens for them, they stay tokens in contents."""
 
     def default_system_prompt(self, tools: list[Tool]) -> str | None:
-        """Instructions for a user who gives none; `None` where the chat template has them."""
+        """The system prompt if the user gives none; `None` if the chat template has the instructions."""
         ...
 
     def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
@@ -104,8 +104,9 @@ class TagProtocol:
 
     def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
         parsed = ParsedTurn({"role": "assistant", "content": text})
-        blocks = self._tool.findall(text)
-        answers = self._answer.findall(text)
+        # up to the last end alone: each of many beginnings without an end would be searched to the end of the text
+        blocks = self._tool.findall(text, 0, text.rfind("</tool>") + len("</tool>"))
+        answers = self._answer.findall(text, 0, text.rfind("</answer>") + len("</answer>"))
         if blocks:
             for block in blocks:
                 call, error = _json_call(block, arguments_key="args")
@@ -146,7 +147,7 @@ def _json_call(block: str, arguments_key: str) -> tuple[ToolCall | None, str | N
 
 
 def _with_valid_text(value: Any) -> Any:
-    """JSON that a model wrote may escape half a character; neither a tokenizer nor a file takes it."""
+    """Replaces half characters, which JSON of a model may hold as escapes, and which tokenizers and files refuse."""
     return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
 
 

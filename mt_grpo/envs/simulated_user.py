@@ -65,7 +65,7 @@ class SimulatedUser:
         given = {name: value for name, value in locals().items() if name != "self" and value is not None}
         parse_user(given)
         if importlib.util.find_spec("openai") is None:
-            raise ConfigError("`simulated_user` needs the package `openai`: install it with `pip install openai`.")
+            raise ConfigError('`simulated_user` needs a library: run `pip install "mt-grpo[openai]"`.')
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise ConfigError(
                 f"`simulated_user: api_key_env` is {api_key_env!r}, an environment variable that is not set: set it "

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from mt_grpo.tools.results import describe_error
+
 
 def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
     """
@@ -39,9 +41,9 @@ def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
         try:
             result = function()
         except StopIteration as stop:  # a future cannot carry it
-            error = RuntimeError(f"StopIteration: {stop}")
+            error = RuntimeError(describe_error(stop))
         except BaseException as caught:  # SystemExit must not pass for success
-            error = caught if isinstance(caught, Exception) else RuntimeError(f"{type(caught).__name__}: {caught}")
+            error = caught if isinstance(caught, Exception) else RuntimeError(describe_error(caught))
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
@@ -79,8 +81,10 @@ async def guarded(work: Awaitable[Any]) -> Any:
     """Awaits `work`; what would end the event loop, and the run with it, is raised as `RuntimeError`."""
     try:
         return await work
-    except SystemExit as caught:
-        raise RuntimeError(f"SystemExit: {caught}") from caught
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as caught:
+        raise RuntimeError(describe_error(caught)) from caught
 
 
 async def _within(future: asyncio.Future[Any], what: str, timeout: float | None) -> Any:

@@ -1,4 +1,4 @@
-"""Every token computed once: packed token trees through any decoder of transformers."""
+"""Log-probabilities with every token computed once: packed token trees through decoders of transformers."""
 
 from mt_grpo.forward.logps import token_logps
 

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of the labels, without ever holding more logits than one chunk."""
+"""Log-probabilities and entropies of the labels, with the logits of one chunk in memory at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from mt_grpo.forward.truncation import Truncation, exclude, excludes
 
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
-"""Logits a chunk holds, by device: 64 MiB on a CPU, 1 GiB on a GPU in float32."""
+"""Logits per chunk, by device: 64 MiB on a CPU and 1 GiB on a GPU, in float32."""
 
 
 def chunked_logps(
@@ -23,8 +23,8 @@ def chunked_logps(
     truncation: Truncation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
-    `log_softmax(hidden @ weight.T / temperature)` at the labels, over the tokens that `truncation` leaves and the
-    label, and the entropy of the same distribution. Which tokens are left is a constant of the gradient.
+    `log_softmax(hidden @ weight.T / temperature)` at the labels, and the entropy of the same distribution. Both are
+    over the tokens that `truncation` keeps, and the label. The gradient treats the set of kept tokens as constant.
 
     Args:
         hidden (`Tensor`): `(M, hidden)` states that predict the labels.
@@ -32,10 +32,10 @@ def chunked_logps(
         bias (`Tensor`, *optional*): `(vocab,)`.
         labels (`Tensor`): `(M,)` tokens whose log-probs are wanted.
         temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
-        truncation (`Truncation`, *optional*): What of the distribution can be drawn; all of it where unset.
+        truncation (`Truncation`, *optional*): Which tokens can be drawn; all if unset.
 
     Returns:
-        Two float32 tensors (float64 where `hidden` is), `(M,)`: log-probabilities and entropies in nats.
+        Two float32 tensors (float64 if `hidden` is), `(M,)`: log-probabilities and entropies in nats.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
@@ -48,7 +48,7 @@ def chunked_logps(
 class _Score(torch.autograd.Function):
     """
     With `p` the softmax and `H` its entropy, `d logp / d logit = onehot - p` and `d H / d logit = -p (log p + H)`.
-    The backward makes each chunk's logits again, but for the last chunk, which is still there.
+    The backward computes each chunk's logits again, except those of the last chunk, which are still in memory.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Log-probabilities of every turn's action, each computed in the context the model had when it acted."""
+"""Log-probabilities of every turn's action, in the context that the model had when it acted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mt_grpo.forward.truncation import Truncation
 from mt_grpo.token_tree import TokenTree
 
 ROW_TOKENS = 65_536
-"""Unique tokens that one forward of `"tree"` packs into its row, where a tree has no more by itself."""
+"""Most unique tokens that one forward of `"tree"` packs into its row; a larger tree has a row of its own."""
 
 
 def token_logps(
@@ -38,13 +38,13 @@ def token_logps(
         model (`PreTrainedModel`): A causal language model, with or without a PEFT adapter.
         trees (`list[TokenTree]`): Trajectories.
         forward (`str`, *optional*, defaults to `"tree"`): `"tree"` computes every token once; `"padded"` makes each
-            root-to-leaf sequence a row of a padded batch; `"turn_by_turn"` runs each turn's context and action alone.
+            root-to-leaf sequence a row of a padded batch; `"turn_by_turn"` runs one forward per turn.
         attention (`str`, *optional*, defaults to `"auto"`): Attention of `"tree"`: `"segment"`, `"flex"` or `"dense"`.
         temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
         truncation (`Truncation`, *optional*): The `top_k`, `top_p` and `min_p` that tokens were sampled with.
 
     Returns:
-        `list[list[Tensor]]`: for each tree, for each turn, a float32 tensor with an entry for each action token.
+        `list[list[Tensor]]`: per tree and turn a float32 tensor with one entry per action token.
 
     Raises:
         UnsupportedModelError: If the model cannot run over packed trees and `forward` is `"tree"`.

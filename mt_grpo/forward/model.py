@@ -1,4 +1,4 @@
-"""The model's forward over packed trees, and TRL's batches through it."""
+"""The model's forward over packed trees."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TreeScores:
 
 @dataclass(frozen=True, eq=False)
 class TreeInput:
-    """A packed row on its way through wrappers that know nothing of it: DDP, FSDP, DeepSpeed, PEFT, autocast."""
+    """A packed row, as an argument that passes through wrappers unchanged: DDP, FSDP, DeepSpeed, PEFT, autocast."""
 
     packed: Packed
     layout: TreeLayout
@@ -47,17 +47,17 @@ class TreeInput:
 
 def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | None = None) -> None:
     """
-    Teaches a causal language model to run over packed trees: `model(input_ids, position_ids, tree=TreeInput(...))`
-    returns a tuple `(logps, entropies)`. Every other forward, and generation, is as before.
+    Makes a causal language model able to run over packed trees. `model(input_ids, position_ids, tree=TreeInput(...))`
+    then returns a tuple `(logps, entropies)`. Every other forward, and generation, stays as it is.
 
-    The forward itself is extended, not called around, so that whatever wraps the model (DDP's gradient hooks, FSDP's
-    and ZeRO-3's gathering of weights, autocast) sees one ordinary forward. Backbone and head are looked up on each
-    call, because wrappers replace them.
+    The model's own forward is extended. So everything that wraps the model (DDP's gradient hooks, FSDP's and ZeRO-3's
+    gathering of weights, autocast) sees one ordinary forward. Backbone and head are looked up on each call, because
+    wrappers replace them.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): The model, not wrapped for training yet.
-        cast_head_to_fp32 (`bool`, *optional*): Computes logits in float32, outside autocast, as TRL's
-            `cast_lm_head_to_fp32` does; unset it stays as it was, at first `False`.
+        cast_head_to_fp32 (`bool`, *optional*): Whether to compute logits in float32, outside autocast, as TRL's
+            `cast_lm_head_to_fp32` does. Unset, an earlier setting stays; the first is `False`.
 
     Raises:
         UnsupportedModelError: If the model cannot run over packed trees.
@@ -76,7 +76,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
     if enabled:
         return
     model._attention_without_trees = model.config._attn_implementation.removeprefix("tree_or_")
-    # a reference model is made with the policy's configuration, where the name may be ours already
+    # a reference model is made with the policy's configuration, which may have our name already
     model.config._attn_implementation = register(model.config._attn_implementation.removeprefix("tree_or_"))
     model._forward_without_trees = model.forward  # a bound method: a deep copy of the model has its own
 
@@ -88,7 +88,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
         hidden = self.base_model(
             input_ids=kwargs["input_ids"],
             position_ids=kwargs["position_ids"],
-            # a mask of four dimensions is passed on as it is: transformers builds none
+            # transformers passes a mask of four dimensions on as it is
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
             use_cache=False,
             tree_layout=tree.layout,
@@ -108,8 +108,8 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
 
 def _through_head(module: nn.Module, hidden: Tensor, tree: TreeInput, cast_to_fp32: bool) -> tuple[Tensor, Tensor]:
     """
-    Computes log-probs inside the output layer's own forward: a layer that is sharded by itself has its weights
-    gathered, and their gradients reduced, by hooks that only a call of the module fires.
+    Computes log-probs inside the output layer's own forward. If that layer is sharded by itself, hooks gather its
+    weights and reduce their gradients, and only a call of the module runs these hooks.
     """
     head = _linear(module)
 
@@ -154,11 +154,11 @@ def score_packed(
     One forward over a packed row.
 
     Args:
-        model (`nn.Module`): A model given to `enable_trees`, as it is or wrapped for training.
+        model (`nn.Module`): A model after `enable_trees`, as it is or wrapped for training.
         packed (`Packed`): The row.
         attention (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"segment"`, `"flex"` or `"dense"`.
         temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
-        truncation (`Truncation`, *optional*): What of the distribution can be drawn.
+        truncation (`Truncation`, *optional*): Which tokens can be drawn.
     """
     device = next(model.parameters()).device
     layout = TreeLayout(packed, attention)
@@ -171,11 +171,11 @@ def score_packed(
 
 def check_model(model: PreTrainedModel) -> None:
     """
-    Refuses a causal language model that cannot run over packed trees, or may score them wrongly without
-    `mt_grpo.forward.probe` seeing it.
+    Refuses a causal language model that cannot run over packed trees, or that may score them wrongly in a way that
+    `mt_grpo.forward.probe` cannot see.
 
     Raises:
-        UnsupportedModelError: With the reason, and the mend.
+        UnsupportedModelError: With the reason, and how to mend it.
     """
     reason = _obstacle(model)
     if reason is not None:
@@ -197,7 +197,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     # the probe is too small to fill an expert, and compares no losses
     if getattr(config, "expert_capacity", None) or getattr(config, "output_router_logits", False):
         return "routes or balances experts by the batch"
-    # a cap shows only where scores are large, which training may make them
+    # a cap has an effect only on large scores, and training may make them large
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "caps its attention scores"
     for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):

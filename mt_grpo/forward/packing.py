@@ -1,4 +1,4 @@
-"""Many token trees in one row: prefixes that trees share are laid out once, depth first. Pure numpy."""
+"""Many token trees in one row, depth first; prefixes that trees share are in it once. Pure numpy."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class FlatTree:
 
     Args:
         tokens (`np.ndarray`): `(L,)` token ids.
-        turns (`np.ndarray`): `(L,)` turn whose trained action a token is; -1 where it is not trained.
-        parent (`np.ndarray`, *optional*): `(L,)` index of the token it follows, -1 for a root; `None` for a tree that
-            is one sequence.
+        turns (`np.ndarray`): `(L,)` turn to whose trained action a token belongs; -1 if it is not trained.
+        parent (`np.ndarray`, *optional*): `(L,)` index of the token that it follows, -1 for a root; `None` for a tree
+            that is one sequence.
     """
 
     tokens: np.ndarray
@@ -73,7 +73,7 @@ def flatten(tree: TokenTree) -> FlatTree:
 @dataclass(frozen=True)
 class Packed:
     """
-    `N` unique tokens of many trees in depth-first order, and the `M` tokens whose log-probs are wanted, the labels.
+    `N` unique tokens of many trees in depth-first order, and the `M` labels: the tokens whose log-probs are wanted.
 
     Token `q` sees token `k` if and only if `k <= q <= subtree_end[k]`.
 
@@ -81,12 +81,12 @@ class Packed:
         input_ids (`np.ndarray`): `(N,)` token ids.
         position_ids (`np.ndarray`): `(N,)` depth.
         parent (`np.ndarray`): `(N,)` index of the token whose hidden state predicts this one; -1 for a root.
-        subtree_end (`np.ndarray`): `(N,)` last index of the subtree.
+        subtree_end (`np.ndarray`): `(N,)` last index of the token's subtree.
         predictor (`np.ndarray`): `(M,)` index whose hidden state predicts a label.
         label (`np.ndarray`): `(M,)` the label's id.
-        tree (`np.ndarray`): `(M,)` tree it belongs to.
-        column (`np.ndarray`): `(M,)` its index in that `FlatTree`.
-        turn (`np.ndarray`): `(M,)` turn it was sampled in.
+        tree (`np.ndarray`): `(M,)` tree that the label belongs to.
+        column (`np.ndarray`): `(M,)` the label's index in that `FlatTree`.
+        turn (`np.ndarray`): `(M,)` turn in which the label was sampled.
     """
 
     input_ids: np.ndarray
@@ -107,12 +107,12 @@ class Packed:
 
 def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
     """
-    Lays trees out in one row. Whatever prefix they share is there once: a group's prompt, a system message, the
-    history before a fork. A token sampled twice at the same place is forwarded once and a label twice.
+    Lays trees out in one row. A prefix that they share is in it once: a group's prompt, a system message, the history
+    before a fork. If two trees sampled the same token at the same place, it is forwarded once and is a label twice.
 
-    The sequences from the roots to the leaves are sorted, so that each adds to its predecessor's path what follows
-    their longest common prefix; that order is the depth-first order of the tree they form together. A numpy call costs
-    as much as hundreds of tokens, so Python counts sequences, and numpy the tokens of all sequences at once.
+    The root-to-leaf sequences are sorted. Each one then adds what follows its longest common prefix with the one
+    before it. This order is the depth-first order of the tree that they form together. A numpy call costs as much as
+    hundreds of tokens, so Python loops over sequences, and numpy handles the tokens of all sequences at once.
 
     Raises:
         ValueError: If a trained token has no token before it.
@@ -171,9 +171,9 @@ class _Sequence(NamedTuple):
 
     Args:
         tokens (`np.ndarray`): Its token ids.
-        turns (`np.ndarray`): Turns of its last tokens: of the columns that no earlier sequence of its tree has.
+        turns (`np.ndarray`): Turns of its last tokens, whose columns no earlier sequence of its tree has.
         tree (`int`): Its tree.
-        lead (`int`): What the column of such a token is ahead of its depth.
+        lead (`int`): Column minus depth of such a token.
     """
 
     tokens: np.ndarray
@@ -203,15 +203,15 @@ def _join(pieces: list[np.ndarray]) -> np.ndarray:
 
 
 def unique_tokens(trees: Sequence[FlatTree | TokenTree]) -> int:
-    """Tokens that `pack` would forward."""
+    """Number of tokens that `pack` would forward."""
     tokens = [sequence.tokens for sequence in _sequences(trees)]
     return sum(map(len, tokens)) - sum(sort_by_prefix(tokens)[1])
 
 
 def split(trees: Sequence[FlatTree], budget: int) -> list[list[int]]:
     """
-    Distributes trees over rows of at most `budget` unique tokens; a tree that is larger has a row of its own. Trees
-    that begin alike are next to each other, so that few rows repeat what they share.
+    Distributes trees over rows of at most `budget` unique tokens. A larger tree has a row of its own. Trees that begin
+    alike are next to each other, so that few rows repeat a shared prefix.
 
     Args:
         trees (`list[FlatTree]`): The trees.

@@ -1,4 +1,4 @@
-"""Token sequences as the tree that their common prefixes form, one number a sequence. Pure numpy."""
+"""The tree that the common prefixes of token sequences form, described by a few numbers per sequence. Pure numpy."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ def _common(one: np.ndarray, other: np.ndarray, known: int) -> int:
 
 def lay_out(sizes: list[int], shared: list[int]) -> tuple[list[int], list[int], np.ndarray]:
     """
-    Lays out the tree of sorted sequences depth first: each adds what follows the prefix it shares with the one before.
+    Lays out the tree of sorted sequences depth first. Each sequence adds what follows its common prefix with the one
+    before.
 
     Args:
         sizes (`list[int]`): Lengths of the sequences.
         shared (`list[int]`): Length that each shares with the one before it.
 
     Returns:
-        For each sequence what the indices of the tokens it adds are ahead of their depths, and the sequence that added
-        the last token they share (-1 where they share none); for each added token the last index of its subtree.
+        Two lists and an array: per sequence, index minus depth of the tokens that it adds; per sequence, the sequence
+        that added the last token of the shared prefix (-1 if there is none); per added token, the last index of its
+        subtree.
     """
     total = sum(sizes) - sum(shared)
     subtree_end = np.full(total, total - 1)
@@ -65,7 +67,7 @@ def lay_out(sizes: list[int], shared: list[int]) -> tuple[list[int], list[int], 
 def locate(
     depth: np.ndarray, sequence: np.ndarray, shifts: list[int], parent: list[int], shared: list[int]
 ) -> np.ndarray:
-    """Indices, in the layout of `lay_out`, of the tokens at some depths of some sequences, whoever added them."""
+    """Indices, in the layout of `lay_out`, of the tokens at given depths of given sequences."""
     parent_of, common = np.array(parent), np.array(shared)
     while (higher := depth < common[sequence]).any():
         sequence = np.where(higher, parent_of[sequence], sequence)

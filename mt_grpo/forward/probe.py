@@ -1,9 +1,10 @@
 """
-Proof that a model scores packed trees as it scores each turn alone: both are done on a small forked tree, once.
+Tests that a model scores packed trees as it scores each turn alone. Both are done once, on a small forked tree.
 
-The tree has what runs have: a prompt that two trajectories share, turns early and late, a fork just before the end and
-a trajectory that shares nothing, with tokens of the whole vocabulary. It is as deep as the longest row it shall speak
-for, since windows, chunks and scaled positions show only beyond their length. What the weights hide, it cannot see.
+The tree has what the trees of runs have: a prompt that two trajectories share, turns early and late, a fork just
+before the end, and a trajectory that shares nothing. Its tokens are of the whole vocabulary. It is as deep as the
+longest row of the run, since windows, chunks and scaled positions have an effect only beyond their length. What the
+weights make no use of, it cannot see.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.token_tree import TokenTree
 
 EXACT = 1e-4
-"""Nats by which any token's log-prob may differ in float32."""
+"""Largest difference of a token's log-prob in float32, in nats."""
 
 FACTOR = 4
-"""How many times what two paddings of one batch differ by a turn may differ by in coarser precisions."""
+"""In coarser precisions a turn may differ by this many times the difference between two paddings of a batch."""
 
 MOST = 0.5
-"""Nats that no rounding explains: some models that are wrong on trees are wrong on padded rows too."""
+"""Largest difference, in nats, that rounding can explain: some models that are wrong on trees are wrong on padded
+rows too."""
 
 SHALLOWEST = 256
-"""Tokens on the longest path at least; two blocks of FlexAttention's mask."""
+"""Fewest tokens on the longest path: two blocks of FlexAttention's mask."""
 
 TURN = 16
-"""Tokens of a turn; over so many is a difference averaged where rounding decides."""
+"""Tokens per turn. In coarser precisions a difference is a mean over this many tokens."""
 
 NOISE_ROWS, NOISE_LENGTH, PADDING = 4, 1024, 300
-"""The batch that is padded in two ways: rows, tokens of one at most, and padding, which no kernel's block divides."""
+"""The batch that is padded in two ways: rows, most tokens per row, and padding, which no kernel's block divides."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Proof:
     How far apart the two ways of scoring the probe tree are.
 
     Args:
-        difference (`float`): Nats: of the worst token in float32, else the mean over the tokens of the worst turn.
-        allowed (`float`): What precision explains of it.
+        difference (`float`): In nats: of the worst token in float32, else the mean over the worst turn's tokens.
+        allowed (`float`): The largest difference that the precision explains.
     """
 
     difference: float
@@ -64,18 +66,19 @@ class Proof:
 
 def prove(model: nn.Module, length: int, *, attention: str = "auto", mixed_precision: str = "no") -> None:
     """
-    Proves a model for rows of up to `length` tokens, if it is not proven for them yet. Every rank calls it at the same
-    point, since a sharded forward is collective, and all agree. It draws no random numbers and leaves no gradients.
+    Proves a model for rows of up to `length` tokens, unless this was done before. Every rank calls it at the same
+    point, since a sharded forward is collective. All ranks get the same result. It draws no random numbers and leaves
+    no gradients.
 
     Args:
-        model (`nn.Module`): A model given to `enable_trees`, as it is or wrapped for training.
+        model (`nn.Module`): A model after `enable_trees`, as it is or wrapped for training.
         length (`int`): Tokens of the longest row.
         attention (`str`, *optional*, defaults to `"auto"`): As in `run`.
         mixed_precision (`str`, *optional*, defaults to `"no"`): What the wrapper computes in, as accelerate has it:
             `"no"` (the parameters' own type), `"bf16"`, `"fp16"` or `"fp8"`.
 
     Raises:
-        UnsupportedModelError: If the model scores the tree otherwise than each turn alone.
+        UnsupportedModelError: If the model scores the tree differently from each turn alone.
     """
     base = _base(model)
     proven = vars(base).setdefault("_proven_lengths", {})
@@ -94,7 +97,7 @@ def prove(model: nn.Module, length: int, *, attention: str = "auto", mixed_preci
 
 
 def probe_depth(config: PreTrainedConfig, length: int) -> int:
-    """Depth of a probe for rows of `length` tokens: the next power of two, inside the positions the model has."""
+    """Depth of a probe for rows of `length` tokens: the next power of two, within the model's positions."""
     depth = max(SHALLOWEST, 1 << (length - 1).bit_length())
     positions = getattr(config, "max_position_embeddings", None) or depth
     rotary = getattr(config, "rope_parameters", None) is not None  # else a table, which ends
@@ -129,8 +132,9 @@ def probe_trees(vocabulary: int, depth: int) -> list[FlatTree]:
 @torch.no_grad()
 def measure(model: nn.Module, depth: int, *, attention: str = "auto", mixed_precision: str = "no") -> Proof:
     """
-    Scores the probe tree both ways; the plain way with the attention the model had before trees. In float32 that is
-    a forward over `depth` tokens and turns of 2.5 times as many; in coarser precisions two more of 4 rows.
+    Scores the probe tree both ways. Turn by turn uses the attention that the model had before `enable_trees`. In
+    float32 this costs a forward over `depth` tokens, and turns of 2.5 times as many. Coarser precisions cost two more
+    forwards of 4 rows.
 
     Args:
         depth (`int`): Tokens on the longest path, at least 16.
@@ -149,7 +153,7 @@ def measure(model: nn.Module, depth: int, *, attention: str = "auto", mixed_prec
             expected = torch.cat([_turn_by_turn(model, base, tree, scores.device) for tree in trees])
             ours = scores[torch.from_numpy(packed.turn_order).to(scores.device)]
             differences = (ours - expected).abs()
-            if not expected.isfinite().all():  # spoilt weights score nothing; whoever trains names them
+            if not expected.isfinite().all():  # weights that are not finite: the trainer names them
                 found = torch.stack([differences.new_tensor(0.0), differences.new_tensor(torch.inf)])
             elif step <= torch.finfo(torch.float32).eps:
                 found = torch.stack([differences.max(), differences.new_tensor(EXACT)])
@@ -165,8 +169,8 @@ def measure(model: nn.Module, depth: int, *, attention: str = "auto", mixed_prec
 
 def rounding_step(model: nn.Module, mixed_precision: str = "no") -> float:
     """
-    Relative rounding step of what a model computes in: the coarsest of its parameters' types, of what its wrapper
-    casts them to, and of a matrix product here, which autocast and TF32 make coarser.
+    Relative rounding step of the types that a model computes in: the coarsest of its parameters' types, of the type
+    that its wrapper casts to, and of a matrix product here, which autocast and TF32 make coarser.
     """
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     types |= {"bf16": {torch.bfloat16}, "fp16": {torch.float16}, "fp8": {torch.bfloat16}}.get(mixed_precision, set())
@@ -194,8 +198,8 @@ def _padding_noise(
     model: nn.Module, base: PreTrainedModel, length: int, vocabulary: int, device: torch.device
 ) -> Tensor:
     """
-    Mean difference in nats over the worst `TURN` tokens of a batch that is padded on the left, and of the same batch
-    without padding: the same numbers by other roundings.
+    Mean difference, in nats, over the worst `TURN` tokens between a batch that is padded on the left and the same
+    batch without padding. Only rounding differs.
     """
     tokens = np.random.default_rng(1).integers(vocabulary, size=(NOISE_ROWS, length))
     ids = torch.from_numpy(tokens).to(device)
@@ -216,7 +220,7 @@ def _padding_noise(
 
 
 def _worst_rank(found: Tensor) -> Tensor:
-    """The largest difference and the smallest allowance of all ranks, so that none goes on where another stops."""
+    """The largest difference and the smallest allowance of all ranks, so that all ranks decide alike."""
     difference, allowed = found.float()
     found = torch.stack([difference.nan_to_num(nan=torch.inf), -allowed.nan_to_num(nan=0.0)])
     if dist.is_available() and dist.is_initialized():
@@ -226,7 +230,7 @@ def _worst_rank(found: Tensor) -> Tensor:
 
 @contextmanager
 def _own_attention(base: PreTrainedModel) -> Iterator[None]:
-    """The attention the model was made with: what trees replace it by may leave out what it does."""
+    """Uses the attention that the model was made with; its replacement for trees may leave something out."""
     ours = base.config._attn_implementation
     base.config._attn_implementation = base._attention_without_trees
     try:

@@ -1,4 +1,4 @@
-"""The forward that shares nothing: each turn alone, in the context the model had. The oracle of the tree forward."""
+"""One forward per turn, in the context that the model had, with nothing shared: the oracle of the tree forward."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def turn_by_turn_logps(
     logits_to_keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """
-    Log-probabilities and entropies of a TRL batch, one forward for each turn of each row.
+    Log-probabilities and entropies of a TRL batch, with one forward per turn of each row.
 
     Args:
         model: A causal language model.
         prompt_ids, prompt_mask (`Tensor`): `(B, P)`, padded on the left.
         completion_ids, loss_mask, turn_ids (`Tensor`): `(B, T)`, padded on the right.
-        parent (`Tensor`, *optional*): `(B, T)` column of the token each one follows, -1 for the prompt's last; `None`
-            where every row is one sequence.
+        parent (`Tensor`, *optional*): `(B, T)` column of the token that each token follows, -1 for the prompt's last;
+            `None` if every row is one sequence.
         temperature (`float`): Divides the logits.
-        truncation (`Truncation`, *optional*): What of the distribution can be drawn.
-        logits_to_keep (`bool`, *optional*, defaults to `False`): Has the model compute no other logits than from the
-            turn on, which its forward must know how to.
+        truncation (`Truncation`, *optional*): Which tokens can be drawn.
+        logits_to_keep (`bool`, *optional*, defaults to `False`): Whether the model computes only the logits of the
+            turn. Its forward must take `logits_to_keep`.
 
     Returns:
         Two `(B, T)` float32 tensors, 0 where `loss_mask` is 0.
@@ -66,7 +66,7 @@ def turn_by_turn_logps(
                 columns += action
     index = (torch.tensor(rows), torch.tensor(columns))
     empty = torch.zeros(completion_ids.shape, device=completion_ids.device)
-    if not logps:  # a backward needs something to go through all the same
+    if not logps:  # a backward needs something to flow through
         if completion_ids.numel():
             empty = empty + 0.0 * model(input_ids=completion_ids[:1, :1], use_cache=False).logits.sum()
         return empty, empty.clone()
@@ -74,7 +74,7 @@ def turn_by_turn_logps(
 
 
 def _path(parent: Any, column: int) -> list[int]:
-    """Columns from the prompt to `column`; the first entry is where the path leaves the prompt, -1 for its end."""
+    """Columns from the prompt to `column`. The first entry says where the path leaves the prompt; -1 is its end."""
     path = [column]
     while path[-1] >= 0:
         path.append(parent[path[-1]])

@@ -1,4 +1,4 @@
-"""What `top_k`, `top_p` and `min_p` leave of a distribution."""
+"""Cuts a distribution with `top_k`, `top_p` and `min_p`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _EXCLUDED = -1e4  # nats: a probability of 0 without an infinity, whose product 
 @dataclass(frozen=True)
 class Truncation:
     """
-    Which tokens can be drawn. Names, meaning and order are vLLM's: after temperature, `min_p`, `top_k`, then `top_p`
-    of what these leave. Tokens that tie with the last one that can be drawn can be drawn too.
+    Which tokens can be drawn. Names, meaning and order are vLLM's: after temperature come `min_p`, `top_k`, then
+    `top_p` over the tokens that are left. Tokens that are as likely as the last one that can be drawn can be drawn
+    too.
 
     Args:
-        top_k (`int`, *optional*, defaults to `0`): So many of the likeliest tokens; all where it is not above 0.
-        top_p (`float`, *optional*, defaults to `1.0`): The fewest tokens whose probability adds up to this.
-        min_p (`float`, *optional*, defaults to `0.0`): Tokens at least this likely, relative to the likeliest.
+        top_k (`int`, *optional*, defaults to `0`): Keeps this many of the likeliest tokens; 0 or less keeps all.
+        top_p (`float`, *optional*, defaults to `1.0`): Keeps the fewest tokens whose probabilities add up to this.
+        min_p (`float`, *optional*, defaults to `0.0`): Keeps tokens at least this likely, relative to the likeliest.
     """
 
     top_k: int = 0
@@ -29,7 +30,7 @@ class Truncation:
 
     def floor(self, logits: Tensor) -> Tensor:
         """
-        The smallest logit that can be drawn.
+        The smallest logit of a token that can be drawn.
 
         Args:
             logits (`Tensor`): `(M, vocab)`, after temperature.
@@ -59,7 +60,7 @@ class Truncation:
 
         Args:
             logits (`Tensor`): `(M, vocab)`, after temperature.
-            labels (`Tensor`): `(M,)` tokens that were drawn, which therefore could be.
+            labels (`Tensor`): `(M,)` tokens that were drawn. They are always kept.
         """
         whole = logits.detach()
         excluded = excludes(whole, self.floor(whole), labels)
@@ -67,7 +68,7 @@ class Truncation:
 
 
 def excludes(logits: Tensor, floor: Tensor, labels: Tensor) -> Tensor:
-    """Tokens that cannot be drawn, `(M, vocab)` bool: those below the floor, `(M,)`, but for the labels, `(M,)`."""
+    """Tokens that cannot be drawn, `(M, vocab)` bool: those below the floor `(M,)`, except the labels `(M,)`."""
     return (logits < floor[:, None]).scatter_(1, labels[:, None], False)
 
 

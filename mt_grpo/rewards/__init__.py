@@ -1,4 +1,4 @@
-"""How a trajectory is judged: rewards to subclass, built-in ones, and the functions that run them."""
+"""Rewards: classes to subclass, built-in rewards, and the functions that run them."""
 
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
 from mt_grpo.rewards.environment import EnvReward, env_reward
@@ -6,6 +6,7 @@ from mt_grpo.rewards.format import format_reward_func, xml_reward_func
 from mt_grpo.rewards.gsm8k import gsm8k_correct_reward_func, gsm8k_number_reward_func
 from mt_grpo.rewards.registry import REWARDS, RewardListError, load_rewards, reward
 from mt_grpo.rewards.scoring import RewardError, Scores, score_trajectories, spread
+from mt_grpo.rewards.step import step_reward
 from mt_grpo.rewards.triviaqa import (
     exact_match_reward_func,
     exist_answer_in_search_results,
@@ -34,6 +35,7 @@ __all__ = [
     "reward",
     "score_trajectories",
     "spread",
+    "step_reward",
     "tool_execution_reward_func",
     "xml_reward_func",
 ]

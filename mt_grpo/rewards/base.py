@@ -1,4 +1,4 @@
-"""What a reward is: classes to subclass, and the wrapper that makes a plain TRL reward function one of them."""
+"""The classes of rewards to subclass, and the wrapper around plain TRL reward functions."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class OutcomeReward(RewardFunc):
 
 class FunctionReward(OutcomeReward):
     """
-    A plain TRL reward function as an outcome reward; called once for the whole batch, as TRL calls it.
+    A plain TRL reward function as an outcome reward. It is called once for the whole batch, as TRL does.
 
     Args:
         function (`Callable`): `f(prompts, completions, **columns) -> list[float | None]`, sync or async. One with a
@@ -100,7 +100,7 @@ class FunctionReward(OutcomeReward):
         extra: dict[str, Any] | None = None,
     ) -> Awaitable[list[float | None]]:
         """
-        Calls the function once, here and now.
+        Calls the function once, for the whole batch.
 
         Args:
             trajectories (`list[Trajectory]`): The batch.
@@ -108,10 +108,10 @@ class FunctionReward(OutcomeReward):
             extra (`dict`, *optional*): Further keyword arguments (`trainer_state`, `log_extra`, `log_metric`).
 
         Returns:
-            An awaitable of `list[float | None]`: one reward a trajectory.
+            An awaitable of `list[float | None]`: one reward per trajectory.
 
         Raises:
-            ValueError: When awaited, if the function returns another number of rewards.
+            ValueError: When awaited, if the function does not return one reward per trajectory.
         """
         columns = {key: [row[key] for row in rows] for key in rows[0] if key not in NOT_COLUMNS}
         environments = [trajectory.environment for trajectory in trajectories]
@@ -143,7 +143,7 @@ async def _counted(rewards: Any, number: int) -> list[float | None]:
 
 
 def completion_ids(trajectory: Trajectory) -> list[int]:
-    """Token ids after the first context, tool results included, in the trajectory's first token sequence."""
+    """Token ids after the first context, in the trajectory's first token sequence; tool results are included."""
     for sequence in trajectory.tree.sequences()[:1]:
         start = next((t for t, turn in enumerate(sequence.turns) if turn >= 0), len(sequence.turns))
         return sequence.tokens[start:]

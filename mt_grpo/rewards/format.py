@@ -21,7 +21,7 @@ BLOCK = re.compile(rf"<({'|'.join(TAGS)})>(.*?)</\1>", re.DOTALL)
 
 @reward("format_reward_func")
 class FormatReward(OutcomeReward):
-    """0.2 × the mean of `message_format` over the assistant messages; `None` where the model never spoke."""
+    """0.2 × the mean of `message_format` over the assistant messages; `None` if there is none."""
 
     maximum = 0.2
 
@@ -31,7 +31,7 @@ class FormatReward(OutcomeReward):
 
 @reward("xml_reward_func")
 class XmlReward(OutcomeReward):
-    """0.2 × the mean of `message_xml` over the assistant messages; `None` where the model never spoke."""
+    """0.2 × the mean of `message_xml` over the assistant messages; `None` if there is none."""
 
     maximum = 0.2
 
@@ -41,11 +41,14 @@ class XmlReward(OutcomeReward):
 
 def message_format(text: str) -> float:
     """
-    How far one message keeps the protocol, from 0 to 1.
+    How well one message follows the protocol, from 0 to 1.
 
-    0.4 × the share of the two fields that are there exactly once (the reasoning; one of tool and answer), 0.2 for no
-    whitespace just inside the tags of a block (a message without a block earns nothing here), 0.2 for starting with
-    `<reasoning>`, 0.2 for ending with `</tool>` or `</answer>`. Whitespace around the whole message is free.
+    - 0.4 × the share of two fields that occur exactly once: the reasoning, and one of tool and answer.
+    - 0.2 if no block has whitespace just inside its tags. A message without a block earns nothing here.
+    - 0.2 if it starts with `<reasoning>`.
+    - 0.2 if it ends with `</tool>` or `</answer>`.
+
+    Whitespace around the whole message does not matter.
     """
     text = text.strip()
     blocks = BLOCK.findall(text)
@@ -60,8 +63,8 @@ def message_xml(text: str) -> float:
     """
     How well one message opens and closes its tags, from 0 to 1.
 
-    Each tag in use (opened or closed at least once) has two marks, the opening and the closing; the score is the
-    share of the marks that occur exactly once, 0 where no tag is in use.
+    Each tag in use (opened or closed at least once) has two marks, the opening and the closing. The score is the share
+    of marks that occur exactly once, or 0 if no tag is in use.
     """
     counts = [(text.count(f"<{tag}>"), text.count(f"</{tag}>")) for tag in TAGS]
     marks = [count == 1 for pair in counts if any(pair) for count in pair]

@@ -31,7 +31,7 @@ class Gsm8kCorrectReward(OutcomeReward):
 
 @reward("gsm8k_number_reward_func")
 class Gsm8kNumberReward(OutcomeReward):
-    """0.2 if the final answer is a number and nothing else, else 0.0; `$`, `%` and a full stop are part of it."""
+    """0.2 if the final answer is a number and nothing else, else 0.0; `$`, `%` and a full stop are allowed."""
 
     maximum = 0.2
 

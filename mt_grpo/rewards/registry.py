@@ -1,4 +1,4 @@
-"""The rewards a recipe lists, by name, by dotted path or as objects."""
+"""The rewards that a recipe lists: by name, by dotted path or as objects."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, Turn
 Judge = TypeVar("Judge", bound=Callable[..., Any])
 
 REWARDS: Registry[RewardFunc | type[RewardFunc]] = Registry("reward", "mt_grpo.rewards")
-"""The rewards a recipe can list by bare name."""
+"""The rewards that a recipe can list by name."""
 
 KINDS: dict[str, type[RewardFunc]] = {"turn": TurnReward, "outcome": OutcomeReward}
 
 
 class RewardListError(UserError, ValueError):
-    """A list of rewards is not usable. The message is one sentence fit for the user."""
+    """A list of rewards that cannot be used. The message is one sentence fit for the user."""
 
 
 def reward(name: str) -> Callable[[Judge], Judge]:
@@ -27,7 +27,7 @@ def reward(name: str) -> Callable[[Judge], Judge]:
     Registers a reward: a `TurnReward` or `OutcomeReward` that needs no arguments, or a plain TRL reward function.
 
     Args:
-        name (`str`): What recipes, logs and `Trajectory.rewards` call it.
+        name (`str`): Its name in recipes, logs and `Trajectory.rewards`.
 
     Raises:
         RegistrationError: If the name is no word, or another file has registered it.
@@ -50,12 +50,12 @@ def load_rewards(
     Turns the entries of `turn_reward_funcs` or `outcome_reward_funcs` into reward objects.
 
     Args:
-        entries (`Sequence`): Each a registered name, a path for `import_object`, a `RewardFunc` or a subclass of it
+        entries (`Sequence`): Each is a registered name, a path for `import_object`, a `RewardFunc`, a subclass of it
             that needs no arguments, or (outcome rewards only) a plain TRL reward function.
         kind (`str`): `"turn"` or `"outcome"`.
 
     Raises:
-        ValueError: If an entry leads to no reward, to one of the other kind, or to a name that an earlier entry has.
+        ValueError: If an entry is not a reward, is a reward of the other kind, or has the name of an earlier entry.
     """
     rewards: dict[str, RewardFunc] = {}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Trajectories in, rewards out: runs every reward over a batch, async ones concurrently."""
+"""Runs every reward over a batch of trajectories, async ones concurrently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, Turn
 from mt_grpo.trajectory import Trajectory
 
 Pending = Callable[[], Coroutine[Any, Any, Any]]
-"""A reward that was called: waits for its value."""
+"""Waits for the value of a reward that was called."""
 
 
 class RewardError(RuntimeError):
@@ -24,7 +24,7 @@ class RewardError(RuntimeError):
 @dataclass
 class Scores:
     """
-    The rewards of a batch; `None` where a reward does not apply, and for a trajectory that failed.
+    The rewards of a batch. A value is `None` if the reward does not apply, or if the trajectory failed.
 
     Args:
         turn (`list[list[list[float | None]]]`): Indexed [turn reward][trajectory][turn].
@@ -42,9 +42,10 @@ def score_trajectories(
     extra: dict[str, Any] | None = None,
 ) -> Coroutine[Any, Any, Scores]:
     """
-    Scores a batch and records the values in `Trajectory.rewards`. No reward is asked about a trajectory that failed.
-    Every reward is called at once, in the thread of the caller, for rewards may expect the main thread (signals) or
-    that of the trainer; what `async def` ones do is done where the result is awaited.
+    Scores a batch and records the values in `Trajectory.rewards`. A trajectory that failed is not scored.
+
+    All rewards are called in the caller's thread, before this returns, because they may expect the main thread
+    (signals) or the trainer's. The body of an `async def` reward runs where the result is awaited.
 
     Args:
         turn_funcs (`Sequence[TurnReward]`): Scored on every turn of every trajectory.
@@ -53,11 +54,10 @@ def score_trajectories(
         extra (`dict`, *optional*): Keyword arguments for plain TRL reward functions beyond the columns.
 
     Returns:
-        A coroutine of `Scores`: one value for each reward and trajectory (and turn).
+        A coroutine of `Scores`: one value per reward and trajectory, and per turn for turn rewards.
 
     Raises:
-        RewardError: When awaited, if a reward raises, or returns what is not a finite number; only `None` says that it
-            does not apply.
+        RewardError: When awaited, if a reward raises, or returns neither a finite number nor `None`.
     """
     judged = [trajectory for trajectory in trajectories if not trajectory.failed]
     turn = [
@@ -95,10 +95,10 @@ def spread(
     values: Sequence[Any], trajectories: Sequence[Trajectory], fill: Callable[[Trajectory], Any] = lambda _: None
 ) -> list[Any]:
     """
-    Values of the trajectories that did not fail as values of all: `fill` makes those of the others.
+    Spreads values of the trajectories that did not fail over all trajectories. `fill` makes the missing ones.
 
     Raises:
-        ValueError: If there is another number of values than of trajectories that did not fail.
+        ValueError: If the number of values is not the number of trajectories that did not fail.
     """
     judged = [index for index, trajectory in enumerate(trajectories) if not trajectory.failed]
     found = dict(zip(judged, values, strict=True))
@@ -106,7 +106,7 @@ def spread(
 
 
 async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Runs all to their end, then raises the first failure in order: which one is reported is not a race."""
+    """Waits for all, then raises the first failure in their order, so that the same one is reported every time."""
     results = await asyncio.gather(*coroutines, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -140,7 +140,7 @@ def _call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> Pending:
 
 
 def _call(func: RewardFunc, call: Callable[[], Any], trajectory: Trajectory, scope: str = "") -> Pending:
-    """Calls a reward; what is left, the wait for its value, is a function, so that nothing needs to be awaited."""
+    """Calls a reward, and returns a function that waits for its value; unlike a coroutine it need not be awaited."""
     value, failure = None, None
     try:
         value = call()
@@ -148,7 +148,7 @@ def _call(func: RewardFunc, call: Callable[[], Any], trajectory: Trajectory, sco
         failure = error
 
     async def wait() -> Any:
-        asyncio.current_task().set_name(f"reward {func.name!r}")  # known by it where it does not let itself be ended
+        asyncio.current_task().set_name(f"reward {func.name!r}")  # shown in the warning if it cannot be cancelled
         try:
             if failure is not None:
                 raise failure

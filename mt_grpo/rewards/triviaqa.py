@@ -1,9 +1,9 @@
 """
 Rewards for answering trivia questions with a search tool.
 
-The values are those of Zeng et al. 2025 (arXiv 2505.11821), whose turn rewards are defined once for a trajectory:
-0.2 × successful / attempted tool calls, and 0.5 if the search results hold an accepted answer. Turn rewards are summed
-over the trajectory's turns, so each of the two is shared out such that the sum keeps that scale.
+The values are those of Zeng et al. 2025 (arXiv 2505.11821). Their turn rewards are defined per trajectory: 0.2 ×
+successful / attempted tool calls, and 0.5 if the search results hold an accepted answer. Here turn rewards are summed
+over the trajectory's turns, so each of the two is divided among the turns, and the sum keeps its scale.
 
 The `answer` column is a string, a list of accepted strings, or the dict of TriviaQA (`value`, `aliases`,
 `normalized_aliases`).
@@ -39,7 +39,7 @@ ARTICLES = {"a", "an", "the"}
 @reward("tool_execution_reward_func")
 class ToolExecutionReward(TurnReward):
     """
-    0.2 × the turn's successful tool calls / the attempts of the whole trajectory; `None` for a turn without attempts.
+    0.2 × successful tool calls of the turn / attempts of the whole trajectory; `None` for a turn without attempts.
 
     Summed over the turns: 0.2 × successes / attempts of the trajectory. A call that could not be parsed is an attempt.
     """
@@ -92,7 +92,7 @@ def normalize_answer(text: str) -> str:
     """
     Lower case, without punctuation, articles and extra whitespace, as SQuAD's evaluation compares answers.
 
-    Typographic quotes and dashes are punctuation too, and a text of articles alone keeps them ("A" is an answer).
+    Typographic quotes and dashes are punctuation too. A text that consists of articles keeps them ("A" is an answer).
     """
     tokens = PUNCTUATION.sub("", text.lower()).split()
     return " ".join([token for token in tokens if token not in ARTICLES] or tokens)

@@ -1,4 +1,4 @@
-"""Prompts in, trajectories out."""
+"""Rollouts: from prompts to trajectories."""
 
 from mt_grpo.rollout.engine import Engine, EngineError, RolloutError, Sample, SamplingParams
 from mt_grpo.rollout.engines.scripted import ScriptedEngine
@@ -8,7 +8,7 @@ from mt_grpo.rollout.runner import RolloutRequest, RolloutRunner
 from mt_grpo.rollout.token_row import TokenRow
 
 Limits, Sampling = RolloutLimits, SamplingParams
-"""The same by the names that some scripts use."""
+"""Other names of the same, which some scripts use."""
 
 __all__ = [
     "Limits",

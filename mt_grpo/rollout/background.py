@@ -1,4 +1,4 @@
-"""One daemon thread with one event loop for all that is asynchronous: plain calls work inside a running loop too."""
+"""One daemon thread with one event loop for all that is asynchronous, so that plain calls work in a notebook too."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 GRACE = 5.0
-"""Seconds that what was cancelled may take to end; then it is left to itself."""
+"""Seconds that cancelled tasks may take to end before they are left behind."""
 _LOOK = 0.1  # seconds between looks for Ctrl-C: a signal that another thread took does not wake the one that waits
 _WORK: contextvars.ContextVar[Any] = contextvars.ContextVar("tasks of the work that a task belongs to")
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """
-    Runs a coroutine in the background loop and waits for it. Whatever interrupts the wait (Ctrl-C, a signal handler
-    that raises) cancels the coroutine and every task it began, waits `GRACE` seconds for them to end, names those that
-    do not in a warning, and is raised.
+    Runs a coroutine in the background loop and waits for it. If the wait is interrupted (Ctrl-C, a signal handler that
+    raises), the coroutine and every task that it began are cancelled. They have `GRACE` seconds to end; a warning
+    names those that do not. Then the interruption is raised.
 
     Args:
         work (`Coroutine`): Runs with the context variables of the caller.
 
     Returns:
-        What the coroutine returns; what it raises is raised.
+        The result of the coroutine. Its exceptions are raised.
 
     Raises:
-        RuntimeError: If it is called in the background thread, which would wait for itself.
+        RuntimeError: If this is called in the background thread, which would wait for itself.
     """
     background = _background()
     if threading.current_thread() is background.thread:
@@ -101,7 +101,7 @@ class _Background:
                 stopped = True
 
     def finish(self, draining: Coroutine[Any, Any, list[asyncio.Task[Any]]]) -> None:
-        """Waits until what was cancelled has ended, a little longer than `GRACE` seconds at most."""
+        """Waits until cancelled tasks have ended, for little more than `GRACE` seconds."""
         future = asyncio.run_coroutine_threadsafe(draining, self.loop)
         deadline = time.monotonic() + GRACE + 1.0
         while not future.done() and time.monotonic() < deadline:
@@ -127,7 +127,7 @@ class _Background:
 
 
 class _DaemonThreads(concurrent.futures.ThreadPoolExecutor):
-    """Runs what `asyncio.to_thread` is given; what hangs holds up neither other calls nor the end of the process."""
+    """Runs the calls of `asyncio.to_thread`. A call that hangs holds up neither other calls nor the process's end."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -158,7 +158,7 @@ def _background() -> _Background:
 
 
 def _forget() -> None:
-    """The next call starts another thread. A forked process has none of its parent's threads, and must."""
+    """Makes the next call start another thread. A forked process needs it, since it has no threads of its parent."""
     global _current, _lock
     _current, _lock = None, threading.Lock()
 
@@ -172,7 +172,7 @@ def _note_task(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], **
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]], seconds: float) -> list[asyncio.Task[Any]]:
-    """Cancels tasks; returns those that have not ended after some seconds."""
+    """Cancels tasks, and returns those that have not ended after some seconds."""
     tasks = [task for task in tasks if not task.done()]
     for task in tasks:
         task.cancel()
@@ -180,7 +180,7 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]], seconds: float) -> list[as
 
 
 def _called(tasks: Iterable[asyncio.Task[Any]]) -> str:
-    """The names that tools, rewards and conversations gave their tasks; of tasks without one the functions."""
+    """Names of tasks, as tools, rewards and conversations gave them; for other tasks, their functions."""
     tasks = list(tasks)
     named = {task.get_name() for task in tasks if not task.get_name().startswith("Task-")}
     return ", ".join(sorted(named or {task.get_coro().__qualname__ for task in tasks}))
@@ -188,7 +188,7 @@ def _called(tasks: Iterable[asyncio.Task[Any]]) -> str:
 
 @atexit.register
 def _end() -> None:
-    """Lets what is still under way end, before the process does."""
+    """Lets running tasks end before the process does."""
     if _current is None:
         return
     background = _current

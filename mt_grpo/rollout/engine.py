@@ -1,4 +1,4 @@
-"""The engine seam: token ids in, token ids and their log-probabilities out."""
+"""The interface of engines: token ids in, token ids and their log-probabilities out."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class SamplingParams:
     How tokens are drawn; names and meaning are vLLM's.
 
     Args:
-        max_tokens (`int`, *optional*): Tokens one request may sample; `None` leaves it to the runner's limits.
+        max_tokens (`int`, *optional*): Most tokens that one request samples; with `None` the runner's limits apply.
         temperature (`float`, *optional*, defaults to `1.0`): 0 takes the likeliest token.
         top_p (`float`, *optional*, defaults to `1.0`), top_k (`int`, *optional*, defaults to `0`, off),
         min_p (`float`, *optional*, defaults to `0.0`), repetition_penalty (`float`, *optional*, defaults to `1.0`).
-        stop (`tuple[str, ...]`): Strings that end a request; they stay part of what was sampled.
-        stop_token_ids (`tuple[int, ...]`): Further tokens that end a request, beside the model's own end tokens.
+        stop (`tuple[str, ...]`): Strings that end a request. They stay part of the sample.
+        stop_token_ids (`tuple[int, ...]`): Further tokens that end a request, besides the model's own end tokens.
         seed (`int`): Seed of the request's own random stream.
     """
 
@@ -40,11 +40,11 @@ class Sample:
     What an engine returns.
 
     Args:
-        ids (`list[int]`): Sampled token ids, end-of-turn token included where one was sampled.
-        logprobs (`list[float]`): Log-probability of each under the distribution it was drawn from, i.e. after
+        ids (`list[int]`): Sampled token ids, including the end-of-turn token if it was sampled.
+        logprobs (`list[float]`): Log-probability of each under the distribution that it was drawn from, i.e. after
             temperature and truncation.
         finish_reason (`str`): `"stop"` or `"length"`.
-        weight_version (`int`, *optional*): Optimiser step of the weights, where the engine knows it.
+        weight_version (`int`, *optional*): Optimiser step of the weights, if the engine knows it.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -58,37 +58,37 @@ class EngineError(UserError, RuntimeError):
 
 
 class RolloutError(UserError, RuntimeError):
-    """No conversation can be held: all those of two batches in a row failed, and the next ones would fail alike."""
+    """All conversations of two batches in a row failed, so the next ones would fail too. It ends the run."""
 
 
 class Engine(Protocol):
     """
-    Samples tokens. `generate` may be called by many conversations at once.
+    Samples tokens. Many conversations may call `generate` at the same time.
 
     Attributes:
         tokenizer: Tokenizer of the model.
-        context_length (`int`): Tokens of context and action together that fit.
+        context_length (`int`): Most tokens of context and action together.
     """
 
     tokenizer: Any
     context_length: int
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
-        """Samples one action after `context`. Raises `EngineError` where that fails for good."""
+        """Samples one action after `context`. Raises `EngineError` if that fails for good."""
         ...
 
     def release(self, session: str) -> None:
-        """Tells that a conversation is over and will ask for nothing more."""
+        """Tells the engine that a conversation is over."""
         ...
 
     async def close(self) -> None:
-        """Lets go of what is held open while conversations run; the next ones open it again."""
+        """Closes what is open while conversations run, such as connections. The next conversation opens it again."""
         ...
 
 
 @runtime_checkable
 class LocalEngine(Protocol):
-    """An engine that samples from a model in this process has this, too: a trainer lends it its own."""
+    """An engine that samples from a model in this process. A trainer lends it the model that it trains."""
 
     def use_model(self, model: Any) -> None:
         """Samples from `model` until another is given."""

@@ -1,4 +1,4 @@
-"""What the model is shown of its past: kept, stripped of its thinking, compacted, or as its template renders it."""
+"""How much of its past a model sees: all, without thinking, compacted, or as its template renders it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class History:
     The context of each turn of one conversation.
 
     - `"keep"`: everything stays as it was sampled, so each context extends the one before.
-    - `"strip_thinking"`: the reasoning of every earlier turn is removed, as models that think see it in production.
+    - `"strip_thinking"`: the reasoning of every earlier turn is removed, as production does for models that think.
     - `"compact"`: as `"keep"`, but every `compact_every` turns the reasoning of all earlier turns is removed at once.
-    - `"template"`: the conversation is rendered anew each turn by the model's own template, whatever it does.
+    - `"template"`: the model's own template renders the whole conversation anew for each turn.
 
-    A rendered history begins with the ids the model has seen, as far as the text is the same; only what differs is
-    encoded anew. So a policy that changes nothing costs nothing: the token tree sees an extension.
+    As far as the text of a rendered history is the same, the ids that the model has seen are kept. Only the rest is
+    encoded. So a policy that changes nothing makes no fork in the token tree.
 
     Args:
         renderer (`ChatRenderer`): Renders the conversation.
@@ -53,12 +53,12 @@ class History:
         self, trajectory: Trajectory, action: list[int], most: int
     ) -> tuple[list[int], list[int] | None] | None:
         """
-        The context after the latest turn, which took `action` and was replied to; `None` where the replies alone make
+        The context after the latest turn, whose action is `action`, and its replies; `None` if the replies alone make
         it far longer than `most` tokens.
 
         Returns:
-            What the environment wrote, and `None` where the context is what the model saw and sampled plus that; the
-            whole context where it was rewritten.
+            The ids that the environment wrote; and `None` if they are appended to what the model saw and sampled, or
+            the whole context if it was rewritten.
         """
         turn, marks = trajectory.turns[-1], self._renderer.marks
         kept = turn.context_length + turn.num_tokens if self._policy == "keep" else 0

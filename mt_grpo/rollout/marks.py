@@ -1,4 +1,4 @@
-"""Marks of a chat template, told apart from contents that only spell them."""
+"""Tells the marks of a chat template from contents that only spell them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ _SAMPLED = ("content", "reasoning_content")
 
 class Marks:
     """
-    A mark is the text of an added token: special ones, and others (`<think>`) that are no plain text of the model's
-    own vocabulary, such as Gemma's `<table>` and runs of spaces. A tokenizer makes a mark's token of every text that
-    spells it. So contents are *shielded* before the template sees them: a private character follows the first one of
-    each mark they spell, and it is taken out again when the rendered text is encoded, as plain text from mark to mark.
-    Text without a shield is encoded as ever.
+    Shields contents, so that text that spells a mark is encoded as text.
+
+    A mark is the text of an added token: of special tokens, and of others such as `<think>`. Added tokens that the
+    model's own vocabulary holds as text, such as Gemma's `<table>` and runs of spaces, are not marks. A tokenizer
+    turns every text that spells a mark into the mark's token. So contents are *shielded* before the template sees
+    them: a private character is put after the first character of each mark that they spell. It is removed when the
+    rendered text is encoded, piece by piece between the marks. Text without a shield is encoded as usual.
 
     Args:
         tokenizer: The tokenizer.
@@ -34,7 +36,7 @@ class Marks:
         kept (`Iterable[str]`, *optional*): Added tokens that contents may hold.
 
     Attributes:
-        ids (`dict[int, str]`): The marks' tokens and texts.
+        ids (`dict[int, str]`): Text of each mark by its token.
     """
 
     def __init__(self, tokenizer: Any, template: str, kept: Iterable[str] = ()) -> None:
@@ -62,7 +64,7 @@ class Marks:
         self._normalize: Callable[[str], str] | None = normalizer.normalize_str if shared else None
 
     def _completing(self, constants: Iterable[str]) -> re.Pattern[str] | None:
-        """What a content must begin with to complete a mark that a constant of the template has begun."""
+        """Beginnings of a content that would complete a mark which a constant of the template has begun."""
         rests = {
             mark[size:]
             for constant in set(constants)
@@ -76,8 +78,8 @@ class Marks:
 
     def shield(self, message: Message) -> Message:
         """
-        A message whose contents spell no mark. An assistant's words may hold marks that are not special, `<think>` for
-        one: so its model writes them.
+        A message with its contents shielded. The words of an assistant may hold marks that are not special, such as
+        `<think>`, because its model writes them.
         """
         shielded = {key: value if key == "role" else self.shield_all(value) for key, value in message.items()}
         if message.get("role") == "assistant":
@@ -86,7 +88,7 @@ class Marks:
         return shielded
 
     def shield_all(self, value: Any) -> Any:
-        """The same of every text in nested lists and dictionaries."""
+        """The same for every text in nested lists and dictionaries."""
         return _each(value, lambda text: self._cover(text, lambda match: False))
 
     def _cover(self, text: str, is_mark: Callable[[re.Match[str]], bool]) -> str:
@@ -107,11 +109,11 @@ class Marks:
 
     def recall(self, message: Message, ids: list[int]) -> Message:
         """
-        An assistant's message shielded as it was sampled: marks where the model sampled their tokens, text where it
-        spelt them.
+        Shields an assistant's message as it was sampled. Marks whose tokens the model sampled stay marks; marks that
+        it spelt become text.
 
         Args:
-            message (`dict`): What was read from the turn.
+            message (`dict`): The message that was read from the turn.
             ids (`list[int]`): Its sampled tokens.
         """
         sampled = self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -130,7 +132,7 @@ class Marks:
     # Shielded text and ids
 
     def tidy(self, rendered: str) -> str:
-        """Rendered text with those shields only that keep text from being read as a mark, each in the same place."""
+        """Rendered text with only the shields that are needed to keep text from being read as a mark."""
         if SHIELD not in rendered:
             return rendered
         pieces = rendered.split(SHIELD)
@@ -148,13 +150,13 @@ class Marks:
         )
 
     def decode(self, ids: list[int]) -> str:
-        """Shielded text of ids, what they spell told from the marks among them."""
+        """The text of ids, shielded where they spell a mark without being one."""
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         places = self._places(text, ids)
         return self.tidy(self._cover(text, lambda match: match.start() in places))
 
     def _places(self, text: str, ids: list[int]) -> set[int]:
-        """Where the marks' tokens begin in the text of `ids`."""
+        """Positions in the text of `ids` at which the marks' tokens begin."""
         begins = [match.start() for match in self._mark.finditer(text)]
         sampled = sum(token in self.ids for token in ids)
         if len(begins) == sampled:
@@ -188,7 +190,7 @@ class Marks:
         return ids + self._tokenizer.encode(text[begin:], add_special_tokens=False)
 
     def _sections(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where the text between marks begins and ends; some tokens take the white space around them."""
+        """Begin and end of each piece of text between marks. Some marks include the white space around them."""
         begin = 0
         for match in self._mark.finditer(text):
             token, start, end = self._tokens[match.group()], match.start(), match.end()
@@ -201,7 +203,7 @@ class Marks:
         yield begin, len(text)
 
     def _spells(self, section: str) -> bool:
-        """Whether the tokenizer would find a mark, or a shield, in text that has none."""
+        """Whether the tokenizer would find a mark or a shield in the text."""
         if SHIELD in section or _ESCAPE in section:
             return True
         return self._normalize is not None and self._mark.search(self._normalize(section)) is not None
@@ -223,8 +225,8 @@ class Marks:
 
 class _PlainText:
     """
-    A tokenizer's pipeline without its marks. It has the same model, and one token of its own: a section that does not
-    begin the text is encoded behind it, because some pipelines write a space before the first section only.
+    A tokenizer's pipeline without its marks. It has the same model, and one extra token. A section that does not begin
+    the text is encoded behind this token, because some pipelines put a space before the first section only.
     """
 
     def __init__(self, backend: Tokenizer, others: dict[int, AddedToken]) -> None:
@@ -246,13 +248,13 @@ class _PlainText:
 
 
 def show(shielded: str) -> str:
-    """Shielded text as it reads."""
+    """Shielded text without its shields."""
     text = shielded.replace(SHIELD, "")
     return re.sub(f"{_ESCAPE}[01]", lambda match: _LITERAL[match.group()], text) if _ESCAPE in text else text
 
 
 def _each(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of nested lists and dictionaries with every text changed, keys too."""
+    """A copy of nested lists and dictionaries in which every text is changed, keys too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -263,7 +265,7 @@ def _each(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _any_of(words: Iterable[str], cut: bool = False) -> str:
-    """A pattern of the longest word at a place; with `cut` also of one that the end of the text cuts off."""
+    """A pattern for the longest word at a place; with `cut` also for a word that the end of the text cuts off."""
     tree: dict[str, Any] = {}
     for word in words:
         node = tree
@@ -274,7 +276,7 @@ def _any_of(words: Iterable[str], cut: bool = False) -> str:
 
 
 def _rest(node: dict[str, Any], cut: bool) -> str:
-    """Words share their beginnings, so that most places are passed over at their first character."""
+    """Factors out the common beginnings of words, so that most places fail at their first character."""
     branches = [re.escape(character) + _rest(below, cut) for character, below in node.items() if character]
     if not branches:
         return ""

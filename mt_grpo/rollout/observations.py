@@ -1,4 +1,4 @@
-"""Which tokens of a conversation its environment wrote, each where it was first shown."""
+"""Finds the tokens of a conversation that its environment wrote, where they were first shown."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from mt_grpo.trajectory import Trajectory
 
 def observed(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
     """
-    The nodes of a trajectory's tree that hold what the environment wrote between two turns. A past that is shown again
-    in a rewritten context is in none of them.
+    The nodes of a trajectory's tree that hold what the environment wrote between two turns. Copies of a past in a
+    rewritten context are left out.
 
     Returns:
-        `dict`: For each such node how many tokens at its end, and the turn that they answer.
+        `dict`: Per such node, the number of these tokens at its end, and the turn that they answer.
     """
     nodes, held = trajectory.tree.nodes, {}
     for index in trajectory.tree.depth_first():

@@ -1,4 +1,4 @@
-"""Messages to token ids: the prompt once, then the suffix of each reply. Sampled ids are never encoded again."""
+"""Turns messages into token ids: the prompt once, then each reply. Sampled ids are never encoded again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ASSISTANT = "An assistant turn."
 _CALLED = "a_tool_it_calls"
 _PROMPTS_KEPT = 64
 _CHARACTERS = 8
-"""Of a reply for each token there is room for, before it is taken to be too long: ordinary text has three or four."""
+"""Characters per token of room above which a reply counts as too long; ordinary text has three or four per token."""
 
 
 class TemplateError(UserError, ValueError):
@@ -24,8 +24,8 @@ class TemplateError(UserError, ValueError):
 
 class ChatRenderer:
     """
-    Renders one model's conversations. Contents are text whatever they spell: only the template writes marks, the
-    tokens that shape a conversation. Where rendered text is *shielded*, the two are told apart; see `Marks`.
+    Renders one model's conversations. Contents are always text: only the template writes marks, the tokens that
+    structure a conversation. *Shielded* text tells the two apart; see `Marks`.
 
     Args:
         tokenizer: Tokenizer with a chat template.
@@ -34,7 +34,7 @@ class ChatRenderer:
         tags (`tuple[str, ...]`, *optional*): Added tokens that contents may hold, such as a call protocol's own.
 
     Attributes:
-        end_of_turn (`str`), end_id (`int`): The token the template ends an assistant's turn with.
+        end_of_turn (`str`), end_id (`int`): The token with which the template ends an assistant's turn.
         special_ids (`set[int]`): The tokenizer's special tokens.
 
     Raises:
@@ -63,7 +63,7 @@ class ChatRenderer:
         self._suffixes = SuffixCache(tokenizer.get_chat_template(), self._shielded_reply_text)
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
-        """Ids of a conversation up to where the assistant begins. A group shares the list: it is not to be changed."""
+        """Ids of a conversation up to the assistant's first token. A group shares the list, so do not change it."""
         return self._prompt_ids(self.prompt_text(messages))
 
     def prompt_text(self, messages: list[Message]) -> str:
@@ -71,22 +71,22 @@ class ChatRenderer:
         return self.shown_text(self.shielded(messages))
 
     def shielded(self, messages: list[Message]) -> list[Message]:
-        """Messages as the template may see them."""
+        """Messages with shielded contents, for the template."""
         return [self.marks.shield(message) for message in messages]
 
     def shown_text(self, messages: list[Message], header: bool = True) -> str:
-        """Shielded messages as shielded text; without `header` as a conversation that is finished."""
+        """Renders shielded messages to shielded text. Without `header` the conversation is finished."""
         return self.marks.tidy(self._render(messages, tools=self._shielded_tools, header=header))
 
     def reply_ids(self, replies: list[Message], last_id: int, room: int | None = None) -> list[int] | None:
         """
-        Ids that follow a sampled turn: the rest of the turn's end, the environment's messages, the assistant's header.
+        Ids that follow a sampled turn: the end of the turn, the environment's messages, the assistant's header.
 
         Args:
             replies (`list[dict]`): The environment's messages.
-            last_id (`int`): Last id the model sampled; an end-of-turn token it sampled itself is not written again.
-            room (`int`, *optional*): Tokens that they may have. Of replies that are far too long only the beginning is
-                encoded, and `None` is returned.
+            last_id (`int`): Last id that the model sampled. If it is the end-of-turn token, it is not added again.
+            room (`int`, *optional*): Most tokens that the ids may have. If the replies are far too long, only their
+                beginning is encoded, and `None` is returned.
         """
         if room is not None and self._exceed(replies, room):
             return None
@@ -97,7 +97,7 @@ class ChatRenderer:
         return self.encode(self.marks.tidy(self._suffixes.text(self.shielded(replies))))
 
     def _exceed(self, replies: list[Message], room: int) -> bool:
-        """Whether replies have more tokens than `room` twice over, told from as little of them as shows it."""
+        """Whether replies have more than twice `room` tokens; encodes no more of them than is needed to know."""
         longest = max(len(reply.get("content") or "") for reply in replies)
         size = _CHARACTERS * (room + 100) // len(replies)
         while size < longest:
@@ -123,7 +123,7 @@ class ChatRenderer:
         return text[text.index(self.end_of_turn, words) :]
 
     def text(self, ids: list[int]) -> str:
-        """What the model wrote: decoded with special tokens, less the one that ended the turn."""
+        """The text that the model wrote, with special tokens except the one that ended the turn."""
         if ids and ids[-1] in (self.tokenizer.eos_token_id, self.end_id):
             ids = ids[:-1]
         return self.decode(ids)
@@ -134,17 +134,17 @@ class ChatRenderer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of shielded text, marks read as such."""
+        """Ids of shielded text."""
         return self.marks.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, special tokens shown."""
+        """Text of ids, with special tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _find_end_of_turn(self) -> int:
         """The special token the template writes after an assistant's words."""
         messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ASSISTANT}]
-        text = self._render(messages, header=False)  # the header of the next turn must not pass for the end of this
+        text = self._render(messages, header=False)  # the header of the next turn is not the end of this one
         if _ASSISTANT not in text:
             raise TemplateError("The chat template does not show assistant messages, so it holds no conversation.")
         rest = self.encode(text[text.index(_ASSISTANT) + len(_ASSISTANT) :])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv
+from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv, finite
 from mt_grpo.envs.execution import fail_unanswered
 from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_environments, make_env, prototypes
 from mt_grpo.envs.threads import guarded
@@ -77,6 +78,8 @@ class RolloutRunner:
         tools, protocol = (None, None) if first is None else (first.tool_schemas, first.protocol)
         self.renderer = self.sampler.renderer(tools, protocol.tags if protocol is not None else ())
         self.sanity = SanityCheck(self.renderer, sanity_check_mode) if sanity_check_mode != "disable" else None
+        self.under_way: dict[str, Trajectory] = {}
+        """Conversations that are not finished, by session, for who wants to look."""
 
     async def run(
         self,
@@ -139,6 +142,7 @@ class RolloutRunner:
         trajectory = Trajectory(prompt, session=request.session, row=request.row)
         policy = ConversationPolicy(self.sampler, trajectory, sampling, request.seed)
         finished, start = False, time.perf_counter()
+        self.under_way[request.session] = trajectory
         try:
             running = asyncio.ensure_future(guarded(self._hold(request, policy, trajectory)))
             running.set_name(f"conversation {request.session!r}")
@@ -150,6 +154,7 @@ class RolloutRunner:
                     running.cancel()
                     await asyncio.wait([running], timeout=GRACE)
                 self.engine.release(request.session)
+                del self.under_way[request.session]
             self._end(trajectory, running, policy)
             if policy.failure is not None:  # a bug of the engine, whatever the environment made of it
                 raise policy.failure
@@ -168,6 +173,12 @@ class RolloutRunner:
         outcome = await env.run(policy, row)
         if not isinstance(outcome, Outcome):
             raise TypeError(f"{type(env).__name__}.run returned {type(outcome).__name__}: return an `Outcome`.")
+        if outcome.answer is not None and not isinstance(outcome.answer, str):
+            raise TypeError(f"{type(env).__name__} gave {type(outcome.answer).__name__} for the answer: give text.")
+        for name, value in outcome.rewards.items():
+            outcome.rewards[name] = finite(value, f"{type(env).__name__} gave the reward {name!r}")
+        if outcome.info:  # it is written down
+            outcome.info = json.loads(json.dumps(outcome.info, default=str))
         return outcome
 
     def _end(self, trajectory: Trajectory, running: asyncio.Future[Outcome], policy: ConversationPolicy) -> None:
@@ -190,7 +201,7 @@ class RolloutRunner:
             trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, f"{type(error).__name__}: {error}"
 
     def _check(self, trajectory: Trajectory, renderer: ChatRenderer) -> None:
-        difference = self.sanity.check(trajectory, renderer)
+        difference = self.sanity.by(renderer).check(trajectory)
         trajectory.render_mismatch = difference.cause if difference else None
 
     def completion(self, trajectory: Trajectory) -> TokenRow:

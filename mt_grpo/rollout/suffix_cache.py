@@ -1,4 +1,4 @@
-"""What a chat template writes around the environment's replies, learnt once a kind of reply and used again."""
+"""Caches what a chat template writes around the environment's replies, once per kind of reply."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ class SuffixCache:
     """
     Renders the environment's replies of a turn, most of them without running the template.
 
-    A template tells two contents apart by the string constants it holds against them, by outer white space, by being
-    empty, or by their length. So replies are of one kind where they agree in role and name, in the magnitude of their
-    length, in the template's constants found in their content, and in which of those it begins and ends with. The
-    first replies of a kind are rendered; so is a probe of the same kind, made of the same contents and everything that
-    templates escape, and longer than any reply of the kind. Where the probe shows the contents as they are, and the
-    text around them fits the first rendering, that text is the pattern of the kind.
-    Whatever is of no kind (white space around it, content that is no string) or fails the probe is rendered each time.
+    A template can treat two contents differently because of string constants that it compares them with, outer white
+    space, emptiness or length. So replies are of one kind if they agree in role and name, in the magnitude of their
+    length, in the template's constants that their content contains, and in those that it begins and ends with.
+
+    The first replies of a kind are rendered. So is a probe of the same kind, which is made of the same contents and
+    everything that templates escape, and is longer than any reply of the kind. If the rendered probe contains the
+    contents unchanged, and the text around them is that of the first rendering, this text is the pattern of the kind.
+
+    Replies of no kind (with white space around them, or whose content is not a string) are rendered each time, and so
+    are kinds that fail the probe.
 
     Args:
         template (`str`): The chat template.
@@ -38,7 +41,7 @@ class SuffixCache:
         self._patterns: dict[tuple, list[str] | None] = {}
 
     def text(self, replies: list[Message]) -> str:
-        """What the template writes for replies, letter for letter."""
+        """The text that the template writes for replies, letter for letter."""
         kind = tuple(map(self._kind, replies))
         if None in kind:
             return self._render(replies)
@@ -70,7 +73,7 @@ class SuffixCache:
 
 
 def _cut(text: str, replies: list[Message]) -> list[str] | None:
-    """The text before, between and after the contents; `None` where they are not all found in order."""
+    """The text before, between and after the contents; `None` if they are not all found in order."""
     pattern = []
     for reply in replies:
         piece, found, text = text.partition(reply["content"])

@@ -1,9 +1,10 @@
-"""Whether the ids that are trained are those of the conversation rendered as a whole, and where they are not."""
+"""Compares the ids that are trained with a rendering of the whole conversation, and finds where they differ."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass
 
 from jinja2 import TemplateError as TemplateFailure
@@ -17,18 +18,19 @@ from mt_grpo.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 MODES = ("strict", "ignore_strippable", "disable")
-SHOWN = 60
+SHOWN = 60  # characters
+SHOWN_IDS = 8
 
 
 @dataclass(frozen=True)
 class Difference:
     """
-    The first place at which the trained ids and the full rendering part.
+    The first place at which the trained ids and the full rendering differ.
 
     Args:
         cause (`str`): Short name of the cause: a message's role and whether text or only its tokens differ.
-        trained (`str`): What the model saw there.
-        rendered (`str`): What the template writes there.
+        trained (`str`): What the model saw there: text, or ids where the texts are equal.
+        rendered (`str`): What the template writes there, likewise.
     """
 
     cause: str
@@ -38,12 +40,12 @@ class Difference:
 
 class SanityCheck:
     """
-    Compares each trajectory with the full rendering of its messages. A difference is never fatal: it is counted, and
-    logged once for each cause.
+    Compares each trajectory with the full rendering of its messages. A difference does not end the run. It is counted,
+    and logged once per cause.
 
     Args:
         renderer (`ChatRenderer`): Renders the conversation.
-        mode (`str`): `"strict"` compares ids; `"ignore_strippable"` compares text, white space left out.
+        mode (`str`): `"strict"` compares ids; `"ignore_strippable"` compares text without white space.
 
     Raises:
         ValueError: For an unknown mode.
@@ -58,15 +60,16 @@ class SanityCheck:
         self._renderer = renderer
         self._mode = mode
         self.causes: Counter[str] = Counter()
-        """How often each cause was met."""
+        """How often each cause occurred."""
 
-    def check(self, trajectory: Trajectory, renderer: ChatRenderer | None = None) -> Difference | None:
-        """
-        Compares one trajectory, rendered by `renderer` where its tools are its own; returns what was logged or
-        counted, `None` where all is well.
-        """
-        if renderer is not None:
-            self._renderer = renderer
+    def by(self, renderer: ChatRenderer) -> SanityCheck:
+        """The same check of conversations that another renderer wrote; causes are counted together."""
+        other = copy(self)
+        other._renderer = renderer
+        return other
+
+    def check(self, trajectory: Trajectory) -> Difference | None:
+        """Compares one trajectory; returns what was logged or counted, `None` where all is well."""
         try:
             difference = self.difference(trajectory)
         except Exception as error:  # a template may refuse what a model wrote
@@ -102,7 +105,7 @@ class SanityCheck:
         if self._mode == "strict" and rest.startswith(trained):
             if self._renderer.encode(rest)[: len(ids)] == ids or self._renderer.encode(trained) == ids:
                 return None
-            return Difference("the same text in other tokens", show(trained[-SHOWN:]), show(trained[-SHOWN:]))
+            return Difference("the same text in other tokens", *self._as_ids(ids, rest))
         left, right = trained, rest
         if self._mode == "ignore_strippable":
             left, right = ("".join(text.split()) for text in (trained, rest))
@@ -112,16 +115,26 @@ class SanityCheck:
         place = next(i for i, (a, b) in enumerate(zip(left + "\0", right + "\0", strict=False)) if a != b)
         told = SHIELD in (left[place : place + 1], right[place : place + 1])
         what = "a mark, or text that spells one," if told else "text"
-        return Difference(
-            f"{what} of the {self._role(messages, rendered, begin + place)} message",
-            show(left[max(0, place - 10) : place + SHOWN]),
-            show(right[max(0, place - 10) : place + SHOWN]),
+        seen = [show(text[max(0, place - 10) : place + SHOWN]) for text in (left, right)]
+        if seen[0] == seen[1]:
+            seen = self._as_ids(ids, rest)
+        return Difference(f"{what} of the {self._role(messages, rendered, begin + place)} message", *seen)
+
+    def _as_ids(self, ids: list[int], rendered: str) -> tuple[str, str]:
+        """Both sides from the first id that differs, each id with its text: `ids 345 'Li', 88 'ma'`."""
+        sides = ids, self._renderer.encode(rendered)
+        place = next((i for i, pair in enumerate(zip(*sides, strict=False)) if pair[0] != pair[1]), len(sides[1]))
+        return tuple(
+            "ids "
+            + ", ".join(f"{token} {self._renderer.decode([token])!r}" for token in side[place : place + SHOWN_IDS])
+            for side in sides
         )
 
     def _known(self, trajectory: Trajectory, ids: list[int], rendered: str) -> tuple[int, int]:
         """
-        How many ids, and characters of the rendering, need no comparison: the prompt was encoded from that very text.
-        Its last piece is compared again with what follows it; pieces between special tokens are encoded by themselves.
+        How many ids, and characters of the rendering, need no comparison, because the prompt was encoded from the same
+        text. Pieces between special tokens are encoded by themselves, so only the prompt's last piece is compared
+        again together with what follows it.
         """
         prompt, text = self._renderer.prompt_ids(trajectory.prompt), self._renderer.prompt_text(trajectory.prompt)
         special = self._renderer.special_ids
@@ -132,7 +145,7 @@ class SanityCheck:
         return 0, 0
 
     def _role(self, messages: list[dict], rendered: str, place: int) -> str:
-        """Role of the message in which a position of the rendering lies."""
+        """Role of the message that contains a position of the rendering."""
         if self._mode == "ignore_strippable":  # back to a position with white space
             seen = 0
             for index, character in enumerate(rendered):
@@ -149,8 +162,8 @@ class SanityCheck:
 
 def examine_template(renderer: ChatRenderer) -> str:
     """
-    A short verdict on a chat template: whether it only appends after tool results and user replies, and what it does
-    to the thinking of earlier turns.
+    A short verdict on a chat template: whether it only appends after tool results and after user replies, and what it
+    does to the thinking of earlier turns.
     """
     question, thinking = [{"role": "user", "content": "Question."}], "A thought."
     call = {"type": "function", "function": {"name": "tool", "arguments": {}}}

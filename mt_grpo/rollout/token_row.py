@@ -1,4 +1,4 @@
-"""A trajectory as one row of tokens, as trainers take it."""
+"""A trajectory as one row of tokens, for trainers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mt_grpo.trajectory import StopReason, Trajectory
 @dataclass
 class TokenRow:
     """
-    The tokens of a trajectory for a trainer; all lists but the first have the completion's length.
+    The tokens of a trajectory for a trainer. All lists except `prompt_ids` have the completion's length.
 
     Args:
         prompt_ids (`list[int]`): The first context.
         ids (`list[int]`): Token ids after it.
-        mask (`list[int]`): 1 for a sampled token, `env_mask` for the environment's; 0 for a past that is shown again.
-        turns (`list[int]`): Turn a token belongs to; a reply belongs to the turn it answers.
+        mask (`list[int]`): 1 for a sampled token, `env_mask` for the environment's; 0 for copies of the past.
+        turns (`list[int]`): Turn that a token belongs to; a reply belongs to the turn that it answers.
         logprobs (`list[float]`): As sampled; NaN for the environment's tokens.
-        parent (`list[int]`): Position of the token that each one follows: the one before it, except where the history
-            was rewritten; -1 is the last token of the prompt, -2 the one before, and so on.
+        parent (`list[int]`): Position of the token that each token follows. It is the one before, except where the
+            history was rewritten. -1 is the last token of the prompt, -2 the one before, and so on.
     """
 
     prompt_ids: list[int]
@@ -34,12 +34,12 @@ class TokenRow:
 
 def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0) -> TokenRow:
     """
-    The tokens of a trajectory as one row: its tree depth-first, whatever its forks.
+    The tokens of a trajectory as one row: its tree in depth-first order.
 
     Args:
         trajectory (`Trajectory`): The conversation.
-        renderer (`ChatRenderer`): Renders the prompt of one in which nothing was sampled.
-        env_mask (`int`, *optional*, defaults to `0`): Mask of tokens the environment wrote.
+        renderer (`ChatRenderer`): Renders the prompt if nothing was sampled.
+        env_mask (`int`, *optional*, defaults to `0`): Mask of tokens that the environment wrote.
     """
     tree = trajectory.tree
     order = tree.depth_first()

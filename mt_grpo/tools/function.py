@@ -5,15 +5,24 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from jsonschema import Draft202012Validator, SchemaError, ValidationError
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import TypeHintParsingException, parse_google_format_docstring
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    parse_google_format_docstring,
+)
 
 from mt_grpo.errors import UserError
+from mt_grpo.tools.concurrency import ConcurrencyLimit
+from mt_grpo.tools.docstrings import in_google_style
+from mt_grpo.tools.results import render
 
 JSON_TYPES = {
     str: "string",
@@ -30,6 +39,25 @@ class ToolDefinitionError(UserError, ValueError):
     """A tool that cannot be offered to a model. The message is one sentence fit for the user."""
 
 
+@dataclass(frozen=True)
+class ToolOptions:
+    """What `@tool` says about a function; for the fields see `Tool`."""
+
+    concurrency: int | None = None
+    max_result_size: int | None = None
+    ends_episode: bool = False
+    limit: ConcurrencyLimit | None = None
+
+    @staticmethod
+    def of(fn: Any) -> ToolOptions:
+        """Those written above a function, a method or a class; the method's before its class's."""
+        for source in (fn, getattr(fn, "__self__", None)):
+            options = getattr(source, "tool_options", None)
+            if isinstance(options, ToolOptions):  # a proxy may have any attribute
+                return options
+        return ToolOptions()
+
+
 @dataclass
 class Tool:
     """
@@ -42,9 +70,17 @@ class Tool:
         function (`Callable`): Takes the arguments by name.
         is_async (`bool`, *optional*, defaults to `False`): Whether `function` returns an awaitable; an `async def`
             is recognised without it.
+        concurrency (`int`, *optional*): Calls that run at once, in all conversations of the process; further ones
+            wait, which counts toward no timeout.
+        max_result_size (`int`, *optional*): Characters of a result that the model is shown; the rest is cut off with
+            a note of how much.
+        ends_episode (`bool`, *optional*, defaults to `False`): Whether the conversation ends after the turn in which
+            a call of it succeeded.
+        limit (`ConcurrencyLimit`, *optional*): Shared by the tools that are limited together; made from `concurrency`
+            where it is not given.
 
     Raises:
-        ToolDefinitionError: If `parameters` is not a JSON schema of an object.
+        ToolDefinitionError: If `parameters` is not a JSON schema of an object, or a limit is not 1 or more.
     """
 
     name: str
@@ -52,9 +88,24 @@ class Tool:
     parameters: dict[str, Any]
     function: Callable[..., Any]
     is_async: bool = False
+    concurrency: int | None = None
+    max_result_size: int | None = None
+    ends_episode: bool = False
+    limit: ConcurrencyLimit | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.is_async = self.is_async or inspect.iscoroutinefunction(self.function)
+        for name, unit in (("concurrency", "calls at once"), ("max_result_size", "characters")):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ToolDefinitionError(
+                    f"The tool {self.name!r} has `{name}` {value!r}; it counts {unit}, so give 1 or more, or `None` "
+                    "for no limit."
+                )
+        if self.concurrency is None:
+            self.limit = None
+        elif self.limit is None or self.limit.size != self.concurrency:
+            self.limit = ConcurrencyLimit(self.concurrency)
         try:
             Draft202012Validator.check_schema(self.parameters)
         except SchemaError as error:
@@ -69,7 +120,8 @@ class Tool:
     @classmethod
     def from_function(cls, fn: Callable[..., Any]) -> Tool:
         """
-        Describes a function, bound method or callable object by its name, docstring (Google style) and type hints.
+        Describes a function, bound method or callable object by its name, docstring and type hints. What `@tool` says
+        about it holds.
 
         Raises:
             ToolDefinitionError: If the docstring, a type hint or the description of an argument is missing, or an
@@ -77,19 +129,24 @@ class Tool:
         """
         name = getattr(fn, "__name__", type(fn).__name__)
         function = fn if inspect.isroutine(fn) else fn.__call__
-        description = _refuse_undescribed(name, function)
+        described = _refuse_undescribed(name, function)
         try:
-            parameters = get_json_schema(function)["function"]["parameters"]
+            schema = get_json_schema(described)["function"]
         except (TypeHintParsingException, NameError) as error:
             raise ToolDefinitionError(
                 f"The tool {name!r} has a type hint that has no JSON form: {' '.join(str(error).split())}"
+            ) from error
+        except DocstringParsingException as error:
+            raise ToolDefinitionError(
+                f"The docstring of the tool {name!r} cannot be read ({' '.join(str(error).split())}): write Google's "
+                "style, an `Args:` section with a line `name: text` for each argument."
             ) from error
         except json.JSONDecodeError as error:
             raise ToolDefinitionError(
                 f"The tool {name!r} lists `(choices: ...)` that are not JSON ({error}): "
                 'write them as in `(choices: ["tea", "coffee"])`.'
             ) from error
-        return cls(name, description, parameters, function)
+        return cls(name, schema["description"], schema["parameters"], function, **vars(ToolOptions.of(fn)))
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -106,7 +163,10 @@ class Tool:
         """
         if not isinstance(arguments, dict):
             return f"{self.name}: the arguments must be a JSON object, not {_json_type(arguments)}"
-        errors = list(self._validator.iter_errors(arguments))
+        try:
+            errors = list(self._validator.iter_errors(arguments))
+        except (ArithmeticError, ValueError, RecursionError, Unresolvable) as error:  # NaN has no remainder, say
+            return f"{self.name}: the arguments cannot be checked ({error})"
         if not errors:
             return None
         return f"{self.name}: {self._explain(min(errors, key=_urgency), arguments)}"
@@ -127,23 +187,20 @@ class Tool:
 
     @cached_property
     def _validator(self) -> Draft202012Validator:
-        return Draft202012Validator({"additionalProperties": False, **_with_null(self.parameters)})
+        schema = {"additionalProperties": False, **_with_null(self.parameters)}
+        return Draft202012Validator(schema, registry=Registry())  # which fetches no reference from the network
 
     @staticmethod
     def render(result: Any) -> str:
-        """
-        The text of a result for the model: a string as it is, everything else as JSON.
-
-        Raises:
-            TypeError, ValueError: If the result has no JSON form (keys that are not text or numbers, cycles).
-        """
-        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
-        return text.encode("utf-8", "replace").decode("utf-8")  # tokenizers refuse lone surrogates
+        """The text of a result for the model; see `render`."""
+        return render(result)
 
 
-def _refuse_undescribed(name: str, function: Callable[..., Any]) -> str:
-    """Refuses a function that cannot be described to a model; returns its description."""
-    description, documented, _ = parse_google_format_docstring(inspect.getdoc(function) or "")
+def _refuse_undescribed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses a function that cannot be described to a model; returns it with a docstring in Google's style."""
+    text = inspect.getdoc(function) or ""
+    described = in_google_style(function, text, list(inspect.signature(function).parameters))
+    description, documented, _ = parse_google_format_docstring(inspect.getdoc(described) or "")
     if not description:
         raise ToolDefinitionError(
             f"The tool {name!r} has no docstring: begin it with one that says what the tool does, with an `Args:` "
@@ -165,7 +222,7 @@ def _refuse_undescribed(name: str, function: Callable[..., Any]) -> str:
             f"The tool {name!r} does not describe {_listing(undocumented)} in its docstring: add a line "
             f"`{undocumented[0]}: what it is` under `Args:`."
         )
-    return description
+    return described
 
 
 def _urgency(error: ValidationError) -> int:
@@ -190,18 +247,6 @@ def _with_null(schema: Any) -> Any:
     if "anyOf" in schema:
         schema["anyOf"] = [*schema["anyOf"], {"type": "null"}]
     return schema
-
-
-def _plain(value: Any) -> Any:
-    """What JSON cannot hold, as something it can."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if isinstance(value, (set, frozenset)):
-        return sorted(value, key=str)  # the order of a set of strings differs from run to run
-    for method in ("model_dump", "tolist"):  # pydantic models; numpy arrays and numbers
-        if callable(getattr(value, method, None)):
-            return getattr(value, method)()
-    return str(value)
 
 
 def _json_type(value: Any) -> str:

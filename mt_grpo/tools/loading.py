@@ -6,25 +6,47 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from mt_grpo.errors import UserError
 from mt_grpo.imports import Registry, import_object
 from mt_grpo.options import is_bare, unknown_tool
-from mt_grpo.tools.function import Tool, ToolDefinitionError
+from mt_grpo.tools.concurrency import ConcurrencyLimit
+from mt_grpo.tools.function import Tool, ToolDefinitionError, ToolOptions
+from mt_grpo.tools.stateful import BaseTool, StatefulTool
 
 TOOLS: Registry[Callable[..., Any]] = Registry("tool", "mt_grpo.tools")
 """The tools a recipe can list by bare name."""
 
 
-def tool(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def tool(
+    name: str | None = None,
+    *,
+    concurrency: int | None = None,
+    max_result_size: int | None = None,
+    ends_episode: bool = False,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
-    Registers a tool, a function or a class that starts without arguments and has one public method.
+    Says what holds for a tool: a function, a method, or a class that starts without arguments and has one public
+    method.
 
     Args:
-        name (`str`): What a recipe calls it. The model calls it by the name of the function or method.
+        name (`str`, *optional*): Registers it under this name, for recipes. The model calls it by the name of the
+            function or method. Without a name it is not registered.
+        concurrency (`int`, *optional*), max_result_size (`int`, *optional*), ends_episode (`bool`, *optional*): See
+            `Tool`. A concurrency limit above a method is one for all objects of its class.
 
     Raises:
         RegistrationError: If the name is no word, or another file has registered it.
     """
-    return TOOLS.register(name)
+    limit = None if concurrency is None else ConcurrencyLimit(concurrency)
+    options = ToolOptions(concurrency, max_result_size, ends_episode, limit)
+    register = TOOLS.register(name) if name is not None or options == ToolOptions() else None
+
+    def mark(thing: Callable[..., Any]) -> Callable[..., Any]:
+        if options != ToolOptions():
+            thing.tool_options = options
+        return thing if register is None else register(thing)
+
+    return mark
 
 
 def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
@@ -34,7 +56,7 @@ def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
     Args:
         entries (`list`): Each one the name of a registered tool, a path for `mt_grpo.imports.import_object`, a
             function, bound method or callable object, a class (started without arguments), an object with one public
-            method, or a `Tool`.
+            method, a `BaseTool`, or a `Tool`.
 
     Raises:
         ToolDefinitionError: If an entry is no tool, or two tools have the same name.
@@ -60,6 +82,8 @@ def _named(entry: str) -> Any:
 def _as_tool(source: Any) -> Tool:
     if isinstance(source, Tool):
         return source
+    if isinstance(source, BaseTool):
+        return StatefulTool.of(source)
     if isinstance(source, type):
         source = _started(source)
     if callable(source):
@@ -76,6 +100,8 @@ def _as_tool(source: Any) -> Tool:
 def _started(cls: type) -> Any:
     try:
         return cls()
+    except UserError:
+        raise
     except Exception as error:  # whatever the user's class raises
         raise ToolDefinitionError(
             f"The tool class {cls.__name__!r} does not start without arguments ({type(error).__name__}: {error}): "

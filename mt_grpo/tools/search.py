@@ -1,29 +1,81 @@
-"""Search tools: BM25 over documents in memory, and the live Wikipedia."""
+"""Search tools: BM25 over documents in memory, a retrieval server, and the live Wikipedia."""
 
+from __future__ import annotations
+
+import json
 import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import bm25s
 import httpx
 import numpy as np
 
+from mt_grpo.errors import UserError
 from mt_grpo.tools.loading import tool
 
 NO_RESULTS = "No results."
+TEXT_FIELDS = (("contents",), ("title", "text"), ("text",))
+"""The fields of a document that are searched, in the forms retrieval corpora have."""
+
+
+class CorpusError(UserError, ValueError):
+    """A file that is no corpus. The message is one sentence fit for the user."""
 
 
 class CorpusSearch:
-    """BM25 search over a fixed list of documents.
+    """
+    BM25 search over a fixed list of documents, held in memory.
 
     Args:
-        documents: texts to search.
-        top_k: how many documents a search returns at most.
+        documents (`list[str]`): Texts to search, one or more.
+        top_k (`int`, *optional*, defaults to `1`): Documents a search returns at most.
     """
 
-    def __init__(self, documents: list[str], top_k: int = 1):
+    def __init__(self, documents: list[str], top_k: int = 1) -> None:
         self.documents = documents
         self.top_k = top_k
         self._index = bm25s.BM25()
         self._index.index([_words(document) for document in documents], show_progress=False)
+
+    @classmethod
+    def from_jsonl(cls, path: str | Path, fields: Sequence[str] | None = None, top_k: int = 1) -> CorpusSearch:
+        """
+        Reads a corpus with one JSON object a line.
+
+        Args:
+            path (`str`): The file.
+            fields (`Sequence[str]`, *optional*): Fields of a document that are searched and shown, one a line. Without
+                it `contents`, else `title` and `text`, else `text`, as in the first document.
+            top_k (`int`, *optional*, defaults to `1`): Documents a search returns at most.
+
+        Raises:
+            CorpusError: If a line is no JSON object, a document lacks a field, or there is none.
+        """
+        documents: list[str] = []
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    document = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise CorpusError(
+                        f"Line {number} of {path} is no JSON ({error}): write one object a line."
+                    ) from error
+                if not isinstance(document, dict):
+                    raise CorpusError(f"Line {number} of {path} is JSON but no object: write one object a line.")
+                fields = fields or _text_fields(document)
+                if missing := [field for field in fields if field not in document]:
+                    raise CorpusError(
+                        f"Line {number} of {path} has no field {', '.join(map(repr, missing))}, only "
+                        f"{', '.join(map(repr, document))}: name the fields that hold text with `fields`."
+                    )
+                documents.append("\n".join(str(document[field]) for field in fields))
+        if not documents:
+            raise CorpusError(f"The corpus {path} has no document: write one JSON object a line.")
+        return cls(documents, top_k)
 
     def search(self, query: str) -> str:
         """Search the corpus.
@@ -38,20 +90,70 @@ class CorpusSearch:
         if not words:
             return NO_RESULTS
         scores = self._index.get_scores(words)
+        # The rest of a large corpus is not sorted.
+        least = np.partition(scores, -self.top_k)[-self.top_k] if self.top_k < len(scores) else 0.0
+        found = np.flatnonzero((scores > 0) & (scores >= least))
         # A stable sort leaves equal scores in document order.
-        best = np.argsort(-scores, kind="stable")[: self.top_k]
-        return "\n".join(self.documents[i] for i in best if scores[i] > 0) or NO_RESULTS
+        best = found[np.argsort(-scores[found], kind="stable")][: self.top_k]
+        return "\n".join(self.documents[i] for i in best) or NO_RESULTS
+
+
+class RetrievalSearch:
+    """
+    Search through a retrieval server in the form of Search-R1 and verl: `POST {"queries": [...], "topk": k,
+    "return_scores": true}`, answered with `{"result": [[{"document": {"contents": ...}, "score": ...}, ...]]}`, one
+    list a query, best first. A document may also have `title` and `text`, and come without a score.
+
+    Args:
+        url (`str`): Address of the endpoint, such as `http://retriever:8000/retrieve`.
+        top_k (`int`, *optional*, defaults to `3`): Documents a search returns at most.
+        timeout (`float`, *optional*, defaults to `30.0`): Seconds to wait for the server.
+        headers (`Mapping[str, str]`, *optional*): Sent with every request, such as a key.
+    """
+
+    def __init__(
+        self, url: str, top_k: int = 3, timeout: float = 30.0, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self.url = url
+        self.top_k = top_k
+        self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
+
+    def search(self, query: str) -> tuple[str, dict[str, Any]]:
+        """Search the corpus.
+
+        Args:
+            query: What to look for.
+
+        Returns:
+            The documents found, best first.
+
+        Raises:
+            RuntimeError: The server could not be reached, refused the request or gave no list of documents.
+        """
+        request = {"queries": [query], "topk": self.top_k, "return_scores": True}
+        try:
+            response = self._client.post(self.url, json=request)
+            response.raise_for_status()
+            [results] = response.json()["result"]
+            documents = [result.get("document", result) for result in results[: self.top_k]]
+            scores = [result.get("score") for result in results[: self.top_k]]
+            texts = [_text(document) for document in documents]
+        except (httpx.HTTPError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RuntimeError(f"The search at {self.url} failed: {type(error).__name__}: {error}") from error
+        text = "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, 1))
+        return text or NO_RESULTS, {"documents": documents, "scores": scores}
 
 
 @tool("wikipedia_search")
 class WikipediaSearch:
-    """Search over the live Wikipedia through the MediaWiki API.
+    """
+    Search over the live Wikipedia through the MediaWiki API.
 
     Args:
-        top_k: how many articles a search returns at most.
-        sentences: how many sentences of each article's introduction are returned.
-        timeout: seconds to wait for the server.
-        base_url: address of the MediaWiki `api.php`.
+        top_k (`int`, *optional*, defaults to `1`): Articles a search returns at most.
+        sentences (`int`, *optional*, defaults to `3`): Sentences of each article's introduction that are returned.
+        timeout (`float`, *optional*, defaults to `10.0`): Seconds to wait for the server.
+        base_url (`str`, *optional*): Address of the MediaWiki `api.php`, of any Wikipedia.
     """
 
     def __init__(
@@ -64,7 +166,8 @@ class WikipediaSearch:
         self.top_k = top_k
         self.sentences = sentences
         self.base_url = base_url
-        self._client = httpx.Client(timeout=timeout, headers={"User-Agent": "mt-grpo (research; httpx)"})
+        headers = {"User-Agent": "mt-grpo (research; httpx)"}
+        self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
 
     def search(self, query: str) -> str:
         """Search Wikipedia.
@@ -104,6 +207,14 @@ class WikipediaSearch:
         # The API lists pages by id; `index` is the rank in the search.
         pages = sorted(pages, key=lambda page: page["index"])
         return "\n".join(f"{page['title']}: {page.get('extract', '').strip()}" for page in pages) or NO_RESULTS
+
+
+def _text_fields(document: Mapping[str, Any]) -> Sequence[str]:
+    return next((fields for fields in TEXT_FIELDS if document.keys() >= set(fields)), TEXT_FIELDS[0])
+
+
+def _text(document: Mapping[str, Any]) -> str:
+    return "\n".join(str(document[field]) for field in _text_fields(document))
 
 
 def _words(text: str) -> list[str]:

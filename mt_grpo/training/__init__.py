@@ -1,4 +1,4 @@
-"""Advantages in, a better policy out: TRL's trainer with rollouts of many turns."""
+"""TRL's trainer with rollouts of several turns."""
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.logps import token_logps

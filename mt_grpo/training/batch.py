@@ -1,4 +1,4 @@
-"""Completions as the columns of a TRL batch."""
+"""Completions as columns of a TRL batch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def pad_rows(rows: list[list[int]], like: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class TokenColumns:
     """
-    What a forward must know of the completions of a TRL batch besides their ids.
+    What a forward needs of the completions of a TRL batch besides their ids.
 
     Args:
         scored (`Tensor`): `(B, T)` 1 where a token is trained.
         turn_ids (`Tensor`): `(B, T)` turn of each token.
-        parent (`Tensor`, *optional*): `(B, T)` completion column of the token each token follows; `None` where no
+        parent (`Tensor`, *optional*): `(B, T)` completion column of the token that each token follows; `None` if no
             history was rewritten.
     """
 
@@ -41,7 +41,7 @@ class TokenColumns:
 
     @classmethod
     def of_rollouts(cls, rows: list[TokenRow], like: Tensor) -> TokenColumns:
-        """Those of rollouts that TRL padded to the shape of `like`."""
+        """The columns of rollouts that TRL padded to the shape of `like`."""
         parent = [row.parent for row in rows]
         chains = all(row == list(range(-1, len(row) - 1)) for row in parent)
         scored, turn_ids = pad_rows([row.mask for row in rows], like), pad_rows([row.turns for row in rows], like)
@@ -49,7 +49,7 @@ class TokenColumns:
 
     @classmethod
     def of_inputs(cls, inputs: dict[str, Any]) -> TokenColumns:
-        """Those of a micro-batch that the loss is computed of."""
+        """The columns of a micro-batch whose loss is computed."""
         return cls(inputs["completion_mask"] * inputs["tool_mask"], inputs["turn_ids"], inputs.get("parent"))
 
 
@@ -68,8 +68,8 @@ def batch_trees(
         prompt_ids, prompt_mask (`Tensor`): `(B, P)`, padded on the left.
         completion_ids, completion_mask (`Tensor`): `(B, T)`, padded on the right.
         loss_mask (`Tensor`): `(B, T)` 1 where a token's log-prob is wanted.
-        parent (`Tensor`, *optional*): `(B, T)` completion column of the token each token follows; -1 is the last
-            token of the prompt, -2 the one before. `None` where every row is one sequence.
+        parent (`Tensor`, *optional*): `(B, T)` completion column of the token that each token follows; -1 is the last
+            token of the prompt, -2 the one before. `None` if every row is one sequence.
 
     Returns:
         The trees, and the length of each prompt.
@@ -105,12 +105,12 @@ def batch_logps(
     truncation: Truncation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
-    Log-probabilities and entropies of a TRL batch from one packed forward, whatever its rows share computed once.
-    Every call is one forward on every rank, also where none is wanted, so ranks that hold different amounts stay in
+    Log-probabilities and entropies of a TRL batch from one packed forward, in which shared prefixes are computed once.
+    Every call makes one forward on every rank, also if no log-prob is wanted, so ranks with different rows stay in
     step.
 
     Args:
-        As `batch_trees`, and `attention`, `temperature` and `truncation` as `score_packed`.
+        Those of `batch_trees`, and `attention`, `temperature` and `truncation` of `score_packed`.
 
     Returns:
         Two `(B, T)` tensors, 0 where `loss_mask` is 0.

@@ -1,7 +1,8 @@
-"""What TRL leaves out of a checkpoint, and a resumed run needs: the rollouts that are still to be trained on."""
+"""Adds to TRL's checkpoints what a resumed run also needs: the rollouts that are still to be trained on."""
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.config import MTGRPOConfig
@@ -24,21 +26,21 @@ BATCH_OPTIONS = (
     "num_iterations",
     "use_vllm",
 )
-"""Options that shape the rollouts in a checkpoint, and say how many rows of the dataset were used."""
+"""Options that decide the shape of the rollouts in a checkpoint, and how many rows of the dataset were used."""
 
 
 def batch_options(args: MTGRPOConfig) -> dict[str, Any]:
-    """The options that a run must have to go on from a checkpoint of another."""
+    """The options that must be the same for a run to resume from a checkpoint."""
     return {**{name: getattr(args, name) for name in BATCH_OPTIONS}, "beta": args.beta}
 
 
 def save_rollouts(folder: Path, accelerator: Accelerator, step: int, batches: Any, options: dict[str, Any]) -> None:
     """
-    Saves what this process has still to train on; the last that it writes to a checkpoint.
+    Saves the rollouts that this process has still to train on. It is the last write to a checkpoint.
 
     Args:
         folder (`Path`): The checkpoint.
-        accelerator (`Accelerator`): The run's.
+        accelerator (`Accelerator`): The run's accelerator.
         step (`int`): Micro-batches trained so far.
         batches (`list[dict]`): Micro-batches of the latest rollouts.
         options (`dict`): The run's `batch_options`.
@@ -52,7 +54,7 @@ def save_rollouts(folder: Path, accelerator: Accelerator, step: int, batches: An
 
 
 def load_rollouts(folder: Path, accelerator: Accelerator) -> tuple[int, Any]:
-    """The step and the micro-batches that `save_rollouts` saved for this process; after `check_checkpoint`."""
+    """The step and the micro-batches that `save_rollouts` saved for this process. Call `check_checkpoint` first."""
     path = _path(folder, accelerator.process_index)
     state = torch.load(path, map_location=accelerator.device, weights_only=True)
     for batch in state["buffered_inputs"] or []:
@@ -63,7 +65,7 @@ def load_rollouts(folder: Path, accelerator: Accelerator) -> tuple[int, Any]:
 
 def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes: int) -> None:
     """
-    Whether a run can go on from a checkpoint.
+    Checks that a run can resume from a checkpoint.
 
     Args:
         folder (`Path`): The checkpoint.
@@ -71,7 +73,7 @@ def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes
         rank, processes (`int`): This process, and the number of processes.
 
     Raises:
-        ConfigError: If the checkpoint is of another number of processes or of other options, or not of this trainer.
+        ConfigError: If another number of processes, other options or another trainer wrote the checkpoint.
     """
     path = _path(folder, rank)
     state = torch.load(path, mmap=True, map_location="cpu", weights_only=True) if path.exists() else None
@@ -100,9 +102,47 @@ def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes
         )
 
 
+def check_adapter(folder: Path, adapter: dict[str, Any] | None) -> None:
+    """
+    Whether a checkpoint has the adapter, or the whole model, that a run trains.
+
+    Args:
+        folder (`Path`): The checkpoint.
+        adapter (`dict`, *optional*): Settings of the adapter that is trained, as peft writes them; `None` where the
+            whole model is.
+
+    Raises:
+        ConfigError: If it has the other, or an adapter of another rank.
+    """
+    saved = adapter_settings(folder)
+    if saved is not None and adapter is None:
+        raise ConfigError(
+            f"The checkpoint {folder} is of an adapter, and this run trains the whole model: resume with `use_peft: "
+            "true` and the options of the adapter that it was made with."
+        )
+    if adapter is None:
+        return
+    if saved is None and any(folder.glob("model*.safetensors")):
+        raise ConfigError(
+            f"The checkpoint {folder} is of a whole model, and this run trains an adapter: resume without `use_peft`, "
+            "or begin a run with its model (`model_name_or_path`)."
+        )
+    if saved is not None and saved.get("r") != adapter.get("r"):
+        raise ConfigError(
+            f"The checkpoint {folder} is of an adapter of rank {saved.get('r')}, and this run's has "
+            f"{adapter.get('r')}: resume with what it was made with (`lora_r`)."
+        )
+
+
+def adapter_settings(folder: str | Path) -> dict[str, Any] | None:
+    """What peft saved with the adapter in a folder; `None` where there is no adapter."""
+    path = Path(folder) / ADAPTER_CONFIG_NAME
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
 def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
     """
-    The folder that `resume_from_checkpoint` means: the latest whole one in `output_dir` where it is `true`.
+    The folder that `resume_from_checkpoint` names. `true` is the latest whole checkpoint in `output_dir`.
 
     Raises:
         ConfigError: If there is none.
@@ -115,14 +155,19 @@ def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
                 f"`resume_from_checkpoint: {wanted}` is no folder: name one, or `true` for the latest in `output_dir`."
             )
         return str(wanted)
-    folders = [path.parent for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/rollouts-rank0.pt")]
-    folders.sort(key=lambda folder: int(folder.name.rsplit("-", 1)[1]), reverse=True)
-    latest = next(filter(is_whole, folders), None)
+    latest = latest_checkpoint(output_dir)
     if latest is None:
         raise ConfigError(
             f"There is no checkpoint in `output_dir: {output_dir}` to resume from; `save_strategy: steps` leaves some."
         )
     return str(latest)
+
+
+def latest_checkpoint(output_dir: str) -> Path | None:
+    """The folder of the latest whole checkpoint in an output folder, where there is one."""
+    folders = [path.parent for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/rollouts-rank0.pt")]
+    folders.sort(key=lambda folder: int(folder.name.rsplit("-", 1)[1]), reverse=True)
+    return next(filter(is_whole, folders), None)
 
 
 def is_whole(folder: Path) -> bool:

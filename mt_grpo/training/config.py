@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +16,11 @@ from mt_grpo.forward.logps import FORWARDS
 from mt_grpo.imports import import_file
 from mt_grpo.options import check_options, parse_user
 from mt_grpo.rollout.token_check import MODES
+from mt_grpo.training.checks import has_bfloat16, left_to_training
 from mt_grpo.weights.transport import TRANSPORTS
 
 KEEPS_TURNS = ("cispo", "vespo")
-"""Loss types in which an advantage weighs its own tokens whatever `importance_sampling_level` is."""
+"""Loss types in which an advantage weighs its own tokens, for every `importance_sampling_level`."""
 
 
 def registered_names() -> dict[str, list[str]]:
@@ -54,6 +54,8 @@ class MTGRPOConfig(GRPOConfig):
         interaction_config_file (`str`, *optional*): YAML file of verl's interactions, which answer every turn without
             a tool call, see `load_interactions`.
         tools (`list[str]`, *optional*): Tools by name or dotted path.
+        tools_config_file (`str`, *optional*): YAML file of further tools, those of MCP servers among them, in verl's
+            form; see `mt_grpo.tools.load_tools_file`.
         call_protocol (`str`, *optional*, defaults to `"tags"`): `"tags"` or `"native"` (the model's own tool calls).
         external_plugins (`list[str]`, *optional*): Python files imported before anything is looked up by name.
         turn_reward_funcs (`list[str]`, *optional*): Turn rewards by name or dotted path.
@@ -69,18 +71,23 @@ class MTGRPOConfig(GRPOConfig):
         max_concurrent_rollouts (`int`, *optional*): Conversations under way at once; all where unset.
         tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take.
         rollout_timeout (`float`, *optional*): Seconds one conversation may take; no bound where unset.
+        bf16 (`bool`, *optional*): TRL's option; where it is unset, on if the run is on a GPU that computes in bfloat16
+            and `fp16` is off.
+        logging_steps (`float`, *optional*, defaults to `1`): TRL's option with another default: each step of many
+            turns is worth a line of metrics.
         vllm_mode (`str`, *optional*, defaults to `"server"`): A dedicated server, started by `mt-grpo serve`, is the
             only mode.
-        vllm_server_host (`str`, *optional*, defaults to `"127.0.0.1"`): Where the server listens and is looked for.
+        vllm_server_host (`str`, *optional*, defaults to `"127.0.0.1"`): Host on which the server listens.
         weight_sync (`str`, *optional*, defaults to `"auto"`): How weights reach a vLLM server: `"nccl"` (from GPU to
             GPU), `"safetensors"` (a file; what `"auto"` is) or `"lora"` (the adapter only).
         weight_sync_folder (`str`, *optional*): Folder of the file, shared between hosts; shared memory where unset.
-        verify_sync_every (`int`, *optional*, defaults to `50`): The first sync and then every so many are verified.
+        verify_sync_every (`int`, *optional*, defaults to `50`): The first sync, and then one in this many, is
+            verified.
         history (`str`, *optional*, defaults to `"keep"`): What the model is shown of its past: `"keep"`,
             `"strip_thinking"`, `"compact"` or `"template"`, see `mt_grpo.rollout.history`.
         compact_every (`int`, *optional*): Turns between two compactions, for `history: compact`.
-        tokenization_sanity_check_mode (`str`, *optional*, defaults to `"strict"`): How each trajectory is held against
-            its full rendering: `"strict"`, `"ignore_strippable"` or `"disable"`, see `SanityCheck`.
+        tokenization_sanity_check_mode (`str`, *optional*, defaults to `"strict"`): How each trajectory is compared
+            with its full rendering: `"strict"`, `"ignore_strippable"` or `"disable"`, see `SanityCheck`.
         forward (`str`, *optional*, defaults to `"tree"`): How log-probs are computed in training: `"tree"` (every
             token once, shared prefixes shared), `"padded"` (TRL's) or `"turn_by_turn"` (each turn alone, the oracle).
         disable_dropout (`bool`, *optional*, defaults to `True`): TRL's option with another default, since sampling has
@@ -106,6 +113,7 @@ class MTGRPOConfig(GRPOConfig):
         default=None, metadata={"help": "YAML file of interactions, which answer turns without a tool call."}
     )
     tools: list[str] | None = field(default=None, metadata={"help": "Tools by name or dotted path."})
+    tools_config_file: str | None = field(default=None, metadata={"help": "YAML file of further tools."})
     call_protocol: str = field(default="tags", metadata={"help": "How the model calls tools, by name."})
     external_plugins: list[str] | None = field(
         default=None, metadata={"help": "Python files imported before anything is looked up by name."}
@@ -131,6 +139,9 @@ class MTGRPOConfig(GRPOConfig):
     tool_timeout: float | None = field(default=60.0, metadata={"help": "Seconds one tool call may take."})
     rollout_timeout: float | None = field(default=None, metadata={"help": "Seconds one conversation may take."})
 
+    logging_steps: float = field(
+        default=1, metadata={"help": "Steps between two lines of metrics; below 1, a share of all steps."}
+    )
     disable_dropout: bool = field(
         default=True, metadata={"help": "No dropout in training, an adapter's included; sampling has none either."}
     )
@@ -170,13 +181,17 @@ class MTGRPOConfig(GRPOConfig):
         if self.env is not None:  # its module, which is not imported yet, may register a protocol
             del names["call_protocol"]
         check_options(vars(self), names)
-        self._check_batch_sizes()
-        super().__post_init__()
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and not self.use_cpu and has_bfloat16()
+        with left_to_training(self):
+            super().__post_init__()
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # torch warns, since there is nothing to pin it for
         self.check_credit()
 
     def check_credit(self) -> None:
         """
-        Looks the credit rule up and holds it against its options and the loss.
+        Looks up the credit rule, and checks it against its options and the loss.
 
         Raises:
             ConfigError: If there is no such rule, it does not take its options, or the loss takes away the credit that
@@ -192,27 +207,4 @@ class MTGRPOConfig(GRPOConfig):
                 f"so the credit that `advantage_estimator: {name}` gives to single turns is lost: "
                 f"leave it at `token`{another}, or choose a rule for whole trajectories such as `grpo_or` or "
                 "`grpo_mr`."
-            )
-
-    def _check_batch_sizes(self) -> None:
-        processes = int(os.environ.get("WORLD_SIZE", 1))
-        step = self.per_device_train_batch_size * processes
-        steps = self.steps_per_generation or self.gradient_accumulation_steps
-        batch = self.generation_batch_size or step * steps
-        if batch % self.num_generations:
-            divisors = [str(number) for number in range(2, batch + 1) if batch % number == 0]
-            source = f"{self.per_device_train_batch_size} a device × {processes} processes × {steps} steps"
-            raise ConfigError(
-                f"`num_generations: {self.num_generations}` does not divide the generation batch of {batch} ("
-                f"{'`generation_batch_size`' if self.generation_batch_size else source}): set it to one of "
-                f"{', '.join(divisors)}, or make the batch a multiple of {self.num_generations}."
-            )
-        generations = self.num_generations_eval or self.num_generations
-        batch = self.per_device_eval_batch_size * processes
-        if (self.do_eval or self.eval_strategy != "no") and batch % generations:
-            divisors = [str(number) for number in range(1, batch + 1) if batch % number == 0]
-            raise ConfigError(
-                f"`num_generations_eval: {generations}` does not divide the evaluation batch of {batch} "
-                f"({self.per_device_eval_batch_size} a device × {processes} processes): set it to one of "
-                f"{', '.join(divisors)}, or make the batch a multiple of {generations}."
             )

@@ -1,4 +1,4 @@
-"""TRL's trainer with an account that adds up: means over what they say, evaluated rows once, no run without a step."""
+"""TRL's trainer with exact counts: means over trajectories, each evaluated row once, no run without a step."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather
+from accelerate.utils import gather, is_peft_model
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.training.checkpoint import batch_options, check_checkpoint
-from mt_grpo.training.checks import check_training
+from mt_grpo.training.activity import Activity
+from mt_grpo.training.checkpoint import batch_options, check_adapter, check_checkpoint, find_checkpoint
+from mt_grpo.training.checks import check_eval_batch, check_training, tell_device
 from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.conversation_log import ConversationLog
 from mt_grpo.training.evaluation import EvaluationRows
 from mt_grpo.training.folder import left_by_runs
 from mt_grpo.training.nonfinite import FiniteTrainer, check_weights
@@ -31,22 +33,30 @@ class CountedTrainer(FiniteTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        tell_device(self.args)
         self._earlier = left_by_runs(self.args.output_dir)
         self._tallies = {"train": Tally(), "eval": Tally()}
         self._evaluation: EvaluationRows | None = None
         self._evaluated: list[int] = []
         """Rows that count in each batch of the latest evaluation."""
+        self.activity = Activity()
+        self.conversations = ConversationLog(self)
+        self.add_callback(self.conversations)
+        self.num_completions_to_print = 0  # TRL's own table in the terminal, instead of which there is ours
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
-        Trains as TRL does; where the folder has records of an earlier run that is not resumed, appends to them and
-        warns.
+        Trains as TRL does. If the folder has records of an earlier run that is not resumed, warns and appends to them.
 
         Raises:
-            ConfigError: If the options or the rows do not suffice for one step, or the rows end before it.
-            NonFiniteError: If weights hold NaN or infinity at a checkpoint or at the end.
+            ConfigError: If the options or the rows do not suffice for one step, or a stream ends before it.
+            NonFiniteError: If weights are NaN or infinite at a checkpoint or at the end.
         """
         check_training(self.args, self.train_dataset)
+        checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        if checkpoint is not None:
+            adapter = self.model.peft_config["default"].to_dict() if is_peft_model(self.model) else None
+            check_adapter(Path(checkpoint), adapter)
         earlier = [path.name for path in self._earlier if path.exists()]
         if earlier and not resume_from_checkpoint and self.is_world_process_zero():
             logger.warning(
@@ -72,7 +82,7 @@ class CountedTrainer(FiniteTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *args: Any) -> tuple[int, int]:
-        """TRL's trainer would take one step more where a run that is resumed has taken all of them."""
+        """Stops a resumed run that has taken all its steps; TRL's trainer would take one more."""
         begin = super()._init_training_state(max_steps, updates, num_epochs, *args)
         if self.state.global_step < max_steps:
             return begin
@@ -102,6 +112,7 @@ class CountedTrainer(FiniteTrainer):
         super().log(logs, start_time)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
+        check_eval_batch(self.args)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         rows = self._evaluation = EvaluationRows(dataset, self.num_generations_eval, self.accelerator)
@@ -109,7 +120,7 @@ class CountedTrainer(FiniteTrainer):
         return super().get_eval_dataloader(eval_dataset if rows.dataset is dataset else rows.dataset)
 
     def _filling(self, mode: str, size: int) -> list[bool]:
-        """For each of this process's rows of a batch, whether it only fills up the last one of an evaluation."""
+        """Per row of this process's batch, whether it only fills up the last batch of an evaluation."""
         if mode == "train" or self._evaluation is None:
             return [False] * size
         fills = self._evaluation.fills(size)
@@ -119,7 +130,7 @@ class CountedTrainer(FiniteTrainer):
 
 
 def _weighted_mean(values: list[float], weights: list[int]) -> float:
-    """NaN, which says that a metric does not apply to a batch, is left out."""
+    """A mean without NaN, which marks batches to which a metric does not apply."""
     pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if not math.isnan(value)]
     total = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs) / total if total else math.nan

@@ -1,4 +1,4 @@
-"""Dropout has no place in sampling, nor in what log-probs are compared with."""
+"""Turns dropout off for sampling, and for the log-probs that the loss compares with."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 def disable_dropout(model: nn.Module) -> None:
     """
-    Sets the dropout rates that layers hold as numbers and apply themselves, as attention does, to 0; TRL's
-    `disable_dropout` does so for dropout that is a layer of its own, an adapter's included.
+    Sets dropout rates to 0 that layers hold as numbers and apply themselves, as attention does. TRL's
+    `disable_dropout` does the same for dropout that is a layer of its own, an adapter's included.
     """
     for module in model.modules():
         for name, value in vars(module).items():
@@ -21,7 +21,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 @contextmanager
 def without_dropout(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Evaluation mode, where it is `wanted`, for as long as the context lasts."""
+    """A context in evaluation mode, if `wanted`."""
     training = model.training
     if wanted:
         model.eval()

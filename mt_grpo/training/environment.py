@@ -20,12 +20,21 @@ from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.options import PARTNERS, check_partner, parse_user
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
 from mt_grpo.rollout.background import run
-from mt_grpo.tools import load_tools
+from mt_grpo.tools import load_tools, load_tools_file
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.reward_columns import Rows
 from mt_grpo.training.rollout_batch import RolloutBatch
 
-OPTIONS = (*PARTNERS, "tools", "system_prompt", "max_env_steps", "call_protocol", "env_mask", "tool_timeout")
+OPTIONS = (
+    *PARTNERS,
+    "tools",
+    "tools_config_file",
+    "system_prompt",
+    "max_env_steps",
+    "call_protocol",
+    "env_mask",
+    "tool_timeout",
+)
 """Options of a run that one of several environments may have for itself."""
 
 
@@ -74,7 +83,7 @@ def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
         found, partner = InteractionEnv, {"interactions": load_interactions(options["interaction_config_file"])}
     env = found(
         **partner,
-        tools=options["tools"] or [],
+        tools=_tools(options["tools"], options["tools_config_file"]),
         system_prompt=options["system_prompt"],
         max_steps=options["max_env_steps"],
         protocol=options["call_protocol"],
@@ -83,6 +92,10 @@ def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
     )
     env.made_from = args
     return env
+
+
+def _tools(named: list[Any] | None, file: str | None) -> list[Any]:
+    return [*(named or []), *([] if file is None else load_tools_file(file))]
 
 
 def check_env(env: EnvSource | None, args: MTGRPOConfig, *datasets: Rows | dict[str, Rows] | None) -> EnvSource:
@@ -122,10 +135,10 @@ def check_env(env: EnvSource | None, args: MTGRPOConfig, *datasets: Rows | dict[
     defaults = {field.name: field.default for field in fields(args)}
     for name, value in of_env.items():
         asked = getattr(args, name)
+        if name == "tools" and (tools := _tools(asked, args.tools_config_file)):
+            asked = sorted(tool.name for tool in load_tools(tools))
         if asked == defaults[name]:
             continue
-        if name == "tools":
-            asked = sorted(tool.name for tool in load_tools(asked))
         if asked != value:
             raise _contradiction(name, asked, value)
     return env

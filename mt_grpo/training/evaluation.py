@@ -1,4 +1,4 @@
-"""Rows of an evaluation that count: accelerate repeats rows to fill up the last batch of several processes."""
+"""Finds the rows of an evaluation that count: accelerate repeats rows to fill up the last batch of processes."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class EvaluationRows:
 
 
 def counted(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Those that were run: what stands for a row that only fills up a batch has no stop reason."""
+    """The trajectories that were run. A placeholder for a row that only fills up a batch has no stop reason."""
     return [trajectory for trajectory in trajectories if trajectory.stop_reason is not None]
 
 
 def fill_up(values: list[Any], fills: list[bool], absent: Callable[[int], Any] = lambda index: None) -> list[Any]:
-    """Values of the rows that count, with what `absent` makes of its index for each row that only fills up."""
+    """Adds to the values of the rows that count `absent(index)` for each row that only fills up."""
     rest = iter(values)
     return [absent(index) if fill else next(rest) for index, fill in enumerate(fills)]
 
 
 def fill_up_scores(scores: Scores, fills: list[bool]) -> Scores:
-    """Scores of the rows that count, with no reward for the others."""
+    """Adds to the scores of the rows that count `None` for the others."""
     return Scores(
         [fill_up(values, fills, lambda index: []) for values in scores.turn],
         [fill_up(values, fills) for values in scores.outcome],

@@ -1,4 +1,4 @@
-"""The output folder: what an earlier run left there is neither mixed with another run nor lost unasked."""
+"""Protects the output folder: files of an earlier run are neither mixed with another run nor removed unasked."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def left_by_runs(output_dir: str) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether this trainer wrote it, wholly or partly."""
+    """Whether this trainer wrote the checkpoint, wholly or partly."""
     marks = [path / TRAINER_STATE_NAME, *path.glob("rollouts-rank*.pt")]
     return CHECKPOINT.fullmatch(path.name) is not None and any(mark.exists() for mark in marks)
 
 
 def check_folder(args: MTGRPOConfig, model: str) -> None:
     """
-    Whether a run can begin in its `output_dir`; a collective call, the main process looks.
+    Checks that a run can begin in its `output_dir`. This is a collective call, in which the main process looks.
 
     Args:
         args (`MTGRPOConfig`): The options; a run that goes on from a checkpoint in the folder may.
         model (`str`): Name or folder of the model it begins with.
 
     Raises:
-        ConfigError: If an earlier run is there, and neither resumed nor to be overwritten; if overwriting would remove
-            the model it begins with.
+        ConfigError: If an earlier run is there that is neither resumed nor to be overwritten, or if overwriting would
+            remove the model that the run begins with.
     """
     message = [_refusal(args, model) if args.process_index == 0 else None]
     if args.world_size > 1:
@@ -76,8 +76,8 @@ def _resumes_here(args: MTGRPOConfig) -> bool:
 
 def clear_folder(args: MTGRPOConfig) -> None:
     """
-    Removes what earlier runs left, unless one is resumed: their records, their checkpoints, and the model where a
-    trainer saved it. Everything else stays.
+    Removes the records and checkpoints of earlier runs, and a model that a trainer saved, unless a run is resumed. All
+    other files stay.
     """
     if _resumes_here(args):
         return

@@ -1,4 +1,4 @@
-"""The forwards that a trainer computes log-probs with, in the place of TRL's padded one."""
+"""The forwards with which a trainer computes log-probs, in place of TRL's padded one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mt_grpo.training.sampling import trained_truncation
 
 def prepare_forward(trainer: GRPOTrainer) -> dict[str, Any]:
     """
-    Readies the policy and the reference of a trainer for its `forward`.
+    Prepares the policy and the reference of a trainer for its `forward`.
 
     Returns:
         `temperature` and `truncation` of the distribution that is sampled from.
@@ -89,9 +89,9 @@ def completion_logps(
 
 def keep_outputs_exact(accelerator: Accelerator) -> None:
     """
-    Keeps FSDP2 from rounding what the model returns, and gradients on their way between ranks, to the precision it
-    computes in: log-probs in bfloat16 have three digits, and the ratio of two of them is off by a percent; a sum of
-    gradients loses what the small ones add. accelerate has no key for either.
+    Keeps FSDP2 from rounding the model's outputs, and gradients between ranks, to the precision that it computes in.
+    Log-probs in bfloat16 have three digits, so a ratio of two would be off by a percent, and a sum of gradients would
+    lose the small ones. accelerate has no key for either.
     """
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.mixed_precision_policy is not None:
         plugin = accelerator.state.fsdp_plugin
@@ -102,12 +102,12 @@ def keep_outputs_exact(accelerator: Accelerator) -> None:
 
 def prove_forward(trainer: GRPOTrainer, length: int) -> None:
     """
-    Proves `forward: tree` for the policy as it is wrapped for training, and for the reference where it is a model of
-    its own, once for rows of up to `length` tokens. Every rank calls it at the same point. In evaluation it does
+    Proves `forward: tree` for the policy as it is wrapped for training, and for a separate reference model, once for
+    rows of up to `length` tokens. Every rank calls it at the same point. In evaluation it does
     nothing.
 
     Raises:
-        UnsupportedModelError: If a model scores packed trees otherwise than each turn alone.
+        UnsupportedModelError: If a model scores packed trees differently from each turn alone.
     """
     if trainer.args.forward != "tree" or not trainer.model.training:
         return

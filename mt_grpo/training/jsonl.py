@@ -9,7 +9,8 @@ from typing import Any
 
 def to_json(record: dict[str, Any], **options: Any) -> str:
     """
-    A record as JSON: NaN and infinity, which JSON does not have, become `null`; what has no JSON form its text.
+    A record as JSON. NaN and infinity become `null`, since JSON lacks them. A value without a JSON form becomes its
+    text.
 
     Args:
         record (`dict`): What to write.

@@ -1,4 +1,4 @@
-"""What a run leaves behind: trajectories and metrics, one JSON object a line, written as soon as they exist."""
+"""Metrics of rollouts, rewards and credit; docs/runs.md lists them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
     Metrics of the conversations of all ranks; a collective call.
 
     Returns:
-        `Tally`: TRL's `completions/*` in tokens sampled; `turns/mean`; `tools/call_frequency` (calls, a trajectory),
-        `tools/failure_frequency` (a call) and `tools/malformed_frequency` (turns with neither a call that could be
-        read nor an answer, a trajectory);
-        `sequences/mean`, `tokens/unique` and `tokens/turn_by_turn`, what a forward a turn would compute (a
-        trajectory); `turn_K/length` and `turn_K/context_length` (tokens), `turn_K/tool_calls`, `turn_K/failures` and
-        `turn_K/malformed` (a trajectory that has the turn), K from 1; `stop/REASON` for every reason, shares that sum
-        to 1; `rollouts/failed`, the share that the engine or the environment ended, which is left out of loss,
-        baseline and rewards; `forks/CAUSE` and `tokenization/CAUSE` (a trajectory), where there are any.
+        `Tally`: TRL's `completions/*` in tokens sampled; `turns/mean`; `tools/call_frequency` (calls per trajectory),
+        `tools/failure_frequency` (failures per call) and `tools/malformed_frequency` (turns per trajectory with
+        neither a call that could be read nor an answer); `sequences/mean`, `tokens/unique` and `tokens/turn_by_turn`,
+        what one forward per turn would compute (per trajectory); `turn_K/length` and `turn_K/context_length` (tokens),
+        `turn_K/tool_calls`, `turn_K/failures` and `turn_K/malformed` (per trajectory that has the turn), K from 1;
+        `stop/REASON` for every reason, shares that sum to 1; `rollouts/failed`, the share that the engine or the
+        environment ended, which is left out of loss, baseline and rewards; `forks/CAUSE` and `tokenization/CAUSE` (per
+        trajectory), if there are any.
     """
     records = gather_object([_record(trajectory) for trajectory in trajectories])
     turns = [turn for record in records for turn in record["turns"]]
@@ -89,7 +89,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
 
 def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
     """
-    Mean reward (of the trajectories to which one applies) and advantage of each turn.
+    Mean reward and mean advantage per turn. The reward is a mean over trajectories to which one applies.
 
     Args:
         batch (`RewardBatch`): Rewards of all ranks.
@@ -109,8 +109,8 @@ def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
 
 def show_advantages(shown: deque[float], batch: RewardBatch, advantages: torch.Tensor) -> None:
     """
-    Puts the advantages that are trained, `(B, K)`, as means over turns, in the place of those that TRL has just added
-    to its table of completions: it offers no way to give it others.
+    Replaces the advantages that TRL has just added to its table of completions by those that are trained, `(B, K)`, as
+    means over turns. TRL has no hook for this.
     """
     means = advantages.sum(dim=1) / batch.turn_mask.sum(dim=1).clamp(min=1)
     for index, mean in enumerate(means[-len(shown) :].tolist(), -min(len(means), len(shown))):
@@ -122,7 +122,7 @@ def reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str
     Means of the rewards over the trajectories to which they apply.
 
     Args:
-        rewards (`torch.Tensor` of shape `(B, num_rewards)`): Rewards of all ranks; NaN where one does not apply.
+        rewards (`torch.Tensor` of shape `(B, num_rewards)`): Rewards of all ranks; NaN if one does not apply.
         weights (`torch.Tensor` of shape `(num_rewards,)`): Their weights.
         names (`list[str]`): Their names.
     """
@@ -140,15 +140,15 @@ def reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str
 
 def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> Tally:
     """
-    How far the engine's log-probs are from the trainer's, turn by turn; a collective call.
+    Difference between the engine's log-probs and the trainer's, per turn. This is a collective call.
 
     Args:
         batch (`dict`): This process's batch: `old_per_token_logps`, `sampling_per_token_logps`, `completion_mask`,
             `tool_mask` and `turn_ids`, each `(B, T)`.
-        num_turns (`int`): Turns of the longest trajectory of all processes.
+        num_turns (`int`): Number of turns of the longest trajectory of all processes.
 
     Returns:
-        `turn_K/sampling_logp_difference/mean` and `.../max`, in nats a token, K from 1.
+        `turn_K/sampling_logp_difference/mean` and `.../max`, in nats per token, K from 1.
     """
     trained = (batch["completion_mask"] * batch["tool_mask"]).bool()
     trained &= ~batch["sampling_per_token_logps"].isnan()  # trained tokens of the environment, which no engine sampled
@@ -172,7 +172,7 @@ def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> Tally:
 
 
 def _count_completions(tally: Tally, lengths: list[int], ended: list[int]) -> None:
-    """TRL's `completions/*`: the shortest and the longest are means over batches, as there."""
+    """TRL's `completions/*`. As in TRL, the shortest and the longest are means over batches."""
     tally.count("batch", 1)
     tally.count("ended trajectory", len(ended))
     tally.add("completions/clipped_ratio", len(lengths) - len(ended), per="trajectory")

@@ -1,4 +1,4 @@
-"""Which rank trains which rows in which micro-batch, so that no rank waits long for another."""
+"""Decides which rank trains which rows in which micro-batch, so that no rank waits long for another."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Rows = dict[str, Tensor]
 
 def rebalance(batches: Sequence[dict[str, Any]], group_size: int) -> list[dict[str, Any]]:
     """
-    Deals the rows of the micro-batches of all ranks again. Rows of a group meet in one micro-batch, where they share
-    their prompt; all micro-batches hold about as many unique tokens, and those that ranks run at the same time are the
-    most alike. Every rank keeps its number of rows and of micro-batches, so a loss whose mean is over rows, or over
-    the tokens of the whole batch, stays what it was.
+    Distributes the rows of all ranks over micro-batches again. Rows of a group are put into one micro-batch, where
+    they share their prompt. All micro-batches hold about as many unique tokens, and those that ranks run at the same
+    time are the most alike. Every rank keeps its number of rows and of micro-batches, so a loss whose mean is over
+    rows, or over the tokens of the whole batch, does not change.
 
-    Rows move where a micro-batch holds whole groups or a group fills whole micro-batches. Elsewhere they stay on their
-    rank: groups lie next to each other and are cut where a micro-batch ends.
+    Rows move only if a micro-batch holds whole groups, or a group fills whole micro-batches. If not, they stay on
+    their rank: groups lie next to each other and are cut where a micro-batch ends.
 
     Args:
         batches (`list[dict]`): Micro-batches of equal size on every rank, as TRL buffers them: tensors whose first
-            dimension is the row, and anything else, which is left alone. `group_ids`, `(B,)`, numbers the groups.
+            dimension is the row, and other values, which stay unchanged. `group_ids`, `(B,)`, numbers the groups.
         group_size (`int`): Rows in a group.
 
     Returns:
-        As many micro-batches. Padding that no row of this rank needs is gone.
+        The same number of micro-batches, without padding that no row of this rank needs.
     """
     state = PartialState()
     size = len(batches[0]["group_ids"])
@@ -68,7 +68,7 @@ def rebalance(batches: Sequence[dict[str, Any]], group_size: int) -> list[dict[s
 
 def assign(weights: Sequence[float], ranks: int, steps: int) -> list[list[list[int]]]:
     """
-    Pieces of work for each micro-step, for each rank in it.
+    Assigns pieces of work to micro-steps, and within each to ranks.
 
     Args:
         weights (`list[float]`): Cost of each piece; a multiple of `ranks * steps` of them.
@@ -91,7 +91,7 @@ def assign(weights: Sequence[float], ranks: int, steps: int) -> list[list[list[i
 
 
 def exchange(parcels: list[Any], device: torch.device) -> list[Any]:
-    """Hands the parcel `parcels[rank]` to each rank. Returns the parcels meant for this one, tensors on `device`."""
+    """Sends `parcels[rank]` to each rank. Returns the parcels for this rank, with tensors on `device`."""
     if len(parcels) == 1:
         return parcels
     blobs = []
@@ -111,7 +111,7 @@ def exchange(parcels: list[Any], device: torch.device) -> list[Any]:
 
 
 def _take(rows: Rows, index: Tensor) -> Rows:
-    """Some rows, without the padding that none of them needs."""
+    """Takes some rows, without padding that none of them needs."""
     prompt = int(rows["prompt_mask"][index].sum(dim=1).max())
     completion = int(rows["completion_mask"][index].sum(dim=1).max())
     taken = {}
@@ -145,7 +145,7 @@ def _join(pieces: list[Rows]) -> Rows:
 
 
 def _stack(parts: list[Tensor], left: bool, fill: float) -> Tensor:
-    """Rows below each other; what is narrower is padded with `fill`, prompts on the left."""
+    """Stacks rows. Narrower ones are padded with `fill`, prompts on the left."""
     if parts[0].dim() == 1:
         return torch.cat(parts)
     width = max(part.size(1) for part in parts)

@@ -1,4 +1,4 @@
-"""No number that is not finite reaches a weight or a file: the run ends before, and says what it was."""
+"""Ends a run before a number that is not finite reaches a weight or a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from mt_grpo.errors import UserError
 
 INGREDIENTS = ("advantages", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
-"""What a loss is made of, besides the log-probs of the model that is trained."""
+"""The inputs of a loss, besides the log-probs of the model that is trained."""
 
 
 class NonFiniteError(UserError, RuntimeError):
@@ -23,10 +23,9 @@ class NonFiniteError(UserError, RuntimeError):
 
 class FiniteTrainer(GRPOTrainer):
     """
-    TRL's trainer, which ends, on every process, at the first loss or gradient that is not finite, before the optimiser
-    steps, and saves no model with such weights. In float16 a gradient may overflow: the scaler then leaves the step
-    out. DeepSpeed steps inside the backward, so there a gradient is found only after its step, though before it is
-    saved.
+    TRL's trainer. It ends on every process at the first loss or gradient that is not finite, before the optimiser's
+    step, and saves no model with such weights. In float16 a gradient may overflow, and the scaler then leaves out the
+    step. DeepSpeed steps inside the backward, so a bad gradient is found after its step, but before a save.
     """
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -84,10 +83,10 @@ def _spoilt_weight(model: nn.Module) -> str | None:
 
 def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None:
     """
-    Looks at every trained weight, each process at its own shards; a collective call.
+    Checks every trained weight; each process checks its own shards. This is a collective call.
 
     Raises:
-        NonFiniteError: If one is NaN or infinite, in every process.
+        NonFiniteError: In every process, if a weight is NaN or infinite.
     """
     spoilt = _spoilt_weight(model)
     if gather(torch.tensor([int(spoilt is not None)], device=accelerator.device)).sum():
@@ -98,6 +97,6 @@ def check_weights(model: nn.Module, accelerator: Accelerator, step: int) -> None
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:
-    """Which elements of this process's part are finite; ZeRO-3 leaves the parameter itself empty."""
+    """Whether each element of this process's part is finite. Under ZeRO-3 the parameter itself is empty."""
     value = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
     return torch.isfinite(value)

@@ -1,4 +1,4 @@
-"""A failure of one process ends all: none is left waiting for it in a collective."""
+"""Makes a failure of one process end all processes, so that none waits for it in a collective."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from mt_grpo.weights.update_calls import WeightSyncError
 T = TypeVar("T")
 
 _SENTENCES = (ServerGoneError, ServerSetupError, WeightSyncError, RolloutError, RewardError, ConfigError, EngineError)
-"""Failures whose message says all; of others the traceback does."""
+"""Failures whose message is enough. Others are shown with their traceback."""
 
 
 class RankError(RuntimeError):
-    """Another process failed at something that nobody planned; the message has its traceback."""
+    """Another process failed unexpectedly. The message has its traceback."""
 
 
 def everywhere(work: Callable[[], T]) -> T:
     """
-    Does this process's part of something that all of them do; a collective call.
+    Does this process's part of the work of all processes. This is a collective call.
 
     Raises:
-        Exception: In every process, that of the first one that failed: there as it is, elsewhere one of its kind with
-            the same sentence, or a `RankError` with its traceback.
+        Exception: The failure of the first process that failed, in every process. Other processes raise the same kind
+            with the same sentence, or a `RankError` with its traceback.
     """
     failure: BaseException | None = None
     try:
@@ -53,7 +53,7 @@ def everywhere(work: Callable[[], T]) -> T:
 
 
 def run_here(work: Coroutine[Any, Any, T], device: torch.device) -> T:
-    """Runs a coroutine in the background thread, where `device` is the current GPU as it is in this one."""
+    """Runs a coroutine in the background thread, with `device` as the current GPU."""
 
     async def on() -> T:
         with on_device(device):
@@ -63,7 +63,7 @@ def run_here(work: Coroutine[Any, Any, T], device: torch.device) -> T:
 
 
 def _told(failure: BaseException) -> tuple[type[Exception], str]:
-    """What other processes raise: the kind with its sentence, or the whole traceback."""
+    """The kind and message of the error that other processes raise."""
     kind = next((kind for kind in _SENTENCES if isinstance(failure, kind)), None)
     if kind is not None:
         return kind, str(failure)

@@ -1,4 +1,4 @@
-"""The reference model of `sync_ref_model`, which follows the policy and so is part of a checkpoint."""
+"""Saves and loads the reference model of `sync_ref_model`, which changes with the policy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NAME = "reference.safetensors"
 
 def check_reference(args: MTGRPOConfig, accelerator: Accelerator) -> None:
     """
-    Refuses what could be trained but not resumed.
+    Refuses a run that could be trained but not resumed.
 
     Raises:
-        ConfigError: If checkpoints are wanted of a reference that is synced and sharded by ZeRO-3.
+        ConfigError: If the run saves checkpoints, and its reference is synced and sharded by ZeRO-3.
     """
     if args.sync_ref_model and args.save_strategy != "no" and DistributedBackend(accelerator).is_zero3:
         raise ConfigError(
@@ -31,7 +31,7 @@ def check_reference(args: MTGRPOConfig, accelerator: Accelerator) -> None:
 
 
 def save_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, reference: nn.Module | None) -> None:
-    """Writes a synced reference, whole, to a checkpoint; a collective call where it is sharded."""
+    """Writes a synced reference as a whole to a checkpoint. This is a collective call if it is sharded."""
     if not args.sync_ref_model or DistributedBackend(accelerator).is_zero3:
         return
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -45,7 +45,7 @@ def save_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, r
 
 def load_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, reference: nn.Module | None) -> None:
     """
-    Puts what `save_reference` wrote into the reference.
+    Loads what `save_reference` wrote into the reference.
 
     Raises:
         ConfigError: If the checkpoint has none.

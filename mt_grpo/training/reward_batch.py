@@ -1,4 +1,4 @@
-"""Scores of this process's trajectories, gathered to the rewards of all processes that credit works on."""
+"""Gathers the scores of all processes into the rewards that credit rules take."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ def gather_rewards(
     trajectories: list[Trajectory], scores: Scores, weights: torch.Tensor, group_size: int
 ) -> tuple[RewardBatch, torch.Tensor]:
     """
-    A collective call: every process brings as many trajectories, whatever their numbers of turns.
+    Gathers the scores of all processes. This is a collective call: every process brings the same number of
+    trajectories, with any number of turns.
 
     Args:
-        trajectories (`list[Trajectory]`): This process's.
+        trajectories (`list[Trajectory]`): Trajectories of this process.
         scores (`Scores`): Their scores.
         weights (`torch.Tensor` of shape `(num_rewards,)`): Weights of turn rewards, then outcome rewards; results are
             on their device.
@@ -26,7 +27,7 @@ def gather_rewards(
     Returns:
         The weighted rewards of all processes, and their scores with a column for each reward, `(B, num_rewards)`: turn
         rewards summed over turns, NaN where a reward does not apply. A trajectory that failed has no turns and no
-        rewards, so that it is in nobody's baseline.
+        rewards, so that it is in no baseline.
     """
     device = weights.device
     num_turns = torch.tensor([len(trajectory.turns) for trajectory in trajectories], device=device)
@@ -60,7 +61,8 @@ def gather_rewards(
 
 def share_of_equal_groups(columns: torch.Tensor, weights: torch.Tensor, group_size: int) -> float:
     """
-    TRL's `frac_reward_zero_std`, exactly: TRL compares a float32 deviation with zero, which rounding keeps from it.
+    TRL's `frac_reward_zero_std`, computed exactly. TRL compares a float32 deviation with zero, which rounding may
+    change.
 
     Args:
         columns (`torch.Tensor` of shape `(B, num_rewards)`): Scores of all processes, NaN where one does not apply.
@@ -81,6 +83,6 @@ def _tensor(values: list[float | None], device: torch.device) -> torch.Tensor:
 
 
 def _sum_present(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """The sum over the rewards that apply; NaN where none does."""
+    """The sum over the rewards that apply; NaN if none does."""
     total = values.nansum(dim=dim)
     return total.masked_fill(values.isnan().all(dim=dim), torch.nan)

@@ -1,4 +1,4 @@
-"""Reward functions held against the columns of the datasets, before any work."""
+"""Checks reward functions against the columns of the datasets, before any work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mt_grpo.rewards import FunctionReward, RewardFunc, TurnReward
 from mt_grpo.rewards.base import NOT_COLUMNS
 
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What a plain TRL reward function is given besides the columns."""
+"""Arguments of a plain TRL reward function besides the columns."""
 
 Rows = Dataset | IterableDataset
 
@@ -26,11 +26,11 @@ def check_reward_columns(
     eval_dataset: Rows | dict[str, Rows] | None,
 ) -> None:
     """
-    Whether every reward can be called with the columns of every dataset. Of a stream whose columns nobody says, the
-    first row is read.
+    Checks that every reward can be called with the columns of every dataset. If a stream does not name its columns,
+    its first row is read.
 
     Raises:
-        ConfigError: If one needs what no column brings, or does not take what there is.
+        ConfigError: If a reward needs an argument that is no column, or does not take a column.
     """
     evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     datasets = {"training": train_dataset, **{f"evaluation {name}".strip(): rows for name, rows in evaluated.items()}}

@@ -1,32 +1,35 @@
-"""One batch on its way through the methods that TRL calls: from the rows it asks for to the rewards they earn."""
+"""One batch as it passes through the methods that TRL calls: from its rows to their rewards."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from mt_grpo.credit import RewardBatch
+from mt_grpo.rewards import spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
-from mt_grpo.training.evaluation import counted
+from mt_grpo.training.evaluation import counted, fill_up
 from mt_grpo.trajectory import Trajectory, visible
 
 
 @dataclass
 class RolloutBatch:
     """
-    What this process samples and scores at once, filled in step by step; lists have an entry per row.
+    The rows that this process samples and scores together. It is filled in step by step. Lists have an entry per row.
 
     Args:
         mode (`str`): `"train"` or `"eval"`.
-        rows (`list[dict]`): Rows of the dataset, a prompt as often as it is answered.
+        rows (`list[dict]`): Rows of the dataset. A prompt occurs once per answer.
         fills (`list[bool]`): Whether a row only fills up the last batch of an evaluation; it is not sampled.
         trajectories (`list[Trajectory]`): Those that are finished, as they end; once all are, those of the rows.
         token_rows (`list[TokenRow]`): The trajectories as tokens.
         rewards (`RewardBatch`, *optional*): Rewards of the trajectories of all processes.
         rewards_per_func (`Tensor`, *optional*): The same with a column per reward, shape `(B, num_rewards)`; NaN where
             one does not apply.
+        extra (`dict`): What reward functions log per row (`log_extra`), by name.
     """
 
     mode: str
@@ -36,6 +39,7 @@ class RolloutBatch:
     token_rows: list[TokenRow] = field(default_factory=list)
     rewards: RewardBatch | None = None
     rewards_per_func: Tensor | None = None
+    extra: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def longest(self) -> int:
@@ -47,6 +51,11 @@ class RolloutBatch:
         """The trajectories that were run."""
         return counted(self.trajectories)
 
+    def add_extra(self, name: str, values: Sequence[Any]) -> list[Any]:
+        """Takes what a reward function logs of the conversations that it judged; returns it per row."""
+        self.extra[name] = fill_up(spread(values, self.counted), self.fills)
+        return self.extra[name]
+
     def requests(self, first: int, moment: tuple[int, ...], seed: int) -> list[RolloutRequest]:
         """
         The conversations to run.
@@ -54,7 +63,7 @@ class RolloutBatch:
         Args:
             first (`int`): Number of the first row among those of all processes.
             moment (`tuple[int, ...]`): When in the run they are sampled; with `seed` it decides what is drawn.
-            seed (`int`): The run's.
+            seed (`int`): The run's seed.
         """
         requests = []
         for number, (row, fills) in enumerate(zip(self.rows, self.fills, strict=True), first):
@@ -69,8 +78,8 @@ class RolloutBatch:
 
     def leave_out(self, pad_token_id: int, mask_truncated: bool) -> None:
         """
-        Masks the completions that must not be trained on: of conversations that failed, and, with `mask_truncated`, of
-        those that were cut off. One that has no token gets a masked one, which keeps shapes valid.
+        Masks the completions that must not be trained on: those of conversations that failed, and, with
+        `mask_truncated`, those that were cut off. A completion without tokens gets a masked one, for valid shapes.
         """
         for trajectory, row in zip(self.trajectories, self.token_rows, strict=True):
             if not row.ids:
@@ -80,7 +89,7 @@ class RolloutBatch:
                 row.mask = [0] * len(row.mask)
 
     def generated(self) -> tuple[Any, ...]:
-        """What TRL's `_generate` returns; the completions are those of its table, for people to read."""
+        """The result of TRL's `_generate`. Its completions are for TRL's table, which people read."""
         return (
             [row.prompt_ids for row in self.token_rows],
             [row.ids for row in self.token_rows],

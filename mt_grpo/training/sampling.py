@@ -1,4 +1,4 @@
-"""How far training can follow the options of sampling: what it computes is to be what was drawn from."""
+"""Makes training compute the distribution that is sampled from, as far as it can follow the options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 def read_truncation(args: MTGRPOConfig) -> Truncation | None:
     """
-    The truncation that a run samples with, `None` where there is none.
+    The truncation that a run samples with; `None` if there is none.
 
     Raises:
         ConfigError: If a bound is out of range.
@@ -30,7 +30,7 @@ def read_truncation(args: MTGRPOConfig) -> Truncation | None:
 
 
 def sampling_params(args: MTGRPOConfig) -> SamplingParams:
-    """How a run samples."""
+    """The sampling options of a run."""
     return SamplingParams(
         temperature=args.temperature,
         top_p=args.top_p,
@@ -50,7 +50,7 @@ def inexact_options(args: MTGRPOConfig) -> list[str]:
 
 
 def trained_truncation(args: MTGRPOConfig) -> Truncation | None:
-    """As `read_truncation`; says it where training computes the log-probs of another distribution all the same."""
+    """As `read_truncation`. Warns if training computes the log-probs of another distribution nevertheless."""
     truncation, inexact = read_truncation(args), inexact_options(args)
     if inexact and PartialState().is_main_process:
         logger.warning(
@@ -64,7 +64,7 @@ def trained_truncation(args: MTGRPOConfig) -> Truncation | None:
 
 def check_sequence_ratio(args: MTGRPOConfig) -> None:
     """
-    Refuses a ratio of whole trajectories between two distributions, which vanishes over their many tokens.
+    Refuses ratios of whole trajectories between two different distributions, which vanish over many tokens.
 
     Raises:
         ConfigError: If `vllm_importance_sampling_mode` is one of `sequence_*` and training cannot follow the sampling.

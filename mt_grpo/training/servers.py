@@ -1,4 +1,4 @@
-"""What a trainer samples from: its own model or servers, and how its weights get to these."""
+"""The engines of a trainer, its own model or servers, and the way of its weights to the servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EVERYWHERE = "0.0.0.0"
 
 def server_urls(args: MTGRPOConfig) -> list[str]:
     """
-    Where a run finds its servers: `vllm_server_base_url`, several separated by commas, or
+    URLs of a run's servers: those of `vllm_server_base_url`, separated by commas, or else the one of
     `vllm_server_host` and `vllm_server_port`.
     """
     if args.vllm_server_base_url:
@@ -37,17 +37,17 @@ def server_urls(args: MTGRPOConfig) -> list[str]:
 
 
 def transport_of(args: MTGRPOConfig) -> type[WeightTransport]:
-    """How weights reach the server: as `weight_sync` says; where it is `auto`, the way that works everywhere."""
+    """The transport that `weight_sync` names; `auto` is the one that works everywhere."""
     return TRANSPORTS["safetensors" if args.weight_sync == "auto" else args.weight_sync]
 
 
 def check_importance_sampling(args: MTGRPOConfig) -> None:
     """
-    TRL's own check, which it makes only where it talks to the server itself, and `check_sequence_ratio`.
+    Makes TRL's own check, which TRL makes only for its own client, and `check_sequence_ratio`.
 
     Raises:
-        ConfigError: If the loss corrects for sampling token by token, and the correction asked for does not; or if the
-            correction would be of another distribution than the one that is sampled from.
+        ConfigError: If the loss needs a correction per token and the chosen one is not, or if the correction would be
+            of another distribution than the one that is sampled from.
     """
     check_sequence_ratio(args)
     by_token = ("token_truncate", "token_mask")
@@ -65,8 +65,8 @@ def check_importance_sampling(args: MTGRPOConfig) -> None:
 @contextmanager
 def without_client_of_trl(args: MTGRPOConfig) -> Iterator[None]:
     """
-    Hides `use_vllm` while TRL's trainer is set up. With it TRL connects a client of its own, for which vLLM must be
-    installed; `MTGRPOEnvTrainer` brings weights and samples by itself, and TRL has no hook to put it in the place.
+    Hides `use_vllm` while TRL's trainer is set up. Otherwise TRL would connect a client of its own, which needs vLLM
+    to be installed. `MTGRPOEnvTrainer` sends weights and samples by itself, and TRL has no hook for that.
     """
     use_vllm, args.use_vllm = args.use_vllm, False
     try:
@@ -77,7 +77,7 @@ def without_client_of_trl(args: MTGRPOConfig) -> Iterator[None]:
 
 def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Accelerator) -> TransformersEngine:
     """
-    Samples from the trainer's own model.
+    An engine that samples from the trainer's own model.
 
     Raises:
         ConfigError: If its weights are sharded: each forward is then a collective, and processes take different
@@ -95,7 +95,7 @@ def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Acce
 
 @contextmanager
 def lent_model(engine: Engine, model: Any, args: MTGRPOConfig, accelerator: Accelerator) -> Iterator[None]:
-    """Lets an engine that samples in this process sample from the trainer's model, in the state TRL generates in."""
+    """Lends the trainer's model, in the state in which TRL generates, to an engine that samples in this process."""
     if not isinstance(engine, LocalEngine):
         yield
         return
@@ -115,7 +115,7 @@ def server_client(args: MTGRPOConfig, tokenizer: Any, model: str) -> VLLMServerC
     Args:
         args (`MTGRPOConfig`): The run's options.
         tokenizer: The trainer's tokenizer.
-        model (`str`): Name or path of the model the servers must hold.
+        model (`str`): Name or path of the model that the servers must hold.
     """
     return VLLMServerClient(
         server_urls(args),
@@ -129,10 +129,10 @@ def weight_sync(
     args: MTGRPOConfig, client: VLLMServerClient, get_model: Callable[[], Any], accelerator: Accelerator
 ) -> WeightSync:
     """
-    The way from the trainer's weights to the servers that the options choose.
+    The transport of weights to the servers that the options choose.
 
     Raises:
-        ServerSetupError: If a server cannot be used; e.g. because another run uses it.
+        ServerSetupError: If a server cannot be used, e.g. because another run uses it.
     """
     transport = transport_of(args)
     try:

@@ -1,4 +1,4 @@
-"""Means over a log window: sums, and the numbers they are divided by, are kept apart until they are logged."""
+"""Means over a log window. Sums and their divisors are kept apart until they are logged."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter
 
 class Tally:
     """
-    Sums by name, each of a unit (trajectories, calls, turns K), and how many of each unit there were. What a batch did
-    not have counts as 0 in it, whether or not another batch had it; a batch weighs as much as it has units.
+    Sums by name, each per unit (trajectory, call, turn K), and the number of each unit. A name that a batch lacks
+    counts as 0 there. The weight of a batch is its number of units.
 
         tally.count("trajectory", 8)
         tally.add("stop/answered", 6, per="trajectory")   # logged as 0.75, and as 6 / 16 with another 8 that have none
@@ -21,7 +21,7 @@ class Tally:
         self._largest: dict[str, float] = {}
 
     def count(self, unit: str, number: float) -> None:
-        """There were `number` more of a unit."""
+        """Adds `number` to the count of a unit."""
         self._counts[unit] += number
 
     def add(self, name: str, total: float, per: str) -> None:
@@ -30,7 +30,7 @@ class Tally:
         self._per[name] = per
 
     def largest(self, name: str, value: float) -> None:
-        """A value of which the largest is logged."""
+        """Adds a value to a name whose largest value is logged."""
         self._largest[name] = max(value, self._largest.get(name, value))
 
     def merge(self, other: Tally) -> None:
@@ -42,6 +42,6 @@ class Tally:
             self.largest(name, value)
 
     def means(self) -> dict[str, float]:
-        """What is logged; 0 where there was nothing to divide by."""
+        """The values to log; 0 if there is nothing to divide by."""
         means = {name: total / (self._counts[self._per[name]] or 1) for name, total in self._sums.items()}
         return means | self._largest

@@ -1,4 +1,4 @@
-"""The trainer: TRL's GRPO with rollouts of many turns and an advantage for every token."""
+"""The trainer: TRL's GRPO with rollouts of several turns and an advantage per token."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from mt_grpo.credit import estimate
 from mt_grpo.envs import EnvSource
 from mt_grpo.errors import ConfigError
-from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories, spread
+from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.training.batch import TokenColumns
 from mt_grpo.training.checkpoint import batch_options, is_whole, load_rollouts, save_rollouts
+from mt_grpo.training.checks import check_surroundings
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.counted import CountedTrainer
 from mt_grpo.training.dropout import disable_dropout, without_dropout
@@ -29,6 +30,7 @@ from mt_grpo.training.evaluation import fill_up, fill_up_scores
 from mt_grpo.training.forward import completion_logps, keep_outputs_exact, prepare_forward, prove_forward
 from mt_grpo.training.metrics import credit_metrics, mismatch_metrics, reward_metrics, rollout_metrics, show_advantages
 from mt_grpo.training.microbatches import rebalance
+from mt_grpo.training.policy import opened
 from mt_grpo.training.processes import everywhere, run_here
 from mt_grpo.training.reference import check_reference, load_reference, save_reference
 from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
@@ -53,27 +55,27 @@ Reward = str | Callable[..., Any] | RewardFunc
 
 class MTGRPOEnvTrainer(CountedTrainer):
     """
-    Trains an agent over many turns: rollouts in an environment, rewards for turns and outcomes, and credit that
-    reaches the tokens of the turn that earned it. Loss, buffering, sampling, checkpoints and logging are TRL's.
+    Trains an agent over several turns: rollouts in an environment, rewards for turns and outcomes, and an advantage
+    per turn. Loss, buffering, samplers, checkpoints and logging are TRL's.
 
     Args:
-        model (`str` or `PreTrainedModel`): The policy.
+        model (`str` or `PreTrainedModel`): The policy; `embedded`, a folder, one with an adapter, or a Hub id.
         env (`EnvSource`, *optional*): What environments are made from; built from `args` where none is given.
         turn_reward_funcs (`list`, *optional*): Turn rewards: `TurnReward`s, names or dotted paths.
         outcome_reward_funcs (`list`, *optional*): Outcome rewards: `OutcomeReward`s, names, dotted paths or TRL
             reward functions. Both default to those of `args`.
         args (`MTGRPOConfig`, *optional*): Configuration.
         train_dataset, eval_dataset (`Dataset`): Rows with a `prompt` (text or messages); other columns reach rewards.
-        engine (`Engine`, *optional*): Where completions come from; where none is given, the server of `args` with
-            `use_vllm`, else the model itself. One that is given gets no weights; with `use_vllm` the loss corrects
-            for the difference between its log-probs and the model's.
+        engine (`Engine`, *optional*): Samples the completions. By default it is the server of `args` with `use_vllm`,
+            else the model itself. The trainer sends no weights to an engine that is given here. With `use_vllm` the
+            loss corrects for the difference between its log-probs and the model's.
         processing_class, callbacks, optimizers, quantization_config, peft_config: As in TRL.
 
     Raises:
-        ConfigError: If there is no reward function at all, no dataset, or a reward needs a column that one lacks.
+        ConfigError: If there is no reward function, no dataset, or a reward needs a column that the dataset lacks.
         RolloutError: In training, if every conversation of two batches in a row fails.
-        CreditError: In training, if the credit rule returns what nothing can be trained with.
-        NonFiniteError: In training, before a loss, a gradient or a weight that is not finite is stepped or saved.
+        CreditError: In training, if the credit rule returns something unusable.
+        NonFiniteError: In training, if a loss, a gradient or a weight is not finite, before a step or a save uses it.
     """
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
@@ -97,15 +99,17 @@ class MTGRPOEnvTrainer(CountedTrainer):
         peft_config: Any = None,
     ) -> None:
         if args is None:
-            args = MTGRPOConfig(f"{Path(_name(model)).name}-MT-GRPO")
+            name = model if isinstance(model, str) else model.config.name_or_path
+            args = MTGRPOConfig(f"{Path(name).name}-MT-GRPO")
         args.check_credit()
+        check_surroundings(args)
         rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
         check_reward_columns(rewards, train_dataset, eval_dataset)
         self._watch = RewardWatch([reward.name for reward in rewards])
         self.env = check_env(env, args, train_dataset, eval_dataset)
-        with without_client_of_trl(args):
+        with without_client_of_trl(args), opened(model, args, quantization_config, peft_config) as policy:
             super().__init__(
-                model=model,
+                **policy,
                 reward_funcs=[reward.score for reward in rewards],  # TRL counts and names them; they are called here
                 args=args,
                 train_dataset=train_dataset,
@@ -113,16 +117,14 @@ class MTGRPOEnvTrainer(CountedTrainer):
                 processing_class=processing_class,
                 callbacks=[*(callbacks or []), MetricsCallback(), self._watch],
                 optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
             )
         self._prepare_models()
         self._prepare_credit(rewards)
-        self._prepare_rollouts(engine, _name(model))
+        self._prepare_rollouts(engine)
         self._batch: RolloutBatch | None = None
-        """What is being sampled and scored, or was last: TRL's methods have no argument for it."""
+        """The batch that is sampled and scored, or was last: TRL's methods have no argument for it."""
         self._loss_columns: TokenColumns | None = None
-        """Of the micro-batch whose loss is being computed, for the forward that TRL calls for it."""
+        """Columns of the micro-batch whose loss is being computed, for the forward that TRL calls."""
         self.eval_trajectories: list[Trajectory] = []  # of this process, in the latest evaluation
 
     # Setting up
@@ -158,16 +160,16 @@ class MTGRPOEnvTrainer(CountedTrainer):
         # TRL recognises a truncated completion by its last token; here the stop reason says it
         self.mask_truncated_completions = False
 
-    def _prepare_rollouts(self, engine: Engine | None, model: str) -> None:
+    def _prepare_rollouts(self, engine: Engine | None) -> None:
         args = self.args
         prepare_tokenizer(self._tokenizer, self.env)
-        self.use_vllm = args.use_vllm  # the loss corrects for what the engine computes otherwise
+        self.use_vllm = args.use_vllm  # TRL's loss then corrects for the engine's different log-probs
         self.weight_sync: WeightSync | None = None
         self._last_loaded_step = -1
         if args.use_vllm:
             check_importance_sampling(args)
         if args.use_vllm and engine is None:
-            engine = server_client(args, self._tokenizer, model)
+            engine = server_client(args, self._tokenizer, self.model.config.name_or_path)
             self._run_on_all_ranks(engine.connect)
             self.weight_sync = weight_sync(args, engine, lambda: self.model, self.accelerator)
         self._sampling = sampling_params(args)
@@ -179,12 +181,12 @@ class MTGRPOEnvTrainer(CountedTrainer):
     # A step of training, in the order in which TRL calls: rows in, sampled, scored, credited, and the loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        # a run that begins anew owes nothing to one that was interrupted in this process
+        # a run that begins again keeps nothing of one that was interrupted in this process
         self._step, self._buffered_inputs, self._last_loaded_step, self._failed_batches = 0, None, -1, 0
         return super().train(*args, **kwargs)
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """TRL's; rows of a group meet in one micro-batch, where `forward: tree` computes what they share once."""
+        """TRL's. Rows of a group are put into one micro-batch, where `forward: tree` computes their prefix once."""
         prove_forward(self, self.max_completion_length or 1)  # before rollouts, and before rows a checkpoint kept
         buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
@@ -194,7 +196,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         return inputs
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, with the advantage of each trajectory replaced by one for each of its tokens, shape `(B, T)`."""
+        """TRL's, with one advantage per token, shape `(B, T)`, in place of one per trajectory."""
         mode = "train" if self.model.training else "eval"
         batch = self._batch = RolloutBatch(mode, inputs, self._filling(mode, len(inputs)))
         # for TRL's table of completions; what is sampled after is the batch's own rows
@@ -226,10 +228,10 @@ class MTGRPOEnvTrainer(CountedTrainer):
         moment = (step, self._step % self.args.gradient_accumulation_steps) if batch.mode == "train" else ()
         requests = batch.requests(first, moment, self.args.seed)
         if self.weight_sync is not None and self._last_loaded_step != step:
-            self.weight_sync.sync(step)
+            self.activity.during("weight sync", self.weight_sync.sync, step)
             self._last_loaded_step = step
         lent = lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
-        with without_dropout(self.model, True), lent:
+        with without_dropout(self.model, True), lent, self.activity.sampling(batch, self.runner.under_way):
             finish = batch.trajectories.append
             run = self._run_on_all_ranks(lambda: self.runner.run(requests, self._sampling, finish, True))
         if self.weight_sync is not None:
@@ -258,7 +260,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[Any]
     ) -> torch.Tensor:
-        """Scores turns and outcomes; returns what TRL expects: one column a reward, turn rewards summed over turns."""
+        """Scores turns and outcomes. Returns one column per reward, with turn rewards summed over turns."""
         batch = self._batch
         generations = self.num_generations if self.model.training else self.num_generations_eval
         weights = self.reward_weights.to(self.accelerator.device)
@@ -272,23 +274,23 @@ class MTGRPOEnvTrainer(CountedTrainer):
     def _score(self, batch: RolloutBatch) -> Scores:
         extra = {
             "trainer_state": self.state,
-            "log_extra": lambda name, values: self._log_completion_extra(
-                name, fill_up(spread(values, batch.counted), batch.fills)
-            ),
+            "log_extra": lambda name, values: self._log_completion_extra(name, batch.add_extra(name, values)),
             "log_metric": self._log_metric,
         }
         funcs = self.turn_reward_funcs, self.outcome_reward_funcs
-        scores = self._run_on_all_ranks(lambda: score_trajectories(*funcs, batch.counted, extra))
+        with self.activity.of("rewards"):
+            scores = self._run_on_all_ranks(lambda: score_trajectories(*funcs, batch.counted, extra))
         return fill_up_scores(scores, batch.fills)
 
     def _credit(self, batch: RolloutBatch, output: dict[str, Any]) -> dict[str, Any]:
-        """Puts advantages of turns into what TRL trains on, and all else that its loss does not know of."""
+        """Adds the advantages of turns, and columns for our forward, to the batch that TRL trains on."""
         advantages = self._estimator(
             batch.rewards, turn_coef=self.args.turn_advantage_coef, scale_rewards=self.scale_rewards
         )
         self._log_credit(batch, advantages)
         first = self.accelerator.process_index * len(batch.rows)
         rows = torch.arange(first, first + len(batch.rows), device=advantages.device)
+        self.conversations.observe(batch, advantages[rows])
         columns = TokenColumns.of_rollouts(batch.token_rows, output["completion_ids"])
         output["group_ids"] = rows // batch.rewards.group_size
         output["turn_ids"], output["advantages"] = columns.turn_ids, advantages[rows].gather(1, columns.turn_ids)
@@ -324,7 +326,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         compute_entropy: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's, `(B, T)`, 0 where a token is not trained; old and reference log-probs without dropout."""
+        """TRL's, `(B, T)`, 0 where a token is not trained. Old and reference log-probs have no dropout."""
         with without_dropout(model, self._loss_columns is None):
             if self.args.forward == "padded":
                 return super()._get_per_token_logps_and_entropies(
@@ -339,7 +341,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
                 )
         return logps, entropies if compute_entropy else None, None
 
-    # Without a step of training
+    # Without training
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.eval_trajectories = []
@@ -347,8 +349,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
 
     def rollout(self, num_prompts: int) -> list[Trajectory]:
         """
-        Runs one conversation for each of the first prompts, evaluation rows where there are any, and scores them;
-        trains nothing.
+        Runs and scores one conversation per prompt, without training. Prompts are the first rows of the evaluation
+        set, or of the training set if there is none.
         """
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         rows = list(dataset.take(num_prompts))
@@ -362,11 +364,11 @@ class MTGRPOEnvTrainer(CountedTrainer):
 
     def save_checkpoint(self) -> Path:
         """
-        Writes a checkpoint of the step that training has reached, wherever in the next one it was stopped; a
-        collective call. Leaves one that is there already.
+        Writes a checkpoint of the last finished step, also if training stopped in the middle of the next one. A
+        checkpoint that is already there is kept. This is a collective call.
 
         Returns:
-            `Path`: its folder.
+            `Path`: The checkpoint's folder.
         """
         folder = self._checkpoint_folder()
         saved = is_whole(folder)
@@ -395,7 +397,3 @@ class MTGRPOEnvTrainer(CountedTrainer):
         if checkpoint is not None:
             load_reference(Path(checkpoint), self.args, self.accelerator, self.ref_model)
             self._step, self._buffered_inputs = load_rollouts(Path(checkpoint), self.accelerator)
-
-
-def _name(model: str | PreTrainedModel) -> str:
-    return model if isinstance(model, str) else model.config.name_or_path

@@ -1,4 +1,4 @@
-"""Says in words what a column of numbers hides: a reward that never applies, and batches that teach nothing."""
+"""Warns of a reward that never applies, and of batches from which nothing is learnt."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 class RewardWatch(TrainerCallback):
     """
-    Warns once while the run goes on, and counts at its end: rewards that return `None` for every trajectory, and
-    batches in which no trajectory has an advantage.
+    Warns of rewards that return `None` for every trajectory, and of batches in which no trajectory has an advantage:
+    once during the run, and with a count at its end.
 
     Args:
         names (`Sequence[str]`): Names of the rewards.
@@ -28,10 +28,10 @@ class RewardWatch(TrainerCallback):
 
     def observe(self, columns: Tensor, advantages: Tensor, speaks: bool) -> None:
         """
-        Takes note of a training batch.
+        Records a training batch.
 
         Args:
-            columns (`Tensor`): Scores of all processes, shape (B, num_rewards); NaN where a reward does not apply.
+            columns (`Tensor`): Scores of all processes, shape (B, num_rewards); NaN if a reward does not apply.
             advantages (`Tensor`): Their advantages, shape (B, K).
             speaks (`bool`): Whether this process warns.
         """

@@ -1,4 +1,4 @@
-"""What runs inside the vLLM server: loaded through the entry-point group `vllm.general_plugins`; needs vLLM only."""
+"""Runs inside the vLLM server, which loads it by the entry point `vllm.general_plugins`. Needs vLLM only."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ BACKEND = "safetensors"
 """Name of the weight-transfer engine, as in `--weight-transfer-config '{"backend": "safetensors"}'`."""
 
 SECONDS_TO_END = 3
-"""Seconds that requests under way have when the server is told to end."""
+"""Seconds that requests under way have to finish when the server is told to end."""
 
 
 def register() -> None:
     """
-    Makes the weight-transfer engine known to this process of the server, and its end a matter of seconds: told to end
-    in the middle of requests, vLLM waits for answers that its engine, which it has killed by then, never gives.
+    Registers the weight-transfer engine with this process of the server, and bounds the time that the server takes to
+    end. Without the bound, a vLLM that is told to end waits for answers of its engine, which it has already killed.
     """
     import uvicorn
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

@@ -1,4 +1,4 @@
-"""What weights are known by on both sides of a transfer; needs torch and safetensors only."""
+"""The checksum of weights, for both sides of a transfer. Needs torch and safetensors only."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _BLOCKS = 64
 
 class Checksum:
     """
-    Of named tensors, in any order: their names, dtypes, shapes and contents. A tensor is read once, where it lies, at
-    the speed of memory: sums of 64-bit words over blocks are for transfers that fail, not for attackers.
+    A checksum over named tensors in any order: their names, dtypes, shapes and contents. A tensor is read once, on its
+    device, at the speed of memory. Sums of 64-bit words over blocks detect failed transfers, not attacks.
     """
 
     def __init__(self) -> None:
         self._lines: list[str] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Counts one tensor in."""
+        """Adds one tensor."""
         content = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if content.storage_offset() % 8:
             content = content.clone()
@@ -32,12 +32,12 @@ class Checksum:
         self._lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {sums} {content[whole:].tolist()}")
 
     def hexdigest(self) -> str:
-        """32 characters."""
+        """The checksum as 32 characters."""
         return hashlib.blake2b("\n".join(sorted(self._lines)).encode(), digest_size=16).hexdigest()
 
 
 def read_tensors(path: str | Path, checksum: Checksum) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a safetensors file, each counted into `checksum` as it is handed over."""
+    """The tensors of a safetensors file. Each is added to `checksum` when it is yielded."""
     with safe_open(path, framework="pt", device="cpu") as file:
         for name in file.keys():
             tensor = file.get_tensor(name)

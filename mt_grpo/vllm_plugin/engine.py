@@ -1,4 +1,4 @@
-"""The server's side of weight sync by file: a safetensors file on a path both machines see becomes the model."""
+"""The server's side of weight sync by file: loads a safetensors file from a path that both machines see."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum, read_tensors
 @dataclass
 class SafetensorsInitInfo(WeightTransferInitInfo):
     """
-    What the trainer says it sent; a worker that sees something else raises, which the trainer gets as an HTTP 500.
+    What the trainer says that it sent. A worker that sees something else raises, and the trainer gets an HTTP 500.
 
     Args:
         checksum (`str`): Checksum of the weights.
-        path (`str`, *optional*): File they are in; the weights this worker loaded last where none is given.
+        path (`str`, *optional*): File that they are in; by default the weights that this worker loaded last.
     """
 
     checksum: str
@@ -39,7 +39,7 @@ class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
     One update.
 
     Args:
-        path (`str`): File with every parameter under its checkpoint name; each worker reads it.
+        path (`str`): File with every parameter under its checkpoint name. Each worker reads it.
     """
 
     path: str
@@ -47,20 +47,20 @@ class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
 
 class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpdateInfo]):
     """
-    Loads weights from a file through vLLM's layer-wise reload, which keeps the model's memory where it is.
+    Loads weights from a file through vLLM's layer-wise reload, which keeps the model's memory in place.
 
-    The reload begins and ends inside `receive_weights`, after the file was opened: a missing or broken file leaves the
-    model as it was, where an update that is abandoned between `start` and `finish` would leave it without weights.
+    The reload begins and ends inside `receive_weights`, after the file was opened. So a missing or broken file leaves
+    the model unchanged. An update that is abandoned between `start` and `finish` would leave it without weights.
     """
 
     init_info_cls = SafetensorsInitInfo
     update_info_cls = SafetensorsUpdateInfo
 
     loaded = "none, since nothing was sent to this worker"
-    """Checksum of all that the model was given by the latest update."""
+    """Checksum of the weights of the latest update."""
 
     def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
-        """Holds what the trainer says against what this worker sees; any number of times, in an update or not."""
+        """Compares what the trainer sent with what this worker sees. May be called at any time, in an update too."""
         seen = self.loaded if init_info.path is None else file_checksum(init_info.path)
         if seen != init_info.checksum:
             what = "the weights loaded last" if init_info.path is None else init_info.path
@@ -70,7 +70,7 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
         pass
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Loads one file. The base class ends in `torch.accelerator.synchronize()`, which a CPU does not have."""
+        """Loads one file. The base class calls `torch.accelerator.synchronize()`, which a CPU does not have."""
         self.receive_weights(self.parse_update_info(update_info))
         if not current_platform.is_cpu():
             torch.accelerator.synchronize()
@@ -95,7 +95,7 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
         pass
 
     def _repack_output_layers(self) -> None:
-        """On a CPU a layer multiplies with a packed copy; one that shares the embedding's weight got no new copy."""
+        """Repacks output layers on a CPU. They use a packed copy, which is old if they share the embedding."""
         if current_platform.is_cpu() and self.model_config.hf_text_config.tie_word_embeddings:
             for module in self.model.modules():
                 if isinstance(module, ParallelLMHead):

@@ -1,4 +1,4 @@
-"""What stands before a server's endpoints: `--middleware mt_grpo.vllm_plugin.guard.Guard`; see docs/server.md."""
+"""The guard before a server's endpoints: `--middleware mt_grpo.vllm_plugin.guard.Guard`; see docs/server.md."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ ALLOWED = frozenset(
         ("POST", "/v1/unload_lora_adapter"),
     }
 )
-"""What a trainer and its user ask for. Paths are compared as the router sees them, decoded and to the letter."""
+"""The endpoints that a trainer and its user need. Paths are compared decoded and exactly, as the router does."""
 
 
 class Guard:
     """
-    ASGI middleware around the whole server. vLLM's development endpoints run any method of a worker for whoever asks,
-    its key guards some paths only, and its answers let every web page read them. Here a request passes if
+    ASGI middleware around the whole server. vLLM's development endpoints run any method of a worker for anyone. Its
+    key guards only some paths. Its answers may be read by every web page. Here a request passes only if
 
     - its method and path are in `allowed`,
-    - it has no `Origin`, as requests of web pages have,
+    - it has no `Origin` header (requests of web pages have one),
     - it has the key (`Authorization: Bearer KEY`), except for the health check.
 
-    The key is vLLM's own: `--api-key`, which `ps` shows to everybody, or `VLLM_API_KEY`. Where neither is given, the
-    server makes one up and leaves it to its user's trainers on the same machine as long as it runs (`keys.py`).
+    The key is vLLM's own: `--api-key`, which `ps` shows to everybody, or `VLLM_API_KEY`. If neither is given, the
+    server makes a key. While it runs, trainers of the same user on the same machine can read the key (`keys.py`).
 
     Args:
         app: The server.
@@ -97,7 +97,7 @@ class Guard:
             remove_key(args.host, args.port, key)
 
     def _refusal(self, scope: Message) -> tuple[int, str] | None:
-        """Status and reason, where a request does not pass."""
+        """Status and reason if a request does not pass; `None` if it does."""
         headers = dict(scope["headers"])
         request = (scope["method"], scope["path"])
         if b"origin" in headers:

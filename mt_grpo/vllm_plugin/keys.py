@@ -1,4 +1,4 @@
-"""The key that a server made up for itself, left where only its user's trainers on the same machine find it."""
+"""Stores the key that a server made for itself, where only its user's trainers on the same machine can read it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import stat
 from collections.abc import Iterator
 
 ROOT = "/dev/shm"
-"""Memory, where weight files lie as well: what shares those shares the keys, and no key is ever on a disk."""
+"""Shared memory, so that no key is on a disk. Containers that share weight files share the keys too."""
 
 _EVERYWHERE = {None, "", "0.0.0.0", "::", "localhost", "127.0.0.1", "::1"}
 
 
 def check_folder() -> None:
     """
-    Makes the folder for keys where there is none.
+    Makes the folder for keys if there is none.
 
     Raises:
-        PermissionError: If somebody else could read or write what lies there; one sentence with the mend.
+        PermissionError: If another user could read or write in it; one sentence with the mend.
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(_path(), 0o700)
@@ -28,7 +28,7 @@ def check_folder() -> None:
 
 def write_key(host: str | None, port: int, key: str) -> None:
     """
-    Leaves the key of the server at `host` and `port`, in place of that of a server which is gone.
+    Stores the key of the server at `host` and `port`. It replaces the key of a server that is gone.
 
     Raises:
         PermissionError: See `check_folder`.
@@ -44,8 +44,8 @@ def write_key(host: str | None, port: int, key: str) -> None:
 
 def read_key(host: str | None, port: int) -> str | None:
     """
-    The key that a server at `host` and `port` left; `None` where there is none. A server that was killed leaves one
-    which opens nothing.
+    The key that a server at `host` and `port` stored; `None` if there is none. The key of a server that was killed may
+    still be there.
 
     Raises:
         PermissionError: See `check_folder`.
@@ -58,7 +58,7 @@ def read_key(host: str | None, port: int) -> str | None:
 
 
 def remove_key(host: str | None, port: int, key: str) -> None:
-    """Takes away what `write_key` left, unless another server has left its own there."""
+    """Removes the key that `write_key` stored, unless another server has stored its own there."""
     if read_key(host, port) == key:
         with _folder() as folder:
             os.unlink(_name(host, port), dir_fd=folder)
@@ -71,8 +71,8 @@ def _path() -> str:
 @contextlib.contextmanager
 def _folder() -> Iterator[int]:
     """
-    A descriptor of the folder, through which files are named: anybody may make something under the folder's name in
-    shared memory, so that what is used must be what was looked at.
+    A descriptor of the folder, through which its files are opened. Anybody may make something under the folder's name
+    in shared memory, so the folder that is used must be the one that was checked.
     """
     path = _path()
     refusal = PermissionError(
@@ -93,5 +93,5 @@ def _folder() -> Iterator[int]:
 
 
 def _name(host: str | None, port: int) -> str:
-    """Loopback is another one in every network namespace, and containers may share the memory alone."""
+    """Name of a key. It contains the network namespace, because containers may share memory but not the loopback."""
     return f"{os.stat('/proc/self/ns/net').st_ino}-{'localhost' if host in _EVERYWHERE else host}-{port}"

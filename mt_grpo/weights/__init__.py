@@ -1,1 +1,1 @@
-"""From the trainer's weights to the servers that sample with them."""
+"""Sends the trainer's weights to the servers that sample with them."""

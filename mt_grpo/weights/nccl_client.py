@@ -1,4 +1,4 @@
-"""TRL's client of a server, for the transfer by NCCL, with the key that our server asks for."""
+"""TRL's client of a server, for the transfer by NCCL, with the key of our server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class KeyedClient(VLLMClient):
 
     Args:
         args, options: Those of TRL's client.
-        api_key (`str`, *optional*): The key; see `find_key` where none is given.
+        api_key (`str`, *optional*): The key; by default that of `find_key`.
     """
 
     def __init__(self, *args: Any, api_key: str | None, **options: Any) -> None:
@@ -23,7 +23,7 @@ class KeyedClient(VLLMClient):
         super().__init__(*args, **options)
 
     def check_server(self, *args: Any, **kwargs: Any) -> None:
-        """TRL calls it before any request that needs the key; the server, which may make one up, is up then."""
+        """Finds the key, which exists when the server is up. TRL calls this before any request that needs the key."""
         super().check_server(*args, **kwargs)
         key = self._api_key or find_key(self.base_url)
         if key is not None:

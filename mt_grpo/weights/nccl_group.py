@@ -12,19 +12,19 @@ from mt_grpo.weights.nccl_client import KeyedClient
 from mt_grpo.weights.update_calls import WeightSyncError
 
 BUCKET = 2**28
-"""Bytes that are gathered before they are sent; the server needs as much room beside its model."""
+"""Bytes that are gathered before they are sent. The server needs as much memory beside its model."""
 
 Bucket = list[tuple[str, torch.Tensor]]
 
 
 class NcclGroup:
     """
-    The group of a trainer's process and the workers of a server.
+    The NCCL group of a trainer's process and a server's workers.
 
     Args:
         base_url (`str`): The server.
         api_key (`str`, *optional*): Its key.
-        port (`int`): Port the group meets at.
+        port (`int`): Port of the group.
         timeout (`float`): Seconds to wait for the server.
         device (`torch.device`): This process's GPU.
     """
@@ -40,7 +40,7 @@ class NcclGroup:
         packed_nccl_broadcast_producer(iter(bucket), self._client.communicator, 0, lambda item: item[1])
 
     def abort(self) -> None:
-        """Ends whatever is under way, from any thread; nothing can be sent afterwards."""
+        """Ends a running broadcast, from any thread. Nothing can be sent afterwards."""
         self._client.communicator.destroy()
 
 
@@ -49,8 +49,8 @@ def take_bucket(walk: Iterator[tuple[str, torch.Tensor]], keep: bool, size: int 
     The next tensors of a walk, together `size` bytes or little more; empty at the end.
 
     Args:
-        walk (`Iterator`): Names and whole tensors, which may change as the walk goes on.
-        keep (`bool`): Whether the contents are wanted here.
+        walk (`Iterator`): Names and whole tensors. A tensor may change when the walk continues.
+        keep (`bool`): Whether this process needs the contents.
         size (`int`, *optional*): Bytes.
     """
     bucket, taken = [], 0
@@ -63,8 +63,8 @@ def take_bucket(walk: Iterator[tuple[str, torch.Tensor]], keep: bool, size: int 
 
 def send_bucket(server: ServerControl, group: NcclGroup, bucket: Bucket) -> None:
     """
-    Makes the server receive tensors while they are broadcast. A server that fails never takes part in the broadcast,
-    which is then ended here.
+    Makes the server receive tensors while they are broadcast. If the server fails, it never takes part in the
+    broadcast, so the broadcast is ended here.
 
     Raises:
         RequestFailed: With the server's words.

@@ -1,4 +1,4 @@
-"""The walk over a trainer's parameters, full and under the names that vLLM loads."""
+"""Iterates over a trainer's full parameters, under the names that vLLM loads."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class NcclTransfer(VLLMGeneration):
     """TRL's walk over the parameters, as they are sent to a server."""
 
     dtype: torch.dtype | None = None
-    """The server's: wider parameters are narrowed to it, as FSDP and mixed precision keep them in float32."""
+    """The server's dtype. Wider parameters are cast to it: FSDP and mixed precision keep them in float32."""
     changed: set[str] | None = None
-    """Names of the parameters that are halved, for a proof."""
+    """Names of the parameters that are sent halved, for a proof."""
 
     def _iter_named_params(self) -> Any:
         for module in self.model.modules():
@@ -41,8 +41,9 @@ class NcclTransfer(VLLMGeneration):
 
 class FullParameters(NcclTransfer):
     """
-    TRL's walk over a trainer's parameters, full and under the names vLLM loads, for FSDP, DeepSpeed ZeRO and adapters
-    (merged while the walk lasts). Iterating is a collective operation: every process must, to the end.
+    TRL's walk over a trainer's full parameters, under the names that vLLM loads. It supports FSDP, DeepSpeed ZeRO and
+    adapters, which are merged during the walk. Iterating is a collective operation: every process must iterate to the
+    end.
 
     Args:
         model: The trainer's model.
@@ -53,7 +54,7 @@ class FullParameters(NcclTransfer):
         super().__init__(model, accelerator, None, mode="server")
 
     def _init_vllm(self) -> None:
-        """No server is talked to from here."""
+        """Does nothing: the walk needs no server."""
 
     def __iter__(self) -> Any:
         return self._iter_named_params()

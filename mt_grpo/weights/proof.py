@@ -1,9 +1,9 @@
 """
-The proof that weights reach every layer of a server: weights that are changed on purpose, with a known effect.
+The proof that weights reach every layer of a server.
 
-At the start of a run the server's weights equal the trainer's before anything was sent. What is sent first is
-therefore changed, in a way whose effect on the model's answers the trainer computes without touching a weight: half of
-a linear layer's weights are half its output.
+At the start of a run the server's weights equal the trainer's before anything was sent, so equal answers would prove
+nothing. The first weights that are sent are therefore changed on purpose. The trainer computes the effect without
+touching its weights: halving the weights of a linear layer halves its output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 HALF = 0.5
 SHIFT = 0.0625
-"""Added to every weight that leads out of an adapter: halving would not show, for they begin at 0."""
+"""Added to the weights of an adapter's second factors. They begin at 0, so halving would change nothing."""
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "modules_to_save.default.")
 
@@ -29,11 +29,11 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "modules_to
 @contextlib.contextmanager
 def halved(model: nn.Module) -> Iterator[set[str]]:
     """
-    Within it `model` computes as if its linear layers and embeddings had half their weights and biases.
+    A context in which `model` computes as if its linear layers and embeddings had half their weights and biases.
 
     Yields:
-        `set[str]`: The names of these weights and biases, as vLLM loads them; filled as layers are used. A layer that
-        a forward does not use, or uses otherwise than by calling it, is not among them.
+        `set[str]`: The names of these weights and biases, as vLLM loads them. It is filled as layers are called. A
+        layer that a forward does not call is not in it.
     """
     names: set[str] = set()
 
@@ -54,7 +54,7 @@ def halved(model: nn.Module) -> Iterator[set[str]]:
 
 @contextlib.contextmanager
 def shifted(model: nn.Module) -> Iterator[set[str]]:
-    """Within it `model` computes as if `SHIFT` had been added to every weight of its adapter's second factors."""
+    """A context in which `model` computes as if `SHIFT` were added to all weights of its adapter's second factors."""
 
     def shift(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         return output + SHIFT * inputs[0].sum(dim=-1, keepdim=True)
@@ -79,7 +79,7 @@ def shift_file(path: Path) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Linear layers and embeddings by their names in a checkpoint; with an adapter, which is merged, as a whole."""
+    """Linear layers and embeddings by their names in a checkpoint; a layer and its merged adapter are one."""
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         if module in inside:

@@ -1,4 +1,4 @@
-"""What one process does with all servers, and how the others learn of it."""
+"""Calls all servers from one process, and tells the result to the other processes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _POLL = 0.5  # seconds between looks at a server that is down
 
 class ServerRounds:
     """
-    Calls to all servers of a client by the main process, after which all processes know the same.
+    Calls all servers of a client from the main process. Afterwards all processes know the same.
 
     Args:
         client (`VLLMServerClient`): Its servers.
         accelerator (`Accelerator`): Its processes.
-        timeout (`float`): Seconds one call may take.
+        timeout (`float`): Most seconds of a call.
 
     Attributes:
-        dtype (`torch.dtype`, *optional*): Of the servers' weights, the widest; once it was asked for.
-        checksum (`str`): Of the weights that were sent last.
+        dtype (`torch.dtype`, *optional*): The widest dtype of the servers' weights; `None` until it is known.
+        checksum (`str`): Checksum of the weights that were sent last.
     """
 
     repeatable = True
@@ -47,9 +47,9 @@ class ServerRounds:
 
     def _run(self, everywhere: Any, main: Any) -> None:
         """
-        Runs `everywhere` in every process, then `main` in the main one; a failure is raised in all of them, and a
-        server that the main one lost is left out by all: it may hold other weights than the rest. One that it took
-        back, with its weights, is taken back by all.
+        Runs `everywhere` in every process, then `main` in the main one. A failure is raised in all processes. A server
+        that the main one lost is left out by all, because its weights may differ from the rest. A server that the main
+        one uses again, with its weights, is used again by all.
         """
         failure = None
         try:
@@ -76,8 +76,8 @@ class ServerRounds:
 
     def _each_server(self, action: Any, again: Any = None) -> None:
         """
-        Does something with every server that is up, at once; one that is down gets its weights when it is back. Where
-        all are lost meanwhile, `again` is done, once, with those that come back.
+        Does something with every server that is up, concurrently. A server that is down gets its weights when it is
+        back. If all servers are lost meanwhile, `again` is done once, with those that come back.
         """
         self._wait_for_one()
         up = [server for server in self.client.pool.servers if server.up]
@@ -106,7 +106,7 @@ class ServerRounds:
             control.close()
 
     def _wait_for_one(self) -> None:
-        """Waits for a server while all are down."""
+        """Waits until at least one server is up."""
         servers = self.client.pool.servers
         told = 0.0
         while not any(server.up for server in servers):

@@ -1,4 +1,4 @@
-"""From the trainer's weights to the server's, and the proof that they arrived."""
+"""Sends the trainer's weights to servers, and proves that they arrived."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _GOODBYE = 5.0  # seconds a call may take when the run is over
 
 class WeightSync(Protocol):
     """
-    What a trainer asks of its transport. Every process calls all but `restore` at the same points.
+    The interface of transports for a trainer. Every process calls all methods except `restore` at the same points.
     """
 
     def begin(self) -> None:
         """
-        Makes sure that every server can be used by this run, before anything is sent; `sync` does it where nobody did.
+        Makes sure that this run can use every server, before anything is sent. If it was not called, `sync` calls it.
 
         Raises:
-            WeightSyncError: If one cannot, in every process; e.g. because another run uses it.
+            WeightSyncError: In every process, if a server cannot be used, e.g. because another run uses it.
         """
         ...
 
@@ -55,33 +55,33 @@ class WeightSync(Protocol):
         Makes the servers sample with the trainer's weights as they are after optimiser step `step`.
 
         Raises:
-            WeightSyncError: If they do not, in every process.
+            WeightSyncError: In every process, if they do not.
         """
         ...
 
     def restore(self, base_url: str) -> None:
         """
-        Brings the weights of the latest `sync` to a server that was restarted, and verifies them. Any process calls
-        it, whenever it finds such a server: the others may be waiting for it in a collective.
+        Sends the weights of the latest `sync` to a server that was restarted, and verifies them. Any process may call
+        it at any time, since the others may be waiting for this process in a collective.
         """
         ...
 
     def check(self) -> None:
         """
-        After rollouts, makes sure that nobody else sent weights to the servers meanwhile.
+        After rollouts, makes sure that no other run sent weights to the servers meanwhile.
 
         Raises:
-            WeightSyncError: If somebody did, in every process.
+            WeightSyncError: In every process, if another run did.
         """
         ...
 
     def close(self) -> None:
-        """Gives the servers back to other runs, and removes what the transfer left behind."""
+        """Gives the servers back to other runs, and removes the transfer's files."""
         ...
 
 
 TRANSPORTS: Registry[type[WeightTransport]] = Registry("weight transport", "mt_grpo.weights.transports")
-"""The ways that `weight_sync` can name, beside `auto`."""
+"""The transports that `weight_sync` can name, besides `auto`."""
 
 
 def weight_transport(name: str) -> Callable[[type[WeightTransport]], type[WeightTransport]]:
@@ -96,21 +96,21 @@ def weight_transport(name: str) -> Callable[[type[WeightTransport]], type[Weight
 
 class WeightTransport(ServerRounds):
     """
-    What all transports have in common; each is a `WeightSync`. Rank 0 talks to the servers, every rank learns how it
-    went and who is left out.
+    The base class of transports; each is a `WeightSync`. Rank 0 talks to the servers. Every rank learns the result,
+    and which servers are left out.
 
     Args:
-        client (`VLLMServerClient`): Its servers are synced; its version and `restore` are set.
-        get_model (`Callable[[], PreTrainedModel]`): Returns the trainer's model as it is wrapped at the moment.
+        client (`VLLMServerClient`): Its servers are synced. Its version and `restore` are set.
+        get_model (`Callable[[], PreTrainedModel]`): Returns the trainer's model as it is currently wrapped.
         accelerator (`Accelerator`): Its accelerator.
-        verify_every (`int`, *optional*, defaults to `50`): The first sync and then every so many are verified.
-        tolerance (`float`, *optional*): Largest mean absolute difference of a probe token's log-probability, in nats;
-            1e-3 where all is computed in float32; elsewhere measured, see `tolerance_for`.
-        timeout (`float`, *optional*, defaults to `300.0`): Seconds one call of a server may take.
+        verify_every (`int`, *optional*, defaults to `50`): The first sync, and then one in this many, is verified.
+        tolerance (`float`, *optional*): Largest mean absolute difference of a probe token's log-probability, in nats.
+            It is 1e-3 if all is computed in float32, and measured otherwise, see `tolerance_for`.
+        timeout (`float`, *optional*, defaults to `300.0`): Most seconds of a call to a server.
     """
 
     server_backend: str = "safetensors"
-    """vLLM's weight-transfer backend that the server is started with."""
+    """vLLM's weight-transfer backend, with which the server is started."""
 
     _push: Callable[..., None]
     """Sends the weights of `step` to `server`; each transport's own method."""
@@ -131,7 +131,7 @@ class WeightTransport(ServerRounds):
         self.tolerance = EXACT if tolerance is None else tolerance
         self.num_syncs = 0
         self.changed: set[str] | None = None
-        """While weights are sent that were changed as a proof: the names of those that are halved."""
+        """Names of the weights that are sent halved as a proof; `None` when true weights are sent."""
         self._measures, self._begun = tolerance is None, False
         self._probe = probe_ids(accelerator.unwrap_model(get_model()).config.get_text_config().vocab_size)
         self._expected: list[float] = []
@@ -148,12 +148,12 @@ class WeightTransport(ServerRounds):
 
     @staticmethod
     def options(args: Any) -> dict[str, Any]:
-        """What this way takes of the run's options (`MTGRPOConfig`), as keyword arguments of the constructor."""
+        """Options of the run (`MTGRPOConfig`) for this transport, as keyword arguments of the constructor."""
         return {}
 
     @staticmethod
     def server_flags(model_args: Any) -> tuple[list[str], dict[str, str]]:
-        """Flags and environment variables that the server needs for this way; of TRL's `ModelConfig`."""
+        """Flags and environment variables that the server needs for this transport, from TRL's `ModelConfig`."""
         return [], {}
 
     def begin(self) -> None:
@@ -185,10 +185,10 @@ class WeightTransport(ServerRounds):
 
     def verify(self) -> None:
         """
-        Holds the log-probs of a probe sequence that every server computes against the trainer's.
+        Compares every server's log-probs of a probe sequence with the trainer's.
 
         Raises:
-            WeightSyncError: In every process, if they differ by more than `tolerance`; with both numbers.
+            WeightSyncError: In every process, if they differ by more than `tolerance`. The message has both numbers.
         """
         with self._lock:
             self._expected = self._compute_expected(self.get_model())
@@ -222,13 +222,13 @@ class WeightTransport(ServerRounds):
                     control.close()
 
     def _gather(self, step: int | None) -> None:
-        """Every process: gets the weights ready to be sent, those of the proof where `step` is `None`."""
+        """Every process: gets the weights ready to be sent; with `step` `None`, those of the proof."""
 
     def _pushed(self, step: int | None) -> None:
-        """Every process: all servers have them."""
+        """Every process: called when all servers have the weights."""
 
     def _prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
-        """Before the first sync: makes sure that weights can be handed over to `server`, whose configuration it is."""
+        """Before the first sync: makes sure that `server`, which has this configuration, can receive weights."""
 
     _change = staticmethod(halved)
     """Context in which a model computes as if its weights were those of the proof."""
@@ -241,7 +241,7 @@ class WeightTransport(ServerRounds):
         self._prepare(server, config)
 
     def _prove(self) -> None:
-        """Sends weights that were changed on purpose, and sees that every server answers with them."""
+        """Sends weights that were changed on purpose, and checks that every server answers with them."""
         unchanged = self._compute_expected(self.get_model())
         with self._change(self.accelerator.unwrap_model(self.get_model())) as self.changed:
             self._expected = trainer_logprobs(self.get_model(), self._probe)
@@ -268,7 +268,7 @@ class WeightTransport(ServerRounds):
         return weight_label(self.run, "proof" if step is None else step)
 
     def _check_up(self) -> None:
-        """Looks at every server that is up; one that cannot be reached is left out."""
+        """Checks every server that is up. A server that cannot be reached is left out."""
         look = functools.partial(check_still_held, label=self._label(self.client.weight_version))
         for server in self.client.pool.servers:
             failure = self._attempt(server, look) if server.up else None
@@ -276,7 +276,7 @@ class WeightTransport(ServerRounds):
                 raise failure
 
     def _compute_expected(self, model: Any, measure: bool = True) -> list[float]:
-        """The trainer's answers; and, with `measure`, how far a server's may be from them."""
+        """Computes the trainer's answers, and with `measure` how far a server's may be from them."""
         expected = trainer_logprobs(model, self._probe)
         if measure and self._measures:
             padded = trainer_logprobs(model, self._probe, PADDING)

@@ -1,4 +1,4 @@
-"""The server's half of a weight update, as a sequence of HTTP calls that always leaves the server running."""
+"""The HTTP calls of a weight update. They leave the server running, whatever fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WeightSyncError(UserError, RuntimeError):
 
 @contextlib.contextmanager
 def paused(server: ServerControl):
-    """Requests under way wait inside and go on afterwards; cached prefixes, computed with other weights, go."""
+    """Pauses the server. Requests under way continue afterwards. The prefix cache, of other weights, is emptied."""
     try:
         server.post("/pause", mode="keep")
         yield
@@ -37,7 +37,7 @@ def paused(server: ServerControl):
 
 @contextlib.contextmanager
 def updating(server: ServerControl, version: str):
-    """An update that ends, whatever happens; only one that succeeds gives the server its weight version."""
+    """Begins an update and always ends it. Only a successful update sets the server's weight version."""
     _start(server)
     try:
         yield
@@ -49,17 +49,17 @@ def updating(server: ServerControl, version: str):
 
 def push_file(server: ServerControl, path: Path, version: str, checksum: str) -> None:
     """
-    Makes the server load a file of weights, and every worker of it confirm what its model was given.
+    Makes the server load a file of weights, and makes each of its workers confirm what its model received.
 
     Args:
         server (`ServerControl`): The server.
-        path (`Path`): The file, on a path the server sees too.
-        version (`str`): Weight version the server then has.
+        path (`Path`): The file, on a path that the server sees too.
+        version (`str`): Weight version that the server has afterwards.
         checksum (`str`): Checksum of the weights.
 
     Raises:
         RequestFailed: With the server's words, after the update was ended and the server resumed.
-        WeightSyncError: If a worker loaded something else, or nothing; likewise.
+        WeightSyncError: If a worker loaded something else, or nothing; after the same.
     """
     with paused(server), updating(server, version):
         server.post("/update_weights", {"update_info": {"path": str(path)}})
@@ -72,7 +72,7 @@ def push_adapter(server: ServerControl, path: Path, version: str, checksum: str,
 
     Raises:
         RequestFailed: With the server's words.
-        WeightSyncError: If it sees other weights under that path, or lists no adapter from there.
+        WeightSyncError: If the server sees other weights under that path, or lists no adapter from there.
     """
     confirm(server, checksum, path / "adapter_model.safetensors")
     server.post("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path), "load_inplace": True})
@@ -90,10 +90,10 @@ def push_adapter(server: ServerControl, path: Path, version: str, checksum: str,
 
 def confirm(server: ServerControl, checksum: str, path: Path | None = None) -> None:
     """
-    Asks every worker of a server whether a checksum is that of the file at `path`, or of the weights it loaded last.
+    Asks every worker of a server whether the file at `path`, or the weights that it loaded last, have a checksum.
 
     Raises:
-        WeightSyncError: If one sees something else.
+        WeightSyncError: If a worker sees another checksum.
     """
     info = {"checksum": checksum} if path is None else {"checksum": checksum, "path": str(path)}
     try:
@@ -111,7 +111,7 @@ def check_holder(server: ServerControl, run: str) -> None:
     Makes sure that no other run uses a server.
 
     Raises:
-        WeightSyncError: If one does, or may do.
+        WeightSyncError: If another run uses it, or may use it.
     """
     other = holder(server.get("/weight_info")["weight_version"])
     if other is None or other.run == run or other.over:
@@ -128,8 +128,8 @@ def check_still_held(server: ServerControl, label: str) -> None:
     Makes sure that a server held the weights of `label` while it was sampled from.
 
     Raises:
-        WeightSyncError: If another run's came in between.
-        RequestFailed: If it holds nobody's, as after a restart; it counts as down until it has its weights again.
+        WeightSyncError: If another run's weights came in between. RequestFailed: If it holds no run's weights, as
+        after a restart. It counts as down until it has its weights again.
     """
     version = server.get("/weight_info")["weight_version"]
     if version in (label, released(label)):
@@ -145,7 +145,7 @@ def check_still_held(server: ServerControl, label: str) -> None:
 
 
 def give_back(server: ServerControl, run: str) -> None:
-    """Says that a run is over with a server, where the server holds its weights and can be reached."""
+    """Tells a server that a run is over, if the server can be reached and holds the run's weights."""
     with contextlib.suppress(RequestFailed):
         version = server.get("/weight_info")["weight_version"]
         held = holder(version)
@@ -155,15 +155,15 @@ def give_back(server: ServerControl, run: str) -> None:
 
 def check_folder(server: ServerControl, config: dict[str, Any], folder: Path) -> None:
     """
-    Makes sure that a server sees the trainer's files, and tells what it sees.
+    Makes sure that a server sees the trainer's files.
 
     Args:
         server (`ServerControl`): The server.
         config (`dict`): Its configuration.
-        folder (`Path`): Where weights are handed over.
+        folder (`Path`): Folder of the weight files.
 
     Raises:
-        WeightSyncError: If it does not.
+        WeightSyncError: If it does not; the message says what it sees.
     """
     transfer = config["weight_transfer_config"]
     if transfer is None or transfer["backend"] != BACKEND:

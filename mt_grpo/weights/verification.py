@@ -1,4 +1,4 @@
-"""The proof of a weight sync: the log-probs of one sequence, computed by the server and by the trainer."""
+"""Verifies a weight sync: compares the log-probs of one sequence by the server and by the trainer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
 LENGTH = 64
 """Tokens of the probe sequence."""
 PADDING = 7
-"""Tokens before it, to see what the arrangement of a batch alone changes."""
+"""Padding tokens before it, to measure what padding alone changes."""
 EXACT = 1e-3
-"""Largest mean difference, in nats a token, where trainer and server compute in float32."""
+"""Largest mean difference, in nats per token, if trainer and server compute in float32."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Verdict:
 
     Args:
         server (`float`), trainer (`float`): Mean log-probability of the probe's tokens, in nats.
-        difference (`float`): Mean absolute difference a token, in nats.
+        difference (`float`): Mean absolute difference per token, in nats.
         largest (`float`): Largest absolute difference of a token, in nats.
     """
 
@@ -36,13 +36,13 @@ class Verdict:
 
 
 def probe_ids(vocab_size: int, length: int = LENGTH) -> list[int]:
-    """Token ids drawn from the whole vocabulary, the same everywhere: they touch all weights and suit no model."""
+    """Random token ids of the whole vocabulary, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocab_size, (length,), generator=generator).tolist()
 
 
 def server_logprobs(server: ServerControl, model: str, ids: list[int]) -> list[float]:
-    """Log-probability of every token of `ids` but the first, at temperature 1, by the server; or `RequestFailed`."""
+    """The server's log-probability of every token of `ids` except the first, at temperature 1; or `RequestFailed`."""
     body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     answer = server.post("/v1/completions", body)
     try:
@@ -56,12 +56,12 @@ def server_logprobs(server: ServerControl, model: str, ids: list[int]) -> list[f
 @torch.no_grad()
 def trainer_logprobs(model: Any, ids: list[int], padding: int = 0) -> list[float]:
     """
-    The same by the trainer's model; with sharded weights every process must call it.
+    The same by the trainer's model. With sharded weights every process must call it.
 
     Args:
         model: The model.
         ids (`list[int]`): The tokens.
-        padding (`int`, *optional*, defaults to `0`): Masked tokens before them, which change nothing but rounding.
+        padding (`int`, *optional*, defaults to `0`): Masked tokens before them, which change only rounding.
     """
     training = model.training
     model.eval()
@@ -80,20 +80,22 @@ def trainer_logprobs(model: Any, ids: list[int], padding: int = 0) -> list[float
 
 def tolerance_for(expected: list[float], padded: list[float], epsilon: float) -> float:
     """
-    The mean difference, in nats a token, that narrow types explain: ten times what padding alone changes in the
-    trainer, or what rounding the log-probs would change where that is more, because the server's kernels round
-    elsewhere. Not less than 0.25, and not more than 2, well below the 7 to 16 nats of weights that did not arrive.
+    The mean difference, in nats per token, that narrow types explain. It is ten times the larger of two numbers: what
+    padding alone changes in the trainer, and what rounding the log-probs would change, because the server's kernels
+    round in other places. It is at least 0.25 and at most 2, well below the 7 to 16 nats of weights that did not
+    arrive.
 
     Args:
-        expected (`list[float]`), padded (`list[float]`): The trainer's log-probs of the probe, and with padding.
-        epsilon (`float`): Relative distance of two neighbouring numbers of the narrowest type.
+        expected (`list[float]`), padded (`list[float]`): The trainer's log-probs of the probe, without and with
+            padding.
+        epsilon (`float`): Relative distance between two neighbouring numbers of the narrowest type.
     """
     rounding = epsilon / 2 * sum(abs(value) for value in expected) / len(expected)
     return min(2.0, max(0.25, 10.0 * rounding, 10.0 * compare(padded, expected).difference))
 
 
 def compare(server: list[float], trainer: list[float]) -> Verdict:
-    """The distance between two lists of log-probs; one that is not a number counts as infinite."""
+    """The distance between two lists of log-probs. A NaN counts as infinitely far away."""
     differences = [abs(one - other) for one, other in zip(server, trainer, strict=True)]
     differences = [math.inf if math.isnan(value) else value for value in differences]
     count = len(differences)

@@ -1,4 +1,4 @@
-"""Weights as one safetensors file: each tensor is copied once, from the trainer to where the server reads it."""
+"""Weights as one safetensors file. Each tensor is copied once, to the place where the server reads it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _DTYPES = {
 
 class WeightFile:
     """
-    A file that is filled tensor by tensor and appears under a name when it is complete. It can be filled again: fresh
-    memory costs several times what the copy does, so that two files taking turns are worth their room.
+    A file that is filled tensor by tensor, and gets its name when it is complete. It can be filled again, because
+    writing to fresh memory takes several times as long as the copy. Two files that take turns avoid that.
 
     Args:
         partial (`Path`): Its name while it is not complete.
@@ -72,7 +72,7 @@ class WeightFile:
         self._bytes = torch.from_file(str(partial), shared=True, size=self._begin + offset, dtype=torch.uint8)
 
     def withdraw(self) -> None:
-        """Takes its name away, before it is filled again."""
+        """Removes its name, before it is filled again."""
         self.path = self.path.replace(self._partial)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class WeightFile:
         self._bytes[begin : begin + size].view(dtype).view(shape).copy_(tensor)
 
     def publish(self, path: Path) -> None:
-        """Gives the complete file a name, at once."""
+        """Gives the complete file its name, atomically."""
         with open(self.path, "rb") as file:
             os.fsync(file.fileno())
         self.path = self.path.replace(path)
@@ -90,11 +90,10 @@ class WeightFile:
 
 def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """
-    Fills a file without a name from a walk over parameters, names it `path`, and returns the checksum of what was
-    walked over.
+    Fills a file from a walk over parameters, names it `path`, and returns the checksum of the parameters.
 
-    The walk is always finished, even when writing fails: walking gathers parameters together with other processes, and
-    merges an adapter that only the end of the walk takes out again.
+    The walk is always finished, even if writing fails. It gathers parameters together with other processes, and it
+    merges an adapter until its end.
     """
     iterator, checksum = iter(tensors), Checksum()
     try:
@@ -108,15 +107,15 @@ def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, tor
 
 
 def exhaust(iterator: Iterable[object]) -> None:
-    """Takes part in a walk without looking at it."""
+    """Takes part in a walk, and ignores its tensors."""
     for _ in iterator:
         pass
 
 
 def make_folder(shared: str | None) -> Path:
     """
-    A folder of this process for weight files: in `shared`, or in shared memory where none is given. Folders there of
-    processes of this machine that are gone, which had no time to clean up, are removed.
+    Makes a folder of this process for weight files, in `shared`, or in shared memory by default. Folders of processes
+    of this machine that were killed are removed there.
     """
     root = Path("/dev/shm" if shared is None else shared)
     root.mkdir(parents=True, exist_ok=True)
@@ -130,7 +129,7 @@ def make_folder(shared: str | None) -> Path:
 
 
 def shared_folder(folder: str | None, accelerator: Accelerator) -> Path:
-    """The folder for weight files that the main process makes, and every process can name to a server."""
+    """The folder for weight files. The main process makes it, and every process knows its path."""
     made = [str(make_folder(folder)) if accelerator.is_main_process else None]
     if accelerator.num_processes > 1:
         broadcast_object_list(made)

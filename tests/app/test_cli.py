@@ -37,7 +37,7 @@ def test_what_a_model_samples_does_nothing_to_the_terminal(recipe, capfd):
     assert main(["train", *recipe(log_completions=True)]) == 0
     assert main(["rollout", *recipe(), "--num_prompts", "4"]) == 0
     printed, errors = capfd.readouterr()
-    assert "\\x1" in printed and "Completion" in printed
+    assert "\\x1" in printed and "step 2: conversation 4 of 4" in printed
     assert not [c for c in printed + errors if c not in "\n\t\r" and (ord(c) < 32 or 127 <= ord(c) < 160)]
 
 
@@ -232,7 +232,7 @@ def test_ctrl_c_ends_a_command_though_a_conversation_swallows_it(recipe, tmp_pat
     arguments = recipe(env=f"{tmp_path}/stubborn.py:Env", max_completion_length=2048, max_turn_length=None)
     code = PRESSED + "from mt_grpo.cli import main; sys.exit(main())"
     run = subprocess.run([sys.executable, "-c", code, command, *arguments], capture_output=True, text=True)
-    assert run.returncode == 130 and "mt-grpo: ended by SIGINT." in run.stderr
+    assert run.returncode == 130 and "mt-grpo: interrupted by Ctrl-C." in run.stderr
     assert "not ended within 5 s: conversation 'eval-0000" in run.stderr
 
 

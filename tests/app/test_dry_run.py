@@ -14,12 +14,13 @@ from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.app.request import read_request
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
+from mt_grpo.training import checks
 
 ENV = """
 from mt_grpo.envs import MultiTurnToolEnv
 
 class Env(MultiTurnToolEnv):
-    async def step(self, turn, trajectory, text, tokenizer):
+    async def step(self, turn):
         raise SystemExit("a conversation was begun")
 """
 
@@ -43,7 +44,8 @@ def test_the_resolved_recipe_is_printed_and_is_a_recipe(recipe, tmp_path, capsys
     assert "Chat template: " in said and "nothing was sampled or written" in said
 
 
-def test_nothing_is_written(recipe, tmp_path):
+def test_nothing_is_written(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "_check_push", lambda args: None)  # there is no token, and no Hub
     arguments = recipe(output_dir=str(tmp_path / "runs" / "one"), push_to_hub=True, hub_model_id="nobody/nothing")
     before = sorted(tmp_path.rglob("*"))
     status, printed = dry_run(arguments)

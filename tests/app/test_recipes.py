@@ -8,19 +8,22 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from support.recipes import RECIPES, ROOT, parse_for
+from support.recipes import RECIPES, ROOT
 from support.registered import keep, keep_estimators
 
 from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.rewards import REWARDS, load_rewards
 from mt_grpo.tools.loading import TOOLS
 from mt_grpo.training import ConfigError, MTGRPOConfig
+from mt_grpo.training.checks import check_batch_sizes
 from mt_grpo.training.environment import build_env
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_is_valid_for_its_number_of_processes(path):
-    recipe = parse_for(7 if path.parent.name == "Qwen" else 1, path)
+def test_recipe_is_valid_for_its_number_of_processes(path, monkeypatch):
+    monkeypatch.setattr(MTGRPOConfig, "world_size", 7 if path.parent.name == "Qwen" else 1)
+    recipe = parse_recipe(["--config", str(path)])
+    check_batch_sizes(recipe.training)
     env = build_env(recipe.training)
     assert env.tools
     assert load_rewards(recipe.training.outcome_reward_funcs, "outcome")
@@ -29,9 +32,9 @@ def test_recipe_is_valid_for_its_number_of_processes(path):
 
 
 def test_the_paper_setting_is_met():
-    args = parse_for(7, ROOT / "Qwen" / "triviaqa_7b.yaml").training
+    args = parse_recipe(["--config", str(ROOT / "Qwen" / "triviaqa_7b.yaml")]).training
     assert (args.learning_rate, args.num_generations, args.num_iterations, args.max_steps) == (1e-6, 21, 2, 300)
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (7 * 12, 4)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (12, 4)
     assert (args.beta, args.max_grad_norm, args.warmup_steps) == (0.0, 0.1, 20)
 
 

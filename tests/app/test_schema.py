@@ -9,7 +9,7 @@ import re
 import pytest
 import yaml
 from jsonschema import Draft7Validator
-from support.recipes import RECIPES, parse_for
+from support.recipes import RECIPES
 
 from mt_grpo.app import request
 from mt_grpo.app.make_schema import build_schema
@@ -46,7 +46,7 @@ def test_a_recipe_names_the_schema_and_follows_it(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_resolved_options_of_a_run_are_a_recipe(path, tmp_path):
-    recipe = parse_for(7 if path.parent.name == "Qwen" else 1, path)
+    recipe = parse_recipe([str(path)])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe.resolved()))
     read_request([str(tmp_path / "config.yaml")], "train")
 

@@ -17,7 +17,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.training.servers import check_importance_sampling, server_urls
 from mt_grpo.vllm_plugin import keys
 
-QUICKSTART = ["--config", "recipes/quickstart.yaml"]
+QUICKSTART = ["--config", "recipes/quickstart_vllm.yaml"]
 
 
 def command(*options, transport="auto"):
@@ -113,6 +113,24 @@ def test_serve_prints_the_command_and_becomes_it(monkeypatch, capsys):
 def test_serve_says_in_one_sentence_what_is_wrong(capsys):
     assert main(["serve", "--config", "nowhere.yaml"]) == 1
     assert capsys.readouterr().err == "mt-grpo: The recipe 'nowhere.yaml' does not exist.\n"
+
+
+def test_serve_refuses_a_recipe_whose_trainer_asks_no_server(monkeypatch, capsys):
+    monkeypatch.setattr(os, "execve", lambda *arguments: pytest.fail("it was started"))
+    assert main(["serve", "--config", "recipes/quickstart.yaml"]) == 1
+    assert "samples from its own model" in capsys.readouterr().err
+
+
+def test_the_server_of_an_adapter_holds_its_base_and_its_rank(tmp_path):
+    settings = {"base_model_name_or_path": "embedded", "r": 40}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    _, flags, _ = command("--model_name_or_path", str(tmp_path), transport="lora")
+    assert flags["--model"].endswith("embedded/model") and flags["--max-lora-rank"] == "64"
+
+
+def test_a_server_of_a_model_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="'./nowhere' cannot be loaded: there is no such folder"):
+        command("--model_name_or_path", "./nowhere")
 
 
 def test_without_a_server_environment_this_interpreter_is_used(monkeypatch, tmp_path):

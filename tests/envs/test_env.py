@@ -15,6 +15,7 @@ from support.models import build_tokenizer
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.errors import ConfigError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.tools import Tool, ToolDefinitionError
 from mt_grpo.training import MTGRPOConfig
@@ -42,6 +43,13 @@ def take_turn(env: MultiTurnToolEnv, text: str, index: int = 0) -> tuple[Turn, S
 def converse(env: MultiTurnToolEnv, engine: ScriptedEngine, sessions: int = 1, **limits) -> list[Trajectory]:
     requests = [RolloutRequest("hi", f"{index:02d}") for index in range(sessions)]
     return asyncio.run(RolloutRunner(env, engine, RolloutLimits(**limits)).run(requests, SamplingParams()))
+
+
+@pytest.mark.parametrize("name", ["reasoning", "tool", "result", "answer"])
+def test_a_tool_with_the_name_of_a_tag_is_refused(search_tool, name):
+    with pytest.raises(ConfigError, match=f"{name!r} has the name of a tag of `call_protocol: tags`.* another name"):
+        MultiTurnToolEnv([tool(search_tool, name)])
+    assert name in MultiTurnToolEnv([tool(search_tool, name)], protocol="native").tools
 
 
 # Steps and their bound

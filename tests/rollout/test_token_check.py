@@ -51,7 +51,11 @@ def test_other_tokens_of_one_text_are_told_from_other_text():
     node = trajectory.tree.nodes[1]
     node.tokens = [*(tokenizer.encode(letter)[0] for letter in "reasoning"), tokenizer.eos_token_id]
     node.logprobs = [0.0] * len(node.tokens)
-    assert SanityCheck(runner.renderer, "strict").check(trajectory).cause == "the same text in other tokens"
+    difference = SanityCheck(runner.renderer, "strict").check(trajectory)
+    assert difference.cause == "the same text in other tokens"
+    letters = [f"{token} {letter!r}" for letter in "reasonin" for token in tokenizer.encode(letter)]
+    assert difference.trained == f"ids {', '.join(letters)}"
+    assert difference.rendered.startswith(f"ids {tokenizer.encode('reasoning')[0]} 'reasoning', ")
     assert SanityCheck(runner.renderer, "ignore_strippable").check(trajectory) is None
 
 

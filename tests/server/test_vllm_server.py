@@ -522,6 +522,14 @@ def test_an_adapter_is_loaded_under_a_name_of_its_own(untied):
     sync.close()
 
 
+def test_a_server_without_lora_is_sent_no_adapter(tied):
+    model = adapted(tied)
+    sync = LoraTransport(tied.client(), lambda: model, Accelerator(cpu=True))
+    with pytest.raises(WeightSyncError, match="was started without LoRA.* start it again with `mt-grpo serve`"):
+        sync.begin()
+    sync.close()
+
+
 def adapted(served):
     """The served model with an adapter that does something."""
     torch.manual_seed(1)

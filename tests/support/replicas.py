@@ -28,6 +28,8 @@ class Replica:
         self.model, self.version, self.updates = build_model(tokenizer, seed=9, **overrides), "default", 0
         self.dtype, self.backend, self.loaded = "torch.float32", "safetensors", "nothing"
         self.adapters: dict[str, PeftModel] = {}
+        self.lora: dict | None = {"max_lora_rank": 8}
+        """What it was started with for adapters."""
         self.deaf = False
         """Whether updates are answered as if they had been done."""
         self.agrees = False
@@ -62,7 +64,12 @@ class Replica:
         return 200, {
             "/v1/models": {"data": [{"id": "base", "root": "base", "max_model_len": 64}, *entries]},
             "/server_info": {
-                "vllm_config": {"model_config": config, "weight_transfer_config": {"backend": self.backend}}
+                "vllm_config": {
+                    "model_config": config,
+                    "weight_transfer_config": {"backend": self.backend},
+                    "lora_config": self.lora,
+                },
+                "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": self.lora is not None},
             },
             "/weight_info": {"weight_version": self.version},
             "/tokenize": {"tokens": self.tokenizer.encode(body.get("prompt", ""), add_special_tokens=False)},

@@ -112,6 +112,15 @@ class RealServer(ServerProcess):
 
     def __init__(self, model: str, log: Path, *options: str, transport: str = "auto") -> None:
         port = free_port()
-        command = [sys.executable, "-m", "mt_grpo", "serve", "--config", "recipes/quickstart.yaml"]
+        command = [
+            sys.executable,
+            "-m",
+            "mt_grpo",
+            "serve",
+            "--config",
+            "recipes/quickstart.yaml",
+            "--use_vllm",
+            "true",
+        ]
         command += ["--weight_sync", transport, "--model_name_or_path", model, "--vllm_server_host", "127.0.0.1"]
         super().__init__([*command, "--vllm_server_port", str(port), *options], port, log)

@@ -279,6 +279,20 @@ def test_a_hand_written_schema_is_checked_as_it_says() -> None:
 
 
 @pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "number", "multipleOf": 0.5}, float("nan")),
+        ({"type": "number", "multipleOf": 0.5}, 10**400),
+        ({"$ref": "http://127.0.0.1:1/schema.json"}, 1),
+        ({"$ref": "#/$defs/nowhere"}, 1),
+    ],
+)
+def test_what_cannot_be_checked_is_told_to_the_model(schema: dict[str, Any], value: Any) -> None:
+    tool = Tool("f", "F.", {"type": "object", "properties": {"x": schema}}, bare)
+    assert tool.check({"x": value}).startswith("f: the arguments cannot be checked (")
+
+
+@pytest.mark.parametrize(
     "schema",
     [
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}], "nullable": True},

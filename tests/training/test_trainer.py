@@ -312,7 +312,7 @@ def test_without_any_reward_it_refuses(build):
 )
 def test_wrong_options_are_refused_with_the_mend(build, options, message):
     with pytest.raises(ValueError, match=message):
-        build(**options)
+        build(**options).train()
 
 
 class Searching(MultiTurnToolEnv):

@@ -79,7 +79,8 @@ OVERRIDES = {
     },
     TrlParser: {"error": "self, message"},
     TrainerCallback: dict.fromkeys(
-        ["on_log", "on_step_end", "on_train_begin", "on_train_end"], "self, args, state, control, **kwargs"
+        ["on_log", "on_step_begin", "on_step_end", "on_train_begin", "on_train_end"],
+        "self, args, state, control, **kwargs",
     ),
 }
 """Arguments of every method of TRL or transformers that a class of ours overrides, by the class it inherits from."""
@@ -112,6 +113,7 @@ IMPORTS = {
     "trl.generation.vllm_generation": "VLLMGeneration",
     "trl.import_utils": "is_vllm_available",
     "trl.models": "unwrap_model_for_generation",
+    "trl.trainer.utils": "create_model_from_path",
 }
 """Everything that the package imports from TRL."""
 

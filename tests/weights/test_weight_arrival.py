@@ -130,6 +130,17 @@ def test_the_proof_touches_no_weight_and_leaves_the_true_ones(replica, sync_of, 
     assert len(replica.http.asked("/v1/completions")) == 2
 
 
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [(None, "was started without LoRA.* `mt-grpo serve`"), ({"max_lora_rank": 1}, "up to rank 1.* `mt-grpo serve`")],
+)
+def test_a_server_that_takes_no_such_adapter_is_refused(replica, sync_of, model, lora, message):
+    replica.lora = lora
+    with pytest.raises(WeightSyncError, match=message):
+        sync_of(adapted(model), LoraTransport).begin()
+    assert not replica.http.asked("/v1/load_lora_adapter")
+
+
 def test_an_adapter_that_changes_nothing_yet_can_be_proven(replica, sync_of, model):
     model = adapted(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}

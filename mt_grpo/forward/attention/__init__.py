@@ -1,1 +1,1 @@
-"""Attention over packed trees: one rule, three implementations."""
+"""Attention over packed trees: one rule, three kernels."""

@@ -1,4 +1,4 @@
-"""The whole mask: for small rows, and the oracle of the tests."""
+"""Attention with the whole mask: for small rows, and as the oracle of the tests."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from mt_grpo.forward.attention.layout import TreeLayout
 def dense_attention(
     layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:
-    """The same with the whole `(N, N)` mask."""
+    """As `segment_attention`, with the whole `(N, N)` mask."""
     mask, grouped = layout.dense_mask(query.device, window), query.size(1) != key.size(1)
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)

@@ -1,4 +1,4 @@
-"""FlexAttention, compiled once for all lengths of a head layout, and never run without having been compiled."""
+"""FlexAttention, compiled once for all lengths of a head layout. It never runs uncompiled."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mt_grpo.forward.attention.kernels import attention_kernel
 from mt_grpo.forward.attention.layout import TreeLayout
 
 RECOMPILE_LIMIT = 64
-"""Kernels a process may compile: one for each layout of heads, type, kind of window, and with or without gradient."""
+"""Most kernels that a process compiles: one per head layout, dtype and kind of window, with and without gradient."""
 
 
 def check_flex(device: torch.device) -> None:
     """
-    Refuses a device that FlexAttention is not compiled for.
+    Refuses a device for which FlexAttention is not compiled.
 
     Raises:
         ConfigError: If it is a CPU, on which FlexAttention has no backward.
@@ -70,7 +70,7 @@ def _attend(
 def flex_block_attention(
     layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:
-    """The same with FlexAttention, compiled once for all lengths; GPUs only."""
+    """As `segment_attention`, with FlexAttention, compiled once for all lengths; GPUs only."""
     return compiled_flex_attention(query.device)(
         query,
         key,

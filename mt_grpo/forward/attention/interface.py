@@ -1,4 +1,4 @@
-"""Attention over packed trees, for any decoder that goes through transformers' attention interface.
+"""Attention over packed trees, for any decoder that uses transformers' attention interface.
 
 Three implementations of one rule, `token q sees token k iff k <= q <= subtree_end[k]`: `segment` (any device), `flex`
 (GPU) and `dense` (the whole mask; small rows, and the oracle of the tests).
@@ -21,9 +21,9 @@ from mt_grpo.forward.attention.layout import TreeLayout
 
 def register(original: str) -> str:
     """
-    Registers with transformers an attention that reads `tree_layout` where the forward is given one, and is `original`
-    where it is not; `"sdpa"` for kernels that transformers looks up by the name of the model's attention, as it does
-    FlashAttention's. Returns its name.
+    Registers an attention with transformers, and returns its name. If the forward is given a `tree_layout`, it attends
+    over the tree. If not, it is `original`, or `"sdpa"` if transformers looks up `original` by the name of the model's
+    attention, as it does with FlashAttention.
     """
     original = original if original == "flex_attention" else "sdpa"
     name = f"tree_or_{original}"
@@ -58,7 +58,7 @@ def register(original: str) -> str:
 
 
 def _check_call(module: torch.nn.Module, mask: Tensor | None, options: dict[str, Any]) -> None:
-    """Refuses a layer that attends otherwise than its configuration says: its tokens would not see their history."""
+    """Refuses a layer whose attention differs from its configuration: its tokens would not see their history."""
     config = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     slides = types is None or types[module.layer_idx] == "sliding_attention"

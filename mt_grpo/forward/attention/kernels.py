@@ -1,4 +1,4 @@
-"""The attention kernels, by name: each is one rule, `token q sees token k iff k <= q <= subtree_end[k]`."""
+"""The attention kernels by name. All compute the same rule: `token q sees token k iff k <= q <= subtree_end[k]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Kernel = Callable[..., Tensor]
 """`(layout: TreeLayout, query, key, value, scaling: float, window: int | None) -> (1, heads, N, head_dim)`."""
 
 KERNELS: Registry[Kernel] = Registry("attention kernel", "mt_grpo.forward.attention")
-"""What `tree_attention` can name, beside `auto`."""
+"""The names that `tree_attention` knows, besides `auto`."""
 
 
 def attention_kernel(name: str) -> Callable[[Kernel], Kernel]:

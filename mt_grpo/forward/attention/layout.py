@@ -1,4 +1,4 @@
-"""Who sees whom in a packed row, and the masks that say so."""
+"""Which token sees which in a packed row, and the masks for it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ BLOCK = 128
 
 class TreeLayout:
     """
-    Who sees whom in a packed row of `N` tokens; handed to the model's forward as `tree_layout`.
+    Which token sees which in a packed row of `N` tokens. The model's forward gets it as `tree_layout`.
 
     Args:
         packed (`Packed`): The row.
         attention (`str`): `"auto"`, `"segment"`, `"flex"` or `"dense"`.
 
-    Masks are made where the queries are, which need not be one device for all layers, and kept.
+    Masks are made on the device of the queries, which may differ between layers, and are kept.
     """
 
     def __init__(self, packed: Packed, attention: str = "auto") -> None:
         self.subtree_end, self.depth = packed.subtree_end, packed.position_ids
         self.size = len(packed.subtree_end)
         self.layers: set[int] = set()
-        """Layers whose attention this layout has reached."""
+        """Layers whose attention was called with this layout."""
         indices = np.arange(self.size)
-        # a chain goes on while the next token is the only child
+        # a chain continues while the next token is the only child
         begins = packed.parent != indices - 1
         begins[1:] |= self.subtree_end[1:] != self.subtree_end[:-1]
         begins[:1] = True
@@ -40,7 +40,7 @@ class TreeLayout:
         self.sizes = np.diff(np.array([*self.starts, self.size]))
         parent_chain = np.searchsorted(self.starts, packed.parent[self.starts], side="right") - 1  # -1 for a root
         self.paths: list[list[int]] = []
-        """For each chain the chains from the root to it, itself included."""
+        """Per chain, the chains from the root to it, including itself."""
         for chain, parent in enumerate(parent_chain.tolist()):
             self.paths.append([*(self.paths[parent] if parent >= 0 else []), chain])
         self._attention = attention
@@ -69,7 +69,7 @@ class TreeLayout:
     ) -> Tensor:
         """
         Additive mask of a chain's queries over the keys of its path from depth `first` on. All chains share one
-        matrix: a chain with `P` tokens before it reads the columns in which query `i` ends at `P + i`.
+        matrix. A chain with `P` tokens before it reads the columns in which query `i` sees up to key `P + i`.
         """
         key = ("chain", device, dtype, window)
         if key not in self._cache:
@@ -85,7 +85,7 @@ class TreeLayout:
         return mask[:size, before - begin + first : before + size]
 
     def block_mask(self, device: torch.device, window: int | None) -> BlockMask:
-        """FlexAttention's mask, from the extremes of the two vectors in each block; never `(N, N)`."""
+        """FlexAttention's mask, made from the extremes of two vectors in each block, without the `(N, N)` mask."""
         key = ("block", device, window)
         if key not in self._cache:
             self._cache[key] = self._block_mask(device, window)

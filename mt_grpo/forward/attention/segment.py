@@ -1,4 +1,4 @@
-"""One call of scaled-dot-product attention for each unary chain: for any device."""
+"""Attention with one call of scaled-dot-product attention per unforked chain of tokens, for any device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def segment_attention(
     layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:
     """
-    One call of scaled-dot-product attention for each unary chain: its queries against the keys on its root path.
+    Calls scaled-dot-product attention once per unforked chain: its queries against the keys on the path from the root.
 
     Args:
         query (`Tensor`): `(1, heads, N, head_dim)`.

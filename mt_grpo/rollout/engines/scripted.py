@@ -1,4 +1,4 @@
-"""An engine that says what it is told to: fixed answers and latencies, for tests and benchmarks."""
+"""An engine with fixed answers and latencies, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mt_grpo.rollout.engine import Sample, SamplingParams
 
 class ScriptedEngine:
     """
-    Answers from a script and keeps what it was asked.
+    Answers from a script, and records its requests.
 
     Args:
         tokenizer: Tokenizer that encodes the script.
-        script (`Sequence[str]` or `Callable[[str, int], str | list[int] | Exception]`): The answer of every turn, the
-            same for all conversations; or a function of session and turn index. An exception is raised.
+        script (`Sequence[str]` or `Callable[[str, int], str | list[int] | Exception]`): One answer per turn, the same
+            for all conversations; or a function of session and turn index. An exception is raised.
         latency (`float` or `Callable[[str, int], float]`, *optional*, defaults to `0.0`): Seconds a request takes.
-        context_length (`int`, *optional*, defaults to `32768`): Tokens that fit.
+        context_length (`int`, *optional*, defaults to `32768`): Most tokens of context and action together.
     """
 
     def __init__(
@@ -58,4 +58,4 @@ class ScriptedEngine:
         del self._turns[session]
 
     async def close(self) -> None:
-        """Holds nothing open."""
+        """Does nothing."""

@@ -1,4 +1,4 @@
-"""The embedded engine: samples from a transformers model in this process, in batches of whatever waits."""
+"""Samples from a transformers model in this process, in batches of the requests that wait."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class _Request:
 
 class TransformersEngine:
     """
-    Samples with `model.generate`, so that any decoder of transformers works, on a CPU as on a GPU, without a server.
+    Samples with `model.generate`, without a server. Any decoder of transformers works, on a CPU or a GPU.
 
-    A batch starts when every live conversation waits for it, in the order of their sessions, so the same seed gives
-    the same tokens however the tools are timed; a tool that takes longer than `patience` seconds is not waited for.
-    Each request draws from its own random stream.
+    A batch starts when every live conversation waits for it, and is in the order of their sessions. So the same seed
+    gives the same tokens, however long tools take, up to `patience` seconds. Slower tools are not waited for. Each
+    request draws from its own random stream.
 
     Args:
-        model (`PreTrainedModel`): The model; its weights are read at each batch.
+        model (`PreTrainedModel`): The model. Its weights are read at each batch.
         tokenizer: Its tokenizer.
-        max_batch_size (`int`, *optional*, defaults to `64`): Requests in one batch.
+        max_batch_size (`int`, *optional*, defaults to `64`): Most requests in one batch.
         patience (`float`, *optional*, defaults to `1.0`): Seconds a batch waits for conversations that are elsewhere.
     """
 
@@ -81,7 +81,7 @@ class TransformersEngine:
         return await request.future
 
     def release(self, session: str) -> None:
-        """Lets the next batch go without this conversation."""
+        """Makes the next batch start without this conversation."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             return
@@ -91,12 +91,12 @@ class TransformersEngine:
         loop.call_soon(self._start_batch)
 
     async def close(self) -> None:
-        """Waits for the batch under way, which ends with the next token where nobody waits for it any more."""
+        """Waits for the running batch, which ends with its next token if nobody waits for it."""
         if self._batch is not None and self._loop is asyncio.get_running_loop():
             await asyncio.wait([self._batch])
 
     def _start_batch(self, patient: bool = True) -> None:
-        """Starts a batch if none runs and every live conversation waits, or none of the others is waited for."""
+        """Starts a batch if none runs, and every live conversation waits or the others are not waited for."""
         loop = asyncio.get_running_loop()
         if self._batch is not None or loop is not self._loop:
             return
@@ -128,7 +128,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _sample(self, batch: list[_Request]) -> None:
-        """Samples a batch in place; requests drawn differently are separate calls."""
+        """Samples a batch in place. Requests with different sampling options are separate calls of `generate`."""
         alike = [(_drawing(request.sampling), request) for request in batch]
         with on_device(self.model.device):
             for drawing, group in groupby(sorted(alike, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
@@ -159,7 +159,7 @@ class TransformersEngine:
         )
 
     def may_stop(self, token: int, stop: str) -> bool:
-        """Whether a token could be the one that completes a stop string."""
+        """Whether a token can complete a stop string."""
         key = (token, stop)
         if key not in self._may_stop:
             self._may_stop[key] = stop[-1] in self.tokenizer.decode([token], skip_special_tokens=False)
@@ -174,7 +174,7 @@ class TransformersEngine:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a GPU the current one of this thread: every thread begins with the first, whatever the model is on."""
+    """Makes a GPU the current one of this thread, whose current GPU is the first one until then."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -183,7 +183,7 @@ def _drawing(sampling: SamplingParams) -> tuple[float, ...]:
 
 
 def _warpers(drawing: tuple[float, ...]) -> list[LogitsProcessor]:
-    """The distribution's processors, in vLLM's order: transformers applies min-p last, which keeps other tokens."""
+    """The logits processors in vLLM's order. transformers applies min-p last, which would keep other tokens."""
     temperature, top_p, top_k, min_p, repetition_penalty = drawing
     warpers: list[LogitsProcessor] = []
     if repetition_penalty != 1.0:
@@ -203,8 +203,8 @@ def _warpers(drawing: tuple[float, ...]) -> list[LogitsProcessor]:
 
 class _Recorder(LogitsProcessor):
     """
-    Draws each row's token from the processed distribution with the row's own uniform numbers, keeps its
-    log-probability, and leaves nothing else for the greedy search of `generate` to choose.
+    Draws each row's token from the processed distribution with the row's own uniform numbers, and keeps its
+    log-probability. It masks all other tokens, so that the greedy search of `generate` takes this one.
     """
 
     def __init__(self, batch: list[_Request], width: int, device: torch.device, greedy: bool) -> None:
@@ -231,7 +231,7 @@ class _Recorder(LogitsProcessor):
 
 
 class _Finished(StoppingCriteria):
-    """Writes each row's token into its request, and ends the row at its end token, its stop string or its budget."""
+    """Adds each row's token to its request. Ends the row at its end token, its stop string or its budget."""
 
     def __init__(self, engine: TransformersEngine, batch: list[_Request], recorder: _Recorder) -> None:
         self._engine = engine

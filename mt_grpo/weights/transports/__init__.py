@@ -1,1 +1,1 @@
-"""The ways weights travel."""
+"""The transports: how weights reach a server."""

@@ -1,4 +1,4 @@
-"""By adapter: the server keeps the base model and loads each version of the adapter."""
+"""Transport of an adapter: the server keeps the base model and loads each version of the adapter."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from mt_grpo.vllm_plugin.checksum import file_checksum
 from mt_grpo.weights.proof import shift_file, shifted
 from mt_grpo.weights.transport import weight_transport
 from mt_grpo.weights.transports.files import FolderTransport
-from mt_grpo.weights.update_calls import (
-    push_adapter,
-)
+from mt_grpo.weights.update_calls import WeightSyncError, push_adapter
 
 
 @weight_transport("lora")
 class LoraTransport(FolderTransport):
     """
-    By adapter: the server keeps the base model and loads each version of the adapter under a name of its own, which
-    requests then ask for. Much less to send; the server must be started for it (`mt-grpo serve` does so).
+    Sends only the adapter. The server keeps the base model and loads each version of the adapter under a name of its
+    own, which requests then ask for. The server must be started for it, as `mt-grpo serve` does.
     """
 
     def __init__(
@@ -45,6 +43,22 @@ class LoraTransport(FolderTransport):
         rank = next(size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= model_args.lora_r)
         flags = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
         return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+    def _prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
+        super()._prepare(server, config)
+        loads = server.get("/server_info", config_format="json")["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
+        if config["lora_config"] is None or not loads:
+            raise WeightSyncError(
+                f"The vLLM server at {server.base_url} was started without LoRA, and `weight_sync: lora` sends it an "
+                "adapter: start it again with `mt-grpo serve` and this run's recipe."
+            )
+        rank = self.accelerator.unwrap_model(self.get_model()).peft_config["default"].r
+        if rank > config["lora_config"]["max_lora_rank"]:
+            raise WeightSyncError(
+                f"The vLLM server at {server.base_url} takes adapters up to rank "
+                f"{config['lora_config']['max_lora_rank']}, and this run's has {rank}: start it again with `mt-grpo "
+                "serve` and this run's recipe."
+            )
 
     def _gather(self, step: int | None) -> None:
         model = self.accelerator.unwrap_model(self.get_model())

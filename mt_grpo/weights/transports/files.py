@@ -1,4 +1,4 @@
-"""By a file that the servers read."""
+"""Transports of files that the servers read."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mt_grpo.weights.weight_file import Layout, WeightFile, exhaust, shared_fold
 
 class FolderTransport(WeightTransport):
     """
-    By files that the servers read.
+    Sends files that the servers read.
 
     Args:
-        folder (`str`, *optional*): Folder the servers see under the same path; shared memory where none is given.
+        folder (`str`, *optional*): Folder that the servers see under the same path; shared memory by default.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FolderTransport(WeightTransport):
 
 @weight_transport("safetensors")
 class SafetensorsTransport(FolderTransport):
-    """By a file, in shared memory on one host or in a folder that all hosts see. Works on every device."""
+    """Sends a safetensors file, in shared memory on one host or in a folder that all hosts see. Any device."""
 
     def __init__(
         self, client: VLLMServerClient, get_model: Callable[[], Any], accelerator: Accelerator, **options: Any

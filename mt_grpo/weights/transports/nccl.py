@@ -1,4 +1,4 @@
-"""By NCCL broadcast between GPUs: TRL's own transfer."""
+"""Transport by NCCL broadcast between GPUs: TRL's own transfer."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from mt_grpo.weights.weight_file import exhaust
 @weight_transport("nccl")
 class NcclTransport(WeightTransport):
     """
-    By NCCL broadcast between GPUs, as TRL does, which needs vLLM in the trainer's environment too. The server joins a
-    process group when the run begins, so that one which is restarted cannot be given its weights again: the run ends,
-    and is resumed from its checkpoint.
+    Sends weights by NCCL broadcast between GPUs, as TRL does. It needs vLLM in the trainer's environment too. The
+    server joins a process group when the run begins. A server that is restarted cannot join it again, so the run ends,
+    and can be resumed from its checkpoint.
 
     Args:
         group_port (`int`, *optional*, defaults to `51216`): Port of that process group.
 
     Raises:
-        ConfigError: If there is no vLLM here, or there are several servers.
+        ConfigError: If vLLM is not installed here, or there are several servers.
     """
 
     repeatable = False
@@ -80,8 +80,8 @@ class NcclTransport(WeightTransport):
 
     def _gather(self, step: int | None) -> None:
         """
-        Sends the weights too. All processes gather a bucket, and are done with it, before the main one talks to the
-        server: two groups that broadcast at once may wait for each other for ever.
+        Also sends the weights. All processes finish gathering a bucket before the main one sends it, because two
+        groups that broadcast at the same time may deadlock.
         """
         server = self._control(self.client.base_urls[0])
         with contextlib.closing(server), contextlib.ExitStack() as update:
@@ -111,7 +111,7 @@ class NcclTransport(WeightTransport):
         return bucket
 
     def _push(self, server: ServerControl, step: int | None) -> None:
-        """Sent already: every process takes part in it."""
+        """Does nothing: `_gather`, in which every process takes part, has sent the weights."""
 
     def restore(self, base_url: str) -> None:
         raise WeightSyncError(

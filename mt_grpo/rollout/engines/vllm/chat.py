@@ -1,4 +1,4 @@
-"""Whole conversations in, one reply each out."""
+"""Answers conversations with one reply each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChatReply:
     Args:
         text (`str`): What the model wrote, without the token that ended it.
         token_ids (`list[int]`), logprobs (`list[float]`): As sampled.
-        prompt_token_ids (`list[int]`): The conversation as the model was given it.
+        prompt_token_ids (`list[int]`): The conversation as token ids.
         finish_reason (`str`): `"stop"` or `"length"`.
     """
 
@@ -36,7 +36,7 @@ class ChatReply:
 async def answer_all(
     client: VLLMServerClient, messages_list: list[list[Message]], sampling: SamplingParams
 ) -> list[ChatReply]:
-    """Answers all conversations at once; connects before where that was not done, and disconnects afterwards."""
+    """Answers all conversations concurrently. Connects first if the client is not connected, and disconnects last."""
     try:
         if not client.context_length:
             await client.connect()

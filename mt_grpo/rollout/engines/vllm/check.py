@@ -1,4 +1,4 @@
-"""Whether a vLLM server can serve a run: its model, its vocabulary, and the flags the trainer relies on."""
+"""Checks that a vLLM server can serve a run: its model, its vocabulary, and the flags that the trainer needs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ async def check_server(url: str, model: str | None, tokenizer: Any, get: Call, p
     Compares a server with what the trainer expects.
 
     Args:
-        url (`str`): The server, for messages.
+        url (`str`): URL of the server, for messages.
         model (`str`, *optional*): Name or path of the model it must hold.
-        tokenizer: The trainer's tokenizer; it and the server's must encode a text and every added token alike.
-        get, post (`Callable`): Coroutines that call an endpoint of the server by its path.
+        tokenizer: The trainer's tokenizer. It must encode a text and every added token as the server does.
+        get, post (`Callable`): Coroutine functions that call an endpoint of the server by its path.
 
     Returns:
         `int`: The server's context length in tokens.
@@ -73,5 +73,5 @@ async def _check_flags(url: str, get: Call) -> None:
 
 
 def _same(model: str, entry: dict[str, Any]) -> bool:
-    """A local folder may lie elsewhere on the server's machine, so that only its name is compared."""
+    """Whether two model names agree. Of local folders only the last part counts: the server's may be elsewhere."""
     return model in (entry["id"], entry["root"]) or Path(model).name == Path(entry["root"]).name

@@ -23,40 +23,40 @@ from mt_grpo.trajectory import Message
 logger = logging.getLogger(__name__)
 START_COMMAND = "mt-grpo serve --config R.yaml"
 TOKEN_TIME = 0.1
-"""Seconds in which a busy server samples at least one token of a request."""
+"""Most seconds that a busy server takes per sampled token."""
 _POLL = 0.5  # seconds between looks at a server that is down
 _LONGEST_BACKOFF = 8.0
 
 
 class VLLMServerClient:
     """
-    Samples from one or several vLLM servers. Whole groups of conversations go to one server; a server that stops
-    answering is left out, and taken back when it answers and holds the weights of `weight_version`.
+    Samples from one or several vLLM servers. All conversations of a group go to one server. A server that stops
+    answering is left out. It is used again when it answers and holds the weights of `weight_version`.
 
-    A request that failed is repeated where a repeat can help (no answer, HTTP 5xx, 429, an answer that makes no
-    sense): sampling changes nothing on the server, so asking twice is safe. Whether the server is down is for its
-    health check to say: one request that hangs stops no other. Cancelling `generate` closes the connection, upon which
-    the server aborts the request.
+    A failed request is repeated if that can help: after no answer, HTTP 5xx, 429, or an answer that cannot be read.
+    Sampling changes nothing on the server, so asking twice is safe. Only the health check decides whether a server is
+    down, so a request that hangs stops no other. Cancelling `generate` closes the connection, and the server aborts
+    the request.
 
     Args:
         base_urls (`str` or `list[str]`): Servers, e.g. `"http://127.0.0.1:8000"`.
-        tokenizer: Tokenizer of the model; compared with the server's by `connect`.
-        model (`str`, *optional*): Name or path of the model the server must hold; any where none is given.
-        api_key (`str`, *optional*): Key of the servers; where none is given, `VLLM_API_KEY` or what each server on
-            this machine left for its user.
-        request_timeout (`float`, *optional*, defaults to `600.0`): Seconds one request may take, and `TOKEN_TIME` more
-            for each token it may sample.
+        tokenizer: Tokenizer of the model. `connect` compares it with the server's.
+        model (`str`, *optional*): Name or path of the model that the server must hold; unset, any model will do.
+        api_key (`str`, *optional*): Key of the servers; by default `VLLM_API_KEY`, or the key that each server on this
+            machine left for its user.
+        request_timeout (`float`, *optional*, defaults to `600.0`): Most seconds of a request, plus `TOKEN_TIME` per
+            token that it may sample.
         max_retries (`int`, *optional*, defaults to `4`): Repeats of a request after failures of the server.
-        max_concurrent (`int`, *optional*, defaults to `1024`): Requests under way at once.
+        max_concurrent (`int`, *optional*, defaults to `1024`): Most requests under way at once.
         server_timeout (`float`, *optional*, defaults to `240.0`): Seconds to wait for a server that is not up.
 
     Attributes:
         context_length (`int`): The shortest `max_model_len` among the servers; 0 before `connect`.
-        model (`str`): Name requests ask for; empty for each server's own model; weight sync by adapter sets it.
-        weight_version (`int`, *optional*), run (`str`, *optional*): Optimiser step of the servers' weights, and the
-            run they are of; set by weight sync.
-        restore (`Callable[[str], None]`, *optional*): Called in a thread with the URL of a server that came back
-            without those weights; must bring them there. Without it such a server is waited for.
+        model (`str`): Model name in requests; empty for each server's own model. Weight sync by adapter sets it.
+        weight_version (`int`, *optional*), run (`str`, *optional*): Optimiser step and run of the servers' weights.
+            Weight sync sets them.
+        restore (`Callable[[str], None]`, *optional*): Sends the weights to a server that came back without them. It is
+            called in a thread with the server's URL. Without it the client waits until the server has the weights.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class VLLMServerClient:
 
     @property
     def base_urls(self) -> list[str]:
-        """The servers."""
+        """URLs of the servers."""
         return [server.url for server in self.pool.servers]
 
     async def connect(self, progress: Callable[[str], None] = logger.warning) -> None:
@@ -96,11 +96,11 @@ class VLLMServerClient:
         Waits for the servers, then checks that they hold the right model and learns their context length.
 
         Args:
-            progress (`Callable[[str], None]`, *optional*): Told every few seconds what is waited for.
+            progress (`Callable[[str], None]`, *optional*): Is told every few seconds what the client waits for.
 
         Raises:
             ServerGoneError: If none is up after `server_timeout` seconds; the message has the command that starts one.
-            ServerSetupError: If a server is up but of no use to this run.
+            ServerSetupError: If a server is up but cannot serve this run.
         """
         try:
             await self._wait(progress)
@@ -118,7 +118,7 @@ class VLLMServerClient:
         Samples one action; see `Engine`. `sampling.max_tokens` must be set.
 
         Raises:
-            EngineError: If the server refuses the request, or fails at it more than `max_retries` times.
+            EngineError: If the server refuses the request, or fails more than `max_retries` times.
             ServerGoneError: If no server is up for `server_timeout` seconds.
         """
         version = self.weight_version
@@ -128,18 +128,19 @@ class VLLMServerClient:
             return await self._ask(session, context, content, version, limit)
 
     def release(self, session: str) -> None:
-        """Forgets where the conversation was served."""
+        """Forgets which server served the conversation."""
         self.pool.release(session)
 
     def chat(
         self, messages_list: list[list[Message]], sampling_params: SamplingParams | None = None
     ) -> list[ChatReply]:
         """
-        Answers conversations, one reply each, and waits for them; works in a running event loop (a notebook) too.
+        Answers conversations with one reply each, and waits for them. It works in a running event loop (a notebook)
+        too.
 
         Args:
-            messages_list (`list[list[dict]]`): Conversations; rendered here with the tokenizer's chat template.
-            sampling_params (`SamplingParams`, *optional*): `max_tokens` defaults to what the context leaves.
+            messages_list (`list[list[dict]]`): Conversations. The tokenizer's chat template renders them.
+            sampling_params (`SamplingParams`, *optional*): `max_tokens` defaults to the room left in the context.
 
         Returns:
             `list[ChatReply]` in the order of `messages_list`.
@@ -147,7 +148,7 @@ class VLLMServerClient:
         return run(answer_all(self, messages_list, sampling_params or SamplingParams()))
 
     async def close(self) -> None:
-        """Closes the connections, unless another asks; a request opens them again. The server closes idle ones too."""
+        """Closes the connections, unless a request is under way. The next request opens them again."""
         if self._wire is not None and not self._wire.busy:
             for task in self._wire.watchers.values():
                 task.cancel()
@@ -156,7 +157,7 @@ class VLLMServerClient:
             self._wire = None
 
     async def _wait(self, progress: Callable[[str], None]) -> None:
-        """Waits until all servers answer, or for `server_timeout` seconds for one of them."""
+        """Waits until all servers answer, or `server_timeout` seconds until one of them does."""
         start, told = time.monotonic(), 0.0
         waiting = list(self.pool.servers)
         while waiting:
@@ -211,7 +212,7 @@ class VLLMServerClient:
             return sample
 
     async def _server(self, session: str, context: list[int]) -> Server:
-        """The server of a conversation, waiting while none is up."""
+        """The server of a conversation; waits while none is up."""
         wire = self._connection()
         while True:
             for server in self.pool.servers:
@@ -231,7 +232,7 @@ class VLLMServerClient:
             await asyncio.wait(wire.watchers.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     async def _watch(self, server: Server, wire: Connections) -> None:
-        """Takes a server back once it answers and holds the right weights."""
+        """Uses a server again when it answers and holds the right weights."""
         while True:
             try:
                 await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
@@ -281,7 +282,7 @@ class VLLMServerClient:
         return self._wire
 
     def gone(self) -> str:
-        """What is said when no server is left."""
+        """The error for when no server is left."""
         faults = " ".join(dict.fromkeys(server.fault for server in self.pool.servers))
         return (
             f"No vLLM server answered for {self.server_timeout:.0f} s at {', '.join(self.base_urls)}. {faults} Start "

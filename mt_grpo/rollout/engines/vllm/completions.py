@@ -1,4 +1,4 @@
-"""What is asked of `/v1/completions`, and how its answer is read."""
+"""Requests to `/v1/completions`, and how their answers are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mt_grpo.rollout.engines.vllm.http import RequestFailed
 
 
 def completion_request(model: str, context: list[int], sampling: SamplingParams) -> bytes:
-    """The body that samples one action. Everything is said, so that defaults of the server's model do not count."""
+    """The body that samples one action. It sets every option, so that defaults of the server's model do not apply."""
     body = {
         "model": model,
         "prompt": context,
@@ -40,7 +40,7 @@ def read_sample(answer: Any, request: str) -> tuple[Sample, str | None]:
     The sample in an answer of `/v1/completions`, and the identity of the server that gave it.
 
     Raises:
-        RequestFailed: If the answer is not one, or the server aborted the request; a repeat may help.
+        RequestFailed: If the answer holds no sample, or the server aborted the request. A repeat may help.
     """
     try:
         choice = answer["choices"][0]

@@ -1,4 +1,4 @@
-"""Whose weights a server holds: its weight version names the run, and by that the process that can be looked for."""
+"""Whose weights a server holds: its weight version names the run, and with it a process to look for."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ _LABEL = re.compile(
 
 def new_run() -> str:
     """
-    A name for a run of this process: host, machine (as it was booted, and its process numbering, which containers have
-    of their own), process, its start, and what tells two runs of one process apart.
+    A name for a run of this process. It has the host, the machine (its boot, and its process numbering, since each
+    container has its own), the process, its start, and a part that differs between two runs of one process.
     """
     process = os.getpid()
     return f"{socket.gethostname()}-{_machine()}-{process}-{_start(process)}-{uuid.uuid4().hex[:6]}"
 
 
 def weight_label(run: str | None, version: int | str) -> str:
-    """The weight version a server is given: `RUN:STEP`, or the step alone where no run is named."""
+    """The weight version that a server gets: `RUN:STEP`, or only the step if no run is given."""
     return str(version) if run is None else f"{run}:{version}"
 
 
 def released(label: str) -> str:
-    """The same, of a run that is over."""
+    """The weight version of a run that is over."""
     return f"{label}:{_RELEASED}"
 
 
 @dataclass(frozen=True)
 class Holder:
     """
-    What a server's weight version says.
+    The run that a server's weight version names.
 
     Args:
         run (`str`): The run.
         step (`str`): Optimiser step of the weights, or `proof`.
         words (`str`): The process, in words.
-        here (`bool`): Whether it can be looked for from here.
-        over (`bool`): Whether the run gave the server back, or its process is gone, or is this one.
+        here (`bool`): Whether the process can be looked for from here.
+        over (`bool`): Whether the run gave the server back, or its process is gone or is this one.
     """
 
     run: str
@@ -55,7 +55,7 @@ class Holder:
 
 
 def holder(label: str) -> Holder | None:
-    """The run that a weight version names; `None` for versions that runs of ours did not set."""
+    """The run that a weight version names; `None` if no run of this project set it."""
     match = _LABEL.fullmatch(label)
     if match is None:
         return None
@@ -71,7 +71,7 @@ def _machine() -> str:
 
 
 def _start(process: int) -> int | None:
-    """When a process started, in ticks since the machine did; `None` where it is gone, or only waits to be noticed."""
+    """When a process started, in ticks since the machine booted; `None` if it is gone, or has ended as a zombie."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):

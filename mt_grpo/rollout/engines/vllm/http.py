@@ -1,4 +1,4 @@
-"""HTTP to a vLLM server: every failure as one sentence that names the URL, the status and the server's words."""
+"""HTTP to a vLLM server. Every failure is one sentence with the URL, the status and the server's words."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mt_grpo.rollout.engine import EngineError
 from mt_grpo.vllm_plugin.keys import read_key
 
 CONNECT_TIMEOUT = 5.0
-"""Seconds until a host that does not answer counts as unreachable."""
+"""Seconds after which a host that does not answer counts as unreachable."""
 KEEP_ALIVE = 4.0
-"""Seconds a connection is kept for the next turn: a little less than vLLM does, so that none is closed in use."""
+"""Seconds that an idle connection is kept: a little less than vLLM keeps it, so that it is not closed in use."""
 _REPEATABLE = {408, 425, 429}
 _LAST_WORDS = 10.0  # seconds for a call that tidies up after a failure
 
@@ -32,9 +32,10 @@ class RequestFailed(EngineError):
     A request came back without a usable answer.
 
     Attributes:
-        repeat (`bool`): Whether the same request may succeed later: overload, a server's fault, a lost connection.
+        repeat (`bool`): Whether the same request may succeed later: after overload, a server's fault or a lost
+            connection.
         unreachable (`bool`): Whether there was no answer at all, so that the server may be down.
-        status (`int`, *optional*): HTTP status, where there was an answer.
+        status (`int`, *optional*): HTTP status, if there was an answer.
     """
 
     def __init__(self, message: str, repeat: bool, unreachable: bool = False, status: int | None = None) -> None:
@@ -45,20 +46,20 @@ class RequestFailed(EngineError):
 
 
 class ServerSetupError(UserError, ValueError):
-    """A server is up but cannot serve this run: wrong model, missing flag, refused key. One sentence with the mend."""
+    """A server is up but cannot serve this run: wrong model, missing flag, refused key. The message has the mend."""
 
 
 class ServerGoneError(UserError, ConnectionError):
-    """No server could be reached for as long as the client waits. It ends the run, not one conversation."""
+    """No server could be reached for `server_timeout` seconds. It ends the run, not one conversation."""
 
 
 def find_key(base_url: str) -> str | None:
     """
-    The key of a server: `VLLM_API_KEY`, else what a server that runs at this address of this machine left for its
-    user; `None` where there is neither.
+    The key of a server: `VLLM_API_KEY`, or else the key that a server at this address of this machine left for its
+    user; `None` if there is neither.
 
     Raises:
-        ServerSetupError: If others could have left it; see `mt_grpo.vllm_plugin.keys`.
+        ServerSetupError: If another user could have left it; see `mt_grpo.vllm_plugin.keys`.
     """
     parts = urlsplit(base_url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -74,7 +75,7 @@ def headers(api_key: str | None) -> dict[str, str]:
 
 
 def open_session() -> aiohttp.ClientSession:
-    """Connections of the running event loop to any number of servers, as many as are asked for."""
+    """Opens connections of the running event loop, to any number of servers and without a limit."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE))
 
 
@@ -105,7 +106,7 @@ def read_answer(request: str, status: int, body: bytes) -> Any:
 
 
 def no_answer(request: str, error: Exception) -> RequestFailed:
-    """What a lost connection or a timeout is called."""
+    """Words for a lost connection or a timeout."""
     words = str(error) or "nothing was said"
     if isinstance(error, (httpx.ReadTimeout, TimeoutError, asyncio.TimeoutError)):
         words = "it took longer than the time limit of a request"
@@ -114,12 +115,12 @@ def no_answer(request: str, error: Exception) -> RequestFailed:
 
 class ServerControl:
     """
-    One server's control endpoints, called one after another and waited for.
+    Calls one server's control endpoints, one after another.
 
     Args:
         base_url (`str`): The server.
-        api_key (`str`, *optional*): Its key; see `find_key` where none is given.
-        timeout (`float`, *optional*, defaults to `300.0`): Seconds one call may take.
+        api_key (`str`, *optional*): Its key; by default that of `find_key`.
+        timeout (`float`, *optional*, defaults to `300.0`): Most seconds of a call.
     """
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 300.0) -> None:
@@ -142,7 +143,7 @@ class ServerControl:
         return self._call("POST", path, body, params)
 
     def tidy_up(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """POST after a failure, which may be the server's: what comes of it does not matter, nor may it take long."""
+        """POST after a failure, perhaps of the server: its result is ignored, and it takes a few seconds at most."""
         with contextlib.suppress(RequestFailed):
             self._call("POST", path, body, {}, timeout=httpx.Timeout(_LAST_WORDS, connect=CONNECT_TIMEOUT))
 
@@ -164,12 +165,12 @@ class ServerControl:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """What servers are known by; read once, which takes longer than a call."""
+    """The certificates of servers, read once because that takes longer than a call."""
     return httpx.create_ssl_context(trust_env=False)
 
 
 def _words(body: bytes) -> str:
-    """What the server said, out of whichever shape it said it in."""
+    """The words of the server, from any of the forms in which vLLM reports errors."""
     try:
         answer = orjson.loads(body)
     except ValueError:

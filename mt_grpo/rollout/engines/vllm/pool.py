@@ -1,4 +1,4 @@
-"""Which conversation is served where: whole groups on one server, so that its prefix cache serves them."""
+"""Places conversations on servers: all of a group on one server, so that its prefix cache helps them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class Server:
 
     Args:
         url (`str`): Base URL without a trailing slash.
-        api_key (`str`, *optional*): Its key; looked up (`find_key`) where none is given and the server wants one.
-        down_since (`float`, *optional*): Moment (`time.monotonic`) it stopped answering; `None` while it is up.
-        fault (`str`): What was seen when it stopped.
-        fingerprint (`str`, *optional*): The identity its answers carry, once seen; a restarted server has another.
-        failure (`BaseException`, *optional*): Why it can never be taken back, where that is so.
+        api_key (`str`, *optional*): Its key; if unset, `find_key` looks it up when the server wants one.
+        down_since (`float`, *optional*): Time (`time.monotonic`) at which it stopped answering; `None` while it is up.
+        fault (`str`): The failure that was seen when it stopped.
+        fingerprint (`str`, *optional*): The identity that its answers carry, once seen. A restarted server has
+            another.
+        failure (`BaseException`, *optional*): Why it can never be used again; `None` if it can.
         drops (`int`): How often it was left out.
         sessions (`set[str]`): Conversations under way on it.
     """
@@ -45,7 +46,7 @@ class Server:
         self.key = self.api_key
 
     def renew_key(self) -> bool:
-        """Looks its key up again, after it was refused; returns whether it is another: a restart brings one."""
+        """Looks up its key again after a refusal. Returns whether the key changed, as it does after a restart."""
         before, self.key = self.key, self.api_key or find_key(self.url)
         return self.key != before
 
@@ -54,13 +55,13 @@ class Server:
         return self.down_since is None
 
     def drop(self, fault: str) -> None:
-        """Leaves it out until it is taken back."""
+        """Leaves the server out until `mark_up`."""
         if self.up:
             self.down_since, self.fault = time.monotonic(), fault
             self.drops += 1
 
     def mark_up(self) -> None:
-        """Lets conversations go to it."""
+        """Uses the server for conversations again."""
         self.down_since, self.fault, self.fingerprint = None, "", None
 
 
@@ -68,9 +69,9 @@ class ServerPool:
     """
     Places conversations on servers.
 
-    A conversation belongs to the group of its first context, which members of a GRPO group share. A group goes to the
-    server with the fewest conversations, equal ones told apart by a hash that is the same in every process. A
-    conversation stays where it is while that server is up.
+    Conversations with the same first context, as in a GRPO group, are a group. A group goes to the server with the
+    fewest conversations. A hash that is the same in every process breaks ties. A conversation stays on its server
+    while that is up.
 
     Args:
         urls (`list[str]`): The servers.
@@ -85,7 +86,7 @@ class ServerPool:
         self._members: Counter[int] = Counter()
 
     def place(self, session: str, context: list[int]) -> Server | None:
-        """The server of a conversation; `None` while none is up."""
+        """The server of a conversation; `None` while no server is up."""
         server = self._server.get(session)
         if server is not None and server.up:
             return server
@@ -107,13 +108,13 @@ class ServerPool:
         return chosen
 
     def wait_anew(self) -> None:
-        """Servers that are down are looked for from now on: nobody did while nothing was sampled."""
+        """Starts the wait for servers that are down again: while nothing was sampled, nobody looked for them."""
         for server in self.servers:
             if not server.up:
                 server.down_since = time.monotonic()
 
     def release(self, session: str) -> None:
-        """Forgets a conversation, and its group with the last of its members."""
+        """Forgets a conversation, and its group after the last member."""
         group = self._group.pop(session, None)
         if group is None:
             return
@@ -129,8 +130,8 @@ class ServerPool:
 @dataclass
 class Connections:
     """
-    What a client has that belongs to one event loop: connections, tasks that wait for servers, and how many requests
-    are under way.
+    The parts of a client that belong to one event loop: connections, tasks that wait for servers, and the number of
+    requests under way.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -141,12 +142,12 @@ class Connections:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is under way, which closing the connections would break."""
+        """Whether a request is under way, which would break if the connections were closed."""
         return self.asking > 0 and self.loop is asyncio.get_running_loop()
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Waits until one more request may be under way."""
+        """Waits until one more request may start."""
         self.asking += 1
         try:
             async with self.gate:
@@ -155,7 +156,7 @@ class Connections:
             self.asking -= 1
 
     async def call(self, server: Server, method: str, path: str, content: bytes | None, timeout: float) -> Any:
-        """What `server` answers, decoded; see `read_answer` for what is raised, and `RequestFailed` for no answer."""
+        """The decoded answer of `server`. Raises as `read_answer` does, and `RequestFailed` if there is no answer."""
         key = server.key
         status, body = await self._exchange(server, method, path, content, timeout)
         # another request may have looked the key up meanwhile
@@ -175,7 +176,7 @@ class Connections:
             raise no_answer(f"{method} {server.url}{path}", error) from error
 
     def end_watch(self, server: Server, done: asyncio.Future[None]) -> None:
-        """A server whose weights cannot be brought back fails every conversation, and with them the run."""
+        """Ends a watch. If it failed to restore a server's weights, all conversations fail, and with them the run."""
         self.watchers.pop(server.url, None)
         if not done.cancelled():
             server.failure = done.exception()

@@ -1,0 +1,50 @@
+"""Ctrl-C and SIGTERM: a command ends with one line that says which it was and what is kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+ECHO = 2.0
+"""Seconds in which a launcher passes on what all of its processes have got already."""
+WORDS = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}
+
+
+def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """
+    Runs a command; the first signal raises `KeyboardInterrupt(number)` in it, so that what it began is ended, and a
+    second one does not wait for that. The main process alone says anything.
+
+    Returns:
+        `int`: The command's exit status, or the conventional one of the signal.
+    """
+    times: list[float] = []
+    launched = int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+    def interrupt(number: int, frame: object) -> None:
+        if launched and times and time.monotonic() - times[0] < ECHO:
+            return
+        times.append(time.monotonic())
+        raise KeyboardInterrupt(number)
+
+    # a shell that runs a command in the background has it ignore Ctrl-C
+    heard = [number for number in WORDS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
+    try:
+        return command(arguments)
+    except KeyboardInterrupt as error:
+        for number in heard:
+            signal.signal(number, signal.SIG_IGN)
+        number, *kept = error.args or (signal.SIGINT,)
+        if os.environ.get("RANK", "0") == "0":
+            print(" ".join([f"mt-grpo: {WORDS[number]}.", *kept]), file=sys.stderr, flush=True)
+        if len(times) > 1:  # ends the process here, with the same status for a shell
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        return 128 + number
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,47 @@
+"""Whether what a recipe names can be fetched from the Hugging Face Hub, found at once."""
+
+from __future__ import annotations
+
+import httpx
+from huggingface_hub import constants
+
+from mt_grpo.errors import ConfigError
+
+PATIENCE = 10.0  # seconds
+
+
+def hub_fault() -> str | None:
+    """
+    Why the Hub cannot be asked, as the end of a sentence; `None` where it can. The Hub's own client tries six times
+    for each file, in half a minute, before it says that there is no network.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return "`HF_HUB_OFFLINE` is set"
+    try:
+        httpx.head(constants.ENDPOINT, timeout=PATIENCE)
+    except httpx.TransportError as error:
+        return f"{constants.ENDPOINT} cannot be reached ({error})"
+    return None
+
+
+def check_hub(what: str) -> None:
+    """
+    Makes sure that something which is not in the cache can be fetched.
+
+    Args:
+        what (`str`): What is to be fetched, as the beginning of the sentence.
+
+    Raises:
+        ConfigError: If the Hub cannot be asked.
+    """
+    fault = hub_fault()
+    if fault is not None:
+        raise ConfigError(
+            f"{what} is neither a folder here nor in the cache ({constants.HF_HUB_CACHE}), and cannot be fetched, "
+            f"since {fault}: name a folder, or fetch it where the Hugging Face Hub can be reached (`hf download`)."
+        )
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether a name can only be that of a file or a folder, and not a Hub id."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1

@@ -1,0 +1,248 @@
+"""One life of an MCP server: from its start until it ends, is stopped, or no longer answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from mt_grpo.tools.mcp.config import McpServerConfig
+from mt_grpo.tools.mcp.last_words import LastWords
+from mt_grpo.tools.mcp.thread import McpThread
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 60.0
+"""How long a server may take until it has listed its tools."""
+PROBE_SECONDS = 10.0
+"""How long a server may take to answer a ping after a call that failed or ran out of time."""
+HEARTBEAT_SECONDS = 5.0
+"""Time between pings of a server at a URL while it works on a call."""
+
+_FIRST = asyncio.FIRST_COMPLETED
+
+
+class StartError(Exception):
+    """Why a server did not start, as a clause."""
+
+
+class ServerEnded(Exception):
+    """The server ended during a call; its last words."""
+
+
+class Life:
+    """
+    Holds the session with a server open in one task, since the library's contexts must be left by the task that
+    entered them. All methods are called in the thread of `McpThread`.
+
+    Args:
+        config (`McpServerConfig`): The server.
+        transport (`str`): `"stdio"`, `"sse"` or `"http"`.
+        thread (`McpThread`): The thread it lives in, which ends it with the process.
+    """
+
+    def __init__(self, config: McpServerConfig, transport: str, thread: McpThread) -> None:
+        self.config = config
+        self.transport = transport
+        self.tools: list[dict[str, Any]] = []
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._session: Any = None
+        self._refused = ""
+        self._words = LastWords(config.name)
+        self._probing: asyncio.Task[None] | None = None
+        self._owner = asyncio.create_task(self._own(), name=f"MCP server {config.name!r}")
+        thread.open.add(self)
+        self._owner.add_done_callback(lambda _: thread.open.discard(self))
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+        """
+        Calls a tool of the server.
+
+        Returns:
+            The library's `CallToolResult`.
+
+        Raises:
+            ServerEnded: If the server ends before it answers.
+            Exception: Whatever the library makes of an answer that is an error of the protocol.
+        """
+        request = asyncio.ensure_future(self._session.call_tool(tool, arguments))
+        try:
+            # not every version of the library says that a server at a URL is gone: one that is asked something is
+            pause = None if self.transport == "stdio" else HEARTBEAT_SECONDS
+            while not (await asyncio.wait({request, self.over}, timeout=pause, return_when=_FIRST))[0]:
+                self._probe(patient=True)
+            if not request.done() or request.exception() is not None:
+                self._probe()
+                if not await self.checked():
+                    raise ServerEnded(await self._words.last())
+            return request.result()
+        except asyncio.CancelledError:
+            self._probe()
+            raise
+        finally:
+            request.cancel()
+            request.add_done_callback(retrieve)
+
+    async def checked(self) -> bool:
+        """Whether the server lives; where a call of it failed, this waits until it has answered a ping, or has not."""
+        if self._probing is not None:
+            await asyncio.wait({self._probing, self.over}, return_when=_FIRST)
+        return not self.over.done()
+
+    def stop(self) -> None:
+        """Asks the owner to leave, at once where the server has not even started."""
+        if not self.started.done():
+            self._owner.cancel()
+        self._end()
+
+    def _end(self) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+    async def ended(self) -> None:
+        """Waits until the owner has left, and with it the server's process."""
+        await asyncio.wait([self._owner])
+
+    def _probe(self, patient: bool = False) -> None:
+        """
+        Pings the server; one that does not answer is ended, so that the next call starts it. Where this is `patient`,
+        silence is none, since the server may be busy.
+        """
+        if self.over.done() or (self._probing is not None and not self._probing.done()):
+            return
+
+        async def probe() -> None:
+            try:
+                async with asyncio.timeout(PROBE_SECONDS):
+                    await self._session.send_ping()
+            except Exception as error:  # whatever transport and server make of a ping that fails
+                if patient and isinstance(error, TimeoutError):
+                    return
+                logger.warning("The MCP server %r does not answer (%s): it is ended.", self.config.name, _said(error))
+                self._end()
+
+        self._probing = asyncio.create_task(probe())
+
+    async def _own(self) -> None:
+        try:
+            async with asyncio.timeout(START_SECONDS) as deadline, AsyncExitStack() as stack:
+                await self._begin(stack)
+                stack.callback(self._end)  # before the session is closed, which would make an error of its own of it
+                deadline.reschedule(None)
+                self.started.set_result(None)
+                await asyncio.wait({self.over})
+        except Exception as error:  # whatever the transport, the server and the library make of a failure
+            if self.started.done():
+                logger.debug("The MCP server %r ended: %s", self.config.name, error)
+            else:
+                self.started.set_exception(StartError(await self._failure(error)))
+                retrieve(self.started)
+        except asyncio.CancelledError:
+            self.started.set_exception(StartError("it was stopped before it had started"))
+            retrieve(self.started)
+        finally:
+            self._end()
+            self._words.close()
+
+    async def _begin(self, stack: AsyncExitStack) -> None:
+        from mcp import ClientSession
+        from mcp.types import PaginatedRequestParams
+
+        read, write, *_ = await stack.enter_async_context(self._connect())
+        watched = await stack.enter_async_context(self._watched(read))
+        session = await stack.enter_async_context(ClientSession(watched, write))
+        await session.initialize()
+        page = await session.list_tools()
+        while True:
+            listed = page.model_dump(by_alias=True, mode="json")
+            self.tools += listed["tools"]
+            if not listed.get("nextCursor"):
+                break
+            page = await session.list_tools(params=PaginatedRequestParams(cursor=listed["nextCursor"]))
+        self._session = session
+
+    @asynccontextmanager
+    async def _connect(self) -> AsyncIterator[Any]:
+        config = self.config
+        headers = dict(config.headers)
+        if config.auth_token is not None:
+            headers["Authorization"] = f"Bearer {config.auth_token}"
+        if self.transport == "stdio":
+            from mcp import StdioServerParameters
+            from mcp.client.stdio import stdio_client
+
+            server = StdioServerParameters(command=config.command, args=config.args, env=config.env, cwd=config.cwd)
+            with self._words.pipe() as errors:
+                async with stdio_client(server, errlog=errors) as streams:
+                    errors.close()  # the server has it, and it is to end with the server
+                    yield streams
+        elif self.transport == "sse":
+            from mcp.client.sse import sse_client
+
+            # a server may be silent for as long as the optimiser works
+            async with sse_client(config.url, headers=headers, sse_read_timeout=None) as streams:
+                yield streams
+        else:
+            from mcp.client.streamable_http import streamable_http_client
+            from mcp.shared._httpx_utils import create_mcp_http_client
+
+            async with create_mcp_http_client(headers=headers) as client:
+                client.event_hooks = {"response": [self._note_status]}
+                async with streamable_http_client(config.url, http_client=client) as streams:
+                    yield streams
+
+    @asynccontextmanager
+    async def _watched(self, source: Any) -> AsyncIterator[Any]:
+        """Hands on what the server sends, and notes when it closes: the versions of the library differ in whether a
+        session says so."""
+        import anyio
+
+        sink, watched = anyio.create_memory_object_stream(0)
+
+        async def forward() -> None:
+            async with sink:
+                try:
+                    async for message in source:
+                        await sink.send(message)
+                except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+                    pass  # the session is closed
+                if self.started.done():
+                    self._end()
+
+        task = asyncio.create_task(forward())
+        try:
+            yield watched
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            watched.close()
+
+    async def _note_status(self, response: Any) -> None:
+        """Not every version of the library says what a server answered that refuses."""
+        if response.status_code >= 400:
+            self._refused = f"it answered {response.status_code} {response.reason_phrase}"
+
+    async def _failure(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"it has not listed its tools within {START_SECONDS:g} s"
+        cause = error
+        while isinstance(cause, ExceptionGroup):
+            cause = cause.exceptions[0]
+        if isinstance(cause, FileNotFoundError) and self.transport == "stdio":
+            return f"there is no command {self.config.command!r}"
+        words = await self._words.last()
+        return f"it ended with {words!r}" if words else self._refused or _said(cause)
+
+
+def _said(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def retrieve(future: asyncio.Future[Any]) -> None:
+    """Asks for an exception that nobody else may ask for."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,195 @@
+"""A server as tools know it: started when it is needed, shared by all conversations, started again when it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import threading
+import time
+import weakref
+from typing import Any
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.tools.mcp.config import McpServerConfig
+from mt_grpo.tools.mcp.life import Life, ServerEnded, StartError, retrieve
+from mt_grpo.tools.mcp.thread import McpThread, mcp_thread
+
+logger = logging.getLogger(__name__)
+
+RESTARTS = 5
+"""Starts in a row without a call that was answered, after which the next one waits."""
+PAUSE_SECONDS = 60.0
+"""How long it waits then."""
+
+
+class McpToolError(Exception):
+    """A call that an MCP server did not answer, or answered with an error. The model reads the message."""
+
+
+class McpServer:
+    """
+    One MCP server of this process. It starts with the first call, from whatever event loop, and is shared by all; it
+    ends with the process, or once no tool refers to it. A forked process starts its own.
+
+    Args:
+        config (`McpServerConfig`): How it is reached.
+
+    Raises:
+        ConfigError: If the `mcp` library is not installed.
+    """
+
+    def __init__(self, config: McpServerConfig) -> None:
+        try:
+            import mcp  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "Tools of MCP servers need the library `mcp`, which is not installed: run `pip install mt-grpo[mcp]`."
+            ) from error
+        self.config = config
+        self._connection: _Connection | None = None
+
+    @classmethod
+    def shared(cls, config: McpServerConfig) -> McpServer:
+        """The server of this configuration, the same for all that ask while one of them holds it."""
+        with _lock:
+            server = _shared.get(config.key)
+            if server is None:
+                server = _shared[config.key] = cls(config)
+            return server
+
+    def list_tools(self) -> list[dict[str, Any]]:
+        """
+        The tools of the server, in the protocol's form (`name`, `description`, `inputSchema`); starts it.
+
+        Raises:
+            ConfigError: If it cannot be started.
+        """
+        connection = self._connect()
+        try:
+            return connection.thread.wait(connection.list_tools())
+        except StartError as error:
+            config = self.config
+            mend = "check that it runs, its `url` and its `auth_token`"
+            if config.command is not None:
+                mend = f"run `{shlex.join([config.command, *config.args])}` by hand to see why"
+            raise ConfigError(f"The MCP server {config.name!r} cannot be started: {error}; {mend}.") from error
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+        """
+        Calls a tool; awaited in any event loop. A call that is cancelled leaves the server to the others.
+
+        Returns:
+            The library's `CallToolResult`, which may be an error of the tool.
+
+        Raises:
+            McpToolError: If the server ends before it answers, cannot be started, or answers with an error of the
+                protocol.
+        """
+        connection = self._connect()
+        return await connection.thread.run(connection.call(tool, arguments))
+
+    def _connect(self) -> _Connection:
+        with _lock:
+            thread = mcp_thread()
+            if self._connection is None or self._connection.thread is not thread:
+                self._connection = _Connection(self.config, thread)
+                weakref.finalize(self, _stop, self._connection, os.getpid()).atexit = False
+            return self._connection
+
+
+class _Connection:
+    """What is behind an `McpServer` in the thread: one `Life` after another."""
+
+    def __init__(self, config: McpServerConfig, thread: McpThread) -> None:
+        self.config = config
+        self.thread = thread
+        self._transports = config.transports
+        self._life: Life | None = None
+        self._start: asyncio.Task[Life] | None = None
+        self._one_by_one = asyncio.Lock()
+        self._starts = 0  # since the last call that was answered
+        self._started_at = 0.0
+
+    async def list_tools(self) -> list[dict[str, Any]]:
+        return (await self._alive()).tools
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+        name = self.config.name
+        try:
+            life = await self._alive()
+            result = await life.call(tool, arguments)
+        except StartError as error:
+            raise McpToolError(f"the MCP server {name!r} cannot be started: {error}.") from error
+        except ServerEnded as error:
+            words = f" with {str(error)!r}" if str(error) else ""
+            raise McpToolError(
+                f"the MCP server {name!r} ended during the call{words}; the next call starts it again."
+            ) from error
+        except Exception as error:  # what each version of the library makes of an answer that is no result
+            raise McpToolError(str(error) or type(error).__name__) from error
+        self._starts = 0
+        return result
+
+    def stop(self) -> None:
+        """Stops the server, if it was started."""
+        if self._life is not None:
+            self._life.stop()
+
+    async def _alive(self) -> Life:
+        """The server, started where it is not there. All calls wait for one start, which none of them cancels."""
+        async with self._one_by_one:
+            start = self._start
+            if start is None or (start.done() and not await self._lives(start)):
+                start = self._start = asyncio.create_task(self._begin())
+                start.add_done_callback(retrieve)
+        return await asyncio.shield(start)
+
+    @staticmethod
+    async def _lives(start: asyncio.Task[Life]) -> bool:
+        return start.exception() is None and await start.result().checked()
+
+    async def _begin(self) -> Life:
+        if self._life is not None:
+            await self._life.ended()
+        wait = self._started_at + PAUSE_SECONDS - time.monotonic()
+        if self._starts >= RESTARTS and wait > 0:
+            raise StartError(
+                f"it was started {self._starts} times without answering a call, and is started again in {wait:.0f} s"
+            )
+        if self._life is not None:
+            logger.warning("The MCP server %r has ended, and is started again.", self.config.name)
+        self._starts += 1
+        self._started_at = time.monotonic()
+        errors = []
+        for transport in self._transports:
+            self._life = Life(self.config, transport, self.thread)
+            try:
+                await self._life.started
+            except StartError as error:
+                errors.append(error)
+                await self._life.ended()
+            else:
+                self._transports = (transport,)
+                return self._life
+        raise errors[0]
+
+
+def _stop(connection: _Connection, process: int) -> None:
+    """Nobody can call the server any more. Whatever thread collects garbage says so, thus it does not wait."""
+    if os.getpid() == process and not connection.thread.loop.is_closed():
+        connection.thread.loop.call_soon_threadsafe(connection.stop)
+
+
+_shared: weakref.WeakValueDictionary[str, McpServer] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def _forget() -> None:
+    """A thread of the parent may have held it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)

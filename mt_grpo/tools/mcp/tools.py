@@ -1,0 +1,162 @@
+"""The tools of MCP servers as tools of a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from mt_grpo.imports import did_you_mean
+from mt_grpo.tools.function import Tool, ToolDefinitionError
+from mt_grpo.tools.mcp.config import read_servers
+from mt_grpo.tools.mcp.server import McpServer, McpToolError
+
+
+@dataclass(frozen=True)
+class McpRemote:
+    """
+    One tool of one server.
+
+    Args:
+        server (`McpServer`): Where it runs.
+        listed (`dict`): What the server says of it: `name`, `description`, `inputSchema`.
+        timeout (`float`, *optional*): Seconds a call may take, beside `tool_timeout`.
+        pace (`Pace`, *optional*): What spaces the calls.
+    """
+
+    server: McpServer
+    listed: dict[str, Any]
+    timeout: float | None = None
+    pace: Pace | None = None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The description in OpenAI's form."""
+        function = {
+            "name": self.listed["name"],
+            "description": self.listed.get("description") or "",
+            "parameters": self.listed["inputSchema"],
+        }
+        return {"type": "function", "function": function}
+
+    async def call(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any] | None]:
+        """
+        Calls the tool.
+
+        Args:
+            arguments (`dict`): By name.
+
+        Returns:
+            The parts of the result's content, and its structured content where it has some.
+
+        Raises:
+            McpToolError: If the server does not answer in time, or answers with an error.
+        """
+        if self.pace is not None:
+            await self.pace.wait()
+        try:
+            async with asyncio.timeout(self.timeout):
+                result = await self.server.call(self.listed["name"], arguments)
+        except TimeoutError as error:
+            raise McpToolError(f"{self.listed['name']} took longer than {self.timeout:g} s.") from error
+        rest = result.model_dump(by_alias=True, mode="json", exclude={"content"})
+        if rest.get("isError"):
+            raise McpToolError(result_text(result.content) or f"{self.listed['name']} failed.")
+        data = rest.get("structuredContent")
+        if not result.content and data is not None:
+            return [_Text(json.dumps(data, ensure_ascii=False))], data
+        return result.content, data
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Data that comes without text, as the text that the protocol asks servers to add."""
+
+    text: str
+    type: str = "text"
+
+
+class Pace:
+    """
+    Spaces calls, with a burst of one second's worth.
+
+    Args:
+        per_second (`float`): Calls a second.
+    """
+
+    def __init__(self, per_second: float) -> None:
+        self._interval = 1.0 / per_second
+        self._burst = max(1.0, self._interval)
+        self._due = 0.0
+
+    async def wait(self) -> None:
+        """Waits for the caller's turn."""
+        now = time.monotonic()
+        self._due = max(self._due, now) + self._interval
+        await asyncio.sleep(max(0.0, self._due - now - self._burst))
+
+
+def remote_tools(
+    path: str, selected: list[str] | None = None, timeout: float | None = None, rate_limit: float | None = None
+) -> list[McpRemote]:
+    """
+    Starts the servers of a file and lists their tools.
+
+    Args:
+        path (`str`): The file, see `read_servers`.
+        selected (`list[str]`, *optional*): Names of the tools to use; all where none is given.
+        timeout (`float`, *optional*): Seconds a call may take.
+        rate_limit (`float`, *optional*): Calls a second, of all tools of the file.
+
+    Raises:
+        ConfigError: If the file is wrong, or a server cannot be started.
+        ToolDefinitionError: If there is no tool of a selected name.
+    """
+    pace = None if rate_limit is None else Pace(rate_limit)
+    tools = [
+        McpRemote(server, listed, timeout, pace)
+        for server in [McpServer.shared(config) for config in read_servers(path)]
+        for listed in server.list_tools()
+    ]
+    names = [tool.listed["name"] for tool in tools]
+    for name in selected or []:
+        if name not in names:
+            raise ToolDefinitionError(
+                f"The MCP servers of {path} have no tool {name!r} (`tool_selected_list`){did_you_mean(name, names)}: "
+                f"they have {', '.join(names) or 'none'}."
+            )
+    if not names:
+        raise ToolDefinitionError(f"The MCP servers of {path} have no tools.")
+    return [tool for tool in tools if not selected or tool.listed["name"] in selected]
+
+
+def mcp_tools(
+    path: str, selected: list[str] | None = None, timeout: float | None = None, rate_limit: float | None = None
+) -> list[Tool]:
+    """The tools of the MCP servers of a file; see `remote_tools` for arguments and errors."""
+    return [_as_tool(remote) for remote in remote_tools(path, selected, timeout, rate_limit)]
+
+
+def _as_tool(remote: McpRemote) -> Tool:
+    async def call(**arguments: Any) -> str | tuple[str, dict[str, Any]]:
+        content, data = await remote.call(arguments)
+        text = result_text(content)
+        # the library wraps a plain value as `{"result": value}`, which says nothing beyond the text
+        return text if data is None or data.keys() == {"result"} else (text, data)
+
+    return Tool(**remote.schema["function"], function=call)
+
+
+def result_text(content: list[Any]) -> str:
+    """The text of a result's content, a line a part; of a part that is no text the kind."""
+    return "\n".join(_part_text(part) for part in content)
+
+
+def _part_text(part: Any) -> str:
+    if part.type == "text":
+        return part.text
+    if part.type == "resource" and "text" in (resource := part.resource.model_dump()):
+        return resource["text"]
+    return f"[{part.type}: not text]"

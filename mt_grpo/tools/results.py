@@ -1,0 +1,76 @@
+"""What a tool returned: text for the model, data for rewards."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+
+def read_result(result: Any, max_size: int | None) -> tuple[str, dict[str, Any] | None]:
+    """
+    The text of a result, and the data beside it where the result is a pair of text and a dictionary.
+
+    Args:
+        result: What the tool returned.
+        max_size (`int`, *optional*): Characters of the text; `None` is no limit.
+
+    Raises:
+        TypeError, ValueError: If the result or the data has no JSON form (keys that are not text or numbers, cycles).
+    """
+    data = None
+    if type(result) is tuple and len(result) == 2 and isinstance(result[0], str) and isinstance(result[1], dict):
+        result, data = result
+        # the same for a reward, whether it is asked in the run or reads what the run has written
+        data = json.loads(json.dumps(data, default=_plain))
+    return cut(render(result), max_size), data
+
+
+def render(result: Any) -> str:
+    """
+    The text of a result: text as it is, bytes as text, everything else as JSON.
+
+    Raises:
+        TypeError, ValueError: If the result has no JSON form (keys that are not text or numbers, cycles).
+    """
+    if isinstance(result, (bytes, bytearray, memoryview)):
+        return _decoded(result)
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
+    return text.encode("utf-8", "replace").decode("utf-8")  # tokenizers refuse lone surrogates
+
+
+def cut(text: str, max_size: int | None) -> str:
+    """The beginning of a text that is too long, and a note of how much is missing."""
+    if max_size is None or len(text) <= max_size:
+        return text
+    return f"{text[:max_size]}\n[{len(text) - max_size:,} of {len(text):,} characters were cut off.]"
+
+
+def describe_error(error: BaseException) -> str:
+    """The kind of an exception and what it says, as far as it can say it."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the exception is the user's class, and its `__str__` user's code
+        return type(error).__name__
+
+
+def _decoded(value: bytes | bytearray | memoryview) -> str:
+    content = bytes(value)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return f"[{len(content):,} bytes that are not text]"
+
+
+def _plain(value: Any) -> Any:
+    """What JSON cannot hold, as something it can."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=str)  # the order of a set of strings differs from run to run
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _decoded(value)
+    for method in ("model_dump", "tolist"):  # pydantic models; numpy arrays and numbers
+        if callable(getattr(value, method, None)):
+            return getattr(value, method)()
+    return str(value)

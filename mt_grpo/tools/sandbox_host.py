@@ -1,0 +1,255 @@
+"""
+Runs Python code of a model in a confined process. It is started as a script, in a process of its own for every call:
+the trainer forks nothing, hands on no open file, and loses nothing where this process dies.
+
+It reads one line of JSON from standard input and writes one to standard output. The end of standard input means that
+nobody waits: whatever runs is killed. `python_sandbox.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import resource
+import shutil
+import signal
+import struct
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from typing import IO, Any
+
+MAX_PROCESSES = 8
+MAX_OPEN_FILES = 256
+MAX_FILES = 2_000
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 1.0
+"""For what is left in the pipes once the code has ended."""
+
+DENIED = """
+chmod fchmod fchmodat fchmodat2 chown lchown fchown fchownat utime utimes utimensat futimesat
+setxattr lsetxattr fsetxattr setxattrat removexattr lremovexattr fremovexattr removexattrat file_setattr
+prlimit64 setpriority sched_setaffinity sched_setscheduler sched_setparam sched_setattr ioprio_set
+clock_settime settimeofday adjtimex clock_adjtime
+mknod mknodat chroot mount_setattr open_tree_attr
+inotify_init inotify_init1 inotify_add_watch fanotify_init
+pidfd_open pidfd_getfd process_madvise syslog mq_open memfd_create memfd_secret
+""".split()
+"""
+What Landlock lets through and a process of the same user could harm others with: modes, owners and times of any file,
+limits and priorities of any process, the clock, devices, memory that no limit counts.
+"""
+
+PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 24, 36, 38
+SECCOMP_MODE_FILTER, SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO, EPERM = 2, 0x7FFF0000, 0x00050000, 1
+BPF_LOAD_WORD, BPF_JUMP_IF_EQUAL, BPF_JUMP_IF_NOT_BELOW, BPF_RETURN = 0x20, 0x15, 0x35, 0x06
+X32_SYSCALLS = 0x40000000
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""The name Linux gives to a machine's own system calls; those of a 32-bit program have other numbers."""
+
+
+class Program(ctypes.Structure):
+    """`struct sock_fprog` of Linux."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.buffer.readline())
+    scratch = tempfile.mkdtemp(prefix="mt-grpo-python-")
+    threading.Thread(target=_end_with_caller, args=(scratch,), daemon=True).start()
+    try:
+        answer = _run(request, scratch)
+    except Exception as error:  # the caller tells it; nothing ran unconfined
+        answer = {"refused": f"{type(error).__name__}: {error}"}
+    _clean_up(scratch)
+    sys.stdout.buffer.write(json.dumps(answer).encode())
+    sys.stdout.buffer.flush()
+    os._exit(0)  # a thread may still wait for a pipe
+
+
+def _run(request: dict[str, Any], scratch: str) -> dict[str, Any]:
+    import sandlock
+    from sandlock._sdk import _lib
+
+    _limit(request)
+    _deny(_lib.sandlock_syscall_nr(b"socket"))
+    python = os.path.realpath(sys.executable)
+    packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    libraries = [os.path.join(sys.base_prefix, "lib"), "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
+    readable = [python, *packages, *libraries, "/dev/null", "/dev/urandom", *request["readable"]]
+    sandbox = sandlock.Sandbox(
+        fs_readable=[path for path in dict.fromkeys(readable) if os.path.exists(path)],
+        fs_writable=[scratch, "/dev/null"],
+        cwd=scratch,
+        max_memory=request["memory_limit"],
+        max_processes=MAX_PROCESSES,
+        no_coredump=True,
+        extra_deny_syscalls=DENIED,
+        clean_env=True,
+        env={
+            "HOME": scratch,
+            "TMPDIR": scratch,
+            "PYTHONPATH": os.pathsep.join(dict.fromkeys(packages)),
+            "PYTHONHASHSEED": "0",
+            "PYTHONIOENCODING": "utf-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        },
+    )
+    with open(os.path.join(scratch, "main.py"), "w", encoding="utf-8", errors="replace") as file:
+        file.write(request["code"])
+    pipe = sandlock.StdioMode.PIPED
+    command = [python, "-s", "main.py"]
+    start = time.monotonic()
+    process = sandbox.popen(command, stdin=sandlock.StdioMode.NULL, stdout=pipe, stderr=pipe)
+    readers = [Reader(stream, request["output_limit"]) for stream in (process.stdout, process.stderr)]
+    done = threading.Event()
+    watch = Watch(scratch, request, start, done)
+    result = process.wait()
+    done.set()
+    watch.thread.join()
+    _kill_descendants()  # what the code left in the background holds the pipes open
+    deadline = time.monotonic() + GRACE_SECONDS
+    for reader in readers:
+        reader.thread.join(max(0.0, deadline - time.monotonic()))
+    killed = (watch.reason or "killed") if result.exit_code < 0 else None
+    answer: dict[str, Any] = {"killed": killed, "exit_code": result.exit_code}
+    for name, reader in zip(("stdout", "stderr"), readers, strict=True):
+        text = bytes(reader.kept).decode("utf-8", "replace").replace(f"{scratch}/", "")
+        answer[name], answer[f"{name}_bytes"] = text, reader.size
+    return answer
+
+
+class Reader:
+    """Reads a stream to its end and keeps its beginning."""
+
+    def __init__(self, stream: IO[bytes], limit: int) -> None:
+        self.kept, self.size = bytearray(), 0
+        self._stream, self._limit = stream, limit
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        while chunk := self._stream.read(1 << 16):
+            self.kept += chunk[: self._limit - len(self.kept)]
+            self.size += len(chunk)
+
+
+class Watch:
+    """Kills the code once it has used up its time or its disk."""
+
+    def __init__(self, scratch: str, request: dict[str, Any], start: float, done: threading.Event) -> None:
+        self.reason: str | None = None
+        self._scratch, self._request, self._start, self._done = scratch, request, start, done
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+
+    def _watch(self) -> None:
+        while self.reason is None and not self._done.wait(POLL_SECONDS):
+            if time.monotonic() - self._start > self._request["time_limit"]:
+                self.reason = "time"
+            elif _is_full(self._scratch, self._request["disk_limit"]):
+                self.reason = "disk"
+        if self.reason is not None:
+            _kill_descendants()
+
+
+def _is_full(folder: str, limit: int) -> bool:
+    size = count = 0
+    for root, _, names in os.walk(folder):
+        count += 1 + len(names)
+        for name in names:
+            try:
+                size += os.lstat(os.path.join(root, name)).st_blocks * 512
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+        if size > limit or count > MAX_FILES:
+            return True
+    return False
+
+
+def _limit(request: dict[str, Any]) -> None:
+    """What this process and all that follow may not have; nothing they do can undo it."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # background processes become children of this one
+    for capability in range(64):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # takes them from what root executes; others have none
+    seconds = int(request["time_limit"]) + 2
+    limits = {
+        resource.RLIMIT_FSIZE: request["disk_limit"],
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+        resource.RLIMIT_CPU: seconds,  # for what would outlive this process
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, value in limits.items():
+        resource.setrlimit(kind, (value, value))
+
+
+def _deny(number: int) -> None:
+    """
+    Denies a system call for good. Sandlock cannot be told to deny `socket`, and Landlock knows neither Multipath TCP
+    nor the connection that a first `sendto` opens.
+    """
+    instructions = [  # operation, instructions to skip where it holds, where it does not, operand
+        (BPF_LOAD_WORD, 0, 0, 4),
+        (BPF_JUMP_IF_EQUAL, 0, 4, ARCHITECTURES[platform.machine()]),
+        (BPF_LOAD_WORD, 0, 0, 0),
+        (BPF_JUMP_IF_EQUAL, 2, 0, number),
+        (BPF_JUMP_IF_NOT_BELOW, 1, 0, X32_SYSCALLS),
+        (BPF_RETURN, 0, 0, SECCOMP_RET_ALLOW),
+        (BPF_RETURN, 0, 0, SECCOMP_RET_ERRNO | EPERM),
+    ]
+    packed = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in instructions))
+    program = Program(len(instructions), ctypes.addressof(packed))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
+        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program)
+    ):
+        raise OSError(ctypes.get_errno(), "seccomp is not available")
+
+
+def _end_with_caller(scratch: str) -> None:
+    sys.stdin.buffer.read()
+    _clean_up(scratch)
+    os._exit(1)
+
+
+def _clean_up(scratch: str) -> None:
+    _kill_descendants()
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _kill_descendants() -> None:
+    """Kills children until there are none: those of a killed one become children of this process."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (children := _children()) and time.monotonic() < deadline:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def _children() -> list[int]:
+    """Processes that live and are children of this one."""
+    me, found = str(os.getpid()), []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    state, parent, *_ = file.read().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                continue
+            if parent == me and state != "Z":
+                found.append(int(name))
+    return found
+
+
+if __name__ == "__main__":
+    main()

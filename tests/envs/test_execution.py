@@ -1,0 +1,365 @@
+"""How calls run: limits of a tool, stop tools, results of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import threading
+from dataclasses import dataclass, replace
+
+import pytest
+from pydantic import BaseModel
+
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs.execution import execute_calls, fail_unanswered
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.tools import Tool, ToolDefinitionError, load_tools, tool
+from mt_grpo.tools.concurrency import ConcurrencyLimit
+from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
+
+NOTHING = {"type": "object", "properties": {}}
+
+
+def made(function, name="work", **options) -> Tool:
+    return Tool(name, "A tool.", NOTHING, function, **options)
+
+
+def run(*tools: Tool, calls: int = 1, timeout: float | None = 20.0) -> list[ToolCall]:
+    """One turn that calls each tool so often."""
+    made_calls = [ToolCall(each.name) for each in tools for _ in range(calls)]
+    asyncio.run(execute_calls(made_calls, {each.name: each for each in tools}, timeout))
+    return made_calls
+
+
+class Gauge:
+    """Counts how many calls are inside at once; each stays until so many have been let in, or for a moment."""
+
+    def __init__(self) -> None:
+        self.inside, self.most = 0, 0
+        self.lock = threading.Lock()
+
+    async def work(self) -> int:
+        self.enter()
+        await asyncio.sleep(0.005)
+        return self.leave()
+
+    def block(self) -> int:
+        self.enter()
+        threading.Event().wait(0.005)
+        return self.leave()
+
+    def enter(self) -> None:
+        with self.lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+
+    def leave(self) -> int:
+        with self.lock:
+            self.inside -= 1
+        return 1
+
+
+# The concurrency limit
+
+
+@pytest.mark.parametrize("method", ["work", "block"])
+def test_no_more_calls_of_a_tool_run_than_its_limit(method):
+    gauge = Gauge()
+    calls = run(made(getattr(gauge, method), concurrency=3), calls=20)
+    assert gauge.most == 3
+    assert all(call.executed and call.result == "1" for call in calls)
+
+
+def test_the_limit_holds_across_conversations(tokenizer):
+    gauge = Gauge()
+    env = MultiTurnToolEnv([made(gauge.work, concurrency=2)])
+    turns = ['<tool>{"name": "work"}</tool>', "<answer>done</answer>"]
+    requests = [RolloutRequest("hi", f"{number:02d}") for number in range(12)]
+    trajectories = asyncio.run(RolloutRunner(env, ScriptedEngine(tokenizer, turns)).run(requests, SamplingParams()))
+    assert gauge.most == 2
+    assert {trajectory.stop_reason for trajectory in trajectories} == {StopReason.ANSWERED}
+
+
+def test_the_limit_holds_across_event_loops():
+    gauge = Gauge()
+    limited = made(gauge.work, concurrency=2)
+    results: list[list[ToolCall]] = []
+    threads = [threading.Thread(target=lambda: results.append(run(limited, calls=10))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert gauge.most <= 2
+    assert [call.result for calls in results for call in calls] == ["1"] * 30
+
+
+def test_a_decorated_function_has_one_limit_in_all_environments():
+    gauge = Gauge()
+
+    @tool(concurrency=2)
+    async def work() -> int:
+        """Works."""
+        return await gauge.work()
+
+    first, second = (load_tools([work])[0] for _ in range(2))
+    run(first, replace(second, name="again"), calls=10)
+    assert first.limit is second.limit and gauge.most == 2
+
+
+def test_the_copy_of_a_tool_is_limited_together_with_it():
+    limited = made(Gauge.work, concurrency=2)
+    assert copy.deepcopy(limited).limit is replace(limited, name="other").limit is limited.limit
+    assert replace(limited, concurrency=3).limit.size == 3
+
+
+def test_a_limit_above_a_method_is_one_for_all_objects():
+    class Browser:
+        @tool(concurrency=1, max_result_size=7)
+        def look(self) -> str:
+            """Looks."""
+            return "x"
+
+    first, second = Tool.from_function(Browser().look), Tool.from_function(Browser().look)
+    assert first.limit is second.limit and first.concurrency == 1 and first.max_result_size == 7
+
+
+def test_the_wait_for_the_limit_counts_toward_no_timeout():
+    """Twenty calls of 5 ms one after the other take longer than the time of one."""
+    calls = run(made(Gauge().work, concurrency=1), calls=20, timeout=0.06)
+    assert [call.error for call in calls] == [None] * 20
+    assert all(call.seconds < 0.06 for call in calls)
+
+
+def test_a_call_that_hangs_gives_its_place_to_the_next():
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    release = threading.Event()
+    calls = run(
+        made(hang, "hang", concurrency=1),
+        made(lambda: release.wait(20), "block", concurrency=1),
+        made(lambda: 1, "quick"),
+        calls=3,
+        timeout=0.02,
+    )
+    release.set()
+    assert [call.error for call in calls[:6]] == [f"{call.name} took longer than 0.02 s." for call in calls[:6]]
+    assert [call.result for call in calls[6:]] == ["1"] * 3
+
+
+def test_a_call_cancelled_while_it_waits_was_not_run():
+    started: list[int] = []
+
+    async def hang() -> None:
+        started.append(1)
+        await asyncio.Event().wait()
+
+    limited = made(hang, concurrency=1)
+    turn = Turn(0, {}, [ToolCall("work"), ToolCall("work")])
+
+    async def converse() -> None:
+        task = asyncio.ensure_future(execute_calls(turn.tool_calls, {"work": limited}))
+        while not started:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        fail_unanswered(turn)
+        async with asyncio.timeout(5), limited.limit:  # its place is free again
+            pass
+
+    asyncio.run(converse())
+    assert [call.executed for call in turn.tool_calls] == [True, False]
+    assert turn.tool_calls[0].error == "work did not finish before the conversation ended."
+    assert turn.tool_calls[1].error == "work was not run: the conversation ended before."
+
+
+def test_a_place_granted_to_a_cancelled_call_goes_on():
+    async def check() -> None:
+        limit = ConcurrencyLimit(1)
+        await limit.__aenter__()
+        waiting = [asyncio.ensure_future(limit.__aenter__()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()  # before its turn
+        await limit.__aexit__()
+        await asyncio.sleep(0)
+        waiting[1].cancel()  # in the same moment as its turn came
+        async with asyncio.timeout(5):
+            await waiting[2]
+
+    asyncio.run(check())
+
+
+def test_what_waited_in_a_loop_that_is_gone_holds_nobody_up():
+    limit = ConcurrencyLimit(1)
+    gone = asyncio.new_event_loop()
+    gone.run_until_complete(limit.__aenter__())
+    stuck = gone.create_task(limit.__aenter__())
+    gone.run_until_complete(asyncio.sleep(0))
+    gone.close()
+
+    async def check() -> None:
+        await limit.__aexit__()
+        async with asyncio.timeout(5), limit:
+            pass
+
+    asyncio.run(check())
+    assert not stuck.done()
+    stuck._log_destroy_pending = False
+
+
+def test_a_conversation_may_time_out_while_it_waits(tokenizer):
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    env = MultiTurnToolEnv([made(hang, concurrency=1)], tool_timeout=None)
+    engine = ScriptedEngine(tokenizer, ['<tool>{"name": "work"}</tool>'])
+    runner = RolloutRunner(env, engine, RolloutLimits(rollout_timeout=0.1))
+    requests = [RolloutRequest("hi", str(number)) for number in range(3)]
+    trajectories = asyncio.run(runner.run(requests, SamplingParams()))
+    calls = [trajectory.turns[0].tool_calls[0] for trajectory in trajectories]
+    assert {trajectory.stop_reason for trajectory in trajectories} == {StopReason.TIMEOUT}
+    for call in calls:
+        assert ("did not finish" if call.executed else "was not run") in call.error
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"concurrency": 0}, "`concurrency` 0; it counts calls at once, so give 1 or more"),
+        ({"concurrency": "8"}, "`concurrency` '8'"),
+        ({"max_result_size": -1}, "`max_result_size` -1; it counts characters"),
+    ],
+)
+def test_a_limit_that_is_no_count_is_refused(options, says):
+    with pytest.raises(ToolDefinitionError, match="The tool 'work' has") as refusal:
+        made(lambda: 1, **options)
+    assert says in str(refusal.value)
+
+    @tool(**options)
+    def work() -> int:
+        """Works."""
+        return 1
+
+    with pytest.raises(ToolDefinitionError, match="The tool 'work' has"):
+        load_tools([work])
+
+
+# Stop tools
+
+
+@tool(ends_episode=True)
+def submit(answer: int) -> str:
+    """
+    Hands in the answer.
+
+    Args:
+        answer: A number above 0.
+    """
+    if answer < 1:
+        raise ValueError("The answer is a number above 0.")
+    return f"Got {answer}."
+
+
+def call_text(name: str, **arguments: object) -> str:
+    return f"<tool>{json.dumps({'name': name, 'args': arguments})}</tool>"
+
+
+def converse(tokenizer, *turns: str) -> Trajectory:
+    runner = RolloutRunner(MultiTurnToolEnv([submit, made(lambda: 1)]), ScriptedEngine(tokenizer, list(turns)))
+    return asyncio.run(runner.run([RolloutRequest("hi", "0")], SamplingParams()))[0]
+
+
+def test_a_stop_tool_ends_the_conversation_with_its_result(tokenizer):
+    trajectory = converse(tokenizer, call_text("work") + call_text("submit", answer=3), "never sampled")
+    assert trajectory.stop_reason is StopReason.ENV_DONE and len(trajectory.turns) == 1
+    assert not trajectory.stop_reason.is_truncated and not trajectory.failed
+    assert [call.result for call in trajectory.turns[0].tool_calls] == ["1", "Got 3."]
+    assert trajectory.messages[-1]["content"] == "<result>1</result>\n<result>Got 3.</result>"
+    assert Trajectory.from_dict(trajectory.to_dict()) == trajectory
+
+
+@pytest.mark.parametrize("arguments", [{"answer": "x"}, {"answer": 0}, {}])
+def test_a_stop_tool_that_fails_ends_nothing(tokenizer, arguments):
+    trajectory = converse(tokenizer, call_text("submit", **arguments), call_text("submit", answer=1))
+    assert trajectory.stop_reason is StopReason.ENV_DONE and len(trajectory.turns) == 2
+    assert trajectory.turns[0].tool_calls[0].error and trajectory.turns[1].tool_calls[0].result == "Got 1."
+
+
+# Results
+
+
+class Page(BaseModel):
+    title: str
+
+
+@dataclass
+class Point:
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("result", "text", "data"),
+    [
+        ("plain", "plain", None),
+        (("seen", {"score": 0.5}), "seen", {"score": 0.5}),
+        (("seen", {"page": Page(title="Lima"), "at": Point(1)}), "seen", {"page": {"title": "Lima"}, "at": {"x": 1}}),
+        (["seen", {"score": 0.5}], '["seen", {"score": 0.5}]', None),
+        (("Lima", 3), '["Lima", 3]', None),
+        (Page(title="Lima"), '{"title": "Lima"}', None),
+        (Point(1), '{"x": 1}', None),
+        ("Perú".encode(), "Perú", None),
+        (bytearray(b"text"), "text", None),
+        (b"\xff\xfe\x00", "[3 bytes that are not text]", None),
+        ({"body": b"ok", "image": b"\x89PNG"}, '{"body": "ok", "image": "[4 bytes that are not text]"}', None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_result_is_text_for_the_model_and_data_for_rewards(result, text, data, is_async):
+    async def work() -> object:
+        return result
+
+    [call] = run(made(work if is_async else lambda: result))
+    assert (call.result, call.data, call.error) == (text, data, None)
+    assert ToolCall(**json.loads(json.dumps(vars(call)))) == call
+
+
+def test_data_that_is_no_json_is_an_error_for_the_model():
+    [call] = run(made(lambda: ("seen", {(1, 2): 3})))
+    assert call.error.startswith("TypeError: keys must be str") and call.data is None
+
+
+def test_a_long_result_is_cut_and_says_how_much():
+    [text, listing, error] = run(
+        made(lambda: "ab" * 1000, "text", max_result_size=10),
+        made(lambda: list(range(100)), "listing", max_result_size=6),
+        made(lambda: open("x" * 100), "error", max_result_size=9),
+    )
+    assert text.result == "ababababab\n[1,990 of 2,000 characters were cut off.]"
+    assert listing.result == "[0, 1,\n[384 of 390 characters were cut off.]"
+    assert error.result.startswith("Error: OSError: ") or error.result.startswith("Error: FileNotFo\n[")
+
+
+def test_ten_megabytes_are_whole_without_a_limit():
+    [cut, whole] = run(made(lambda: "x" * 10**7, "cut", max_result_size=10_000), made(lambda: "x" * 10**7, "whole"))
+    assert cut.result[10_000:] == "\n[9,990,000 of 10,000,000 characters were cut off.]"
+    assert len(whole.result) == 10**7
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize("error", [Mute, KeyboardInterrupt, GeneratorExit, SystemExit, StopIteration])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whatever_is_raised_is_an_answer(error, is_async):
+    async def fails_async() -> None:
+        raise error
+
+    def fails() -> None:
+        raise error
+
+    [call] = run(made(fails_async if is_async else fails))
+    assert call.executed and error.__name__ in call.error

@@ -1,0 +1,422 @@
+"""Python for a model: what it prints, what it may not do, what is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.escapes import HARMFUL, HARMLESS, attempt
+from support.loopback import ScriptedServer
+
+from mt_grpo.envs.execution import execute_calls
+from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.tools import Tool, load_tools
+from mt_grpo.tools import python_sandbox as module
+from mt_grpo.tools.python_sandbox import PythonSandbox, RemotePython, UnconfinedError, refuse_unconfined
+from mt_grpo.trajectory import ToolCall
+
+
+def unconfined() -> str:
+    try:
+        refuse_unconfined()
+    except UnconfinedError as error:
+        return str(error)
+    return ""
+
+
+confined = pytest.mark.skipif(bool(unconfined()), reason=unconfined())
+
+
+def run(sandbox: PythonSandbox | RemotePython, *codes: str, timeout: float | None = 60.0) -> list[ToolCall]:
+    calls = [ToolCall("python", {"code": code}) for code in codes]
+    asyncio.run(execute_calls(calls, {"python": Tool.from_function(sandbox.python)}, timeout))
+    return calls
+
+
+def processes_of(marker: str) -> list[str]:
+    """Command lines of the processes that run code with a marker, or confine it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            folder = os.readlink(path / "cwd")
+        except OSError:
+            continue
+        if marker in folder or marker in command:
+            found.append(command)
+    return found
+
+
+def nothing_is_left(folder: Path) -> bool:
+    """Polls until no process works in a folder and it is empty."""
+    for _ in range(200):
+        if not processes_of(str(folder)) and not list(folder.iterdir()):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+# What the model sees
+
+
+@confined
+def test_code_returns_what_it_prints():
+    sandbox = PythonSandbox(output_limit=10)
+    fine, silent, failed, ended, long = run(
+        sandbox,
+        "import sys\nprint(sum(range(10)))\nprint('!', file=sys.stderr)",
+        "2 + 2",
+        "print('before')\n1 / 0",
+        "raise SystemExit(3)",
+        "print('é' * 1000)",
+    )
+    assert (fine.result, fine.data) == ("45\n!", {"stdout": "45\n", "stderr": "!\n"})
+    assert silent.result == "The code printed nothing: print what you want to see."
+    assert failed.result.startswith("Error: CodeError: before\nTraceback ") and failed.error
+    assert ended.error == "CodeError: The code ended with exit code 3."
+    assert long.result == "ééééé\n[1,991 of 2,001 bytes were cut off.]"
+
+
+@confined
+def test_a_traceback_names_the_line_and_no_folder():
+    [call] = run(PythonSandbox(), "x = 1\nx.y")
+    assert 'File "main.py", line 2' in call.error and "AttributeError: 'int' object" in call.error
+
+
+@confined
+def test_no_variable_or_file_outlives_a_call():
+    sandbox = PythonSandbox()
+    [first] = run(sandbox, "x = 1; open('kept', 'w').write('x'); print('done')")
+    [second] = run(sandbox, "import os; print(os.listdir('.'), 'x' in globals())")
+    assert (first.result, second.result) == ("done", "['main.py'] False")
+
+
+@confined
+def test_packages_beside_the_trainer_can_be_imported():
+    [call] = run(PythonSandbox(), "import numpy; print(numpy.linalg.det(numpy.eye(3)))")
+    assert call.result == "1.0"
+
+
+@confined
+def test_what_is_named_readable_can_be_read_and_not_written(tmp_path):
+    (tmp_path / "table.csv").write_text("a,b\n")
+    code = f"print(open({str(tmp_path / 'table.csv')!r}).read()); open({str(tmp_path / 'new')!r}, 'w')"
+    [call] = run(PythonSandbox(readable=[str(tmp_path)]), code)
+    assert "a,b" in call.error and "PermissionError" in call.error
+
+
+@confined
+def test_a_recipe_names_it():
+    [tool] = load_tools(["python"])
+    assert (tool.name, tool.is_async, tool.concurrency) == ("python", True, os.cpu_count())
+
+
+@confined
+def test_the_example_of_the_page_runs():
+    page = (Path(__file__).parents[2] / "docs" / "python_sandbox.md").read_text()
+    namespace: dict = {}
+    exec(page.split("```python\n")[1].split("```")[0], namespace)
+    text, _ = asyncio.run(namespace["sandbox"]()("print(2 + 2)"))
+    assert text == "4"
+
+
+@pytest.mark.parametrize("name", ["time_limit", "memory_limit", "disk_limit", "output_limit"])
+def test_a_limit_of_nothing_is_refused(name):
+    with pytest.raises(ConfigError, match=f"`{name}` of the tool `python` is 0: give more than 0"):
+        PythonSandbox(**{name: 0})
+
+
+# Where it cannot be confined
+
+
+def test_without_the_library_it_is_refused_with_the_mend(monkeypatch):
+    monkeypatch.setattr(sys, "executable", sys._base_executable)  # a Python without this environment's packages
+    refuse_unconfined.cache_clear()
+    try:
+        with pytest.raises(UserError) as refusal:
+            load_tools(["python"])
+    finally:
+        refuse_unconfined.cache_clear()
+    assert "\n" not in str(refusal.value)
+    assert str(refusal.value).startswith(
+        "The tool `python` cannot confine code on this machine (ModuleNotFoundError: "
+    )
+    assert str(refusal.value).endswith("install `mt-grpo[sandbox]` on Linux 6.7 or later, or use `RemotePython`.")
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"refused": "RuntimeError: sandlock_popen failed"}, "(RuntimeError: sandlock_popen failed)"),
+        ({"stdout": "it opens connections\nprobed\n", "stderr": "", "exit_code": 0}, "(it opens connections probed)"),
+        ({"stdout": "", "stderr": "", "exit_code": -1, "killed": "time"}, "(time)"),
+        ({"stdout": "", "stderr": "no python\n", "exit_code": 127, "killed": None}, "(no python)"),
+    ],
+)
+def test_a_sandbox_that_leaks_or_does_not_start_is_refused(monkeypatch, answer, says):
+    async def answered(request):
+        return answer
+
+    monkeypatch.setattr(module, "_ask_host", answered)
+    refuse_unconfined.cache_clear()
+    try:
+        with pytest.raises(UnconfinedError) as refusal:
+            PythonSandbox()
+    finally:
+        refuse_unconfined.cache_clear()
+    assert says in str(refusal.value)
+
+
+@confined
+def test_a_call_that_cannot_be_confined_does_not_run(monkeypatch, tmp_path):
+    sandbox = PythonSandbox()
+    monkeypatch.setattr(sys, "executable", sys._base_executable)
+    [call] = run(sandbox, "print('ran')")
+    assert "could not be confined: ModuleNotFoundError" in call.error and "ran" not in call.error
+
+
+# What it may not do
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """What lies outside: files, sockets, the trainer."""
+    folder = tmp_path_factory.mktemp("outside")
+    (folder / "victim").write_text("secret")
+    (folder / "spare").write_text("x" * 10)
+    abstract = f"mt-grpo-{os.getpid()}"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as unix,
+        socket.socket(socket.AF_UNIX) as unnamed,
+    ):
+        unix.bind(str(folder / "socket"))
+        unix.listen()
+        unnamed.bind(f"\0{abstract}")
+        unnamed.listen()
+        known = {"victim": str(folder / "victim"), "spare": str(folder / "spare"), "folder": str(folder)}
+        yield known | {"abstract": abstract, "port": tcp.getsockname()[1], "trainer": os.getpid()}
+
+
+@pytest.fixture(scope="module")
+def outcomes(world):
+    os.environ["MT_GRPO_SECRET"] = "secret"
+    [call] = run(PythonSandbox(), attempt(HARMLESS | HARMFUL, **world))
+    del os.environ["MT_GRPO_SECRET"]
+    assert not call.error, call.error
+    return json.loads(call.result)
+
+
+@confined
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="system calls are tried by their numbers on x86-64")
+@pytest.mark.parametrize("act", [*HARMLESS, *HARMFUL])
+def test_the_code_stays_inside_when_it(outcomes, act):
+    assert outcomes[act] != "done"
+    if act in HARMFUL:
+        assert outcomes[act].startswith(("PermissionError", "ValueError: not allowed to raise"))
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="the acts are Linux's")
+def test_the_same_acts_lead_out_of_an_unconfined_process(world, tmp_path):
+    """Else the test above would show nothing."""
+    environment = {**os.environ, "MT_GRPO_SECRET": "secret"}
+    command = [sys.executable, "-c", attempt(HARMLESS, **world)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True)
+    failed = {act: outcome for act, outcome in json.loads(ran.stdout).items() if outcome != "done"}
+    assert not failed
+
+
+CALL_32 = """
+import ctypes, mmap
+registers = [(0xB8, 359), (0xBB, 2), (0xB9, 1), (0xBA, 0)]  # socket, as a 32-bit program calls it
+code = b"".join(bytes([move]) + value.to_bytes(4, "little") for move, value in registers)
+page = mmap.mmap(-1, 4096, prot=7)
+page.write(bytes([0x53]) + code + bytes([0xCD, 0x80, 0x5B, 0xC3]))
+number = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+print("opened" if number >= 0 else number)
+"""
+
+
+@confined
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="32-bit calls are tried on x86-64")
+def test_calls_of_a_32_bit_program_lead_nowhere():
+    [call] = run(PythonSandbox(), CALL_32)
+    assert "opened" not in call.result
+
+
+LIMITS = {
+    "an endless loop": ("while True: pass", "longer than 1 s"),
+    "a process that ignores signals": (
+        "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError): pass\ntime.sleep(100)",
+        "longer than 1 s",
+    ),
+    "output without end": ("while True: print('x' * 1000)", "longer than 1 s"),
+    "memory": ("x = bytearray(1 << 30)", "more than 256 MiB of memory"),
+    "shared memory": ("import mmap; m = mmap.mmap(-1, 1 << 30); m.write(bytes(1 << 28))", "of memory"),
+    "memory of many processes": (
+        "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        x = bytearray(100 << 20)\n"
+        "        time.sleep(0.5); print('had it', flush=True); os._exit(0)\ntime.sleep(0.8); print('end')",
+        None,
+    ),
+    "threads": (
+        "import threading, time\nfor _ in range(20000): threading.Thread(target=time.sleep, args=(9,)).start()",
+        "of memory|can't start new thread|longer than",
+    ),
+    "a large file": ("open('x', 'wb').write(bytes(40 << 20))", "File too large"),
+    "many files of some size": (
+        "import itertools\nfor n in itertools.count(): open(f'{n}', 'wb').write(bytes(4 << 20))",
+        "more than 32 MiB",
+    ),
+    "very many files": ("for n in range(10**6): open(f'{n}', 'w').close()", "too many files"),
+    "open files": ("files = [open('/dev/null') for _ in range(1000)]", "Too many open files"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small():
+    return PythonSandbox(time_limit=10.0, memory_limit=256, disk_limit=32)
+
+
+@confined
+@pytest.mark.slow
+@pytest.mark.parametrize("what", LIMITS)
+def test_a_limit_holds_for(small, what):
+    code, says = LIMITS[what]
+    sandbox = PythonSandbox(time_limit=1.0, memory_limit=256, disk_limit=32) if "longer than 1 s" == says else small
+    [call] = run(sandbox, code)
+    if says is None:
+        assert call.result.count("had it") < 3
+    else:
+        assert call.error and any(part in call.error for part in says.split("|"))
+        assert len(call.error) < 50_000
+
+
+@confined
+@pytest.mark.slow
+def test_a_fork_bomb_ends_with_its_call(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    run(PythonSandbox(time_limit=1.0), "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
+    assert nothing_is_left(tmp_path)
+
+
+@confined
+def test_what_it_leaves_in_the_background_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    code = "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(1000)\n    os._exit(0)"
+    [call] = run(PythonSandbox(), f"import os, time\n{code}\nprint('bye')")
+    assert call.result == "bye"
+    assert nothing_is_left(tmp_path)
+
+
+@confined
+def test_a_call_out_of_time_leaves_no_process_and_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    [call] = run(PythonSandbox(), "import time; time.sleep(1000)", timeout=0.5)
+    assert call.error == "python took longer than 0.5 s."
+    assert nothing_is_left(tmp_path)
+
+
+TRAINER = """
+import asyncio
+from mt_grpo.tools.python_sandbox import PythonSandbox
+sandbox = PythonSandbox()
+print("begun", flush=True)
+asyncio.run(sandbox.python("import time; time.sleep(1000)"))
+"""
+
+
+@confined
+@pytest.mark.slow
+def test_a_killed_trainer_leaves_no_process_and_no_file(tmp_path):
+    command = [sys.executable, "-c", TRAINER]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)})
+    trainer.stdout.readline()
+    while not processes_of(str(tmp_path)):
+        time.sleep(0.02)
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    assert nothing_is_left(tmp_path)
+
+
+# A remote sandbox
+
+
+@pytest.fixture
+def server():
+    """A server that speaks the protocol, and gives the reply it is told to."""
+    scripted = ScriptedServer(lambda method, path, body: scripted.reply)
+    yield scripted
+    scripted.stop()
+
+
+def fusion(status="Success", run_status="Finished", code=0, stdout="", stderr=""):
+    run = {"status": run_status, "return_code": code, "stdout": stdout, "stderr": stderr, "execution_time": 0.1}
+    return 200, {"status": status, "message": "", "compile_result": None, "run_result": run, "files": {}}
+
+
+@pytest.mark.parametrize(
+    ("reply", "result"),
+    [
+        (fusion(stdout="4\n"), "4"),
+        (fusion(stdout="4\n", stderr="careful\n"), "4\ncareful"),
+        (fusion(), "The code printed nothing: print what you want to see."),
+        (fusion("Failed", code=1, stdout="a\n", stderr="NameError: b\n"), "Error: CodeError: a\nNameError: b"),
+        (
+            fusion("Failed", "TimeLimitExceeded", None, stdout="a\n"),
+            "Error: CodeError: a\nThe code was stopped: it took longer than 2 s.",
+        ),
+        (fusion("Failed", "Error", None), "Error: CodeError: The code was stopped: Error."),
+        ((500, "no"), "failed: HTTPStatusError: Server error '500"),
+        ((200, "no JSON"), "failed: JSONDecodeError"),
+        ((200, {"other": 1}), "failed: KeyError: 'run_result'"),
+        ((200, [1]), "failed: TypeError"),
+        (None, "failed: RemoteProtocolError"),
+        (
+            (200, {"status": "SandboxError", "message": "no room", "run_result": None}),
+            "did not run the code: no room",
+        ),
+    ],
+)
+def test_what_a_server_answers_is_told(server, reply, result):
+    server.reply = reply
+    sandbox = RemotePython(f"{server.url}/run_code", time_limit=2, memory_limit=64, headers={"X-Key": "k"})
+    [call] = run(sandbox, "print(2 + 2)")
+    assert call.result.startswith(result) if result.startswith("Error") else result in call.result
+    request = {"code": "print(2 + 2)", "language": "python", "run_timeout": 2, "memory_limit_MB": 64}
+    assert server.asked("/run_code") == [request]
+    assert server.last_headers["X-Key"] == "k"
+
+
+@confined
+def test_a_server_gives_what_this_machine_gives():
+    local = PythonSandbox()
+
+    def serve(method, path, body):
+        [call] = run(local, body["code"])
+        if call.error:
+            return fusion("Failed", code=1, stderr=call.error.removeprefix("CodeError: "))
+        return fusion(**call.data)
+
+    server = ScriptedServer(serve)
+    try:
+        remote = RemotePython(f"{server.url}/run_code")
+        codes = ["print(sum(range(10)))", "1 / 0", "pass"]
+        told = [[call.result for call in run(sandbox, *codes)] for sandbox in (local, remote)]
+    finally:
+        server.stop()
+    assert told[0] == told[1]
+
+
+def test_a_server_that_is_gone_is_an_error_for_the_model():
+    [call] = run(RemotePython("http://127.0.0.1:1/run_code"), "print(1)")
+    assert call.error.startswith("RuntimeError: The sandbox at http://127.0.0.1:1/run_code failed: ConnectError")

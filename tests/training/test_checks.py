@@ -1,0 +1,115 @@
+"""What the machine or the number of processes makes impossible is refused where training starts."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from huggingface_hub import constants
+from support.recipes import RECIPES
+
+from mt_grpo.app.recipe import parse_recipe
+from mt_grpo.cli import main
+from mt_grpo.errors import ConfigError
+from mt_grpo.training import MTGRPOConfig, checks
+from mt_grpo.training.checks import check_batch_sizes, check_surroundings
+
+GPU = [path for path in RECIPES if path.parent.name == "Qwen"]
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(checks, "has_bfloat16", lambda: False)
+    monkeypatch.setattr("mt_grpo.training.config.has_bfloat16", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.mark.parametrize("path", GPU, ids=lambda path: path.stem)
+def test_one_process_reads_the_recipe_of_seven(path, monkeypatch, no_gpu):
+    args = parse_recipe(["--config", str(path)]).training
+    assert args.bf16 and args.generation_batch_size == args.per_device_train_batch_size * args.steps_per_generation
+    if args.num_generations == 21:
+        with pytest.raises(ConfigError, match="a device × 1 processes"):
+            check_batch_sizes(args)
+    monkeypatch.setattr(MTGRPOConfig, "world_size", 7)
+    check_batch_sizes(parse_recipe(["--config", str(path)]).training)
+
+
+def test_groups_that_do_not_fit_are_refused_at_training(build):
+    trainer = build(num_generations=3)
+    with pytest.raises(ConfigError, match="`num_generations: 3` does not divide .* set it to one of 2, 4, or make"):
+        trainer.train()
+    with pytest.raises(ConfigError, match="`num_generations_eval: 3` does not divide the evaluation batch of 8"):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"generation_batch_size": 16}, (4, 8, 16, 4)),
+        ({"steps_per_generation": 3}, (4, 8, 12, 3)),
+        ({"gradient_accumulation_steps": 2, "per_device_eval_batch_size": 5}, (4, 5, 8, 2)),
+    ],
+)
+def test_batch_sizes_are_those_that_were_asked_for(tmp_path, options, sizes):
+    args = MTGRPOConfig(str(tmp_path), use_cpu=True, num_generations=7, per_device_train_batch_size=4, **options)
+    found = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    assert (*found, args.generation_batch_size, args.steps_per_generation) == sizes
+
+
+def test_a_group_of_one_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="`num_generations` is 1, and an advantage compares"):
+        MTGRPOConfig(str(tmp_path), num_generations=1)
+
+
+def test_what_is_not_said_is_chosen_by_the_device(build, no_gpu, caplog):
+    with caplog.at_level(logging.WARNING):
+        build(use_cpu=True, bf16=None)
+        assert "There is no GPU" not in caplog.text
+        args = build(use_cpu=False, bf16=None).args
+    assert args.device.type == "cpu" and not args.bf16 and args.mixed_precision == "no"
+    assert caplog.text.count("There is no GPU here: this run is on the CPU, in float32.") == 1
+
+
+def test_each_step_is_logged(tmp_path):
+    assert MTGRPOConfig(str(tmp_path)).logging_steps == 1
+
+
+def test_a_gpu_trains_in_bfloat16_unless_told_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setattr("mt_grpo.training.config.has_bfloat16", lambda: True)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr(checks, "has_bfloat16", lambda: True)
+    assert MTGRPOConfig(str(tmp_path)).mixed_precision == "bf16"
+    assert MTGRPOConfig(str(tmp_path), bf16=False).mixed_precision == "no"
+    assert MTGRPOConfig(str(tmp_path), fp16=True).mixed_precision == "fp16"
+
+
+def test_bfloat16_on_a_cpu_that_was_asked_for_is_trained(tmp_path, no_gpu):
+    args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=True)
+    check_surroundings(args)
+    assert args.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bf16": True}, "`bf16: true` needs a GPU .* leave `bf16` out"),
+        ({"fp16": True}, "`fp16: true` needs a GPU"),
+        ({"report_to": ["clearml"]}, "`report_to: clearml` needs a package .* `pip install clearml`"),
+        ({"torch_compile": True}, "does not compile `forward: tree`: leave it out, or set `forward: padded`"),
+        ({"push_to_hub": True}, "`push_to_hub: true` needs a token: run `hf auth login`"),
+        ({"push_to_hub": True, "hub_token": "hf_x"}, "needs the Hugging Face Hub, and `HF_HUB_OFFLINE` is set"),
+    ],
+)
+def test_what_the_machine_has_not_is_refused(tmp_path, no_gpu, monkeypatch, options, message):
+    monkeypatch.setattr(checks, "get_token", lambda: None)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=message):
+        check_surroundings(MTGRPOConfig(str(tmp_path), **options))
+
+
+def test_a_rollout_neither_pushes_nor_reports(tmp_path, capsys):
+    options = ["--dataset_test_split", "validation[:1]", "--max_turn_length", "4", "--output_dir", str(tmp_path)]
+    options += ["--push_to_hub", "true", "--report_to", "clearml", "--num_prompts", "1"]
+    assert main(["rollout", "--config", "recipes/quickstart.yaml", *options]) == 0
+    assert "conversation 1" in capsys.readouterr().out

@@ -1,0 +1,101 @@
+"""What trackers and the terminal are shown of conversations; the trackers are real, and work offline."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from mt_grpo.token_tree import TokenTree
+from mt_grpo.training.readable import MOST_CHARACTERS, MOST_MESSAGES, as_markdown, plain, table_row, turn_pieces
+from mt_grpo.trajectory import StopReason, Trajectory, Turn
+
+
+def shown(trainer) -> str:
+    trainer.conversations.console = Console(file=io.StringIO(), width=80)
+    trainer.train()
+    return trainer.conversations.console.file.getvalue()
+
+
+def test_the_terminal_shows_whole_conversations(build, capfd, tmp_path):
+    text = shown(build(log_completions=True, num_completions_to_print=2, max_steps=1))
+    assert "step 1: conversation 1 of 2" in text and "conversation 3" not in text
+    first = text.split("conversation 2 of 2")[0]
+    for line in (
+        "[user] What is",
+        '--- turn 1 ---\n<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>\n[user] <result>',
+        "about Lima",
+        "--- turn 3 ---\n<answer>Lima</answer>\nanswered\n",
+        "  outcome reward Answered: 1.4",
+        "  turn reward Calls: 1, 1, -",
+        "  advantage per turn: ",
+    ):
+        assert line in first, text
+    assert "Completion" not in capfd.readouterr().out  # TRL's table
+    assert len(list((tmp_path / "completions").glob("*.parquet"))) == 1
+
+
+def test_evaluations_show_the_same_questions(build):
+    trainer = build(log_completions=True, num_completions_to_print=1, eval_strategy="steps", eval_steps=1)
+    text = shown(trainer)
+    of_steps = [text.split(f"evaluation at step {step}: conversation 1 of 1")[1] for step in (1, 2)]
+    one, two = (re.search(r"\[user\] What is \d", part)[0] for part in of_steps)
+    assert one == two
+
+
+def test_nothing_is_shown_where_none_are_asked_for(build):
+    assert shown(build(max_steps=1)) == ""
+    assert shown(build(log_completions=True, num_completions_to_print=0, max_steps=1)) == ""
+
+
+def long_conversation() -> Trajectory:
+    turns = [
+        Turn(
+            index,
+            {"role": "assistant", "content": f"\x1b[2J{index} " + "a" * 9000},
+            replies=[{"role": "tool", "content": "b"}],
+        )
+        for index in range(200)
+    ]
+    return Trajectory([{"role": "user", "content": "q"}], turns, TokenTree(), stop_reason=StopReason.ANSWERED)
+
+
+def test_what_is_shown_of_a_conversation_is_bounded():
+    trajectory = long_conversation()
+    assert len(turn_pieces(trajectory)) == MOST_MESSAGES + 1
+    row = table_row(1, trajectory, [0.5] * 200, {"note": "n" * 9000})
+    assert len(row["conversation"]) < (MOST_MESSAGES + 1) * (MOST_CHARACTERS + 100)
+    assert "7009 characters left out" in row["conversation"] and "384 messages left out" in row["conversation"]
+    assert "--- turn 200 ---" in row["conversation"] and len(row["note"]) < MOST_CHARACTERS + 100
+    assert "\x1b" not in row["conversation"] and "\\x1b[2J0 a" in row["conversation"]
+
+
+def test_calls_of_a_model_and_its_thoughts_are_shown():
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": "Perú"}}}
+    message = {"role": "assistant", "reasoning_content": "hm", "content": "", "tool_calls": [call]}
+    trajectory = Trajectory([], [Turn(0, message, replies=[{"role": "tool", "content": "Lima"}])])
+    assert plain(turn_pieces(trajectory)) == '--- turn 1 ---\nhm\nsearch({"query": "Perú"})\n[tool] Lima'
+
+
+def test_markdown_takes_conversations_literally():
+    row = {"step": 3, "prompt": "# q", "conversation": "```\n**a**", "reward": 1.0, "error": "", "other": None}
+    assert as_markdown(row) == "    # q\n    ```\n    **a**\n\n- step: `3`\n- reward: `1.0`\n"
+
+
+NEEDS = "this tracker is not installed; `pip install {}` in an environment of its own, beside this one, runs the test"
+
+
+def test_tensorboard_gets_conversations_as_text(build, tmp_path):
+    reading = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason=NEEDS.format("tensorboard")
+    )
+    build(report_to="tensorboard", eval_strategy="steps", eval_steps=2).train()
+    (folder,) = (tmp_path / "runs").iterdir()
+    events = reading.EventAccumulator(str(folder), {"tensors": 0}).Reload()
+    assert [event.step for event in events.Tensors("train/conversations/text_summary")] == [1, 2]
+    assert [event.step for event in events.Tensors("eval/conversations/text_summary")] == [2]
+    text = events.Tensors("train/conversations/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text.count("- stop_reason: `answered`") == 4 and "- Calls: `1, 1, -`" in text
+    assert '    <tool>{"name": "lookup"' in text and "train/reward" in events.Tags()["scalars"]

@@ -1,0 +1,138 @@
+"""The model that a run begins with, by whatever name it is called."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from support.models import CPU_RUN, build_model, lookup
+from support.trainers import Letters
+from transformers import AutoModelForCausalLM
+
+from mt_grpo.cli import main
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.errors import ConfigError
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.policy import resolve_model
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+USE_LORA = ("--use_peft", "true", "--lora_r", "4", "--lora_target_modules", "all-linear")
+SAVE = ("--do_eval", "false", "--save_strategy", "steps", "--save_steps", "1", "--max_steps", "1")
+
+
+@pytest.fixture
+def folder(tokenizer, tmp_path):
+    """Of a model."""
+    build_model(tokenizer).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def adapter(folder, tmp_path):
+    """The folder of an adapter that changes what its base says."""
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    get_peft_model(base, LoraConfig(**LORA, task_type="CAUSAL_LM")).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_the_embedded_model_has_its_name_in_python_too(tmp_path):
+    rows = Dataset.from_list([{"prompt": "Where?"}])
+    options = MTGRPOConfig(str(tmp_path), **CPU_RUN)
+    env = MultiTurnToolEnv([lookup])
+    trainer = MTGRPOEnvTrainer("embedded", env, outcome_reward_funcs=[Letters()], args=options, train_dataset=rows)
+    assert trainer.model.config.name_or_path == resolve_model("embedded")
+    assert trainer.model.num_parameters() > 1_000_000
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/model", "~/no/such/model", "runs/nowhere/checkpoint-1"])
+def test_a_folder_that_is_not_there_is_said_to_be_missing(build, name):
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        build(None, name)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no model in .* one of its checkpoints"):
+        resolve_model(str(tmp_path))
+
+
+def test_the_folder_of_an_adapter_is_trained_on(build, adapter, folder):
+    trainer = build(None, str(adapter), ((), (Letters(),)), max_steps=1, beta=0.1, max_turn_length=8)
+    weights = {name: weight for name, weight in trainer.model.named_parameters() if ".default" in name}
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    saved = trainer.model.base_model.model.state_dict()
+    assert trainer.model.config.name_or_path == str(folder) and all(w.requires_grad for w in weights.values())
+    assert torch.equal(
+        saved["model.embed_tokens.weight"], AutoModelForCausalLM.from_pretrained(folder).model.embed_tokens.weight
+    )
+    assert any(weight.abs().sum() > 0 for name, weight in before.items() if "lora_B" in name)
+    trainer.train()
+    assert any(not torch.equal(weight, before[name]) for name, weight in weights.items())
+
+
+def test_rollout_shows_the_adapter_and_not_its_base(recipe_of, adapter, folder, capsys):
+    shown = []
+    for name in (folder, adapter):
+        assert main(["rollout", *recipe_of(name), "--num_prompts", "1", *USE_LORA]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] != shown[1]
+
+
+def test_an_adapter_whose_base_is_gone_is_refused(adapter, build):
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = "/gone"
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="was trained on the model '/gone'. .* no such folder"):
+        build(None, str(adapter))
+
+
+@pytest.fixture
+def recipe_of(tmp_path):
+    """Arguments of a small run of a model."""
+
+    def write(model, **keys):
+        options = {
+            **CPU_RUN,
+            "report_to": "none",
+            "model_name_or_path": str(model),
+            "dataset_name": "embedded",
+            "dataset_test_split": "validation[:2]",
+            "do_eval": True,
+            "num_generations_eval": 1,
+            "tools": ["calculator"],
+            "system_prompt": "",
+            "outcome_reward_funcs": ["format_reward_func"],
+            "max_turn_length": 8,
+            "output_dir": str(tmp_path / "run"),
+            **keys,
+        }
+        (tmp_path / "recipe.json").write_text(json.dumps(options))  # JSON is YAML
+        return ["--config", str(tmp_path / "recipe.json")]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("made", "resumed", "message"),
+    [
+        (USE_LORA, (), "is of an adapter, and this run trains the whole model: resume with `use_peft: true`"),
+        ((), USE_LORA, "is of a whole model, and this run trains an adapter: resume without `use_peft`"),
+        (USE_LORA, (*USE_LORA, "--lora_r", "2"), "is of an adapter of rank 4, and this run's has 2"),
+    ],
+)
+def test_an_adapter_and_a_whole_model_do_not_mix(recipe_of, folder, capsys, made, resumed, message):
+    assert main(["train", *recipe_of(folder), *SAVE, *made]) == 0
+    assert main(["train", *recipe_of(folder), *SAVE, *resumed, "--resume_from_checkpoint", "true"]) == 1
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_script_cannot_resume_an_adapter_as_a_whole_model(build, folder, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    config = LoraConfig(**LORA, task_type="CAUSAL_LM")
+    build(model=str(folder), peft_config=config, **options).train()
+    with pytest.raises(ConfigError, match="resume with `use_peft: true`"):
+        build(model=str(folder)).train(resume_from_checkpoint=True)
