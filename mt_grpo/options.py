@@ -221,6 +221,9 @@ def parse_user(user: Any) -> dict[str, Any]:
         raise ConfigError(
             f"`simulated_user: base_url` is {user['base_url']!r}: give a URL such as `http://127.0.0.1:8001/v1`."
         )
+    for name in ("model", "messages", "stream"):
+        if name in (user.get("request") or {}):
+            raise ConfigError(f"`simulated_user: request` sets `{name}`, which is set for it: leave that out.")
     if user.get("stop_phrase") == "":
         raise ConfigError("`simulated_user: stop_phrase` is empty, which every reply has: give one, or leave it out.")
     for name, least in (("max_turns", 1), ("max_retries", 0)):

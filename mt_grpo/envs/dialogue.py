@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,8 @@ from mt_grpo.envs.protocols import ParsedTurn, TagProtocol
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import Message, StopReason, Turn
 
-_THOUGHTS = re.compile(r".*</(?:think|reasoning)>", re.DOTALL)
+THOUGHT_ENDS = ("</think>", "</reasoning>")
+"""Nobody is told what stands before these."""
 
 
 class DialogueEnv(MultiTurnToolEnv):
@@ -69,7 +69,10 @@ class DialogueEnv(MultiTurnToolEnv):
         """Runs the calls of a turn, or has its words answered."""
         if turn.tool_calls or turn.error:
             return await super().step(turn)
-        said = _THOUGHTS.sub("", turn.text if turn.answer is None else turn.answer).strip()
+        said = turn.text if turn.answer is None else turn.answer
+        for end in THOUGHT_ENDS:
+            said = said.rpartition(end)[2]
+        said = said.strip()
         self.dialogue.append({"role": "assistant", "content": said})
         step = await self.respond(turn)
         if step.replies:

@@ -44,7 +44,8 @@ class SimulatedUser:
         max_turns (`int`, *optional*): Replies of the user in one conversation; `max_env_steps` bounds them too.
         timeout (`float`, *optional*, defaults to `60.0`): Seconds one request may take.
         max_retries (`int`, *optional*, defaults to `2`): Further attempts after a request that failed.
-        request (`dict`, *optional*): Further fields of each request, such as `temperature`.
+        request (`dict`, *optional*): Further fields of each request, such as `temperature`; the endpoint's own among
+            them.
 
     Raises:
         ConfigError: If one of these is wrong, the key is not set, or the package `openai` is missing.
@@ -66,7 +67,7 @@ class SimulatedUser:
         parse_user(given)
         if importlib.util.find_spec("openai") is None:
             raise ConfigError('`simulated_user` needs a library: run `pip install "mt-grpo[openai]"`.')
-        if api_key_env is not None and not os.environ.get(api_key_env):
+        if api_key_env is not None and not os.environ.get(api_key_env, "").strip():
             raise ConfigError(
                 f"`simulated_user: api_key_env` is {api_key_env!r}, an environment variable that is not set: set it "
                 "to the key, or leave `api_key_env` out where the endpoint needs none."
@@ -155,7 +156,7 @@ class SimulatedUser:
             # a request's own time begins anew with every byte that arrives
             async with asyncio.timeout(self.timeout * attempts):
                 answer = await self._client.chat.completions.create(
-                    model=self.model, messages=self._seen(dialogue, row), **self.request
+                    model=self.model, messages=self._seen(dialogue, row), extra_body=self.request
                 )
         except (openai.OpenAIError, TimeoutError, ValueError) as error:  # ValueError: JSON that is none
             raise SimulatedUserError(
@@ -166,12 +167,13 @@ class SimulatedUser:
             said = answer.choices[0].message.content
         except (AttributeError, IndexError, TypeError):
             said = None
-        if not said or not isinstance(said, str):
+        # a thought may have no beginning, or no end
+        said = said.rpartition("</think>")[2].partition("<think>")[0].strip() if isinstance(said, str) else ""
+        if not said:
             raise SimulatedUserError(f"The simulated user {self.model!r} at {self.base_url} answered without text.")
-        said = said.rpartition("</think>")[2]
         if self.stop_phrase is not None and self.stop_phrase in said:
             return said.replace(self.stop_phrase, "").strip(), True
-        return said.strip(), False
+        return said, False
 
     def _seen(self, dialogue: list[Message], row: Mapping[str, Any]) -> list[Message]:
         """The conversation as the user sees it: what the policy says is the other side's."""
@@ -185,15 +187,19 @@ class SimulatedUser:
         return seen + [{**message, "role": other[message["role"]]} for message in dialogue]
 
     def _account(self) -> dict[str, str]:
-        key = "none" if self.api_key_env is None else os.environ[self.api_key_env]
-        return {"base_url": self.base_url, "api_key": key}
+        return {"base_url": self.base_url, "api_key": self._key or "none"}
+
+    @property
+    def _key(self) -> str | None:
+        """A line feed at its end, as files have it, would make it no header."""
+        return None if self.api_key_env is None else os.environ[self.api_key_env].strip()
 
     def _reason(self, error: Exception) -> str:
         """An error's words without the key, which some endpoints repeat."""
         cause = error.__cause__ or error
         reason = " ".join(f"{type(cause).__name__}: {cause}".split()) if str(cause) else type(cause).__name__
-        if self.api_key_env is not None:
-            reason = reason.replace(os.environ[self.api_key_env], "***")
+        if self._key is not None:
+            reason = reason.replace(self._key, "***")
         return reason[:_LONGEST].rstrip(".")
 
 
@@ -225,7 +231,7 @@ class SimulatedUserEnv(DialogueEnv):
             return Step(done=StopReason.MAX_STEPS)
         text, done = await self.user.reply(self.dialogue, self.row)
         self._replies += 1
-        return Step(text, done=done) if text else Step(done=True)
+        return Step(text or [], done=done)
 
     async def close(self) -> None:
         """Lets go of the endpoint and of the tools."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -70,13 +71,13 @@ def run(partner, turns, rows=({"goal": "pears"},), limits=None, prompt="Hi", **o
 
 
 def test_the_user_sees_its_goal_and_its_own_side(endpoint):
-    server = endpoint(said("Do you have pears?"), said("Thank you. DONE"))
-    partner = simulated(server, stop_phrase="DONE", request={"temperature": 0.5})
+    server = endpoint(said("<think>Pears.</think>\n\nDo you have pears?"), said("Thank you. DONE"))
+    partner = simulated(server, stop_phrase="DONE", request={"temperature": 0.5, "top_k": 9})
     [trajectory], _ = run(partner, ["<think>A customer.</think>Welcome.", "Yes."])
     assert trajectory.stop_reason is StopReason.ENV_DONE and trajectory.answer == "Yes."
     assert [turn.replies for turn in trajectory.turns] == [user("Do you have pears?"), user("Thank you.")]
     first, second = server.asked(CHAT)
-    assert first["model"] == "user" and first["temperature"] == 0.5
+    assert first["model"] == "user" and (first["temperature"], first["top_k"]) == (0.5, 9)
     assert second["messages"] == [
         {"role": "system", "content": "You want pears."},
         {"role": "user", "content": GREETING},
@@ -126,10 +127,11 @@ def test_a_request_that_fails_is_sent_again(endpoint):
         ((200, "<html>"), "answered without text"),
         ((200, "{}"), "answered without text"),
         (said(None), "answered without text"),
+        (said("<think>They want pe"), "answered without text"),
     ],
 )
 def test_a_failure_ends_the_conversation_not_the_run(endpoint, answer, reason, monkeypatch, caplog):
-    monkeypatch.setenv("USER_KEY", KEY)
+    monkeypatch.setenv("USER_KEY", KEY + "\n")
     caplog.set_level(logging.DEBUG)
     server = endpoint(answer)
     [trajectory], _ = run(simulated(server, max_retries=0, api_key_env="USER_KEY"), ["Welcome."])
@@ -187,6 +189,10 @@ GIVEN = {"base_url": "http://127.0.0.1:9/v1", "model": "user", "system_prompt": 
         ({"max_retries": -1}, "`simulated_user: max_retries` is -1: set 0 or more."),
         ({"timeout": 0}, "`simulated_user: timeout` is 0: set seconds above 0."),
         ({"timeout": "soon"}, "`simulated_user: timeout` is 'soon': give a number."),
+        (
+            {"request": {"stream": True}},
+            "`simulated_user: request` sets `stream`, which is set for it: leave that out.",
+        ),
         ({"request": 3}, "`simulated_user: request` is 3: give a mapping."),
         ({"system_prompt": "Talk {"}, "`simulated_user: system_prompt` has a brace"),
         ({"system_prompt": "Talk {}"}, "`simulated_user: system_prompt` has braces without the name"),
@@ -211,6 +217,12 @@ def config(folder, **options):
 def test_what_is_no_mapping_is_refused(tmp_path, wrong):
     with pytest.raises(UserError, match="`simulated_user` is "):
         config(tmp_path, simulated_user=wrong)
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(UserError, match=r'needs a library: run `pip install "mt-grpo\[openai\]"`'):
+        SimulatedUser(**GIVEN)
 
 
 def test_two_who_answer_are_refused(tmp_path):

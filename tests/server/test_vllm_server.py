@@ -597,7 +597,7 @@ def test_a_served_model_plays_the_user(tied, tmp_path, monkeypatch):
     """Its words are what the server sampled; they are logged, and no token of them is trained."""
     monkeypatch.setenv("USER_KEY", find_key(tied.server.url))
     partner = {"base_url": f"{tied.server.url}/v1", "model": tied.path, "system_prompt": "You want {goal}."}
-    partner |= {"api_key_env": "USER_KEY", "request": {"max_tokens": 8, "extra_body": {"min_tokens": 8}}}
+    partner |= {"api_key_env": "USER_KEY", "request": {"max_tokens": 8, "min_tokens": 8}}
     options = {**CPU_RUN, "max_steps": 1, "max_env_steps": 1, "max_completion_length": 300}
     trainer = MTGRPOEnvTrainer(
         build_model(tied.tokenizer),
