@@ -14,6 +14,7 @@ from datasets import Dataset
 from support.conversations import user
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 from support.trainers import Calls
+from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.compat.verl import BaseInteraction, Gsm8kInteraction, InteractionEnv, load_interactions
 from mt_grpo.errors import UserError
@@ -129,6 +130,20 @@ def test_tools_answer_calls_and_the_interaction_words():
     assert results[0] == "<result>about Lima</result>" and results[1] == "What else?"
     assert results[2].startswith("<result>Error: ") and names(shop).count("generate") == 2
     assert trajectory.answer == "pears" and "lookup" in trajectory.prompt[0]["content"]
+
+
+def test_native_calls_go_to_tools_too():
+    """And reasoning, which the template keeps apart, is not said."""
+    shop = Shop({})
+    call = '<tool_call>\n{"name": "lookup", "arguments": {"query": "Lima"}}\n</tool_call>'
+    turns = [call, "<think>\nno\n</think>\n\npears"]
+    tokenizer = add_response_schema(build_tokenizer("qwen3"))
+    engine = ScriptedEngine(tokenizer, lambda session, turn: turns[turn] + END)
+    env = InteractionEnv({"shop": shop}, tools=[lookup], protocol="native")
+    request = RolloutRequest("Q", "0", row("shop", word="pears"))
+    [trajectory] = asyncio.run(RolloutRunner(env, engine).run([request], SamplingParams()))
+    assert trajectory.turns[0].replies[0]["content"] == "about Lima" and trajectory.answer == "pears"
+    assert [message["role"] for message in shop.seen[0]] == ["user", "assistant", "tool", "assistant"]
 
 
 @pytest.mark.parametrize(("steps", "generated"), [(0, 1), (1, 2)])
