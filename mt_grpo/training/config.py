@@ -47,7 +47,13 @@ class MTGRPOConfig(GRPOConfig):
             `MultiTurnToolEnv` where none is given.
         environments (`dict`, *optional*): Several environments in one run, by the names in the dataset's column
             `environment`: each a dotted path, or a mapping of its own `env`, `tools`, `system_prompt`,
-            `max_env_steps`, `call_protocol`, `env_mask` and `tool_timeout`.
+            `max_env_steps`, `call_protocol`, `env_mask`, `tool_timeout`, `multi_turn_scheduler`, `max_turns` and
+            `loss_scale`.
+        multi_turn_scheduler (`str`, *optional*): A scheduler in the place of an environment, by name or dotted path,
+            see `mt_grpo.compat.swift`.
+        max_turns (`int`, *optional*): Responses of one conversation of the scheduler; no bound of its own where unset.
+        loss_scale (`str`, *optional*, defaults to `"all"`): Of a scheduler's responses train `"all"` or the
+            `"last_round"`; it is a mask, and gives way to a `response_loss_mask`.
         tools (`list[str]`, *optional*): Tools by name or dotted path.
         call_protocol (`str`, *optional*, defaults to `"tags"`): `"tags"` or `"native"` (the model's own tool calls).
         external_plugins (`list[str]`, *optional*): Python files imported before anything is looked up by name.
@@ -90,6 +96,13 @@ class MTGRPOConfig(GRPOConfig):
     environments: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "Several environments, by the names in the column `environment`; JSON on the command line."},
+    )
+    multi_turn_scheduler: str | None = field(
+        default=None, metadata={"help": "A scheduler in the place of an environment, by name or dotted path."}
+    )
+    max_turns: int | None = field(default=None, metadata={"help": "Responses of one conversation of the scheduler."})
+    loss_scale: str = field(
+        default="all", metadata={"help": "'all' or 'last_round': which of a scheduler's responses are trained."}
     )
     tools: list[str] | None = field(default=None, metadata={"help": "Tools by name or dotted path."})
     call_protocol: str = field(default="tags", metadata={"help": "How the model calls tools, by name."})
