@@ -14,10 +14,11 @@ import torch
 import yaml
 from support.models import build_model
 from support.recipes import RECIPES, parse_for
-from support.registered import keep_estimators
+from support.registered import keep, keep_estimators
 
 from mt_grpo.app.serve import server_command
 from mt_grpo.cli import main
+from mt_grpo.rewards import REWARDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -158,6 +159,7 @@ def test_the_training_script_runs_under_accelerate(tmp_path):
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda p: p.name)
 def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
     keep_estimators(monkeypatch)
+    keep(monkeypatch, REWARDS)
     namespace = {"__name__": "docs"}
     for name, block in blocks("python"):
         if name == page.name:

@@ -190,6 +190,17 @@ def test_only_the_last_round_is_trained():
     assert sum(runner.completion(trajectory).mask) == trajectory.turns[2].num_tokens
 
 
+def test_what_is_out_of_time_has_its_last_round_trained():
+    class Slow(Ask):
+        def step(self, infer_request, response_choice, current_turn):
+            time.sleep(1.0 * (current_turn == 2))
+            return super().step(infer_request, response_choice, current_turn)
+
+    trajectory, _, _ = hold(Slow, talk, loss_scale="last_round", rollout_timeout=0.3)
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+    assert [turn.mask for turn in trajectory.turns] == [[0] * 3, None]
+
+
 def test_responses_in_one_message_are_one_round():
     class Mixed(MultiTurnScheduler):
         def step(self, infer_request, response_choice, current_turn):

@@ -110,16 +110,15 @@ class SchedulerEnv:
         CONVERSATION.set(conversation)
         requests, start = [self._request(policy, row)], scheduler.on_trajectory_start
         await call(start, requests, what=start.__qualname__, timeout=source.timeout)
+        last: set[int] = set()
         try:
             outputs = await self._hold(scheduler, conversation, requests[0])
+            last = self._keep(outputs, conversation)
         except ConversationEnded:
-            outputs = []
-        last = self._keep(outputs, conversation)
-        if source.loss_scale == "last_round":
-            if conversation.masked:
-                source.warn_of_mask()
-            else:
-                only_last_rounds(conversation.sampled, last)
+            pass
+        finally:  # also of one that is out of time
+            if source.loss_scale == "last_round":
+                self._mask_rounds(conversation, last)
         infos = self.records[-1][1] if self.records else {}
         reason = StopReason.ENV_DONE if conversation.answer is None else StopReason.ANSWERED
         return Outcome(conversation.rewards, conversation.reason or reason, conversation.answer, infos)
@@ -176,9 +175,13 @@ class SchedulerEnv:
             for one in turns:  # a response that no record has is not trained
                 if not one.claimed:
                     one.turn.mask = [0] * len(one.ids)
-        if not last and turns:
-            last.add(turns[-1].turn.index)
         return last
+
+    def _mask_rounds(self, conversation: Conversation, last: set[int]) -> None:
+        if conversation.masked:
+            self.source.warn_of_mask()
+        elif conversation.sampled:
+            only_last_rounds(conversation.sampled, last or {len(conversation.sampled) - 1})
 
     async def close(self) -> None:
         """Lets go of what the scheduler opened for the conversation."""
