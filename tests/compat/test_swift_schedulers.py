@@ -164,6 +164,7 @@ WRONG = {
         {"rollout_logprobs": lambda ids: [0.0]},
         "Turn 1: `rollout_logprobs` has 1 entries and the sampled tokens are 3",
     ),
+    "reward": ({"reward": lambda ids: float("nan")}, "Turn 1: `reward` is nan"),
     "infos": ({"rollout_infos": lambda ids: "none"}, "Turn 1: `rollout_infos` is str"),
     "no request": ({"infer_request": lambda ids: None}, "Turn 1: `step` returned no `infer_request`"),
     "tool calls": ({"tool_calls": lambda ids: ["look"]}, "Turn 1: `tool_calls` has a str"),

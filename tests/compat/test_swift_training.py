@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from support.models import CPU_RUN, build_model
 from support.registered import keep
 from support.trainers import Letters
 
-from mt_grpo.compat.swift import ORM, Accuracy, SchedulerSource, multi_turns
+from mt_grpo.compat.swift import ORM, Accuracy, MultiTurnScheduler, SchedulerSource, multi_turns
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import REWARDS, load_rewards
 from mt_grpo.rollout import ScriptedEngine
@@ -144,6 +145,29 @@ def test_a_reward_class_is_given_what_its_scheduler_told(plugin, questions):
     assert record == {
         "solution": "4", "request_id": "7", "rollout_infos": {"said": "A1"}, "messages": trajectory.messages
     }  # fmt: skip
+
+
+class Odd(MultiTurnScheduler):
+    """Tells and says what has no form in a file."""
+
+    def step(self, infer_request, response_choice, current_turn):
+        half = {"content": "\ud800 half", "role": "user"}
+        infer_request.messages.append(half if int(infer_request.uuid[-1]) % 2 else {**half, "content": "Q"})
+        infos = {("a", 1): {1, 2}, "bytes": b"x", "object": self}
+        infos["itself"] = infos
+        return {"infer_request": infer_request, "rollout_infos": infos}
+
+
+def test_what_has_no_form_in_a_file_does_not_end_the_run(tmp_path, tokenizer, questions):
+    args = MTGRPOConfig(output_dir=str(tmp_path), **{**CPU_RUN, "max_steps": 1}, max_completion_length=60)
+    trainer = MTGRPOEnvTrainer(
+        build_model(tokenizer), SchedulerSource(Odd, 2), [], [Letters()], args, train_dataset=questions,
+        engine=ScriptedEngine(tokenizer, lambda session, turn: f"A{END}"), processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
+    assert [line["stop_reason"] for line in lines] == ["max_steps", "env_error"] * 2
+    assert lines[0]["info"]["bytes"] == "b'x'" and lines[1]["messages"][-1]["content"] == "\ud800 half"
 
 
 @pytest.mark.parametrize(

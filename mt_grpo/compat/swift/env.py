@@ -10,7 +10,7 @@ from typing import Any
 
 from mt_grpo.compat.swift.engine import CONVERSATION, Conversation, InferEngine, Words
 from mt_grpo.compat.swift.loops import run_apart
-from mt_grpo.compat.swift.records import ResponseError, check_infos, claim, only_last_rounds
+from mt_grpo.compat.swift.records import ResponseError, check_infos, claim, only_last_rounds, plain
 from mt_grpo.compat.swift.scheduler import MultiTurnScheduler
 from mt_grpo.compat.swift.types import RequestConfig, RolloutInferRequest, RolloutOutput
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy
@@ -119,7 +119,7 @@ class SchedulerEnv:
         finally:  # also of one that is out of time
             if source.loss_scale == "last_round":
                 self._mask_rounds(conversation, last)
-        infos = self.records[-1][1] if self.records else {}
+        infos = plain(self.records[-1][1]) if self.records else {}
         reason = StopReason.ENV_DONE if conversation.answer is None else StopReason.ANSWERED
         return Outcome(conversation.rewards, conversation.reason or reason, conversation.answer, infos)
 

@@ -129,3 +129,14 @@ def only_last_rounds(sampled: Sequence[Sampled], last: set[int]) -> None:
         if not stays:
             one.turn.mask = [0] * len(one.ids)
         stays = stays and one.goes_on
+
+
+def plain(value: Any, depth: int = 8) -> Any:
+    """A copy that has a JSON form: what has none as text, what lies deeper than `depth` left out."""
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, dict):
+        return {str(key): plain(item, depth - 1) for key, item in value.items()} if depth else "..."
+    if isinstance(value, list | tuple | set):
+        return [plain(item, depth - 1) for item in value] if depth else "..."
+    return str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +156,8 @@ def take_note(
         infos.update(check_infos(where, given["rollout_infos"]))
     if given.get("reward") is not None:
         one.turn.reward = float(given["reward"])
+        if not math.isfinite(one.turn.reward):
+            raise ResponseError(f"{where}: `reward` is {one.turn.reward}: return a finite number.")
     if given.get("answer") is not None:
         conversation.answer = str(given["answer"])
     for tool_call in given.get("tool_calls") or ():
