@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -425,6 +426,15 @@ def test_a_scheduler_has_copies_of_everything():
     assert row == {"answers": ["theirs"]} and trajectory.row == row
     assert [ids for _, ids in seen] == trajectory.tree.actions() and len(seen) == 3
     assert [len(logprobs) for logprobs, _ in seen] == [turn.num_tokens for turn in trajectory.turns]
+
+
+@pytest.mark.parametrize("form", [list, json.dumps])
+def test_tools_of_a_row_are_shown_and_calls_left_alone(form):
+    tools = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}]
+    called = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    trajectory, _, contexts = hold(Ask, lambda session, turn: called + END, {"tools": form(tools)}, max_turns=2)
+    assert trajectory.error is None and "Looks." in contexts[0] and contexts[1].startswith(contexts[0] + called)
+    assert trajectory.turns[0].text == called and trajectory.tree.num_sequences == 1
 
 
 def test_the_answer_a_row_ends_with_is_not_shown():

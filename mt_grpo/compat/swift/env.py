@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import logging
 import threading
 from typing import Any
@@ -131,7 +132,9 @@ class SchedulerEnv:
         if self.source.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.source.system_prompt})
         data.pop("prompt")
-        return RolloutInferRequest(messages, tools=data.pop("tools", None), data_dict=data, uuid=policy.session)
+        tools = data.pop("tools", None)
+        tools = json.loads(tools) if isinstance(tools, str) else tools  # text where rows have different ones
+        return RolloutInferRequest(messages, tools=tools, data_dict=data, uuid=policy.session)
 
     async def _hold(
         self, scheduler: MultiTurnScheduler, conversation: Conversation, request: RolloutInferRequest
