@@ -18,7 +18,16 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vesp
 SCALES = ("group", "batch", "none")
 """What TRL's trainer takes as `scale_rewards`, beside true (`group`) and false (`none`)."""
 
-ABOVE_ZERO = ("max_turn_length", "max_concurrent_rollouts", "rollout_timeout", "tool_timeout", "verify_sync_every")
+LOSS_SCALES = ("all", "last_round")
+"""Which of a scheduler's responses are trained."""
+
+ABOVE_ZERO = (
+    "max_turn_length",
+    "max_concurrent_rollouts",
+    "rollout_timeout",
+    "tool_timeout",
+    "verify_sync_every",
+)
 
 NO_EFFECT = (
     "cache_implementation",
@@ -68,6 +77,9 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
             "it out, and weigh rewards with `reward_weights`."
         )
     choose("loss_type", options["loss_type"], LOSS_TYPES)
+    choose("loss_scale", options["loss_scale"], LOSS_SCALES)
+    if options["environments"] is None:  # else each may have options of its own
+        check_scheduler(options)
     if not isinstance(options["scale_rewards"], bool):
         choose("scale_rewards", options["scale_rewards"], SCALES)
     rule = rule_name(parse_rule(options["advantage_estimator"]))
@@ -93,6 +105,37 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
             f"`history: {options['history']}` rewrites the past, so a trajectory is several sequences, which "
             "`forward: padded` cannot train: leave `forward` at `tree`."
         )
+
+
+def check_scheduler(options: Mapping[str, Any], key: str = "") -> None:
+    """
+    Holds the options of one environment that may be a scheduler's against each other.
+
+    Args:
+        options (`Mapping`): `multi_turn_scheduler`, and what stands beside it.
+        key (`str`, *optional*): Where it stands, for errors.
+
+    Raises:
+        ConfigError: If they contradict each other.
+    """
+    place = f" of `{key}`" if key else ""
+    if options["multi_turn_scheduler"] is None:
+        for name, default in (("max_turns", None), ("loss_scale", "all")):
+            if options[name] != default:
+                raise ConfigError(
+                    f"`{name}`{place} has an effect with `multi_turn_scheduler` only: leave it out"
+                    f"{', and set `max_env_steps`' if name == 'max_turns' else ''}."
+                )
+        return
+    choose("loss_scale", options["loss_scale"], LOSS_SCALES)
+    if options["max_turns"] is not None and not options["max_turns"] > 0:
+        raise ConfigError(f"`max_turns`{place} is {options['max_turns']}; set a number above 0, or leave it out.")
+    for name in ("tools", "tools_config_file", *PARTNERS):
+        if options.get(name):
+            raise ConfigError(
+                f"`{name}` and `multi_turn_scheduler`{place} are both set, and a scheduler holds the conversation "
+                "itself: leave one out."
+            )
 
 
 def check_trainable(options: Mapping[str, Any]) -> None:

@@ -85,6 +85,8 @@ class Turn:
         observation_length (`int`): Tokens at the end of the context that the environment wrote since the turn before.
         answer (`str`, *optional*): The final answer that the turn gives, where the call protocol finds one.
         reward (`float`, *optional*): Reward that the environment or a stateful tool gave for this turn.
+        mask (`list[int]`, *optional*): 1 for each sampled token that is trained, 0 for one that the environment took
+            out; `None` where all are trained.
     """
 
     index: int
@@ -101,6 +103,7 @@ class Turn:
     observation_length: int = 0
     answer: str | None = None
     reward: float | None = None
+    mask: list[int] | None = None
 
     @property
     def text(self) -> str:

@@ -18,10 +18,11 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from support.models import build_model
 from support.recipes import RECIPES
-from support.registered import keep_estimators
+from support.registered import keep, keep_estimators
 
 from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.cli import main
+from mt_grpo.rewards import REWARDS
 from mt_grpo.training import MTGRPOConfig, checks
 
 ROOT = Path(__file__).parent.parent
@@ -218,6 +219,7 @@ def test_the_first_screen_has_the_committed_figures():
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda p: p.name)
 def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
     keep_estimators(monkeypatch)
+    keep(monkeypatch, REWARDS)
     namespace = {"__name__": "docs"}
     for name, block in blocks("python"):
         if name == page.name and block != FIRST:

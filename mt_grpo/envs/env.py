@@ -51,10 +51,15 @@ class Policy(Protocol):
     Attributes:
         session (`str`): Identifier of the conversation, unique among those under way.
         exhausted (`StopReason`, *optional*): The limit that cut off the latest turn; `None` where it is whole.
+        tokenizer: The model's tokenizer.
+        sampled (`tuple[list[int], list[float]]`): Token ids of the latest turn and their log-probabilities, which are
+            not to be changed.
     """
 
     session: str
     exhausted: StopReason | None
+    tokenizer: Any
+    sampled: tuple[list[int], list[float]]
 
     async def reply(
         self,

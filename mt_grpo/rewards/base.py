@@ -84,6 +84,9 @@ class FunctionReward(OutcomeReward):
             parameter `environments` gets the environments of the conversations.
     """
 
+    brings: tuple[str, ...] = ()
+    """Arguments of its own, beside what TRL gives and the columns."""
+
     def __init__(self, function: PlainFunction) -> None:
         self.function = function
         self.takes_environments = _takes(function, "environments")
@@ -113,17 +116,21 @@ class FunctionReward(OutcomeReward):
         Raises:
             ValueError: When awaited, if the function does not return one reward per trajectory.
         """
+        rewards = self.function(**{**self.arguments(trajectories, rows), **(extra or {})})
+        return _counted(rewards, len(trajectories))
+
+    def arguments(self, trajectories: list[Trajectory], rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the function is called with, as `score_batch` is."""
         columns = {key: [row[key] for row in rows] for key in rows[0] if key not in NOT_COLUMNS}
         environments = [trajectory.environment for trajectory in trajectories]
         if self.takes_environments and any(environment is not None for environment in environments):
             columns["environments"] = environments
-        rewards = self.function(
-            prompts=[trajectory.prompt for trajectory in trajectories],
-            completions=[trajectory.completion for trajectory in trajectories],
-            completion_ids=[completion_ids(trajectory) for trajectory in trajectories],
-            **{**columns, **(extra or {})},
-        )
-        return _counted(rewards, len(trajectories))
+        return {
+            "prompts": [trajectory.prompt for trajectory in trajectories],
+            "completions": [trajectory.completion for trajectory in trajectories],
+            "completion_ids": [completion_ids(trajectory) for trajectory in trajectories],
+            **columns,
+        }
 
 
 def _takes(function: PlainFunction, name: str) -> bool:

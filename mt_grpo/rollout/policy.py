@@ -91,6 +91,8 @@ class ConversationPolicy:
     Attributes:
         session (`str`): The trajectory's.
         exhausted (`StopReason`, *optional*): The limit that cut off the latest turn.
+        tokenizer: The engine's.
+        sampled (`tuple[list[int], list[float]]`): Token ids of the latest turn, and their log-probabilities.
         renderer (`ChatRenderer`, *optional*): The latest turn's.
         ended (`StopReason`, *optional*): Why it takes no further turn, where it was told so.
         rewrote (`bool`): Whether any messages did not go on from those before.
@@ -112,6 +114,8 @@ class ConversationPolicy:
         self.ended: StopReason | None = None
         self.session = trajectory.session
         self.exhausted: StopReason | None = None
+        self.tokenizer = sampler.engine.tokenizer
+        self.sampled: tuple[list[int], list[float]] = ([], [])
         self.renderer: ChatRenderer | None = None
         self.rewrote = False
         self.failure: Exception | None = None
@@ -269,6 +273,7 @@ class ConversationPolicy:
             trajectory.tree.add_turn(rewritten, sample.ids, sample.logprobs)
         self._context += sample.ids
         self._action = sample.ids
+        self.sampled = sample.ids, sample.logprobs
         turn = Turn(
             index,
             {"role": "assistant", "content": self.renderer.text(sample.ids)},

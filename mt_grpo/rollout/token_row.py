@@ -17,7 +17,8 @@ class TokenRow:
     Args:
         prompt_ids (`list[int]`): The first context.
         ids (`list[int]`): Token ids after it.
-        mask (`list[int]`): 1 for a sampled token, `env_mask` for the environment's; 0 for copies of the past.
+        mask (`list[int]`): 1 for a sampled token, or what `Turn.mask` says; `env_mask` for the environment's; 0 for
+            copies of the past.
         turns (`list[int]`): Turn that a token belongs to; a reply belongs to the turn that it answers.
         logprobs (`list[float]`): As sampled; NaN for the environment's tokens.
         parent (`list[int]`): Position of the token that each token follows. It is the one before, except where the
@@ -56,6 +57,7 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
     row = TokenRow(prompt_ids, [], [], [], [], [])
     replied = observed(trajectory)
     answered = {-1: 0} | dict.fromkeys(prompt, 0)  # latest turn on the path to each node
+    masks = {turn.index: list(turn.mask) for turn in trajectory.turns if turn.mask is not None}
     for index in order:
         if index in ends:
             continue
@@ -66,6 +68,8 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
         row.ids += node.tokens
         tail, turn = (size, node.turn) if trained else replied.get(index, (0, 0))
         row.mask += [0] * (size - tail) + [1 if trained else env_mask] * tail
+        if trained and node.turn in masks:  # the parts of an action that was split come in order
+            row.mask[begin:], masks[node.turn] = masks[node.turn][:size], masks[node.turn][size:]
         row.turns += [answered[index]] * (size - tail) + [turn] * tail
         row.logprobs += node.logprobs if trained else [float("nan")] * size
         row.parent += [ends[node.parent], *range(begin, begin + size - 1)]

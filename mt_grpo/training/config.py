@@ -47,12 +47,17 @@ class MTGRPOConfig(GRPOConfig):
             `MultiTurnToolEnv` where none is given.
         environments (`dict`, *optional*): Several environments in one run, by the names in the dataset's column
             `environment`: each a dotted path, or a mapping of its own `env`, `tools`, `system_prompt`,
-            `simulated_user`, `interaction_config_file`, `max_env_steps`, `call_protocol`, `env_mask` and
-            `tool_timeout`.
+            `simulated_user`, `interaction_config_file`, `max_env_steps`, `call_protocol`, `env_mask`, `tool_timeout`,
+            `multi_turn_scheduler`, `max_turns` and `loss_scale`.
         simulated_user (`dict`, *optional*): A user whom an OpenAI-compatible endpoint plays: `base_url`, `model`,
             `system_prompt` and more, see `SimulatedUser`. It answers every turn without a tool call.
         interaction_config_file (`str`, *optional*): YAML file of verl's interactions, which answer every turn without
             a tool call, see `load_interactions`.
+        multi_turn_scheduler (`str`, *optional*): A scheduler in the place of an environment, by name or dotted path,
+            see `mt_grpo.compat.swift`.
+        max_turns (`int`, *optional*): Responses of one conversation of the scheduler; no bound of its own where unset.
+        loss_scale (`str`, *optional*, defaults to `"all"`): Of a scheduler's responses train `"all"` or the
+            `"last_round"`; it is a mask, and gives way to a `response_loss_mask`.
         tools (`list[str]`, *optional*): Tools by name or dotted path.
         tools_config_file (`str`, *optional*): YAML file of further tools, those of MCP servers among them, in verl's
             form; see `mt_grpo.tools.load_tools_file`.
@@ -111,6 +116,13 @@ class MTGRPOConfig(GRPOConfig):
     )
     interaction_config_file: str | None = field(
         default=None, metadata={"help": "YAML file of interactions, which answer turns without a tool call."}
+    )
+    multi_turn_scheduler: str | None = field(
+        default=None, metadata={"help": "A scheduler in the place of an environment, by name or dotted path."}
+    )
+    max_turns: int | None = field(default=None, metadata={"help": "Responses of one conversation of the scheduler."})
+    loss_scale: str = field(
+        default="all", metadata={"help": "'all' or 'last_round': which of a scheduler's responses are trained."}
     )
     tools: list[str] | None = field(default=None, metadata={"help": "Tools by name or dotted path."})
     tools_config_file: str | None = field(default=None, metadata={"help": "YAML file of further tools."})

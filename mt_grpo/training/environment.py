@@ -10,6 +10,7 @@ from typing import Any
 from datasets import Dataset
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
+from mt_grpo.compat.swift import MultiTurnScheduler, SchedulerSource, multi_turns
 from mt_grpo.compat.verl import InteractionEnv, load_interactions
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import PROTOCOLS
@@ -17,7 +18,7 @@ from mt_grpo.envs.simulated_user import SimulatedUser, SimulatedUserEnv
 from mt_grpo.envs.source import COLUMN, check_rows, check_source, close_environments, prototypes
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
-from mt_grpo.options import PARTNERS, check_partner, parse_user
+from mt_grpo.options import PARTNERS, check_partner, check_scheduler, is_bare, parse_user
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
 from mt_grpo.rollout.background import run
 from mt_grpo.tools import load_tools, load_tools_file
@@ -27,13 +28,8 @@ from mt_grpo.training.rollout_batch import RolloutBatch
 
 OPTIONS = (
     *PARTNERS,
-    "tools",
-    "tools_config_file",
-    "system_prompt",
-    "max_env_steps",
-    "call_protocol",
-    "env_mask",
-    "tool_timeout",
+    *("tools", "tools_config_file", "system_prompt", "max_env_steps", "call_protocol", "env_mask", "tool_timeout"),
+    *("multi_turn_scheduler", "max_turns", "loss_scale"),
 )
 """Options of a run that one of several environments may have for itself."""
 
@@ -62,14 +58,24 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
     for option in given:
         if option not in OPTIONS:
             raise ConfigError(f"`{key}` has an unknown key {option!r}{did_you_mean(option, OPTIONS)}.")
-    inherited = {option: getattr(args, option) for option in OPTIONS}
+    options = {option: getattr(args, option) for option in OPTIONS}
     if any(partner in given for partner in PARTNERS):
-        inherited |= dict.fromkeys(PARTNERS)
-    return _build(inherited | given, key, args)
+        options |= dict.fromkeys(PARTNERS)
+    # of the run's own options those count that this kind of environment has
+    scheduler = ("multi_turn_scheduler", "max_turns", "loss_scale")
+    if any(name in given for name in (*PARTNERS, "tools", "tools_config_file", "multi_turn_scheduler")):
+        defaults = {field.name: field.default for field in fields(args)}
+        others = ("tools", "tools_config_file", *PARTNERS) if "multi_turn_scheduler" in given else scheduler
+        options |= {name: defaults[name] for name in others}
+    options |= given
+    check_scheduler(options, key)
+    return _build(options, key, args)
 
 
 def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
     check_partner(options, "" if key == "env" else f"In `{key}`, ")
+    if options["multi_turn_scheduler"] is not None:
+        return _build_scheduler(options)
     path = options["env"]
     found = MultiTurnToolEnv if path is None else import_object(path, what="environment")
     if not (isinstance(found, type) and issubclass(found, MultiTurnToolEnv)):
@@ -96,6 +102,28 @@ def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
 
 def _tools(named: list[Any] | None, file: str | None) -> list[Any]:
     return [*(named or []), *([] if file is None else load_tools_file(file))]
+
+
+def _build_scheduler(options: dict[str, Any]) -> SchedulerSource:
+    name = options["multi_turn_scheduler"]
+    if not is_bare(name):
+        found = import_object(name, what="scheduler")
+    elif name in multi_turns:
+        found = multi_turns[name]
+    else:
+        raise ConfigError(
+            f"There is no scheduler {name!r}{did_you_mean(name, multi_turns)}: choose one of "
+            f"{', '.join(multi_turns)}, name the file that adds it to `multi_turns` in "
+            "`external_plugins`, or give a dotted path."
+        )
+    if not (isinstance(found, type) and issubclass(found, MultiTurnScheduler)):
+        raise ConfigError(
+            f"`multi_turn_scheduler: {name}` leads to {found!r}: give a subclass of `MultiTurnScheduler`, which is in "
+            "`mt_grpo.compat.swift`."
+        )
+    tags = PROTOCOLS[options["call_protocol"]]().tags
+    limits = options["max_turns"], options["loss_scale"], options["system_prompt"], tags, options["tool_timeout"]
+    return SchedulerSource(found, *limits)
 
 
 def check_env(env: EnvSource | None, args: MTGRPOConfig, *datasets: Rows | dict[str, Rows] | None) -> EnvSource:

@@ -46,8 +46,9 @@ def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
         function, positional = reward.function, 0
         given = [
             *BATCH_ARGUMENTS,
+            *reward.brings,
             *["environments"][: reward.takes_environments],
-            *(column for column in columns if column not in NOT_COLUMNS),
+            *(column for column in columns if column not in (*NOT_COLUMNS, *reward.brings)),
         ]
     else:
         function, positional = reward.score, 1 + isinstance(reward, TurnReward)

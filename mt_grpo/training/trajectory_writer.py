@@ -27,7 +27,8 @@ class TrajectoryWriter:
         """Appends trajectories with the mode (`"train"` or `"eval"`) and the optimiser step they belong to."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = [to_json({"step": step, "mode": mode, **trajectory.to_dict()}) for trajectory in trajectories]
-        with self.path.open("a", encoding="utf-8") as file:
+        # half a character, which an environment may write, as the escape that JSON has for it
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write("".join(line + "\n" for line in lines))
 
 

@@ -1,0 +1,86 @@
+"""
+The embedded agent brought in other forms than ours, trained as the quickstart trains it: its exact match before and
+after.
+
+    python benchmarks/bring_your_own.py [scheduler] [--quick]
+
+Trains each form that is named, all where none is. Prints a table and writes `benchmarks/results/bring_your_own.json`,
+in which the rows of other forms stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from common import RESULTS, write
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+AGENTS = Path(__file__).parent / "agents"
+
+FORMS: dict[str, dict[str, Any]] = {
+    "scheduler": {
+        "external_plugins": [str(AGENTS / "scheduler.py")],
+        "multi_turn_scheduler": "searcher",
+        "max_turns": 5,
+    },
+}
+"""What each form puts into the recipe in the place of `tools` and `max_env_steps`."""
+
+SMALL = {
+    "max_steps": 1,
+    "per_device_train_batch_size": 8,
+    "dataset_test_split": "validation[:4]",
+    "max_turn_length": 16,
+}
+
+
+def train(form: str, quick: bool) -> dict[str, Any]:
+    """Trains one form; what `summary.json` says about it."""
+    recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
+    for name in ("tools", "max_env_steps"):
+        del recipe[name]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "run"
+        recipe |= {**FORMS[form], **(SMALL if quick else {}), "output_dir": str(output)}
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        command = [sys.executable, "-m", "mt_grpo", "train", "--config", str(path)]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        summary = json.loads((output / "summary.json").read_text())
+    return {name: summary[name] for name in ("before", "after", "seconds", "steps", "seed")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("forms", nargs="*", help=f"any of {', '.join(FORMS)}")
+    parser.add_argument("--quick", action="store_true", help="one step, a few questions; writes nothing")
+    args = parser.parse_args()
+    for form in args.forms:
+        if form not in FORMS:
+            parser.error(f"there is no form {form!r}: name any of {', '.join(FORMS)}")
+    measured = {form: train(form, args.quick) for form in args.forms or FORMS}
+    table = Table("form", "exact match before", "after", "tool execution after", "turns after", "seconds")
+    quickstart = json.loads((RESULTS / "quickstart.json").read_text())
+    for form, row in {"quickstart": quickstart, **measured}.items():
+        before, after = row["before"], row["after"]
+        values = before["exact_match"], after["exact_match"], after["tool_execution"], after["turns"]
+        table.add_row(form, *(f"{value:.3f}" for value in values), f"{row['seconds']:.0f}")
+    Console().print(table)
+    if not args.quick:
+        results = RESULTS / "bring_your_own.json"
+        known = json.loads(results.read_text())["rows"] if results.exists() else {}
+        write("bring_your_own", {"recipe": "recipes/quickstart.yaml"}, {**known, **measured})
+
+
+if __name__ == "__main__":
+    main()
