@@ -45,9 +45,11 @@ class MTGRPOConfig(GRPOConfig):
     Args:
         env (`str`, *optional*): Dotted path of an environment: a class, a `StepEnv`, or a function from a row to one;
             `MultiTurnToolEnv` where none is given.
+        environment_factory (`str` or `dict`, *optional*): Dotted path of a factory in TRL's form, see `TRLEnv`; or a
+            mapping of such paths, by the names in the dataset's column `environment`.
         environments (`dict`, *optional*): Several environments in one run, by the names in the dataset's column
-            `environment`: each a dotted path, or a mapping of its own `env`, `tools`, `system_prompt`,
-            `max_env_steps`, `call_protocol`, `env_mask` and `tool_timeout`.
+            `environment`: each a dotted path, or a mapping of its own `env`, `environment_factory`, `tools`,
+            `system_prompt`, `max_env_steps`, `call_protocol`, `env_mask` and `tool_timeout`.
         tools (`list[str]`, *optional*): Tools by name or dotted path.
         tools_config_file (`str`, *optional*): YAML file of further tools, those of MCP servers among them, in verl's
             form; see `mt_grpo.tools.load_tools_file`.
@@ -94,6 +96,9 @@ class MTGRPOConfig(GRPOConfig):
     """
 
     env: str | None = field(default=None, metadata={"help": "Dotted path of an environment class or factory."})
+    environment_factory: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Dotted path of a factory in TRL's form, or a mapping of them by name."}
+    )
     environments: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "Several environments, by the names in the column `environment`; JSON on the command line."},
@@ -160,6 +165,8 @@ class MTGRPOConfig(GRPOConfig):
             import_file(plugin)
         if isinstance(self.environments, str):  # of the command line
             self.environments = yaml.safe_load(self.environments)
+        if isinstance(self.environment_factory, str) and self.environment_factory.lstrip().startswith("{"):
+            self.environment_factory = yaml.safe_load(self.environment_factory)
         self.advantage_estimator = parse_rule(self.advantage_estimator)
         names = registered_names()
         if self.env is not None:  # its module, which is not imported yet, may register a protocol

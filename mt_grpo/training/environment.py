@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -19,11 +19,13 @@ from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
 from mt_grpo.rollout.background import run
 from mt_grpo.tools import load_tools, load_tools_file
 from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.factories import Factory, as_in_trl, environments_of, import_factory, warn_of_unused
 from mt_grpo.training.reward_columns import Rows
 from mt_grpo.training.rollout_batch import RolloutBatch
 
 OPTIONS = (
     "env",
+    "environment_factory",
     "tools",
     "tools_config_file",
     "system_prompt",
@@ -35,15 +37,28 @@ OPTIONS = (
 """Options of a run that one of several environments may have for itself."""
 
 
-def build_env(args: MTGRPOConfig) -> EnvSource:
+def build_env(args: MTGRPOConfig, factory: Factory | None = None) -> EnvSource:
     """
     The environment, or environments by name, that `args` describe.
+
+    Args:
+        args (`MTGRPOConfig`): The options.
+        factory (`Factory`, *optional*): What the trainer was given as `environment_factory`.
 
     Raises:
         ConfigError: If what they name is no environment; see `MultiTurnToolEnv` for further errors.
     """
+    options = {name: getattr(args, name) for name in OPTIONS}
+    if factory is not None:
+        options["environment_factory"] = factory
+    given = [name for name in ("env", "environment_factory") if options[name] is not None]
     if args.environments is None:
-        return _build({name: getattr(args, name) for name in OPTIONS}, "env", args)
+        return _build(options, given[-1] if given else "env", args)
+    if options["environment_factory"] is not None:
+        raise ConfigError(
+            "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
+            "`{environment_factory: its path}`."
+        )
     if args.env is not None:
         raise ConfigError("`env` and `environments` are both set: name a single environment in `environments` too.")
     if not isinstance(args.environments, dict) or not args.environments:
@@ -59,11 +74,18 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
     for option in given:
         if option not in OPTIONS:
             raise ConfigError(f"`{key}` has an unknown key {option!r}{did_you_mean(option, OPTIONS)}.")
-    return _build({option: getattr(args, option) for option in OPTIONS} | given, key, args)
+    env = _build({option: getattr(args, option) for option in OPTIONS} | given, key, args, given)
+    if isinstance(env, dict):
+        raise ConfigError(f"`{key}` has several factories in `environment_factory`: give each a name of its own.")
+    return env
 
 
-def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
+def _build(options: dict[str, Any], key: str, args: MTGRPOConfig, given: Collection[str] = ()) -> EnvSource:
     path = options["env"]
+    if options["environment_factory"] is not None:
+        if path is not None:
+            raise ConfigError(f"`env` and `environment_factory` are both set (`{key}`): leave one out.")
+        return _from_factory(options["environment_factory"], options, args, given)
     found = MultiTurnToolEnv if path is None else import_object(path, what="environment")
     if not (isinstance(found, type) and issubclass(found, MultiTurnToolEnv)):
         check_source(found, key)
@@ -80,11 +102,36 @@ def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
     return env
 
 
+def _from_factory(factory: Any, options: dict[str, Any], args: MTGRPOConfig, given: Collection[str]) -> EnvSource:
+    """Environments of a factory, or of what a recipe names as one; `given` are options that are its own."""
+    if isinstance(factory, str) or (
+        isinstance(factory, dict) and any(isinstance(one, str) for one in factory.values())
+    ):
+        factory = import_factory(factory, "environment_factory")
+    defaults = {field.name: None if field.name in given else field.default for field in fields(args)}
+    return environments_of(
+        factory,
+        {
+            "tools": _tools(options["tools"], options["tools_config_file"]),
+            "system_prompt": options["system_prompt"],
+            "env_mask": options["env_mask"],
+            "tool_timeout": options["tool_timeout"],
+            **as_in_trl(options, defaults),
+        },
+        args,
+    )
+
+
 def _tools(named: list[Any] | None, file: str | None) -> list[Any]:
     return [*(named or []), *([] if file is None else load_tools_file(file))]
 
 
-def check_env(env: EnvSource | None, args: MTGRPOConfig, *datasets: Rows | dict[str, Rows] | None) -> EnvSource:
+def check_env(
+    env: EnvSource | None,
+    args: MTGRPOConfig,
+    *datasets: Rows | dict[str, Rows] | None,
+    factory: Factory | None = None,
+) -> EnvSource:
     """
     Holds an environment that was made by hand against the options that would have made it, as far as these are not
     left at their defaults, and the names of several against the rows that name them; returns it, or where none is
@@ -93,12 +140,17 @@ def check_env(env: EnvSource | None, args: MTGRPOConfig, *datasets: Rows | dict[
     Raises:
         ConfigError: If they contradict each other, or no environment can be made from it.
     """
-    env = build_env(args) if env is None else env
+    if env is not None and factory is not None:
+        raise ConfigError("The trainer was given both `env` and `environment_factory`: leave one out.")
+    env = build_env(args, factory) if env is None else env
     check_source(env)
-    for dataset in datasets:
-        for rows in dataset.values() if isinstance(dataset, dict) else [dataset]:
-            if isinstance(rows, Dataset):  # rows of a stream are not known before
-                check_rows(env, rows.unique(COLUMN) if COLUMN in rows.column_names else None)
+    every = [rows for data in datasets for rows in (data.values() if isinstance(data, dict) else [data])]
+    known = [rows for rows in every if isinstance(rows, Dataset)]  # rows of a stream are not known before
+    names = [rows.unique(COLUMN) if COLUMN in rows.column_names else None for rows in known]
+    for named in names:
+        check_rows(env, named)
+    if known and len(known) == len([rows for rows in every if rows is not None]):
+        warn_of_unused(env, {name for named in names for name in named or ()})
     if not isinstance(env, MultiTurnToolEnv) or env.made_from is args:
         return env
     if args.env is not None and not isinstance(env, import_object(args.env, what="environment")):
