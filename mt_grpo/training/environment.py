@@ -10,6 +10,7 @@ from typing import Any
 from datasets import Dataset
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
+from mt_grpo.compat.trl_env import TRLEnv
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.envs.source import COLUMN, check_rows, check_source, close_environments, prototypes
@@ -51,6 +52,8 @@ def build_env(args: MTGRPOConfig, factory: Factory | None = None) -> EnvSource:
     options = {name: getattr(args, name) for name in OPTIONS}
     if factory is not None:
         options["environment_factory"] = factory
+    elif args.environment_factory is not None:
+        options["environment_factory"] = import_factory(args.environment_factory, "environment_factory")
     given = [name for name in ("env", "environment_factory") if options[name] is not None]
     if args.environments is None:
         return _build(options, given[-1] if given else "env", args)
@@ -74,9 +77,14 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
     for option in given:
         if option not in OPTIONS:
             raise ConfigError(f"`{key}` has an unknown key {option!r}{did_you_mean(option, OPTIONS)}.")
-    env = _build({option: getattr(args, option) for option in OPTIONS} | given, key, args, given)
+    options = {option: getattr(args, option) for option in OPTIONS} | given
+    if options["environment_factory"] is not None:
+        options["environment_factory"] = import_factory(options["environment_factory"], f"{key}: environment_factory")
+    env = _build(options, key, args, given)
     if isinstance(env, dict):
         raise ConfigError(f"`{key}` has several factories in `environment_factory`: give each a name of its own.")
+    if isinstance(env, TRLEnv):
+        env.named = True
     return env
 
 
@@ -103,11 +111,7 @@ def _build(options: dict[str, Any], key: str, args: MTGRPOConfig, given: Collect
 
 
 def _from_factory(factory: Any, options: dict[str, Any], args: MTGRPOConfig, given: Collection[str]) -> EnvSource:
-    """Environments of a factory, or of what a recipe names as one; `given` are options that are its own."""
-    if isinstance(factory, str) or (
-        isinstance(factory, dict) and any(isinstance(one, str) for one in factory.values())
-    ):
-        factory = import_factory(factory, "environment_factory")
+    """Environments of a factory; `given` are the options that are its own, not the run's."""
     defaults = {field.name: None if field.name in given else field.default for field in fields(args)}
     return environments_of(
         factory,

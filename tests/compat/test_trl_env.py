@@ -9,7 +9,7 @@ import time
 
 import pytest
 from support.models import build_tokenizer
-from support.trl_environments import DOORS, LEDGER, Doors, Ledger, Stopped, by_script, called
+from support.trl_environments import DOORS, LEDGER, Ledger, Stopped, Waking, by_script, called
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.compat.trl_env import TRLEnv
@@ -48,9 +48,9 @@ def test_methods_are_tools_of_the_conversation_s_own_instance():
 
 
 def test_async_classes_work_and_their_reset_is_shown():
-    trajectories = run(TRLEnv(Doors), [{}] * 4, DOORS)
-    assert trajectories[0].prompt[-1]["content"] == "Play. Open the doors."
-    assert [one.env_rewards["Doors"] for one in trajectories] == [0.5, 1.0, 0.0, 0.5]
+    trajectories = run(TRLEnv(Waking), [{}] * 4, DOORS)
+    assert trajectories[0].prompt[-1]["content"] == "Play. Open the doors. Now."
+    assert [one.env_rewards["Waking"] for one in trajectories] == [0.5, 1.0, 0.0, 0.5]
 
 
 def test_instances_are_made_once_and_used_again():

@@ -71,11 +71,11 @@ class Ledger:
 
 
 class Doors:
-    """Opens doors; an `async` class whose reward is the share of them that are open."""
+    """Opens doors, with `async` methods; the reward is the share of doors that are open."""
 
-    async def reset(self, **row):
+    def reset(self, **row):
         self.open: set[str] = set()
-        return [{"type": "text", "text": " Open the doors."}]
+        return " Open the doors."
 
     async def unlock(self, door: str) -> str:
         """
@@ -89,6 +89,13 @@ class Doors:
 
     async def get_reward(self) -> float:
         return len(self.open) / 2
+
+
+class Waking(Doors):
+    """Takes its time to begin, and then shows text in parts; TRL shows nothing of it."""
+
+    async def reset(self, **row):
+        return [{"type": "text", "text": super().reset()}, {"type": "text", "text": " Now."}]
 
 
 class Stopped(Ledger):

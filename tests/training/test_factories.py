@@ -157,7 +157,7 @@ def test_recipes_name_factories_by_path(tmp_path):
     assert trainer.reward_func_names == ["Ledger", "Doors"]
     assert sorted(trainer.env["doors"].tools) == ["calculator", "unlock"]
     batch = one_batch(trainer)
-    assert [one.rewards for one in batch.trajectories][1] == {"Ledger": None, "Doors": 1.0}
+    assert batch.trajectories[1].rewards["outcome"] == {"Ledger": None, "Doors": 1.0}
 
 
 def test_an_environment_among_others_may_be_a_factory(tmp_path):
@@ -168,7 +168,7 @@ def test_an_environment_among_others_may_be_a_factory(tmp_path):
     data = Dataset.from_list([{**ROWS[0], "environment": "tools"}, {**ROWS[1], "environment": "ledger"}])
     trainer = ours(tmp_path, None, LEDGER, data, environments=environments)
     assert trainer.env["ledger"].max_steps == 5 and trainer.env["ledger"].named
-    assert one_batch(trainer).trajectories[0].env_rewards == {"Ledger": 11.0}
+    assert one_batch(trainer).trajectories[0].env_rewards == {"Ledger": 12.0}
 
 
 # Refused at the door
