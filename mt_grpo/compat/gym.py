@@ -45,6 +45,7 @@ class GymEnv(StepEnv):
         ConfigError: If `make` cannot be called, or is a class without `reset` and `step`.
     """
 
+    step_timeout = None  # each call of the game has its own
     user_environment: Any = None
     """The game of this conversation, which reward functions get as one of their `environments`."""
 
@@ -62,7 +63,7 @@ class GymEnv(StepEnv):
             _check_game(make)
         if max_turns is not None and max_turns < 1:
             raise ConfigError(f"`max_turns` is {max_turns}: give 1 or more, or `None` for no limit.")
-        self.make, self.parse, self.tag, self.max_turns, self.step_timeout = make, parse, tag, max_turns, step_timeout
+        self.make, self.parse, self.tag, self.max_turns, self.call_timeout = make, parse, tag, max_turns, step_timeout
         self.stop = () if tag is None else (f"</{tag}>",)
         self.total = 0.0
 
@@ -78,10 +79,10 @@ class GymEnv(StepEnv):
     async def reset(self, row: dict[str, Any]) -> list[Message]:
         """The prompt of the row, and what the game shows at first."""
         args = (row,) if _needs_row(self.make) else ()
-        game = self.user_environment = await call(self.make, *args, what="make", timeout=self.step_timeout)
+        game = self.user_environment = await call(self.make, *args, what="make", timeout=self.call_timeout)
         _check_game(type(game))
         keywords = {"seed": seed_of(row)} if _takes_seed(game.reset) else {}
-        seen = await call(partial(game.reset, **keywords), what=self._what("reset"), timeout=self.step_timeout)
+        seen = await call(partial(game.reset, **keywords), what=self._what("reset"), timeout=self.call_timeout)
         if isinstance(seen, tuple) and len(seen) == 2 and isinstance(seen[1], dict):
             seen = seen[0]
         prompt = row.get("prompt") or ""
@@ -94,7 +95,7 @@ class GymEnv(StepEnv):
         over = self.max_turns is not None and turn.index + 1 >= self.max_turns
         try:
             action = self.parse(self._action(turn.text))
-            played = await call(self.user_environment.step, action, what=self._what("step"), timeout=self.step_timeout)
+            played = await call(self.user_environment.step, action, what=self._what("step"), timeout=self.call_timeout)
         except INVALID as error:
             return Step(f"Error: {describe_error(error)}", done=StopReason.MAX_STEPS if over else False)
         seen, reward, terminated, truncated, info = _read(played, self._what("step"))
@@ -108,7 +109,7 @@ class GymEnv(StepEnv):
         """Closes the game."""
         game, self.user_environment = self.user_environment, None
         if inspect.isroutine(getattr(type(game), "close", None)):
-            await call(game.close, what=f"{type(game).__name__}.close", timeout=self.step_timeout)
+            await call(game.close, what=f"{type(game).__name__}.close", timeout=self.call_timeout)
 
     def _what(self, method: str) -> str:
         return f"{type(self.user_environment).__name__}.{method}"

@@ -1,4 +1,4 @@
-"""Gym-like classes: every form of `reset` and `step`, seeds, actions that a game does not take, and what goes wrong."""
+"""Gym-like classes: every form of `reset` and `step`, seeds, refused actions, and what goes wrong."""
 
 from __future__ import annotations
 

@@ -22,19 +22,10 @@ INSTALL = "is not installed: run `make interop-games`"
 
 
 def play(env, rows, says):
-    """Runs conversations in which `says(messages so far)` is what the model says."""
-    tokenizer = build_tokenizer()
-    heard = {}
-
-    def script(session, turn):
-        context = [context for name, context, _ in engine.requests if name == session][-1]
-        heard[session] = tokenizer.decode(context)
-        return says(heard[session], turn) + "<|im_end|>"
-
-    engine = ScriptedEngine(tokenizer, script)
-    runner = RolloutRunner(env, engine)
+    """Runs conversations in which `says(number of the conversation, turn)` is what the model says."""
+    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: says(int(session), turn) + "<|im_end|>")
     requests = [RolloutRequest(row.pop("prompt", ""), f"{index:03d}", row) for index, row in enumerate(rows)]
-    return asyncio.run(runner.run(requests, SamplingParams()))
+    return asyncio.run(RolloutRunner(env, engine).run(requests, SamplingParams()))
 
 
 class TestTextArena:
@@ -46,16 +37,16 @@ class TestTextArena:
         """Towers of three disks: the seven moves that solve it, and a player who only makes invalid ones."""
         solution = ["[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]"]
         env = textarena_game("TowerOfHanoi-v0", max_turns=12)
-        [won] = play(env, [{"seed": 1}], lambda heard, turn: solution[turn])
+        [won] = play(env, [{"seed": 1}], lambda number, turn: solution[turn])
         assert (won.stop_reason, won.env_rewards, len(won.turns)) == (StopReason.ENV_DONE, {"return": 1.0}, 7)
         assert won.turns[-1].reward == 1.0 and "A: [3, 2]" in won.turns[0].replies[0]["content"]
         assert "Tower of Hanoi" in won.prompt[0]["content"]
-        [lost] = play(env, [{"seed": 1}], lambda heard, turn: "I pass.")
+        [lost] = play(env, [{"seed": 1}], lambda number, turn: "I pass.")
         assert lost.env_rewards["return"] < 1.0 and "invalid move" in lost.turns[0].replies[0]["content"]
 
     def test_a_game_against_an_opponent(self):
         env = textarena_game("TicTacToe-v0", opponent=lambda seen: f"[{re.findall(r'[678]', seen)[-1]}]", max_turns=5)
-        [game] = play(env, [{"seed": 1}], lambda heard, turn: f"[{turn}]")
+        [game] = play(env, [{"seed": 1}], lambda number, turn: f"[{turn}]")
         assert (game.stop_reason, game.env_rewards) == (StopReason.ENV_DONE, {"return": 1.0})
         assert "X" in game.turns[0].replies[0]["content"]
 
@@ -64,7 +55,7 @@ class TestTextArena:
         random.seed(3)
         before = random.getstate()
         env = textarena_game("Blackjack-v0", max_turns=4)
-        games = play(env, [{"seed": seed} for seed in (1, 1, 1, 2)], lambda heard, turn: "[Stand]")
+        games = play(env, [{"seed": seed} for seed in (1, 1, 1, 2)], lambda number, turn: "[Stand]")
         starts = [game.prompt[0]["content"] for game in games]
         assert starts[0] == starts[1] == starts[2] != starts[3]
         replies = [[turn.replies for turn in game.turns] for game in games]
@@ -84,16 +75,12 @@ class TestReasoningGym:
     @pytest.mark.parametrize("task", ["leg_counting", "basic_arithmetic", "countdown"])
     def test_right_answers_earn_and_wrong_ones_do_not(self, task):
         rows = [dict(row) for row in load_rows(f"reasoning_gym:{task}", "train[:4]")]
-        answers = {row["prompt"][0]["content"]: row["answer"] for row in rows}
-        assert len(answers) == 4
-
-        def says(heard, turn):
-            (question,) = [question for question in answers if question.strip() in heard]
-            return f"<answer>{answers[question]}</answer>"
-
         for right in (True, False):
             env = MultiTurnToolEnv(system_prompt="", max_steps=0)
-            ended = play(env, [dict(row) for row in rows], says if right else lambda *_: "<answer>?</answer>")
+            answers = [row["answer"] if right else "?" for row in rows]
+            ended = play(
+                env, [dict(row) for row in rows], lambda number, turn, said=answers: f"<answer>{said[number]}</answer>"
+            )
             scores = [reasoning_gym_reward.score(one, **one.row) for one in ended]
             assert scores == [1.0] * 4 if right else max(scores) < 0.5
 
