@@ -101,6 +101,13 @@ class TRLEnv(MultiTurnToolEnv):
         """The name of the reward that the class gives; `None` where it has no `get_reward`."""
         return self.pool.name if "get_reward" in self.pool.methods else None
 
+    @property
+    def needed_columns(self) -> list[str]:
+        """The columns that `reset` cannot do without."""
+        parameters = inspect.signature(self.pool.first.reset).parameters.values()
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return [one.name for one in parameters if one.kind in by_name and one.default is inspect.Parameter.empty]
+
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
         """The loop of `MultiTurnToolEnv` in an instance of the factory, and the reward that it gives in the end."""
         self._calls = []

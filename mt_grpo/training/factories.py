@@ -12,7 +12,7 @@ from mt_grpo.compat.trl_env import TRLEnv
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.source import prototypes
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import import_object
+from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.rewards import EnvReward, RewardFunc
 from mt_grpo.training.config import MTGRPOConfig
 
@@ -53,6 +53,12 @@ def environments_of(factory: Factory, options: dict[str, Any], args: MTGRPOConfi
 def _environment(factory: Any, options: dict[str, Any], args: MTGRPOConfig, named: bool) -> TRLEnv:
     env = TRLEnv(factory, **options)
     env.made_from, env.named = args, named
+    if not env.tools:
+        logger.warning(
+            "The environment %s has no tools: it has no public method but `reset`, `get_reward` and `close`, so each "
+            "conversation has one turn.",
+            env.pool.name,
+        )
     return env
 
 
@@ -111,7 +117,8 @@ def rows_of(
     environment's `reset` writes it.
 
     Raises:
-        ConfigError: If there are no rows, and either several environments or no `max_steps`.
+        ConfigError: If there are no rows, and either several environments or no `max_steps`; if `reset` of a class
+            needs a column that there is not.
     """
     factories = all(isinstance(one, TRLEnv) for one in prototypes(env)) and any(prototypes(env))
     if dataset is None and factories:
@@ -125,10 +132,23 @@ def rows_of(
                 "There is no dataset, so `reset` of the environment gives the prompts, and nothing says how long to "
                 "train: set `max_steps`."
             )
-        return Dataset.from_dict({"prompt": [NO_PROMPT] * (args.generation_batch_size // args.num_generations)})
+        dataset = Dataset.from_dict({"prompt": [NO_PROMPT] * (args.generation_batch_size // args.num_generations)})
     if factories and isinstance(dataset, Dataset) and "prompt" not in dataset.column_names:
-        return dataset.add_column("prompt", [NO_PROMPT] * len(dataset))
+        dataset = dataset.add_column("prompt", [NO_PROMPT] * len(dataset))
+    if isinstance(dataset, Dataset):  # the columns of a stream may not be known
+        _check_columns(env, dataset.column_names)
     return dataset
+
+
+def _check_columns(env: EnvSource, columns: list[str]) -> None:
+    for one in prototypes(env):
+        for column in one.needed_columns if isinstance(one, TRLEnv) else ():
+            if column not in columns:
+                raise ConfigError(
+                    f"`reset` of the environment {one.pool.name} needs `{column}`, which is no column of the training "
+                    f"dataset{did_you_mean(column, columns)}: its columns are {', '.join(columns)}; name the right "
+                    f"one with `column_mapping: {{{column}: its name}}`, or give the parameter a default."
+                )
 
 
 def warn_of_unused(env: EnvSource, names: set[str]) -> None:

@@ -222,9 +222,20 @@ class Silent:
         pass
 
 
-def test_a_class_without_a_reward_needs_one(tmp_path):
-    with pytest.raises(ConfigError, match="There is no reward"):
+def test_a_class_without_a_reward_needs_one(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="There is no reward"):
         ours(tmp_path, Silent, LEDGER, rows())
+    assert "The environment Silent has no tools" in caplog.text
+
+
+class Needy(Silent):
+    def reset(self, strat):
+        pass
+
+
+def test_a_column_that_reset_needs_is_missed_before_any_work(tmp_path):
+    with pytest.raises(ConfigError, match="`reset` of the environment Needy needs `strat`.*the nearest is 'start'"):
+        ours(tmp_path, Needy, LEDGER, rows(), [totals])
 
 
 def test_an_environment_that_no_row_names_is_told(tmp_path, caplog):
