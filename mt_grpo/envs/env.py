@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -192,7 +193,7 @@ class StepEnv(Env):
             step = step if isinstance(step, Step) else Step(step)
             turn.replies = _messages(step.replies)
             if step.reward is not None:
-                turn.reward = step.reward
+                turn.reward = finite(step.reward, f"{name}.step gave the reward")
             if step.done is not False:
                 reason = step.done if isinstance(step.done, StopReason) else StopReason.ENV_DONE
                 return Outcome(step.rewards, reason, step.answer, step.info)
@@ -209,4 +210,15 @@ def _messages(said: str | list[Message]) -> list[Message]:
         return [{"role": "user", "content": said}]
     if not isinstance(said, list):
         raise TypeError(f"An environment gave {type(said).__name__} for messages: give text or a list of messages.")
+    for message in said:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise TypeError(f"An environment gave {message!r} for a message: give a dictionary with `role`.")
     return list(said)
+
+
+def finite(value: Any, what: str) -> float:
+    """A reward of the user's as a number; `what` begins the sentence where it is none."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} {number}, which is not a finite number.")
+    return number

@@ -41,7 +41,7 @@ async def make_env(source: EnvSource, row: dict[str, Any]) -> Env:
         row (`dict`): The row it is for.
 
     Raises:
-        KeyError: If the row names no environment of the dictionary.
+        ValueError: If the row names no environment of the dictionary.
         TypeError: If what the factory made is no environment.
     """
     if isinstance(source, StepEnv):
@@ -99,7 +99,7 @@ def named(source: dict[str, EnvSource], row: dict[str, Any]) -> EnvSource:
     """The environment that a row names in its column `environment`."""
     name = row.get(COLUMN)
     if name not in source:
-        raise KeyError(f"The row's `{COLUMN}` is {name!r}: name one of {', '.join(source)}.")
+        raise ValueError(f"The row's `{COLUMN}` is {name!r}: name one of {', '.join(source)}.")
     return source[name]
 
 

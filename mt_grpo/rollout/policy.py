@@ -146,8 +146,12 @@ class ConversationPolicy:
                 )
             messages = messages if isinstance(messages, list) else list(messages)
             known = self._said.latest(messages) if self._history is not None else 0
-            context = self._extended(messages[known:]) if known else self._begun(messages[:])
-            turn = await self._take(*context, tuple(stop), max_tokens, protocol)
+            try:
+                context = self._extended(messages[known:]) if known else self._begun(messages[:])
+                turn = await self._take(*context, tuple(stop), max_tokens, protocol)
+            except BaseException:
+                self._history = None  # what was appended was not sampled after: who asks again begins anew
+                raise
             self._said.add(messages, known, turn)
             return turn
 
@@ -218,6 +222,8 @@ class ConversationPolicy:
             context = self._rewritten([], (rewritten or suffix) + self._encoded(last))
         turn = await self._take(*context, stop, max_tokens, protocol)
         self._said.add(before, 0, turn, {**turn.message, "content": words + turn.text})
+        if self._sampler.history != "keep":
+            self._history = None  # it does not know of the part that was added
         return turn
 
     def _encoded(self, message: Message) -> list[int]:

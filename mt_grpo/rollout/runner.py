@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv
+from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv, finite
 from mt_grpo.envs.execution import fail_unanswered
 from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_environments, make_env, prototypes
 from mt_grpo.envs.threads import guarded
@@ -172,6 +173,12 @@ class RolloutRunner:
         outcome = await env.run(policy, row)
         if not isinstance(outcome, Outcome):
             raise TypeError(f"{type(env).__name__}.run returned {type(outcome).__name__}: return an `Outcome`.")
+        if outcome.answer is not None and not isinstance(outcome.answer, str):
+            raise TypeError(f"{type(env).__name__} gave {type(outcome.answer).__name__} for the answer: give text.")
+        for name, value in outcome.rewards.items():
+            outcome.rewards[name] = finite(value, f"{type(env).__name__} gave the reward {name!r}")
+        if outcome.info:  # it is written down
+            outcome.info = json.loads(json.dumps(outcome.info, default=str))
         return outcome
 
     def _end(self, trajectory: Trajectory, running: asyncio.Future[Outcome], policy: ConversationPolicy) -> None:
@@ -194,7 +201,7 @@ class RolloutRunner:
             trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, f"{type(error).__name__}: {error}"
 
     def _check(self, trajectory: Trajectory, renderer: ChatRenderer) -> None:
-        difference = self.sanity.check(trajectory, renderer)
+        difference = self.sanity.by(renderer).check(trajectory)
         trajectory.render_mismatch = difference.cause if difference else None
 
     def completion(self, trajectory: Trajectory) -> TokenRow:

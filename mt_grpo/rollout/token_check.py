@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass
 
 from jinja2 import TemplateError as TemplateFailure
@@ -61,13 +62,14 @@ class SanityCheck:
         self.causes: Counter[str] = Counter()
         """How often each cause occurred."""
 
-    def check(self, trajectory: Trajectory, renderer: ChatRenderer | None = None) -> Difference | None:
-        """
-        Compares one trajectory, rendered by `renderer` where its tools are its own; returns what was logged or
-        counted, `None` where all is well.
-        """
-        if renderer is not None:
-            self._renderer = renderer
+    def by(self, renderer: ChatRenderer) -> SanityCheck:
+        """The same check of conversations that another renderer wrote; causes are counted together."""
+        other = copy(self)
+        other._renderer = renderer
+        return other
+
+    def check(self, trajectory: Trajectory) -> Difference | None:
+        """Compares one trajectory; returns what was logged or counted, `None` where all is well."""
         try:
             difference = self.difference(trajectory)
         except Exception as error:  # a template may refuse what a model wrote

@@ -14,7 +14,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.kernels import KERNELS
 from mt_grpo.forward.logps import FORWARDS
 from mt_grpo.imports import import_file
-from mt_grpo.options import check_options
+from mt_grpo.options import check_options, parse_user
 from mt_grpo.rollout.token_check import MODES
 from mt_grpo.training.checks import has_bfloat16, left_to_training
 from mt_grpo.weights.transport import TRANSPORTS
@@ -49,7 +49,12 @@ class MTGRPOConfig(GRPOConfig):
             mapping of such paths, by the names in the dataset's column `environment`.
         environments (`dict`, *optional*): Several environments in one run, by the names in the dataset's column
             `environment`: each a dotted path, or a mapping of its own `env`, `environment_factory`, `tools`,
-            `system_prompt`, `max_env_steps`, `call_protocol`, `env_mask` and `tool_timeout`.
+            `system_prompt`, `simulated_user`, `interaction_config_file`, `max_env_steps`, `call_protocol`, `env_mask`
+            and `tool_timeout`.
+        simulated_user (`dict`, *optional*): A user whom an OpenAI-compatible endpoint plays: `base_url`, `model`,
+            `system_prompt` and more, see `SimulatedUser`. It answers every turn without a tool call.
+        interaction_config_file (`str`, *optional*): YAML file of verl's interactions, which answer every turn without
+            a tool call, see `load_interactions`.
         tools (`list[str]`, *optional*): Tools by name or dotted path.
         tools_config_file (`str`, *optional*): YAML file of further tools, those of MCP servers among them, in verl's
             form; see `mt_grpo.tools.load_tools_file`.
@@ -102,6 +107,15 @@ class MTGRPOConfig(GRPOConfig):
     environments: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "Several environments, by the names in the column `environment`; JSON on the command line."},
+    )
+    simulated_user: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "A user whom an endpoint plays: its `base_url`, `model`, `system_prompt` and more; or JSON."
+        },
+    )
+    interaction_config_file: str | None = field(
+        default=None, metadata={"help": "YAML file of interactions, which answer turns without a tool call."}
     )
     tools: list[str] | None = field(default=None, metadata={"help": "Tools by name or dotted path."})
     tools_config_file: str | None = field(default=None, metadata={"help": "YAML file of further tools."})
@@ -167,6 +181,8 @@ class MTGRPOConfig(GRPOConfig):
             self.environments = yaml.safe_load(self.environments)
         if isinstance(self.environment_factory, str) and self.environment_factory.lstrip().startswith("{"):
             self.environment_factory = yaml.safe_load(self.environment_factory)
+        if self.simulated_user is not None:
+            self.simulated_user = parse_user(self.simulated_user)
         self.advantage_estimator = parse_rule(self.advantage_estimator)
         names = registered_names()
         if self.env is not None:  # its module, which is not imported yet, may register a protocol

@@ -11,11 +11,14 @@ from datasets import Dataset
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
 from mt_grpo.compat.trl_env import TRLEnv
+from mt_grpo.compat.verl import InteractionEnv, load_interactions
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import PROTOCOLS
+from mt_grpo.envs.simulated_user import SimulatedUser, SimulatedUserEnv
 from mt_grpo.envs.source import COLUMN, check_rows, check_source, close_environments, prototypes
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.options import PARTNERS, check_partner, parse_user
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
 from mt_grpo.rollout.background import run
 from mt_grpo.tools import load_tools, load_tools_file
@@ -25,8 +28,7 @@ from mt_grpo.training.reward_columns import Rows
 from mt_grpo.training.rollout_batch import RolloutBatch
 
 OPTIONS = (
-    "env",
-    "environment_factory",
+    *PARTNERS,
     "tools",
     "tools_config_file",
     "system_prompt",
@@ -54,9 +56,8 @@ def build_env(args: MTGRPOConfig, factory: Factory | None = None) -> EnvSource:
         options["environment_factory"] = factory
     elif args.environment_factory is not None:
         options["environment_factory"] = import_factory(args.environment_factory, "environment_factory")
-    given = [name for name in ("env", "environment_factory") if options[name] is not None]
     if args.environments is None:
-        return _build(options, given[-1] if given else "env", args)
+        return _build(options, "env", args)
     if options["environment_factory"] is not None:
         raise ConfigError(
             "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
@@ -77,7 +78,10 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
     for option in given:
         if option not in OPTIONS:
             raise ConfigError(f"`{key}` has an unknown key {option!r}{did_you_mean(option, OPTIONS)}.")
-    options = {option: getattr(args, option) for option in OPTIONS} | given
+    options = {option: getattr(args, option) for option in OPTIONS}
+    if any(partner in given for partner in PARTNERS):
+        options |= dict.fromkeys(PARTNERS)
+    options |= given
     if options["environment_factory"] is not None:
         options["environment_factory"] = import_factory(options["environment_factory"], f"{key}: environment_factory")
     env = _build(options, key, args, given)
@@ -89,16 +93,22 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
 
 
 def _build(options: dict[str, Any], key: str, args: MTGRPOConfig, given: Collection[str] = ()) -> EnvSource:
+    check_partner(options, "" if key == "env" else f"In `{key}`, ")
     path = options["env"]
     if options["environment_factory"] is not None:
-        if path is not None:
-            raise ConfigError(f"`env` and `environment_factory` are both set (`{key}`): leave one out.")
         return _from_factory(options["environment_factory"], options, args, given)
     found = MultiTurnToolEnv if path is None else import_object(path, what="environment")
     if not (isinstance(found, type) and issubclass(found, MultiTurnToolEnv)):
         check_source(found, key)
         return found
+    partner: dict[str, Any] = {}
+    if options["simulated_user"] is not None:
+        found, partner = SimulatedUserEnv, {"user": SimulatedUser(**parse_user(options["simulated_user"]))}
+        partner["user"].check()
+    elif options["interaction_config_file"] is not None:
+        found, partner = InteractionEnv, {"interactions": load_interactions(options["interaction_config_file"])}
     env = found(
+        **partner,
         tools=_tools(options["tools"], options["tools_config_file"]),
         system_prompt=options["system_prompt"],
         max_steps=options["max_env_steps"],
@@ -155,8 +165,16 @@ def check_env(
         check_rows(env, named)
     if known and len(known) == len([rows for rows in every if rows is not None]):
         warn_of_unused(env, {name for named in names for name in named or ()})
+    for rows in known:
+        _check_partners(env, rows)
     if not isinstance(env, MultiTurnToolEnv) or env.made_from is args:
         return env
+    for name in PARTNERS[:2]:
+        if getattr(args, name) is not None:
+            raise ConfigError(
+                f"`{name}` is set in the arguments, and the trainer was given an `env`, which says itself who answers "
+                "the model: leave one of them out."
+            )
     if args.env is not None and not isinstance(env, import_object(args.env, what="environment")):
         raise _contradiction("env", args.env, type(env).__name__)
     of_env = {
@@ -177,6 +195,19 @@ def check_env(
         if asked != value:
             raise _contradiction(name, asked, value)
     return env
+
+
+def _check_partners(env: EnvSource, rows: Dataset) -> None:
+    """Holds interactions and simulated users against the rows that they are for."""
+    if isinstance(env, SimulatedUserEnv):
+        env.user.check_columns(rows.column_names)
+    elif isinstance(env, InteractionEnv):
+        env.check_rows(rows.select_columns("extra_info") if "extra_info" in rows.column_names else [{}])
+    elif isinstance(env, dict):
+        names = rows[COLUMN]
+        for name, one in env.items():
+            if isinstance(one, (SimulatedUserEnv, InteractionEnv)):
+                _check_partners(one, rows.select([index for index, each in enumerate(names) if each == name]))
 
 
 def _contradiction(name: str, asked: Any, given: Any) -> ConfigError:

@@ -118,6 +118,18 @@ class Broken(StepEnv):
                 return []
             case "step answers a number":
                 return 3
+            case "step gives no message":
+                return [{"content": "no role"}]
+            case "step rewards nan":
+                return Step("Q", reward=float("nan"))
+            case "reward of the whole is inf":
+                return Step(done=True, rewards={"score": float("inf")})
+            case "reward of the whole is a word":
+                return Step(done=True, rewards={"score": "good"})
+            case "info has no JSON form":
+                return Step(done=True, info={(1, 2): 3})
+            case "answer is a number":
+                return Step(done=True, answer=3)
         return Step(done=True)
 
     async def close(self):
@@ -137,6 +149,12 @@ FAILURES = {
     "step is silent": "gave NoneType for messages",
     "step says nothing": "neither replied nor ended",
     "step answers a number": "gave int for messages",
+    "step gives no message": "for a message: give a dictionary with `role`",
+    "step rewards nan": "Broken.step gave the reward nan, which is not a finite number",
+    "reward of the whole is inf": "Broken gave the reward 'score' inf, which is not a finite number",
+    "reward of the whole is a word": "could not convert string to float: 'good'",
+    "info has no JSON form": "keys must be str",
+    "answer is a number": "Broken gave int for the answer: give text",
     "no messages": "gave NoneType for messages",
     "empty": "nothing to reply to",
 }

@@ -210,7 +210,33 @@ def test_an_outcome_counts_though_a_limit_was_reached():
     assert [turn.finish_reason for turn in trajectory.turns] == ["length"] * 4
 
 
-def test_an_engine_error_ends_the_loop_that_swallows_it():
+def test_a_loop_may_ask_again_after_a_failure():
+    async def loop(policy):
+        first = await policy.reply(user("Q1"))
+        messages = [*user("Q1"), first.message, *user("Q2")]
+        with pytest.raises(EngineError):
+            await policy.reply(messages)
+        await policy.reply(messages)
+
+    answers = [f"A0{END}", EngineError("busy"), f"A1{END}"]
+    trajectory, contexts, _ = hold(loop, answers)
+    assert contexts == [said("Q1"), said("Q1", "A0", "Q2")] and len(paths(trajectory)) == 1
+    assert trajectory.tree.path()[: -len(trajectory.tree.actions()[-1])] == build_tokenizer().encode(contexts[1])
+
+
+def test_a_continued_message_is_whole_in_a_stripped_history():
+    async def loop(policy):
+        turn = await policy.reply(user("Q1"))
+        more = {"role": "assistant", "content": turn.text + " so"}
+        turn = await policy.reply([*user("Q1"), more], continue_last=True)
+        whole = {"role": "assistant", "content": more["content"] + turn.text}
+        await policy.reply([*user("Q1"), whole, *user("Q2")])
+
+    _, contexts, _ = hold(loop, [f"A0{END}", f" on{END}", f"A2{END}"], history="strip_thinking")
+    assert contexts[2] == said("Q1", "A0 so on", "Q2")
+
+
+def test_an_engine_error_ends_the_loop_that_lets_it_pass():
     async def loop(policy):
         await policy.reply(user("Q1"))
 

@@ -483,10 +483,10 @@ def test_a_check_of_a_long_context_holds_up_nobody(env, tokenizer):
     ended, held_up = threading.Event(), []
 
     class Check(SanityCheck):
-        def check(self, trajectory, renderer=None):
+        def check(self, trajectory):
             if trajectory.session == "000":
                 held_up.append(not ended.wait(20))
-            return super().check(trajectory, renderer)
+            return super().check(trajectory)
 
     def on_finish(trajectory: Trajectory) -> None:
         if trajectory.session == "001":

@@ -15,20 +15,22 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from support.marks import needs_server
-from support.models import build_model, build_tokenizer
+from support.models import CPU_RUN, build_model, build_tokenizer
 from support.servers import ROOT, RealServer
+from support.trainers import Letters
 from transformers import AutoTokenizer
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.forward.truncation import Truncation
-from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import ServerControl, ServerGoneError, ServerSetupError
+from mt_grpo.rollout.engines.vllm.http import ServerControl, ServerGoneError, ServerSetupError, find_key
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training import token_logps
-from mt_grpo.trajectory import StopReason
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, token_logps
+from mt_grpo.trajectory import StopReason, Trajectory
 from mt_grpo.weights.transports.adapter import LoraTransport
 from mt_grpo.weights.transports.files import SafetensorsTransport
 from mt_grpo.weights.update_calls import WeightSyncError
@@ -589,6 +591,38 @@ def test_a_server_killed_in_rollouts_comes_back_with_its_weights(tied):
         assert {answer.weight_version for answer in answers} == {2}
     sync.verify()
     sync.close()
+
+
+def test_a_served_model_plays_the_user(tied, tmp_path, monkeypatch):
+    """Its words are what the server sampled; they are logged, and no token of them is trained."""
+    monkeypatch.setenv("USER_KEY", find_key(tied.server.url))
+    partner = {"base_url": f"{tied.server.url}/v1", "model": tied.path, "system_prompt": "You want {goal}."}
+    partner |= {"api_key_env": "USER_KEY", "request": {"max_tokens": 8, "min_tokens": 8}}
+    options = {**CPU_RUN, "max_steps": 1, "max_env_steps": 1, "max_completion_length": 300}
+    trainer = MTGRPOEnvTrainer(
+        build_model(tied.tokenizer),
+        None,
+        [],
+        [Letters()],
+        MTGRPOConfig(str(tmp_path), **options, simulated_user=partner),
+        Dataset.from_list([{"prompt": "Hi", "goal": goal} for goal in ("pears", "apples")]),
+        engine=ScriptedEngine(tied.tokenizer, lambda session, turn: "a" * (1 + int(session[-1])) + "<|im_end|>"),
+        processing_class=tied.tokenizer,
+    )
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
+    assert lines
+    for line in lines:
+        replies = [reply for turn in line["turns"] for reply in turn["replies"]]
+        assert len(replies) == 2 and all(reply["role"] == "user" and reply["content"] for reply in replies)
+        fields = {name: value for name, value in line.items() if name not in ("step", "mode")}
+        completion = trainer.runner.completion(Trajectory.from_dict(fields))
+        trained = [token for token, mask in zip(completion.ids, completion.mask, strict=True) if mask]
+        assert tied.tokenizer.decode(trained) == "".join(
+            turn["message"]["content"] + "<|im_end|>" for turn in line["turns"]
+        )
+        assert replies[0]["content"] in tied.tokenizer.decode(completion.ids)
+        assert (line["stop_reason"], line["error"], line["render_mismatch"]) == ("max_steps", None, None)
 
 
 def test_a_stopped_server_leaves_no_process(tied):

@@ -31,6 +31,12 @@ async def add(a: int, b: int) -> int:
 
 
 @server.tool()
+async def weigh(what: str) -> dict[str, float]:
+    """Weighs something."""
+    return {"kilograms": float(len(what))}
+
+
+@server.tool()
 async def slow(seconds: float) -> str:
     """Takes its time."""
     await asyncio.sleep(seconds)

@@ -346,6 +346,13 @@ if how == "fork":
 """
 
 
+def test_structured_content_is_the_calls_data(tmp_path):
+    (weigh,) = mcp_tools(write(tmp_path, small=stdio()), ["weigh"])
+    call = ToolCall("weigh", {"what": "salt"})
+    asyncio.run(execute_calls([call], {"weigh": weigh}, 30.0))
+    assert json.loads(call.result) == call.data == {"kilograms": 4.0}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "interrupt", "kill", "fork"])
 def test_no_server_outlives_its_process(tmp_path, how):

@@ -183,7 +183,7 @@ def test_an_environment_among_others_may_be_a_factory(tmp_path):
         ({"a": Ledger}, None, {}, r"Several environments \(a\) need a dataset"),
         ({"ledger": Ledger}, rows(), {}, "the dataset has no column `environment`"),
         ({"ledger": Ledger}, rows(environment="ledgers"), {}, "names the environment 'ledgers'.*'ledger'"),
-        (Ledger, rows(), {"env": "a.b"}, "`env` and `environment_factory` are both set"),
+        (Ledger, rows(), {"env": "a.b"}, "`env` and `environment_factory` both say who answers"),
         (Ledger, rows(), {"environments": {"a": {}}}, "`environment_factory` and `environments` are both set"),
         (None, rows(), {"environment_factory": {"a": 3}}, "`environment_factory: a` is 3: give a dotted path"),
         (None, rows(), {"environment_factory": "a.b"}, "The environment factory 'a.b' does not import"),

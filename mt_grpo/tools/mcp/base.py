@@ -22,7 +22,8 @@ class MCPBaseTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
         """Calls the tool of the server; an error of it is raised, and reaches the model as the error of its call."""
-        text, metrics = await self.remote.call(parameters, self._parse_tool_result)
+        content, _ = await self.remote.call(parameters)
+        text, metrics = self._parse_tool_result(content)
         return ToolResponse(text=text), 0.0, metrics
 
     def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,16 +41,15 @@ class McpRemote:
         }
         return {"type": "function", "function": function}
 
-    async def call(self, arguments: dict[str, Any], read: Callable[[list[Any]], Any]) -> Any:
+    async def call(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any] | None]:
         """
         Calls the tool.
 
         Args:
             arguments (`dict`): By name.
-            read (`Callable`): Reads the parts of the result's content.
 
         Returns:
-            What `read` returns.
+            The parts of the result's content, and its structured content where it has some.
 
         Raises:
             McpToolError: If the server does not answer in time, or answers with an error.
@@ -66,9 +64,10 @@ class McpRemote:
         rest = result.model_dump(by_alias=True, mode="json", exclude={"content"})
         if rest.get("isError"):
             raise McpToolError(result_text(result.content) or f"{self.listed['name']} failed.")
-        if not result.content and rest.get("structuredContent") is not None:
-            return read([_Text(json.dumps(rest["structuredContent"], ensure_ascii=False))])
-        return read(result.content)
+        data = rest.get("structuredContent")
+        if not result.content and data is not None:
+            return [_Text(json.dumps(data, ensure_ascii=False))], data
+        return result.content, data
 
 
 @dataclass(frozen=True)
@@ -141,8 +140,11 @@ def mcp_tools(
 
 
 def _as_tool(remote: McpRemote) -> Tool:
-    async def call(**arguments: Any) -> str:
-        return await remote.call(arguments, result_text)
+    async def call(**arguments: Any) -> str | tuple[str, dict[str, Any]]:
+        content, data = await remote.call(arguments)
+        text = result_text(content)
+        # the library wraps a plain value as `{"result": value}`, which says nothing beyond the text
+        return text if data is None or data.keys() == {"result"} else (text, data)
 
     return Tool(**remote.schema["function"], function=call)
 

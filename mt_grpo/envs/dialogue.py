@@ -1,0 +1,121 @@
+"""A conversation with somebody: tools answer calls, and whoever the model talks to answers everything else."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mt_grpo.envs.env import Outcome, Policy, Step
+from mt_grpo.envs.multi_turn_tool_env import MultiTurnToolEnv
+from mt_grpo.envs.protocols import ParsedTurn, TagProtocol
+from mt_grpo.tools import Tool
+from mt_grpo.trajectory import Message, StopReason, Turn
+
+THOUGHT_ENDS = ("</think>", "</reasoning>")
+"""Nobody is told what stands before these."""
+
+
+class DialogueEnv(MultiTurnToolEnv):
+    """
+    A conversation in which a turn without a tool call is said to somebody, who answers it. Subclass it with `respond`.
+
+    Args:
+        tools (`Sequence[Callable | str | Tool]`): As in `MultiTurnToolEnv`; there may be none.
+        system_prompt (`str`, *optional*): What the model is told. Where none is given, tools are described as the call
+            protocol describes them; without tools there is no system prompt.
+        **options: As in `MultiTurnToolEnv`. `max_steps` bounds all replies, of tools and of the other side. The turn
+            after the last reply is still answered, so that it is scored; the model does not see that answer.
+
+    Attributes:
+        opening (`list[dict]`): The messages that the conversation began with.
+        dialogue (`list[dict]`): What the two sides said to each other so far, without system messages, calls, results
+            and thoughts.
+    """
+
+    opening: list[Message]
+    dialogue: list[Message]
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any] | str | Tool] = (),
+        system_prompt: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(tools, system_prompt, **options)
+        if not self.tools:
+            self.protocol = Words()
+        elif type(self.protocol) is TagProtocol:
+            self.protocol = SpokenTags()
+        if system_prompt is None:
+            self.system_prompt = self.protocol.default_system_prompt(list(self.tools.values()))
+
+    @abstractmethod
+    async def respond(self, turn: Turn) -> Step:
+        """What the other side answers, as text, to the last message of `dialogue`."""
+
+    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+        """The loop of `MultiTurnToolEnv`."""
+        self.opening = self.start(row["prompt"])
+        self.dialogue = [
+            {"role": message["role"], "content": message["content"]}
+            for message in self.opening
+            if message["role"] in ("user", "assistant")
+        ]
+        return await super().run(policy, row)
+
+    async def step(self, turn: Turn) -> Step:
+        """Runs the calls of a turn, or has its words answered."""
+        if turn.tool_calls or turn.error:
+            return await super().step(turn)
+        said = turn.text if turn.answer is None else turn.answer
+        for end in THOUGHT_ENDS:
+            said = said.rpartition(end)[2]
+        said = said.strip()
+        self.dialogue.append({"role": "assistant", "content": said})
+        step = await self.respond(turn)
+        if step.replies:
+            self.dialogue.append({"role": "user", "content": step.replies})
+        if step.done is False and turn.index >= self.max_steps:
+            step.done = StopReason.MAX_STEPS
+        if step.done is not False:
+            step.answer = said
+        return step
+
+
+class Words:
+    """Of a model that has nothing to call: all that it writes is said."""
+
+    stop = ()
+    native_tools = False
+    tags = ()
+
+    def default_system_prompt(self, tools: list[Tool]) -> str | None:
+        return None
+
+    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+        return ParsedTurn({"role": "assistant", "content": text})
+
+    def replies(self, turn: Turn) -> list[Message]:
+        return []
+
+
+class SpokenTags(TagProtocol):
+    """Calls between tags, as in `TagProtocol`; whatever has no call is said, with or without `<answer>` tags."""
+
+    def default_system_prompt(self, tools: list[Tool]) -> str | None:
+        lines = [
+            "You talk with a user, and you can call tools. A message is either words to the user or a call: "
+            '<tool>{"name": "tool_name", "args": {"argument": "value"}}</tool>. The result of a call comes back '
+            "inside <result> tags, which the user does not see.",
+            "",
+            "Tools:",
+        ]
+        return "\n".join(lines + [json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools])
+
+    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+        parsed = super().parse(text, tokenizer, context)
+        if "<tool>" not in text:
+            parsed.error = None
+        return parsed

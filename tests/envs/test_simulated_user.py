@@ -1,0 +1,296 @@
+"""A user whom an endpoint plays, against a scripted endpoint on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset
+from support.conversations import user
+from support.loopback import ScriptedServer, free_port
+from support.models import CPU_RUN, build_model, build_tokenizer, lookup
+from support.trainers import Letters
+
+from mt_grpo.envs.simulated_user import GREETING, SimulatedUser, SimulatedUserEnv
+from mt_grpo.errors import UserError
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.environment import build_env, check_env
+from mt_grpo.trajectory import StopReason
+
+END = "<|im_end|>"
+SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
+KEY = "sk-scripted-0123456789"
+CHAT = "/v1/chat/completions"
+
+
+def said(content):
+    message = {"role": "assistant", "content": content}
+    choice = {"index": 0, "finish_reason": "stop", "message": message}
+    return 200, {"id": "1", "object": "chat.completion", "created": 1, "model": "user", "choices": [choice]}
+
+
+@pytest.fixture
+def endpoint():
+    """Starts scripted endpoints: each answers the next of a list, the last of it again and again."""
+    servers = []
+
+    def start(*answers, models=(200, {"object": "list", "data": []})):
+        left = list(answers)
+
+        def script(method, path, body):
+            if path != CHAT:
+                return models
+            return left.pop(0) if len(left) > 1 else left[0]
+
+        servers.append(ScriptedServer(script))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+def simulated(server, **options):
+    options = {"base_url": f"{server.url}/v1", "model": "user", "system_prompt": "You want {goal}.", **options}
+    return SimulatedUser(**options)
+
+
+def run(partner, turns, rows=({"goal": "pears"},), limits=None, prompt="Hi", **options):
+    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: turns[turn] + END)
+    runner = RolloutRunner(SimulatedUserEnv(partner, **options), engine, limits, sanity_check_mode="strict")
+    requests = [RolloutRequest(prompt, f"{index:03d}", row) for index, row in enumerate(rows)]
+    return asyncio.run(runner.run(requests, SamplingParams())), runner
+
+
+def test_the_user_sees_its_goal_and_its_own_side(endpoint):
+    server = endpoint(said("<think>Pears.</think>\n\nDo you have pears?"), said("Thank you. DONE"))
+    partner = simulated(server, stop_phrase="DONE", request={"temperature": 0.5, "top_k": 9})
+    [trajectory], _ = run(partner, ["<think>A customer.</think>Welcome.", "Yes."])
+    assert trajectory.stop_reason is StopReason.ENV_DONE and trajectory.answer == "Yes."
+    assert [turn.replies for turn in trajectory.turns] == [user("Do you have pears?"), user("Thank you.")]
+    first, second = server.asked(CHAT)
+    assert first["model"] == "user" and (first["temperature"], first["top_k"]) == (0.5, 9)
+    assert second["messages"] == [
+        {"role": "system", "content": "You want pears."},
+        {"role": "user", "content": GREETING},
+        {"role": "assistant", "content": "Hi"},
+        {"role": "user", "content": "Welcome."},
+        {"role": "assistant", "content": "Do you have pears?"},
+        {"role": "user", "content": "Yes."},
+    ]
+
+
+def test_the_tokens_of_the_user_are_masked(endpoint):
+    [trajectory], runner = run(simulated(endpoint(said("Pears?"))), ["Apples?", "Pears."], max_steps=1)
+    completion = runner.completion(trajectory)
+    pieces = {
+        mask: runner.engine.tokenizer.decode(
+            [token for token, each in zip(completion.ids, completion.mask, strict=True) if each == mask]
+        )
+        for mask in (0, 1)
+    }
+    assert pieces[1] == f"Apples?{END}Pears.{END}" and "Pears?" in pieces[0]
+    assert trajectory.stop_reason is StopReason.MAX_STEPS and trajectory.render_mismatch is None
+
+
+def test_the_user_sees_neither_calls_nor_results(endpoint):
+    server = endpoint(said("Thank you."))
+    turns = [SEARCH, "<tool>{</tool>", "<answer>In Peru.</answer>", "Bye."]
+    [trajectory], _ = run(simulated(server, max_turns=1), turns, tools=[lookup])
+    [asked] = server.asked(CHAT)
+    assert [message["content"] for message in asked["messages"][1:]] == [GREETING, "Hi", "In Peru."]
+    assert trajectory.turns[0].replies == user("<result>about Lima</result>")
+    assert trajectory.turns[2].replies == user("Thank you.") and trajectory.stop_reason is StopReason.MAX_STEPS
+
+
+def test_a_request_that_fails_is_sent_again(endpoint):
+    server = endpoint((500, {"error": {"message": "busy"}}), None, said("Bye. DONE"))
+    [trajectory], _ = run(simulated(server, stop_phrase="DONE"), ["Welcome."])
+    assert trajectory.stop_reason is StopReason.ENV_DONE and len(server.asked(CHAT)) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ((500, {"error": {"message": "busy"}}), "did not answer in 1 attempts: InternalServerError: "),
+        ((404, {"error": {"message": "no model 'user'"}}), "no model 'user'"),
+        ((401, {"error": {"message": f"Incorrect key {KEY}"}}), "Incorrect key ***"),
+        (None, "did not answer in 1 attempts: "),
+        ((200, "<html>"), "answered without text"),
+        ((200, "{}"), "answered without text"),
+        (said(None), "answered without text"),
+        (said("<think>They want pe"), "answered without text"),
+    ],
+)
+def test_a_failure_ends_the_conversation_not_the_run(endpoint, answer, reason, monkeypatch, caplog):
+    monkeypatch.setenv("USER_KEY", KEY + "\n")
+    caplog.set_level(logging.DEBUG)
+    server = endpoint(answer)
+    [trajectory], _ = run(simulated(server, max_retries=0, api_key_env="USER_KEY"), ["Welcome."])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert trajectory.error.startswith(f"SimulatedUserError: The simulated user 'user' at {server.url}/v1 ")
+    assert reason in trajectory.error and KEY not in trajectory.error and "\n" not in trajectory.error
+    sent = {name.lower(): value for name, value in server.last_headers.items()}
+    assert sent["authorization"] == f"Bearer {KEY}"
+    assert KEY not in caplog.text and KEY not in json.dumps(trajectory.to_dict())
+
+
+def test_a_user_that_is_gone_ends_the_conversation():
+    partner = SimulatedUser(f"http://127.0.0.1:{free_port()}/v1", "user", "Talk.", max_retries=0)
+    [trajectory], _ = run(partner, ["Welcome."])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and "Connect" in trajectory.error
+
+
+def test_a_user_that_hangs_ends_the_conversation(endpoint):
+    go = threading.Event()
+    server = ScriptedServer(lambda method, path, body: go.wait() and None)
+    [trajectory], _ = run(simulated(server, max_retries=0, timeout=0.2), ["Welcome."])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and "did not answer in 1 attempts" in trajectory.error
+    [trajectory], _ = run(simulated(server), ["Welcome."], limits=RolloutLimits(rollout_timeout=0.2))
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+    go.set()
+    server.stop()
+
+
+def test_connections_close_with_the_last_conversation(endpoint):
+    partner = simulated(endpoint(said("Go on.")))
+    for _ in range(2):
+        trajectories, _ = run(partner, ["Welcome."] * 2, [{"goal": "pears"}] * 8 + [{}], max_steps=1)
+        reasons = [trajectory.stop_reason for trajectory in trajectories]
+        assert reasons == [StopReason.MAX_STEPS] * 8 + [StopReason.ENV_ERROR]
+        assert "`goal`" in trajectories[-1].error
+        assert partner._client is None and partner._conversations == 0
+
+
+# What is refused before any work
+
+GIVEN = {"base_url": "http://127.0.0.1:9/v1", "model": "user", "system_prompt": "Talk."}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base_url": None}, "`simulated_user` has no `base_url`: it needs base_url, model, system_prompt."),
+        ({"base_url": "127.0.0.1:9"}, "`simulated_user: base_url` is '127.0.0.1:9': give a URL"),
+        ({"modell": "x"}, "`simulated_user` has an unknown key 'modell'; the nearest is 'model'."),
+        ({"api_key": "sk"}, "`simulated_user: api_key` would write a key into a file"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "`simulated_user: api_key_env` is 'NO_SUCH_KEY', an environment variable"),
+        ({"stop_phrase": ""}, "`simulated_user: stop_phrase` is empty"),
+        ({"max_turns": 0}, "`simulated_user: max_turns` is 0: set 1 or more."),
+        ({"max_turns": True}, "`simulated_user: max_turns` is True: give a whole number."),
+        ({"max_retries": -1}, "`simulated_user: max_retries` is -1: set 0 or more."),
+        ({"timeout": 0}, "`simulated_user: timeout` is 0: set seconds above 0."),
+        ({"timeout": "soon"}, "`simulated_user: timeout` is 'soon': give a number."),
+        (
+            {"request": {"stream": True}},
+            "`simulated_user: request` sets `stream`, which is set for it: leave that out.",
+        ),
+        ({"request": 3}, "`simulated_user: request` is 3: give a mapping."),
+        ({"system_prompt": "Talk {"}, "`simulated_user: system_prompt` has a brace"),
+        ({"system_prompt": "Talk {}"}, "`simulated_user: system_prompt` has braces without the name"),
+        ({}, "The simulated user's endpoint http://127.0.0.1:9/v1 cannot be reached (ConnectError: "),
+    ],
+)
+def test_a_wrong_user_is_refused_with_one_sentence(tmp_path, changes, message):
+    options = {"simulated_user": GIVEN | changes}
+    with pytest.raises(UserError) as caught:
+        build_env(config(tmp_path, **options))
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        build_env(config(tmp_path, environments={"shop": options}))
+    assert str(caught.value).startswith(message)
+
+
+def config(folder, **options):
+    return MTGRPOConfig(str(folder), use_cpu=True, bf16=False, **options)
+
+
+@pytest.mark.parametrize("wrong", ["text", "[1]", 3])
+def test_what_is_no_mapping_is_refused(tmp_path, wrong):
+    with pytest.raises(UserError, match="`simulated_user` is "):
+        config(tmp_path, simulated_user=wrong)
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(UserError, match=r'needs a library: run `pip install "mt-grpo\[openai\]"`'):
+        SimulatedUser(**GIVEN)
+
+
+def test_two_who_answer_are_refused(tmp_path):
+    with pytest.raises(UserError, match="`simulated_user` and `interaction_config_file` both say who answers"):
+        config(tmp_path, simulated_user=GIVEN, interaction_config_file="x.yaml")
+    with pytest.raises(UserError, match="`simulated_user` and `env` both say who answers the model: leave one"):
+        config(tmp_path, simulated_user=GIVEN, env="x.Y")
+    environments = {"shop": {"interaction_config_file": "x.yaml", "env": "x.Y"}}
+    with pytest.raises(UserError, match="In `environments: shop`, `interaction_config_file` and `env` both"):
+        build_env(config(tmp_path, environments=environments))
+
+
+def test_the_key_is_tried_before_the_run(endpoint, tmp_path):
+    server = endpoint(said("Hi"), models=(401, {"error": {"message": "no"}}))
+    partner = GIVEN | {"base_url": f"{server.url}/v1"}
+    with pytest.raises(UserError, match=r"refuses requests without a key \(status 401\): name the environment"):
+        build_env(config(tmp_path, simulated_user=partner))
+
+
+def test_a_column_that_no_row_has_is_refused(endpoint, tmp_path):
+    partner = GIVEN | {"base_url": f"{endpoint(said('Hi')).url}/v1", "system_prompt": "You want {gaol}."}
+    rows = Dataset.from_list([{"prompt": "Hi", "goal": "pears"}])
+    with pytest.raises(UserError, match="names {gaol}, which is no column of the dataset; the nearest is 'goal'"):
+        check_env(None, config(tmp_path, simulated_user=json.dumps(partner)), rows)
+
+
+def test_the_example_of_the_page_works(endpoint, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "simulated_users.md").read_text()
+    found = [(kind, block) for kind, block in re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)]
+    recipe, several = [yaml.safe_load(block) for kind, block in found if kind == "yaml"]
+    [row] = [json.loads(block) for kind, block in found if kind == "json"]
+    url = f"{endpoint(said('Pears! DONE')).url}/v1"
+    recipe["simulated_user"]["base_url"] = url
+    for environment in several["environments"].values():
+        environment["simulated_user"]["base_url"] = url
+    assert list(check_env(None, config(tmp_path, **several))) == ["patient", "hurried"]
+    env = check_env(None, config(tmp_path, **recipe), Dataset.from_list([row]))
+    script = ScriptedEngine(build_tokenizer(), lambda session, turn: "Yes." + END)
+    [trajectory] = asyncio.run(RolloutRunner(env, script).run([RolloutRequest("Hi", "0", row)], SamplingParams()))
+    assert trajectory.turns[0].replies == user("Pears!") and trajectory.stop_reason is StopReason.ENV_DONE
+
+
+def test_training_logs_what_the_user_said(endpoint, tmp_path):
+    """Two groups a step."""
+    tokenizer = build_tokenizer()
+    server = endpoint(said("Go on."))
+    partner = {"base_url": f"{server.url}/v1", "model": "user", "system_prompt": "You want {goal}.", "max_turns": 1}
+    args = MTGRPOConfig(
+        str(tmp_path),
+        **{**CPU_RUN, "per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 1},
+        simulated_user=partner,
+        max_completion_length=200,
+    )
+    trainer = MTGRPOEnvTrainer(
+        build_model(tokenizer),
+        None,
+        [],
+        [Letters()],
+        args,
+        Dataset.from_list([{"prompt": user("Hi"), "goal": goal} for goal in ("pears", "apples")]),
+        engine=ScriptedEngine(tokenizer, lambda session, turn: "a" * (1 + int(session[-1]) % 3) + END),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    written = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
+    assert len(written) == 8
+    for line in written:
+        assert [turn["replies"] for turn in line["turns"]] == [user("Go on."), []]
+        assert line["stop_reason"] == "max_steps"
+    goals = {asked["messages"][0]["content"] for asked in server.asked(CHAT)}
+    assert goals == {"You want pears.", "You want apples."}

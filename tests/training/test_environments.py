@@ -1,0 +1,162 @@
+"""Environments of a run: several by the rows' column, closed after rewards have seen them, and named in recipes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from support.models import CPU_RUN, build_model, lookup
+from support.trainers import SEARCH, member
+
+from mt_grpo.envs import MultiTurnToolEnv, Step, StepEnv
+from mt_grpo.errors import ConfigError
+from mt_grpo.rewards import EnvReward, OutcomeReward
+from mt_grpo.rollout import ScriptedEngine
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.environment import build_env
+from mt_grpo.trajectory import StopReason
+
+
+class Guess(StepEnv):
+    """Asks for a number; every conversation has one of its own."""
+
+    open = 0
+
+    def reset(self, row):
+        Guess.open += 1
+        self.number = row["number"]
+        return f"Guess: {row['prompt']}"
+
+    def step(self, turn):
+        if turn.index:
+            return Step(done=True, rewards={"near": -abs(self.number - len(turn.text)) / 10})
+        return "Again."
+
+    async def close(self):
+        Guess.open -= 1
+        self.number = None
+
+
+class Looks(OutcomeReward):
+    """Sees the environments as they are when their conversations are over."""
+
+    seen: list = []
+
+    def score(self, trajectory, **row):
+        self.seen.append((type(trajectory.environment).__name__, getattr(trajectory.environment, "number", 0)))
+        return 0.0
+
+
+class Fails(OutcomeReward):
+    def score(self, trajectory, **row):
+        raise ZeroDivisionError
+
+
+ROWS = [
+    {"prompt": "What is Lima", "environment": "tools", "number": None},
+    {"prompt": "a number", "environment": "guess", "number": 7},
+]
+
+
+def script(session, turn):
+    if member(session) < 4:
+        return [SEARCH, "<answer>Lima</answer>"][turn]
+    return "four " * (member(session) + turn)
+
+
+@pytest.fixture
+def build(tmp_path, tokenizer):
+    def make(env=None, rewards=None, rows=ROWS, **options):
+        return MTGRPOEnvTrainer(
+            build_model(tokenizer),
+            env or {"tools": MultiTurnToolEnv([lookup], system_prompt="Search."), "guess": Guess},
+            [],
+            rewards or [EnvReward(), Looks()],
+            MTGRPOConfig(str(tmp_path), max_completion_length=400, **CPU_RUN, **options),
+            train_dataset=Dataset.from_list(rows),
+            engine=ScriptedEngine(tokenizer, script),
+            processing_class=tokenizer,
+        )
+
+    return make
+
+
+def sample(trainer):
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer._generate_and_score_completions([trainer.train_dataset[index // 4] for index in range(8)])
+
+
+def test_every_row_has_the_environment_that_it_names(build):
+    Looks.seen, Guess.open = [], 0
+    trainer = build()
+    inputs = sample(trainer)
+    tools, guesses = trainer._batch.trajectories[:4], trainer._batch.trajectories[4:]
+    assert {trajectory.prompt[0]["content"] for trajectory in tools} == {"Search."}
+    assert {trajectory.prompt[0]["content"] for trajectory in guesses} == {"Guess: a number"}
+    assert all(trajectory.turns[0].has_result and trajectory.answer == "Lima" for trajectory in tools)
+    assert {trajectory.stop_reason for trajectory in guesses} == {StopReason.ENV_DONE}
+    assert Looks.seen == [("MultiTurnToolEnv", 0)] * 4 + [("Guess", 7)] * 4 and Guess.open == 0
+    rewards = trainer._batch.rewards_per_func[:, 0]
+    assert rewards[:4].isnan().all() and rewards[4:].unique().numel() == 4
+    assert inputs["advantages"][4:].any() and not inputs["advantages"][:4].any()
+    assert torch.isfinite(trainer._compute_loss(trainer.model, inputs))
+
+
+def test_environments_are_closed_though_a_reward_fails(build):
+    Guess.open = 0
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        sample(build(rewards=[Fails()]))
+    assert Guess.open == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([{**ROWS[1], "environment": "gues"}] * 2, r"names the environment 'gues'.*'guess'"),
+        ([{"prompt": "a number", "number": 7}] * 2, "the dataset has no column `environment`"),
+    ],
+)
+def test_rows_without_an_environment_of_theirs_are_refused(build, rows, problem):
+    with pytest.raises(ConfigError, match=problem):
+        build(rows=rows)
+
+
+# Named in a recipe
+
+
+def named(tmp_path, **options):
+    return build_env(MTGRPOConfig(str(tmp_path), **CPU_RUN, **options))
+
+
+def test_options_of_one_of_several_environments_are_its_own(tmp_path):
+    env = named(
+        tmp_path,
+        environments={
+            "search": {"tools": ["support.models.lookup"], "max_env_steps": 2},
+            "talk": {"call_protocol": "native"},
+        },
+        max_env_steps=4,
+    )
+    assert (env["search"].max_steps, list(env["search"].tools)) == (2, ["lookup"])
+    assert (env["talk"].max_steps, env["talk"].tools, env["talk"].protocol.native_tools) == (4, {}, True)
+
+
+def test_environments_may_be_given_as_json_on_the_command_line(tmp_path):
+    assert list(named(tmp_path, environments='{"one": {"max_env_steps": 1}}')) == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"environments": {"a": {}}, "env": "mt_grpo.envs.MultiTurnToolEnv"}, "`env` and `environments` are both set"),
+        ({"environments": {}}, "`environments` is a mapping from the names"),
+        ({"environments": "[1]"}, "`environments` is a mapping from the names"),
+        ({"environments": {"a": 3}}, "`environments: a` is 3: give a dotted path, or a mapping"),
+        ({"environments": {"a": {"tool": []}}}, "`environments: a` has an unknown key 'tool'.*'tools'"),
+        ({"environments": {"a": "mt_grpo.envs.Step"}}, "`environments: a` is the class Step, which has no `run`"),
+        ({"env": "mt_grpo.envs.StepEnv"}, "`env` is the class StepEnv, which lacks reset, step"),
+    ],
+)
+def test_environments_that_are_none_are_refused(tmp_path, options, problem):
+    with pytest.raises(ConfigError, match=problem):
+        named(tmp_path, **options)
