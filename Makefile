@@ -7,7 +7,7 @@ BENCHMARKS := architectures head history methods packing parity prefix_cache rol
 TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
-.PHONY: quickstart test check lint bench server-cpu trl-oldest interop warm-start clean
+.PHONY: quickstart test check lint bench server-cpu trl-oldest interop interop-games warm-start clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
@@ -41,6 +41,19 @@ interop: $(VENV)/.installed .venv-mcp-oldest/.installed
 	PYTHONPATH=$(CURDIR)/.venv-mcp-oldest $(BIN)/python -c "from importlib.metadata import version; assert version('mcp') == '$(MCP_OLDEST)'"
 	PYTHONPATH=$(CURDIR)/.venv-mcp-oldest $(BIN)/python -m pytest tests/tools/test_mcp.py tests/tools/test_tool_file.py
 
+# Games and environments of others, played for real, each library in an environment of its own over that of .venv.
+interop-games: .venv-interop/games/.installed .venv-interop/openenv/.installed
+	.venv-interop/games/bin/python -m pytest tests/interop/test_games.py
+	.venv-interop/openenv/bin/python -m pytest tests/interop/test_openenv.py
+
+.venv-interop/games/.installed: $(VENV)/.installed scripts/install_over.sh
+	scripts/install_over.sh $(VENV) .venv-interop/games ".[textarena,reasoning-gym]"
+	touch $@
+
+.venv-interop/openenv/.installed: $(VENV)/.installed scripts/install_over.sh
+	scripts/install_over.sh $(VENV) .venv-interop/openenv ".[openenv]"
+	touch $@
+
 # The oldest that is allowed, and what it needs beside what the newest needs.
 .venv-mcp-oldest/.installed: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-mcp-oldest mcp==$(MCP_OLDEST) httpx-sse pydantic-settings python-dotenv
@@ -67,4 +80,4 @@ $(VENV)/.installed: pyproject.toml scripts/install.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-trl-oldest .venv-mcp-oldest runs
+	rm -rf $(VENV) .venv-vllm .venv-trl-oldest .venv-mcp-oldest .venv-interop runs

@@ -195,7 +195,7 @@ def unknown_reward(name: str, kind: str, known: Iterable[str]) -> str:
     )
 
 
-PARTNERS = ("simulated_user", "interaction_config_file", "env")
+PARTNERS = ("simulated_user", "interaction_config_file", "env", "environment_factory")
 """Options of which one at most says who answers the model's words."""
 
 USER_OPTIONS: dict[str, tuple[type, ...]] = {

@@ -30,6 +30,7 @@ from mt_grpo.training.checkpoint import (
 )
 from mt_grpo.training.checks import check_batch_sizes, check_surroundings, check_training
 from mt_grpo.training.environment import check_env, prepare_tokenizer
+from mt_grpo.training.factories import rows_of
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.policy import resolve_base, resolve_model
 from mt_grpo.training.reward_columns import check_reward_columns
@@ -38,9 +39,13 @@ from mt_grpo.training.trainer import MTGRPOEnvTrainer
 logger = logging.getLogger(__name__)
 
 
-def load_datasets(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
+def load_datasets(recipe: Recipe) -> tuple[Dataset | None, Dataset | None]:
     """The training rows of a recipe, and its evaluation rows where it evaluates (`do_eval`)."""
     script = recipe.script
+    if script.dataset_name is None:  # environments of a factory may bring their own prompts
+        if recipe.training.do_eval:
+            raise ConfigError("`do_eval: true` needs a dataset of questions to measure: set `dataset_name`.")
+        return None, None
 
     def load(split: str) -> Dataset:
         return load_rows(
@@ -134,6 +139,7 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
     outcome_rewards = load_rewards(args.outcome_reward_funcs or [], "outcome")
     train_dataset, eval_dataset = load_datasets(recipe)
     env = check_env(None, args, train_dataset, eval_dataset)
+    train_dataset = rows_of(train_dataset, env, args)
     check_reward_columns([*turn_rewards, *outcome_rewards], train_dataset, eval_dataset)
     if trains:
         check_training(args, train_dataset)

@@ -213,7 +213,7 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
             "`--dataset_name`."
         )
     for name, what in (("model_name_or_path", "model"), ("dataset_name", "dataset")):
-        if not given.get(name):
+        if not given.get(name) and not (name == "dataset_name" and given.get("environment_factory")):
             raise ConfigError(f"The recipe names no {what}: set `{name}`.")
     if not schema.exact:  # the defaults of the installed libraries may be others
         return
@@ -222,7 +222,7 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
         if isinstance(whole[name], str):  # one name stands for a list of one
             whole[name] = [whole[name]]
     listed = [entry for name in IMPORTING for entry in whole[name] or []]
-    plugins = whole["external_plugins"] or whole["env"]
+    plugins = whole["external_plugins"] or whole["env"] or whole["environment_factory"]
     names = {} if plugins else {name: schema.properties[name]["examples"] for name in NAMED}
     check_options(whole, names)
     if not plugins and all(is_bare(entry) or entry.startswith("mt_grpo.") for entry in listed):

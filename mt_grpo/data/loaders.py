@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from mt_grpo.data.hub import hub_fault, looks_like_path
+from mt_grpo.data.reasoning_gym import REASONING_GYM, puzzles
 from mt_grpo.data.schemas import SCHEMAS, DatasetError, Row, Schema, as_messages
 from mt_grpo.imports import did_you_mean
 
@@ -38,7 +39,7 @@ def load_rows(
             `gsm8k:SOURCE` read a source in that schema.
         split (`str`): Split to load. A slice such as `train[:100]` works for every source. A single file can be any
             split.
-        config (`str`, *optional*): Configuration of a dataset on the Hub.
+        config (`str`, *optional*): Configuration of a dataset on the Hub; options of a task of reasoning-gym.
         column_mapping (`dict[str, str]`, *optional*): Columns to add, each with its source column, such as
             `{"prompt": "question", "answer": "gold"}`.
         streaming (`bool`, *optional*, defaults to `False`): Whether to read rows as they are needed; returns an
@@ -48,7 +49,12 @@ def load_rows(
         DatasetError: If there is no such source or split, it has no rows, a column is missing, or a row has no prompt.
     """
     schema, source, config = _resolve(name, config)
-    rows, first = _embedded(split, streaming) if schema is EMBEDDED else _load(source, split, config, streaming)
+    if schema is EMBEDDED:
+        rows, first = _embedded(split, streaming)
+    elif schema is PUZZLES:
+        rows, first = _sliced(puzzles(source, split.partition("[")[0], config), split, streaming)
+    else:
+        rows, first = _load(source, split, config, streaming)
     if first is None:
         raise DatasetError(f"The split {split!r} of the dataset {name!r} is empty.")
 
@@ -84,6 +90,7 @@ def load_rows(
 
 
 PLAIN = Schema(lambda row: {"prompt": as_messages(row["prompt"])}, ("prompt",))
+PUZZLES = Schema(lambda row: {"prompt": as_messages(row["prompt"])}, ("prompt",))
 EMBEDDED = Schema(lambda row: {"prompt": as_messages(row["question"])}, ("question",))
 
 
@@ -92,6 +99,8 @@ def _resolve(name: str, config: str | None) -> tuple[Schema, str, str | None]:
     head, _, source = name.partition(":")
     if name == "embedded":
         return EMBEDDED, name, config
+    if head == REASONING_GYM:
+        return PUZZLES, source, config
     if head not in SCHEMAS:
         return PLAIN, name, config
     schema = SCHEMAS[head]
@@ -107,7 +116,12 @@ def _embedded(split: str, streaming: bool) -> tuple[Rows, Row | None]:
     base = split.partition("[")[0]
     if base not in EMBEDDED_SPLITS:
         raise DatasetError(f"The embedded dataset has no split {split!r}: it has {', '.join(EMBEDDED_SPLITS)}.")
-    rows = datasets.Dataset.from_list(questions(EMBEDDED_SPLITS[base]))
+    return _sliced(questions(EMBEDDED_SPLITS[base]), split, streaming)
+
+
+def _sliced(made: list[Row], split: str, streaming: bool) -> tuple[Rows, Row | None]:
+    """Rows that were made here, as far as the split's slice goes, and the first of them."""
+    rows, base = datasets.Dataset.from_list(made), split.partition("[")[0]
     (wanted,) = datasets.ReadInstruction.from_spec(split).to_absolute({base: len(rows)})
     rows = rows.select(range(wanted.from_ or 0, len(rows) if wanted.to is None else wanted.to))
     return rows.to_iterable_dataset() if streaming else rows, rows[0]

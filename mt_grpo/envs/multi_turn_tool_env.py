@@ -12,7 +12,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.tools import Tool, ToolSession, load_tools
 from mt_grpo.tools.stateful import StatefulTool
-from mt_grpo.trajectory import Message, StopReason, Turn
+from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
 
 if TYPE_CHECKING:
     from mt_grpo.rollout import Engine, SamplingParams
@@ -116,10 +116,14 @@ class MultiTurnToolEnv(StepEnv):
             for call in turn.tool_calls:
                 call.error = f"the limit of {self.max_steps} steps is reached."
             return Step(done=StopReason.MAX_STEPS)
-        await execute_calls(turn.tool_calls, self.tools, self.tool_timeout)
+        await self.execute(turn.tool_calls)
         reward = None if self._tool_session is None else self._tool_session.take_reward()
         ends = any(call.executed and not call.error and self.tools[call.name].ends_episode for call in turn.tool_calls)
         return Step(self.protocol.replies(turn), reward, done=StopReason.ENV_DONE if ends else False)
+
+    async def execute(self, calls: list[ToolCall]) -> None:
+        """Runs the calls of a turn and writes what became of them into each."""
+        await execute_calls(calls, self.tools, self.tool_timeout)
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
         """The loop of `StepEnv`, with the states of the tools made before, and their rewards asked for at the end."""

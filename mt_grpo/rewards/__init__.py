@@ -4,6 +4,7 @@ from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, Turn
 from mt_grpo.rewards.environment import EnvReward, env_reward
 from mt_grpo.rewards.format import format_reward_func, xml_reward_func
 from mt_grpo.rewards.gsm8k import gsm8k_correct_reward_func, gsm8k_number_reward_func
+from mt_grpo.rewards.reasoning_gym import reasoning_gym_reward
 from mt_grpo.rewards.registry import REWARDS, RewardListError, load_rewards, reward
 from mt_grpo.rewards.scoring import RewardError, Scores, score_trajectories, spread
 from mt_grpo.rewards.step import step_reward
@@ -32,6 +33,7 @@ __all__ = [
     "gsm8k_correct_reward_func",
     "gsm8k_number_reward_func",
     "load_rewards",
+    "reasoning_gym_reward",
     "reward",
     "score_trajectories",
     "spread",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from mt_grpo.trajectory import Trajectory, Turn
 
@@ -14,6 +14,13 @@ PlainFunction = Callable[..., "list[float | None] | Awaitable[list[float | None]
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns that reach a TRL reward function under a name of its own (`prompts`, `completions`, `completion_ids`)."""
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """An environment that stands for one of the user's, which reward functions get instead of it."""
+
+    user_environment: Any
 
 
 class RewardFunc(ABC):
@@ -122,7 +129,7 @@ class FunctionReward(OutcomeReward):
     def arguments(self, trajectories: list[Trajectory], rows: list[dict[str, Any]]) -> dict[str, Any]:
         """What the function is called with, as `score_batch` is."""
         columns = {key: [row[key] for row in rows] for key in rows[0] if key not in NOT_COLUMNS}
-        environments = [trajectory.environment for trajectory in trajectories]
+        environments = [_own(trajectory.environment) for trajectory in trajectories]
         if self.takes_environments and any(environment is not None for environment in environments):
             columns["environments"] = environments
         return {
@@ -131,6 +138,11 @@ class FunctionReward(OutcomeReward):
             "completion_ids": [completion_ids(trajectory) for trajectory in trajectories],
             **columns,
         }
+
+
+def _own(environment: Any) -> Any:
+    """The user's own environment, where ours only stands for it."""
+    return environment.user_environment if isinstance(environment, Adapter) else environment
 
 
 def _takes(function: PlainFunction, name: str) -> bool:

@@ -45,10 +45,12 @@ class MTGRPOConfig(GRPOConfig):
     Args:
         env (`str`, *optional*): Dotted path of an environment: a class, a `StepEnv`, or a function from a row to one;
             `MultiTurnToolEnv` where none is given.
+        environment_factory (`str` or `dict`, *optional*): Dotted path of a factory in TRL's form, see `TRLEnv`; or a
+            mapping of such paths, by the names in the dataset's column `environment`.
         environments (`dict`, *optional*): Several environments in one run, by the names in the dataset's column
-            `environment`: each a dotted path, or a mapping of its own `env`, `tools`, `system_prompt`,
-            `simulated_user`, `interaction_config_file`, `max_env_steps`, `call_protocol`, `env_mask`, `tool_timeout`,
-            `multi_turn_scheduler`, `max_turns` and `loss_scale`.
+            `environment`: each a dotted path, or a mapping of its own `env`, `environment_factory`, `tools`,
+            `system_prompt`, `simulated_user`, `interaction_config_file`, `max_env_steps`, `call_protocol`,
+            `env_mask`, `tool_timeout`, `multi_turn_scheduler`, `max_turns` and `loss_scale`.
         simulated_user (`dict`, *optional*): A user whom an OpenAI-compatible endpoint plays: `base_url`, `model`,
             `system_prompt` and more, see `SimulatedUser`. It answers every turn without a tool call.
         interaction_config_file (`str`, *optional*): YAML file of verl's interactions, which answer every turn without
@@ -104,6 +106,9 @@ class MTGRPOConfig(GRPOConfig):
     """
 
     env: str | None = field(default=None, metadata={"help": "Dotted path of an environment class or factory."})
+    environment_factory: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Dotted path of a factory in TRL's form, or a mapping of them by name."}
+    )
     environments: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "Several environments, by the names in the column `environment`; JSON on the command line."},
@@ -186,6 +191,8 @@ class MTGRPOConfig(GRPOConfig):
             import_file(plugin)
         if isinstance(self.environments, str):  # of the command line
             self.environments = yaml.safe_load(self.environments)
+        if isinstance(self.environment_factory, str) and self.environment_factory.lstrip().startswith("{"):
+            self.environment_factory = yaml.safe_load(self.environment_factory)
         if self.simulated_user is not None:
             self.simulated_user = parse_user(self.simulated_user)
         self.advantage_estimator = parse_rule(self.advantage_estimator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -11,6 +11,7 @@ from datasets import Dataset
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
 from mt_grpo.compat.swift import MultiTurnScheduler, SchedulerSource, multi_turns
+from mt_grpo.compat.trl_env import TRLEnv
 from mt_grpo.compat.verl import InteractionEnv, load_interactions
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import PROTOCOLS
@@ -23,6 +24,7 @@ from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
 from mt_grpo.rollout.background import run
 from mt_grpo.tools import load_tools, load_tools_file
 from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.factories import Factory, as_in_trl, environments_of, import_factory, warn_of_unused
 from mt_grpo.training.reward_columns import Rows
 from mt_grpo.training.rollout_batch import RolloutBatch
 
@@ -34,15 +36,29 @@ OPTIONS = (
 """Options of a run that one of several environments may have for itself."""
 
 
-def build_env(args: MTGRPOConfig) -> EnvSource:
+def build_env(args: MTGRPOConfig, factory: Factory | None = None) -> EnvSource:
     """
     The environment, or environments by name, that `args` describe.
+
+    Args:
+        args (`MTGRPOConfig`): The options.
+        factory (`Factory`, *optional*): What the trainer was given as `environment_factory`.
 
     Raises:
         ConfigError: If what they name is no environment; see `MultiTurnToolEnv` for further errors.
     """
+    options = {name: getattr(args, name) for name in OPTIONS}
+    if factory is not None:
+        options["environment_factory"] = factory
+    elif args.environment_factory is not None:
+        options["environment_factory"] = import_factory(args.environment_factory, "environment_factory")
     if args.environments is None:
-        return _build({name: getattr(args, name) for name in OPTIONS}, "env", args)
+        return _build(options, "env", args)
+    if options["environment_factory"] is not None:
+        raise ConfigError(
+            "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
+            "`{environment_factory: its path}`."
+        )
     if args.env is not None:
         raise ConfigError("`env` and `environments` are both set: name a single environment in `environments` too.")
     if not isinstance(args.environments, dict) or not args.environments:
@@ -69,14 +85,23 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
         options |= {name: defaults[name] for name in others}
     options |= given
     check_scheduler(options, key)
-    return _build(options, key, args)
+    if options["environment_factory"] is not None:
+        options["environment_factory"] = import_factory(options["environment_factory"], f"{key}: environment_factory")
+    env = _build(options, key, args, given)
+    if isinstance(env, dict):
+        raise ConfigError(f"`{key}` has several factories in `environment_factory`: give each a name of its own.")
+    if isinstance(env, TRLEnv):
+        env.named = True
+    return env
 
 
-def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
+def _build(options: dict[str, Any], key: str, args: MTGRPOConfig, given: Collection[str] = ()) -> EnvSource:
     check_partner(options, "" if key == "env" else f"In `{key}`, ")
     if options["multi_turn_scheduler"] is not None:
         return _build_scheduler(options)
     path = options["env"]
+    if options["environment_factory"] is not None:
+        return _from_factory(options["environment_factory"], options, args, given)
     found = MultiTurnToolEnv if path is None else import_object(path, what="environment")
     if not (isinstance(found, type) and issubclass(found, MultiTurnToolEnv)):
         check_source(found, key)
@@ -98,6 +123,22 @@ def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
     )
     env.made_from = args
     return env
+
+
+def _from_factory(factory: Any, options: dict[str, Any], args: MTGRPOConfig, given: Collection[str]) -> EnvSource:
+    """Environments of a factory; `given` are the options that are its own, not the run's."""
+    defaults = {field.name: None if field.name in given else field.default for field in fields(args)}
+    return environments_of(
+        factory,
+        {
+            "tools": _tools(options["tools"], options["tools_config_file"]),
+            "system_prompt": options["system_prompt"],
+            "env_mask": options["env_mask"],
+            "tool_timeout": options["tool_timeout"],
+            **as_in_trl(options, defaults),
+        },
+        args,
+    )
 
 
 def _tools(named: list[Any] | None, file: str | None) -> list[Any]:
@@ -126,7 +167,12 @@ def _build_scheduler(options: dict[str, Any]) -> SchedulerSource:
     return SchedulerSource(found, *limits)
 
 
-def check_env(env: EnvSource | None, args: MTGRPOConfig, *datasets: Rows | dict[str, Rows] | None) -> EnvSource:
+def check_env(
+    env: EnvSource | None,
+    args: MTGRPOConfig,
+    *datasets: Rows | dict[str, Rows] | None,
+    factory: Factory | None = None,
+) -> EnvSource:
     """
     Holds an environment that was made by hand against the options that would have made it, as far as these are not
     left at their defaults, and the names of several against the rows that name them; returns it, or where none is
@@ -135,13 +181,19 @@ def check_env(env: EnvSource | None, args: MTGRPOConfig, *datasets: Rows | dict[
     Raises:
         ConfigError: If they contradict each other, or no environment can be made from it.
     """
-    env = build_env(args) if env is None else env
+    if env is not None and factory is not None:
+        raise ConfigError("The trainer was given both `env` and `environment_factory`: leave one out.")
+    env = build_env(args, factory) if env is None else env
     check_source(env)
-    for dataset in datasets:
-        for rows in dataset.values() if isinstance(dataset, dict) else [dataset]:
-            if isinstance(rows, Dataset):  # rows of a stream are not known before
-                check_rows(env, rows.unique(COLUMN) if COLUMN in rows.column_names else None)
-                _check_partners(env, rows)
+    every = [rows for data in datasets for rows in (data.values() if isinstance(data, dict) else [data])]
+    known = [rows for rows in every if isinstance(rows, Dataset)]  # rows of a stream are not known before
+    names = [rows.unique(COLUMN) if COLUMN in rows.column_names else None for rows in known]
+    for named in names:
+        check_rows(env, named)
+    if known and len(known) == len([rows for rows in every if rows is not None]):
+        warn_of_unused(env, {name for named in names for name in named or ()})
+    for rows in known:
+        _check_partners(env, rows)
     if not isinstance(env, MultiTurnToolEnv) or env.made_from is args:
         return env
     for name in PARTNERS[:2]:

@@ -16,7 +16,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mt_grpo.credit import estimate
 from mt_grpo.envs import EnvSource
-from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.training.batch import TokenColumns
@@ -27,6 +26,7 @@ from mt_grpo.training.counted import CountedTrainer
 from mt_grpo.training.dropout import disable_dropout, without_dropout
 from mt_grpo.training.environment import build_runner, check_env, open_environments, prepare_tokenizer
 from mt_grpo.training.evaluation import fill_up, fill_up_scores
+from mt_grpo.training.factories import Factory, add_own_rewards, rows_of
 from mt_grpo.training.forward import completion_logps, keep_outputs_exact, prepare_forward, prove_forward
 from mt_grpo.training.metrics import credit_metrics, mismatch_metrics, reward_metrics, rollout_metrics, show_advantages
 from mt_grpo.training.microbatches import rebalance
@@ -70,6 +70,9 @@ class MTGRPOEnvTrainer(CountedTrainer):
             else the model itself. The trainer sends no weights to an engine that is given here. With `use_vllm` the
             loss corrects for the difference between its log-probs and the model's.
         processing_class, callbacks, optimizers, quantization_config, peft_config: As in TRL.
+        environment_factory (`Callable` or `dict`, *optional*): Environments in TRL's form, see `TRLEnv`, in place of
+            `env`. A class with `get_reward` gives an outcome reward that need not be listed, and a single factory
+            needs no dataset where `max_steps` is set.
 
     Raises:
         ConfigError: If there is no reward function, no dataset, or a reward needs a column that the dataset lacks.
@@ -97,16 +100,18 @@ class MTGRPOEnvTrainer(CountedTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        environment_factory: Factory | None = None,
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else model.config.name_or_path
             args = MTGRPOConfig(f"{Path(name).name}-MT-GRPO")
         args.check_credit()
         check_surroundings(args)
+        self.env = check_env(env, args, train_dataset, eval_dataset, factory=environment_factory)
         rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
+        train_dataset = rows_of(train_dataset, self.env, args)
         check_reward_columns(rewards, train_dataset, eval_dataset)
         self._watch = RewardWatch([reward.name for reward in rewards])
-        self.env = check_env(env, args, train_dataset, eval_dataset)
         with without_client_of_trl(args), opened(model, args, quantization_config, peft_config) as policy:
             super().__init__(
                 **policy,
@@ -138,8 +143,9 @@ class MTGRPOEnvTrainer(CountedTrainer):
         )
         self.turn_reward_funcs = load_rewards(list(turns or []), "turn")
         self.outcome_reward_funcs = load_rewards(list(outcomes or []), "outcome")
-        if not self.turn_reward_funcs and not self.outcome_reward_funcs:
-            raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
+        self.outcome_reward_funcs += add_own_rewards(
+            [*self.turn_reward_funcs, *self.outcome_reward_funcs], self.env, args
+        )
         return [*self.turn_reward_funcs, *self.outcome_reward_funcs]
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -313,6 +313,7 @@ def test_built_in_rewards_are_found_by_the_name_they_report():
         "format_reward_func",
         "gsm8k_correct_reward_func",
         "gsm8k_number_reward_func",
+        "reasoning_gym_reward",
         "step_reward",
         "tool_execution_reward_func",
         "xml_reward_func",

@@ -42,3 +42,14 @@ def test_a_trl_function_sees_the_environments_that_it_asks_for():
     assert score([], functions, batch).outcome == [[1.0, 2.0], [3.0, 3.0], [0.0, 0.0]]
     plain = [Trajectory([], stop_reason=StopReason.ENV_DONE)]
     assert score([], functions[1:], plain).outcome == [[7.0], [0.0]]
+
+
+def test_a_trl_function_sees_the_user_s_own_environments():
+    class Standing:
+        user_environment = 3.0
+
+    def named(completions, environments, **columns):
+        return environments
+
+    trajectory = Trajectory([], environment=Standing(), stop_reason=StopReason.ANSWERED)
+    assert score([], [FunctionReward(named)], [trajectory]).outcome == [[3.0]]

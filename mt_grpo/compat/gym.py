@@ -1,0 +1,173 @@
+"""Gym-like classes as environments: `reset`, and `step(action)` with an observation, a reward and an end."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mt_grpo.envs import Outcome, Policy, Step, StepEnv
+from mt_grpo.envs.env import ConversationEnded
+from mt_grpo.envs.threads import call
+from mt_grpo.errors import ConfigError
+from mt_grpo.tools.results import describe_error, render
+from mt_grpo.trajectory import Message, StopReason, Turn
+
+INVALID = (ValueError, TypeError, LookupError, AssertionError)
+"""What `step` raises for an action that it does not take; any other exception ends the conversation."""
+
+
+class GymEnv(StepEnv):
+    """
+    One game per conversation, of a class that plays it in Gym's form. `reset(seed=...)` returns an observation, or an
+    observation and a dictionary; `step(action)` returns `(observation, reward, done)`, `(observation, reward, done,
+    info)` or `(observation, reward, terminated, truncated, info)`. Its methods may be `async`; plain ones run in a
+    thread.
+
+    The observation follows the prompt of the row. The reward of a step is that of the turn (`step_reward`), the sum of
+    them a reward of the conversation (`return`, see `env_reward`). `close`, where there is one, is called in the end.
+
+    Args:
+        make (`Callable`): Makes a game: a class or a function, called without arguments, or with the row if it needs
+            one.
+        parse (`Callable`, *optional*): Makes an action of text, such as `int`; text is the action without it. What it
+            or `step` refuses (`ValueError`, `TypeError`, `LookupError`, `AssertionError`) is told to the model, which
+            may try again.
+        tag (`str`, *optional*): The action is what the turn has between `<tag>` and `</tag>`; the whole turn without.
+        max_turns (`int`, *optional*): Turns that a conversation may have.
+        step_timeout (`float`, *optional*, defaults to `60.0`): Seconds that `make`, `reset` and `step` may take.
+
+    Raises:
+        ConfigError: If `make` cannot be called, or is a class without `reset` and `step`.
+    """
+
+    step_timeout = None  # each call of the game has its own
+    user_environment: Any = None
+    """The game of this conversation, which reward functions get as one of their `environments`."""
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        parse: Callable[[str], Any] = str,
+        tag: str | None = None,
+        max_turns: int | None = None,
+        step_timeout: float | None = 60.0,
+    ) -> None:
+        if not callable(make):
+            raise ConfigError(f"`GymEnv` was given {make!r}, which cannot be called: give a class or a function.")
+        if isinstance(make, type):
+            _check_game(make)
+        if max_turns is not None and max_turns < 1:
+            raise ConfigError(f"`max_turns` is {max_turns}: give 1 or more, or `None` for no limit.")
+        self.make, self.parse, self.tag, self.max_turns, self.call_timeout = make, parse, tag, max_turns, step_timeout
+        self.stop = () if tag is None else (f"</{tag}>",)
+        self.total = 0.0
+
+    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+        """The loop of `StepEnv`, with the sum of the rewards also where a limit ended the game."""
+        try:
+            outcome = await super().run(policy, row)
+        except ConversationEnded as ended:
+            outcome = Outcome(stop_reason=ended.stop_reason)
+        outcome.rewards = {"return": self.total}
+        return outcome
+
+    async def reset(self, row: dict[str, Any]) -> list[Message]:
+        """The prompt of the row, and what the game shows at first."""
+        args = (row,) if _needs_row(self.make) else ()
+        game = self.user_environment = await call(self.make, *args, what="make", timeout=self.call_timeout)
+        _check_game(type(game))
+        keywords = {"seed": seed_of(row)} if _takes_seed(game.reset) else {}
+        seen = await call(partial(game.reset, **keywords), what=self._what("reset"), timeout=self.call_timeout)
+        if isinstance(seen, tuple) and len(seen) == 2 and isinstance(seen[1], dict):
+            seen = seen[0]
+        prompt = row.get("prompt") or ""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        *before, last = messages
+        return [*before, {**last, "content": "\n\n".join(filter(None, [last["content"], show(seen)]))}]
+
+    async def step(self, turn: Turn) -> Step:
+        """Plays the action of a turn; one that the game does not take is answered with what is wrong with it."""
+        over = self.max_turns is not None and turn.index + 1 >= self.max_turns
+        try:
+            action = self.parse(self._action(turn.text))
+            played = await call(self.user_environment.step, action, what=self._what("step"), timeout=self.call_timeout)
+        except INVALID as error:
+            return Step(f"Error: {describe_error(error)}", done=StopReason.MAX_STEPS if over else False)
+        seen, reward, terminated, truncated, info = _read(played, self._what("step"))
+        self.total += reward
+        reason = StopReason.ENV_DONE if terminated else StopReason.MAX_STEPS
+        done = reason if terminated or truncated or over else False
+        shown = show(seen) or ([] if done else "(nothing to see)")
+        return Step(shown, reward, done, info=info if done else {})
+
+    async def close(self) -> None:
+        """Closes the game."""
+        game, self.user_environment = self.user_environment, None
+        if inspect.isroutine(getattr(type(game), "close", None)):
+            await call(game.close, what=f"{type(game).__name__}.close", timeout=self.call_timeout)
+
+    def _what(self, method: str) -> str:
+        return f"{type(self.user_environment).__name__}.{method}"
+
+    def _action(self, text: str) -> str:
+        if self.tag is None:
+            return text.strip()
+        _, opened, rest = text.rpartition(f"<{self.tag}>")
+        action, closed, _ = rest.partition(f"</{self.tag}>")
+        if not (opened and closed):
+            raise ValueError(f"write your action between <{self.tag}> and </{self.tag}>.")
+        return action.strip()
+
+
+def show(observation: Any) -> str:
+    """An observation as text: text as it is, nothing for `None`, everything else as JSON."""
+    return "" if observation is None else render(observation)
+
+
+def seed_of(row: dict[str, Any]) -> int:
+    """The row's `seed`; where it has none, one that follows from its columns: a group begins with the same game."""
+    if row.get("seed") is not None:
+        return int(row["seed"])
+    text = json.dumps(row, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+
+
+def _read(played: Any, what: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    """What `step` returned as observation, reward, terminated, truncated and info."""
+    if isinstance(played, tuple) and len(played) in (3, 4, 5):
+        seen, reward, terminated, *rest = played
+        truncated = rest.pop(0) if len(played) == 5 else False
+        earned = 0.0 if reward is None else float(reward)
+        if not math.isfinite(earned):
+            raise RuntimeError(f"{what} returned the reward {earned}: return a finite number.")
+        return seen, earned, bool(terminated), bool(truncated), dict(rest[0] or {}) if rest else {}
+    raise RuntimeError(
+        f"{what} returned {type(played).__name__}: return (observation, reward, done), with info behind it or not, or "
+        "(observation, reward, terminated, truncated, info)."
+    )
+
+
+def _check_game(game: type) -> None:
+    for method in ("reset", "step"):
+        if not inspect.isroutine(getattr(game, method, None)):
+            raise ConfigError(
+                f"`GymEnv` was given {game.__name__}, which has no `{method}`: a game has `reset` and `step(action)`."
+            )
+
+
+def _needs_row(make: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(make).bind()
+    except TypeError:
+        return True
+    return False
+
+
+def _takes_seed(reset: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(reset).parameters
+    return "seed" in parameters or any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())

@@ -1,0 +1,104 @@
+"""Games of TextArena and tasks of reasoning-gym, played for real; `make interop-games` installs them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+
+import pytest
+from support.models import build_tokenizer
+
+from mt_grpo.compat.textarena import textarena_game
+from mt_grpo.data import load_rows
+from mt_grpo.data.schemas import DatasetError
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.errors import ConfigError
+from mt_grpo.rewards import reasoning_gym_reward
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.trajectory import StopReason
+
+INSTALL = "is not installed: run `make interop-games`"
+
+
+def play(env, rows, says):
+    """Runs conversations in which `says(number of the conversation, turn)` is what the model says."""
+    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: says(int(session), turn) + "<|im_end|>")
+    requests = [RolloutRequest(row.pop("prompt", ""), f"{index:03d}", row) for index, row in enumerate(rows)]
+    return asyncio.run(RolloutRunner(env, engine).run(requests, SamplingParams()))
+
+
+class TestTextArena:
+    @pytest.fixture(autouse=True)
+    def installed(self):
+        pytest.importorskip("textarena", reason=f"textarena {INSTALL}")
+
+    def test_a_game_is_won_and_lost(self):
+        """Towers of three disks: the seven moves that solve it, and a player who only makes invalid ones."""
+        solution = ["[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]"]
+        env = textarena_game("TowerOfHanoi-v0", max_turns=12)
+        [won] = play(env, [{"seed": 1}], lambda number, turn: solution[turn])
+        assert (won.stop_reason, won.env_rewards, len(won.turns)) == (StopReason.ENV_DONE, {"return": 1.0}, 7)
+        assert won.turns[-1].reward == 1.0 and "A: [3, 2]" in won.turns[0].replies[0]["content"]
+        assert "Tower of Hanoi" in won.prompt[0]["content"]
+        [lost] = play(env, [{"seed": 1}], lambda number, turn: "I pass.")
+        assert lost.env_rewards["return"] < 1.0 and "invalid move" in lost.turns[0].replies[0]["content"]
+
+    def test_a_game_against_an_opponent(self):
+        env = textarena_game("TicTacToe-v0", opponent=lambda seen: f"[{re.findall(r'[678]', seen)[-1]}]", max_turns=5)
+        [game] = play(env, [{"seed": 1}], lambda number, turn: f"[{turn}]")
+        assert (game.stop_reason, game.env_rewards) == (StopReason.ENV_DONE, {"return": 1.0})
+        assert "X" in game.turns[0].replies[0]["content"]
+
+    def test_members_of_a_group_see_the_same_start(self):
+        """Games draw from the global generator, which is left as it was."""
+        random.seed(3)
+        before = random.getstate()
+        env = textarena_game("Blackjack-v0", max_turns=4)
+        games = play(env, [{"seed": seed} for seed in (1, 1, 1, 2)], lambda number, turn: "[Stand]")
+        starts = [game.prompt[0]["content"] for game in games]
+        assert starts[0] == starts[1] == starts[2] != starts[3]
+        replies = [[turn.replies for turn in game.turns] for game in games]
+        assert replies[0] == replies[1] == replies[2]
+        assert random.getstate() == before
+
+    def test_an_unknown_game_is_refused(self):
+        with pytest.raises(ConfigError, match="no game 'TowerOfHano-v0'.*'TowerOfHanoi-v0'"):
+            textarena_game("TowerOfHano-v0")
+
+
+class TestReasoningGym:
+    @pytest.fixture(autouse=True)
+    def installed(self):
+        pytest.importorskip("reasoning_gym", reason=f"reasoning-gym {INSTALL}")
+
+    @pytest.mark.parametrize("task", ["leg_counting", "basic_arithmetic", "countdown"])
+    def test_right_answers_earn_and_wrong_ones_do_not(self, task):
+        rows = [dict(row) for row in load_rows(f"reasoning_gym:{task}", "train[:4]")]
+        for right in (True, False):
+            env = MultiTurnToolEnv(system_prompt="", max_steps=0)
+            answers = [row["answer"] if right else "?" for row in rows]
+            ended = play(
+                env, [dict(row) for row in rows], lambda number, turn, said=answers: f"<answer>{said[number]}</answer>"
+            )
+            scores = [reasoning_gym_reward.score(one, **one.row) for one in ended]
+            assert scores == [1.0] * 4 if right else max(scores) < 0.5
+
+    def test_splits_differ_and_options_count(self):
+        train, test = (
+            load_rows("reasoning_gym:leg_counting", split, config="{size: 3}") for split in ("train", "test")
+        )
+        assert len(train) == len(test) == 3 and train[0]["prompt"] != test[0]["prompt"]
+
+    @pytest.mark.parametrize(
+        ("name", "split", "config", "problem"),
+        [
+            ("leg_countin", "train", None, "no task 'leg_countin'; the nearest is 'leg_counting'"),
+            ("leg_counting", "dev", None, "no split 'dev': they have train, validation, test"),
+            ("leg_counting", "train", "{legs: 3}", "does not take its options"),
+            ("leg_counting", "train", "legs", "`dataset_config` is 'legs': give the options"),
+        ],
+    )
+    def test_what_does_not_exist_is_refused(self, name, split, config, problem):
+        with pytest.raises(DatasetError, match=problem):
+            load_rows(f"reasoning_gym:{name}", split, config=config)
