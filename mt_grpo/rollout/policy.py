@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mt_grpo.envs.env import ConversationEnded
+from mt_grpo.envs.env import ConversationEnded, check_messages
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
 from mt_grpo.rollout.engine import Engine, EngineError, Sample, SamplingParams
 from mt_grpo.rollout.history import History
@@ -145,6 +145,7 @@ class ConversationPolicy:
                     "`continue_last`."
                 )
             messages = messages if isinstance(messages, list) else list(messages)
+            check_messages(messages)
             known = self._said.latest(messages) if self._history is not None else 0
             context = self._extended(messages[known:]) if known else self._begun(messages[:])
             turn = await self._take(*context, tuple(stop), max_tokens, protocol)
@@ -257,6 +258,8 @@ class ConversationPolicy:
             seed=derive_seed(self._seed, index),
         )
         sample = await self._sample(self._context, drawing)
+        if self.ended is not None:  # while it was sampled: the trajectory is no longer this conversation's to change
+            raise ConversationEnded(self.ended)
         if rewritten is None:
             trajectory.tree.extend(suffix, sample.ids, sample.logprobs)
         else:

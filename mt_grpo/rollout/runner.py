@@ -10,16 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from mt_grpo.envs.checks import checked_outcome
 from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv
 from mt_grpo.envs.execution import fail_unanswered
 from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_environments, make_env, prototypes
-from mt_grpo.envs.threads import guarded
+from mt_grpo.envs.threads import abandon, guarded
 from mt_grpo.options import check_history
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, Sampler
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row
+from mt_grpo.tools.results import describe_error
 from mt_grpo.trajectory import Message, StopReason, Trajectory
 
 GRACE = 2.0
@@ -124,6 +126,9 @@ class RolloutRunner:
         try:
             await asyncio.gather(*tasks)
             await asyncio.gather(*checks)
+        except BaseException:  # whoever called gets no trajectory, and can close none of them
+            await close_environments(trajectory for trajectory in trajectories if trajectory is not None)
+            raise
         finally:
             for task in tasks:
                 task.cancel()
@@ -152,9 +157,11 @@ class RolloutRunner:
                     policy.end(StopReason.TIMEOUT)
                     running.cancel()
                     await asyncio.wait([running], timeout=GRACE)
+                    abandon(running)
                 self.engine.release(request.session)
                 del self.under_way[request.session]
             self._end(trajectory, running, policy)
+            policy.end(trajectory.stop_reason)  # tasks that the environment left behind may still ask for turns
             if policy.failure is not None:  # a bug of the engine, whatever the environment made of it
                 raise policy.failure
             trajectory.seconds = time.perf_counter() - start
@@ -169,10 +176,7 @@ class RolloutRunner:
     async def _hold(self, request: RolloutRequest, policy: ConversationPolicy, trajectory: Trajectory) -> Outcome:
         row = {**request.row, "prompt": request.prompt}
         trajectory.environment = env = await make_env(self.env, row)
-        outcome = await env.run(policy, row)
-        if not isinstance(outcome, Outcome):
-            raise TypeError(f"{type(env).__name__}.run returned {type(outcome).__name__}: return an `Outcome`.")
-        return outcome
+        return checked_outcome(await env.run(policy, row), type(env).__name__)
 
     def _end(self, trajectory: Trajectory, running: asyncio.Future[Outcome], policy: ConversationPolicy) -> None:
         """Writes into a trajectory why its conversation ended."""
@@ -191,7 +195,7 @@ class RolloutRunner:
         elif isinstance(error, EngineError):
             trajectory.stop_reason, trajectory.error = StopReason.ENGINE_ERROR, str(error)
         else:  # an environment is the user's code: its failure ends this conversation only
-            trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, f"{type(error).__name__}: {error}"
+            trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, describe_error(error)
 
     def _check(self, trajectory: Trajectory, renderer: ChatRenderer) -> None:
         difference = self.sanity.check(trajectory, renderer)

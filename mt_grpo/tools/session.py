@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from mt_grpo.tools.function import Tool
+from mt_grpo.tools.results import check_data, describe_error
 from mt_grpo.tools.stateful import BaseTool, StatefulTool, ToolResponse
 
 logger = logging.getLogger(__name__)
@@ -118,10 +119,11 @@ class ToolSession:
             if not isinstance(result, tuple) or len(result) != 3:
                 raise TypeError(f"`execute` must return (response, reward, metrics), not {type(result).__name__}")
             response, reward, metrics = result
-            text = _read(response)
+            text, metrics = _read(response), {} if metrics is None else metrics
+            check_data(metrics, "the mapping of metrics that `execute` returned")
             if reward is not None:
                 self._step_rewards.append(_number(reward, "`execute` returned the step reward"))
-            self.metrics.setdefault(tool.base.name, []).append(metrics or {})
+            self.metrics.setdefault(tool.base.name, []).append(metrics)
             return text
 
         bound = copy.copy(tool)
@@ -145,7 +147,7 @@ class ToolSession:
         return task.result()
 
     def _failed(self, base: BaseTool, method: str, error: Exception) -> str:
-        return f"`{method}` of the tool {base.name!r} failed: {type(error).__name__}: {error}."
+        return f"`{method}` of the tool {base.name!r} failed: {describe_error(error)}."
 
 
 async def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -155,15 +157,17 @@ async def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> 
         try:
             return method(*arguments, **options)
         except StopIteration as stop:  # a future cannot carry it
-            raise RuntimeError(f"StopIteration: {stop}") from stop
+            raise RuntimeError(describe_error(stop)) from stop
 
     try:
         if inspect.iscoroutinefunction(method):
             return await method(*arguments, **options)
         result = await asyncio.to_thread(plain)
         return await result if inspect.isawaitable(result) else result
-    except SystemExit as caught:  # it would end the event loop, and the run with it
-        raise RuntimeError(f"SystemExit: {caught}") from caught
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as caught:  # it would end the event loop, and the run with it
+        raise RuntimeError(describe_error(caught)) from caught
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
