@@ -220,10 +220,8 @@ def check_messages(messages: Sequence[Message]) -> None:
     """Refuses what is no message, and messages that a run cannot write down, with `TypeError` or `ValueError`."""
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise TypeError(
-                f"A message is {type(message).__name__} without a text `role`: give a dictionary with one."
-            )
-        if message.keys() != {"role", "content"} or not isinstance(message["content"], str):
+            raise TypeError(f"A message is {type(message).__name__}, without a text `role`: give a dictionary.")
+        if not all(isinstance(value, (str, type(None))) for value in message.values()):
             check_data(message, f"A message of {message['role']!r}")
             if not isinstance(message.get("content"), (str, list, type(None))):
                 raise TypeError(

@@ -145,8 +145,8 @@ class ConversationPolicy:
                     "`continue_last`."
                 )
             messages = messages if isinstance(messages, list) else list(messages)
-            check_messages(messages)
             known = self._said.latest(messages) if self._history is not None else 0
+            check_messages(messages[known:])
             context = self._extended(messages[known:]) if known else self._begun(messages[:])
             turn = await self._take(*context, tuple(stop), max_tokens, protocol)
             self._said.add(messages, known, turn)
@@ -184,7 +184,10 @@ class ConversationPolicy:
             path = self._trajectory.tree.path_of_turn(index)
             suffix = self.renderer.reply_ids(replies, path[-1])
             return self._rewritten(suffix, path + suffix)
-        context = self._history.begin(messages)
+        context = self._history.begin(messages, self._sampler.engine.context_length)
+        if context is None:
+            self._history = None
+            raise ConversationEnded(StopReason.CONTEXT_FULL)
         if not first:
             return self._rewritten([], context)
         self._trajectory.prompt, self._prompt_length = messages, len(context)
@@ -201,6 +204,7 @@ class ConversationPolicy:
         self, messages: list[Message], stop: tuple[str, ...], max_tokens: int | None, protocol: CallProtocol | None
     ) -> Turn:
         """A turn in which the model goes on with the last message: without the token that ended it, and its frame."""
+        check_messages(messages)
         *before, last = messages
         if not before or last["role"] != "assistant":
             raise ValueError("`continue_last` needs an assistant's message behind others: it is what is continued.")
