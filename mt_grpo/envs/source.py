@@ -94,15 +94,24 @@ _closing: set[asyncio.Future[Any]] = set()  # the event loop itself keeps no tas
 async def close_environments(trajectories: Iterable[Trajectory]) -> None:
     """
     Closes the environments that trajectories hold, whatever becomes of each: one that raises, or takes longer than
-    `CLOSE_TIMEOUT`, is named in a warning.
+    `CLOSE_TIMEOUT`, is counted in a warning.
     """
+    warn_of_unclosed(await close_each(trajectories))
+
+
+async def close_each(trajectories: Iterable[Trajectory]) -> list[str]:
+    """Closes the environments that trajectories hold, and returns why some could not be closed, a text each."""
     held = []
     for trajectory in trajectories:
         env = trajectory.environment
         if env is not None and not (isinstance(env, StepEnv) and type(env).close is StepEnv.close):
             held.append(env)
         trajectory.environment = None
-    failures = [failure for failure in await asyncio.gather(*map(_close, held)) if failure] if held else []
+    return [failure for failure in await asyncio.gather(*map(_close, held)) if failure] if held else []
+
+
+def warn_of_unclosed(failures: list[str]) -> None:
+    """One warning, whatever number of environments could not be closed."""
     if failures:
         logger.warning("%d environments could not be closed, the first for: %s", len(failures), failures[0])
 

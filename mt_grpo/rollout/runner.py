@@ -13,7 +13,7 @@ from typing import Any
 from mt_grpo.envs.checks import checked_outcome
 from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv
 from mt_grpo.envs.execution import fail_unanswered
-from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_environments, make_env, prototypes
+from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_each, make_env, prototypes, warn_of_unclosed
 from mt_grpo.envs.threads import abandon, guarded
 from mt_grpo.options import check_history
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
@@ -107,11 +107,12 @@ class RolloutRunner:
         trajectories: list[Trajectory | None] = [None] * len(requests)
         queue = iter(enumerate(requests))
         loop = asyncio.get_running_loop()
+        unclosed: list[str] = []
         checker, checks = ThreadPoolExecutor(1), []  # a check reads the whole context; nobody waits for it
 
         async def work(queue: Iterator[tuple[int, RolloutRequest]]) -> None:
             for index, request in queue:
-                trajectories[index], policy = await self._converse(request, sampling, keep_environments)
+                trajectories[index], policy = await self._converse(request, sampling, keep_environments, unclosed)
                 if on_finish is not None:
                     on_finish(trajectories[index])
                 if self.sanity is not None and self.history == "keep" and policy.renderer and not policy.rewrote:
@@ -127,12 +128,13 @@ class RolloutRunner:
             await asyncio.gather(*tasks)
             await asyncio.gather(*checks)
         except BaseException:  # whoever called gets no trajectory, and can close none of them
-            await close_environments(trajectory for trajectory in trajectories if trajectory is not None)
+            unclosed += await close_each(trajectory for trajectory in trajectories if trajectory is not None)
             raise
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            warn_of_unclosed(unclosed)
             checker.shutdown(wait=False, cancel_futures=True)
             if outermost:
                 gc.set_threshold(*thresholds)
@@ -140,7 +142,7 @@ class RolloutRunner:
         return trajectories
 
     async def _converse(
-        self, request: RolloutRequest, sampling: SamplingParams, keep_environment: bool
+        self, request: RolloutRequest, sampling: SamplingParams, keep_environment: bool, unclosed: list[str]
     ) -> tuple[Trajectory, ConversationPolicy]:
         prompt = [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else request.prompt
         trajectory = Trajectory(prompt, session=request.session, row=request.row)
@@ -171,7 +173,7 @@ class RolloutRunner:
             return trajectory, policy
         finally:
             if not (finished and keep_environment):
-                await close_environments([trajectory])
+                unclosed += await close_each([trajectory])
 
     async def _hold(self, request: RolloutRequest, policy: ConversationPolicy, trajectory: Trajectory) -> Outcome:
         row = {**request.row, "prompt": request.prompt}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import logging
 import math
 import numbers
 from collections.abc import Callable, Iterable
@@ -15,8 +14,6 @@ from uuid import uuid4
 from mt_grpo.tools.function import Tool
 from mt_grpo.tools.results import check_data, describe_error
 from mt_grpo.tools.stateful import BaseTool, StatefulTool, ToolResponse
-
-logger = logging.getLogger(__name__)
 
 
 class ToolStateError(Exception):
@@ -44,6 +41,7 @@ class ToolSession:
         tools (`dict[str, Tool]`): The tools by name, ready to be called.
         metrics (`dict[str, list[dict]]`): What `execute` gave to log, a mapping a call, by tool.
         failures (`list[str]`): What `calc_reward` and `release` failed with, a sentence each.
+        unreleased (`list[str]`): Those of `release` alone.
     """
 
     def __init__(self, tools: Iterable[Tool], row: dict[str, Any], timeout: float | None = None) -> None:
@@ -51,6 +49,7 @@ class ToolSession:
         self.tools = {tool.name: self._bound(tool) if isinstance(tool, StatefulTool) else tool for tool in tools}
         self.metrics: dict[str, list[dict[str, Any]]] = {}
         self.failures: list[str] = []
+        self.unreleased: list[str] = []
         self._stateful = [tool.base for tool in tools if isinstance(tool, StatefulTool)]
         self._timeout = timeout
         self._options = _options(row) if self._stateful else {}
@@ -109,8 +108,8 @@ class ToolSession:
             try:
                 await self._ask(bases[name], bases[name].release, instance)
             except Exception as error:  # whatever the user's tool raises
-                self.failures.append(self._failed(bases[name], "release", error))
-                logger.warning(self.failures[-1])
+                self.unreleased.append(self._failed(bases[name], "release", error))
+        self.failures += self.unreleased
 
     def _bound(self, tool: StatefulTool) -> Tool:
         async def execute(**arguments: Any) -> Any:
