@@ -14,7 +14,7 @@ from mt_grpo.envs.env import Env, StepEnv
 from mt_grpo.envs.threads import call, guarded, in_thread
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.tools.results import describe_error
+from mt_grpo.tools.results import cut, describe_error
 from mt_grpo.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ async def _close(env: Env) -> str | None:
     try:
         await call(env.close, what=f"{name}.close", timeout=CLOSE_TIMEOUT)
     except Exception as error:  # whatever the user's code raises
-        return describe_error(error)
+        return cut(describe_error(error), 1000)
     return None
 
 

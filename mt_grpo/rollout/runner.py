@@ -21,11 +21,13 @@ from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, Sampler
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row
-from mt_grpo.tools.results import describe_error
+from mt_grpo.tools.results import cut, describe_error
 from mt_grpo.trajectory import Message, StopReason, Trajectory
 
 GRACE = 2.0
 """Seconds that an environment may take to end once it is cancelled; then it is left to itself."""
+LONGEST_ERROR = 10_000
+"""Characters of an environment's error that are kept."""
 _NEVER = 1 << 30  # collections of a younger generation until a full one
 
 
@@ -197,7 +199,7 @@ class RolloutRunner:
         elif isinstance(error, EngineError):
             trajectory.stop_reason, trajectory.error = StopReason.ENGINE_ERROR, str(error)
         else:  # an environment is the user's code: its failure ends this conversation only
-            trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, describe_error(error)
+            trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, cut(describe_error(error), LONGEST_ERROR)
 
     def _check(self, trajectory: Trajectory, renderer: ChatRenderer) -> None:
         difference = self.sanity.check(trajectory, renderer)

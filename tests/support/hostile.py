@@ -288,6 +288,7 @@ VALUES = {
             "cannot be written as JSON (ValueError: no words)",
         ),
         "cycle": (lambda: [{"role": "user", "content": [cycle()]}], "goes more than 100 levels deep"),
+        "big": (lambda: throw(ValueError(MEGABYTES)), "x\n[9,990,012 of 10,000,012 characters were cut off.]"),
         "assistant": (lambda: [{"role": "assistant", "content": "A"}], "nothing to reply to"),
     },
     "step": {
