@@ -139,6 +139,7 @@ class ConversationPolicy:
             self._choose_renderer(tools, protocol.tags if protocol is not None else ())
             if continue_last:
                 return await self._continue(list(messages), tuple(stop), max_tokens, protocol)
+            check_messages(messages[-1:])
             if not messages or messages[-1]["role"] == "assistant":
                 raise ValueError(
                     "The last message is the assistant's, so there is nothing to reply to: add a message, or set "

@@ -35,7 +35,8 @@ from mt_grpo.trajectory import Trajectory
 
 NUMBER = int(os.environ.get("MT_GRPO_CONVERSATIONS", 150))
 SEED = int(os.environ.get("MT_GRPO_SEED", 0))
-ROLLOUT_TIMEOUT, GRACE = 3.0, 0.3
+ROLLOUT_TIMEOUT, GRACE = 1.0, 0.3
+PATIENCE = 60.0  # for conversations that must not run out of time, on a machine that may be busy
 CONCURRENT = 64
 END = "<|im_end|>"
 SERVER = Path(__file__).parent.parent / "support" / "mcp_server.py"
@@ -248,7 +249,7 @@ def briefly(monkeypatch):
     GATE.set()
 
 
-def hold(sources, conversations, keep=False, concurrent=CONCURRENT, timeout=ROLLOUT_TIMEOUT, on_finish=None):
+def hold(sources, conversations, keep=False, concurrent=CONCURRENT, timeout=PATIENCE, on_finish=None):
     """Runs conversations as a trainer does, and returns their trajectories and the time it took."""
 
     def script(session, turn):
@@ -312,7 +313,13 @@ def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
     before = Left()
     memory = psutil.Process().memory_info().rss
     finished = []
-    runner, trajectories, seconds = hold(sources, conversations, keep, on_finish=finished.append)
+    # conversations that must run out of time have little of it, and the others enough
+    parts = [[one for one in conversations if (one.reason == "timeout") == late] for late in (False, True)]
+    (runner, trajectories, seconds), (_, hung, more) = (
+        hold(sources, part, keep, timeout=timeout, on_finish=finished.append)
+        for part, timeout in zip(parts, (PATIENCE, ROLLOUT_TIMEOUT), strict=True)
+    )
+    trajectories, seconds, conversations = trajectories + hung, seconds + more, parts[0] + parts[1]
     assert len(finished) == number
     if keep:
         assert any(trajectory.environment is not None for trajectory in trajectories)
@@ -322,12 +329,13 @@ def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
     GATE.set()
     until_nothing_is_left(before)
     assert COUNTS["made"] == COUNTS["closed"] and COUNTS["created"] == COUNTS["released"], COUNTS
-    waves = -(-number // CONCURRENT)
-    bound = waves * (ROLLOUT_TIMEOUT + 2 * GRACE)
+    waves = [-(-len(part) // CONCURRENT) for part in parts]
+    lone = sum(turn.count("sync_lone") for one in conversations for turn in one.turns)  # one after another
+    bound = (3 * waves[0] + lone) * hostile.TIMEOUT + waves[1] * (ROLLOUT_TIMEOUT + GRACE) + sum(waves) * GRACE
     grown = (psutil.Process().memory_info().rss - memory) / 1e6
     reasons = Counter(str(trajectory.stop_reason) for trajectory in trajectories)
     print(f"\n{number} in {seconds:.1f} s, bound {bound:.1f} s, {grown:.0f} MB: {dict(reasons)}\n{noise.lines}")
-    assert seconds < 3 * bound + 20  # a machine may be busy
+    assert seconds < bound + PATIENCE
     assert not [line for line in noise.lines if not line.startswith("mt_grpo")], noise.lines
     assert sum(noise.lines.values()) == 1 and "environments could not be closed" in str(noise.lines), noise.lines
 
@@ -364,7 +372,7 @@ def test_a_server_killed_in_mid_call_ends_calls_only(tmp_path, noise, briefly, m
     next(tool for tool in tools if tool.name == "big").max_result_size = 50
     draw = random.Random(SEED)
     # what a call may be answered, where another conversation's may have ended the server
-    ended = "McpToolError: the MCP server 'hostile' ended during the call"
+    ended = "McpToolError: the MCP server 'hostile' ended"
     says = {
         call("add", a=1, b=2): "3",
         call("big", characters=10_000_000): "x" * 50 + "\n[9,999,950 of 10,000,000 characters",
@@ -391,4 +399,4 @@ def test_a_server_killed_in_mid_call_ends_calls_only(tmp_path, noise, briefly, m
     print(f"\n{len(conversations)} in {seconds:.1f} s, {killed} calls that end the server: {noise.lines}")
     del tools, env, runner
     until_nothing_is_left(before)
-    assert killed and not [line for line in noise.lines if "is started again" not in line], noise.lines
+    assert killed and all("mt_grpo.tools.mcp" in line for line in noise.lines), noise.lines

@@ -14,7 +14,7 @@ GATE = threading.Event()
 """What hangs in a thread, or does not let itself be cancelled, hangs until this is set."""
 COUNTS: Counter[str] = Counter()
 """How many environments and states were made, closed and released."""
-TIMEOUT = 0.3
+TIMEOUT = 0.5
 """Seconds that tools, steps and states may take."""
 MEGABYTES = "x" * 10_000_000
 
@@ -174,8 +174,8 @@ async def act(how):
 
 
 HARMS = {name: error for name, (_, error) in RAISED.items()} | {
-    "hang": "took longer than 0.3 s",
-    "swallow": "took longer than 0.3 s",
+    "hang": f"took longer than {TIMEOUT:g} s",
+    "swallow": f"took longer than {TIMEOUT:g} s",
     "cancel": "cancelled",
 }
 
