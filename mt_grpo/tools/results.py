@@ -63,15 +63,22 @@ def check_data(value: Any, what: str) -> None:
         ValueError: If it has keys that are no text or numbers, cycles, more than `MAX_DEPTH` levels, or values that
             do not let themselves be written as text.
     """
-    level, depth = [value], 0
-    while level := [item for holder in level for item in _items(holder)]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"{what} goes more than {MAX_DEPTH} levels deep, or has no end: give less nested data.")
+    if too_deep(value):
+        raise ValueError(f"{what} goes more than {MAX_DEPTH} levels deep, or has no end: give less nested data.")
     try:
         json.dumps(value, default=str)
     except BaseException as error:  # the values are the user's objects, and `__str__` user's code
         raise ValueError(f"{what} cannot be written as JSON ({describe_error(error)}): give plain data.") from error
+
+
+def too_deep(value: Any) -> bool:
+    """Whether lists and dictionaries are in each other in more than `MAX_DEPTH` levels, or without end."""
+    level, depth = [value], 0
+    while level := [item for holder in level for item in _items(holder)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            return True
+    return False
 
 
 def _items(holder: Any) -> Iterable[Any]:

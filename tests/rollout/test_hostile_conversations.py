@@ -172,12 +172,22 @@ def of_disguises(draw, expected):
     return Conversation(["Hi"], {"environment": "make", "how": "disguised"}, "env_done", None, check)
 
 
+def of_deep_calls(draw, expected):
+    """Arguments that can be read, but not be copied or written by what calls itself for each level."""
+
+    def check(trajectory):
+        assert "brackets too deep to read." in trajectory.turns[0].error
+
+    turns = [call("sync_fine", value=hostile.nested(draw.randint(101, 900))), ANSWER]
+    return Conversation(turns, {"environment": "tools"}, "answered", None, check)
+
+
 def of_strangers(draw, expected):
     return Conversation([], {"environment": "nobody"}, "env_error", "name one of tools, untimed")
 
 
 KINDS = [of_tools] * 5 + [of_untimed_tools, of_states, of_states, of_steps, of_steps, of_steps]
-KINDS += [of_loops, of_loops, of_factories, of_disguises, of_strangers]
+KINDS += [of_loops, of_loops, of_factories, of_disguises, of_strangers, of_deep_calls]
 
 
 # What is left
