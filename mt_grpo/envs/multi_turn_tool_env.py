@@ -139,11 +139,11 @@ class MultiTurnToolEnv(StepEnv):
         return outcome
 
     async def close(self) -> None:
-        """Releases the states of the tools; raises `ToolStateError` if one could not be released."""
+        """Releases the states of the tools; raises `ToolStateError` if a tool's `calc_reward` or `release` failed."""
         if self._tool_session is not None:
             await self._tool_session.release()
-            if self._tool_session.unreleased:
-                raise ToolStateError(" ".join(self._tool_session.unreleased))
+            if self._tool_session.failures:
+                raise ToolStateError(" ".join(self._tool_session.failures))
 
     def generate(
         self, prompts: Sequence[str | list[Message]], llm: Engine, sampling_params: SamplingParams | None = None

@@ -17,7 +17,7 @@ from mt_grpo.tools.stateful import BaseTool, StatefulTool, ToolResponse
 
 
 class ToolStateError(Exception):
-    """The state of a tool could not be made. The message names tool and cause."""
+    """The state of a tool could not be made, scored or released. The message names tool and cause."""
 
 
 class ToolSession:
@@ -41,7 +41,6 @@ class ToolSession:
         tools (`dict[str, Tool]`): The tools by name, ready to be called.
         metrics (`dict[str, list[dict]]`): What `execute` gave to log, a mapping a call, by tool.
         failures (`list[str]`): What `calc_reward` and `release` failed with, a sentence each.
-        unreleased (`list[str]`): Those of `release` alone.
     """
 
     def __init__(self, tools: Iterable[Tool], row: dict[str, Any], timeout: float | None = None) -> None:
@@ -49,7 +48,6 @@ class ToolSession:
         self.tools = {tool.name: self._bound(tool) if isinstance(tool, StatefulTool) else tool for tool in tools}
         self.metrics: dict[str, list[dict[str, Any]]] = {}
         self.failures: list[str] = []
-        self.unreleased: list[str] = []
         self._stateful = [tool.base for tool in tools if isinstance(tool, StatefulTool)]
         self._timeout = timeout
         self._options = _options(row) if self._stateful else {}
@@ -108,8 +106,7 @@ class ToolSession:
             try:
                 await self._ask(bases[name], bases[name].release, instance)
             except Exception as error:  # whatever the user's tool raises
-                self.unreleased.append(self._failed(bases[name], "release", error))
-        self.failures += self.unreleased
+                self.failures.append(self._failed(bases[name], "release", error))
 
     def _bound(self, tool: StatefulTool) -> Tool:
         async def execute(**arguments: Any) -> Any:
