@@ -269,7 +269,10 @@ class PlainSteps(Steps):
             return fine
         if self.how in VALUES.get(where, {}):
             return VALUES[where][self.how][0]()
-        return hang() if self.how == "hang" else RAISED[self.how][0]()
+        if self.how != "hang":
+            return RAISED[self.how][0]()
+        hang()
+        return hang_softly()  # which nobody awaits any more
 
 
 NO_TEXT = "without a text `role`: give a dictionary."
