@@ -190,6 +190,11 @@ KINDS = [of_tools] * 5 + [of_untimed_tools, of_states, of_states, of_steps, of_s
 KINDS += [of_loops, of_loops, of_factories, of_disguises, of_strangers, of_deep_calls]
 
 
+LATE = [  # environments that are made too late, or never, in each run
+    Conversation([], {"environment": kind, "how": how}, "timeout", f"took longer than {ROLLOUT_TIMEOUT:g} s.")
+    for kind, how in (("make", "hang"), ("make", "later"), ("make_softly", "hang"), ("make_softly", "swallow"))
+]
+
 # What is left
 
 
@@ -318,7 +323,7 @@ def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
         "make_softly": hostile.make_softly,
     }
     number = NUMBER // 2
-    conversations = [draw.choice(KINDS)(draw, expected) for _ in range(number)]
+    conversations = [draw.choice(KINDS)(draw, expected) for _ in range(number - len(LATE))] + LATE
     background.run(asyncio.sleep(0))
     before = Left()
     memory = psutil.Process().memory_info().rss
