@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.threads import call
+from mt_grpo.tools.results import check_data
 from mt_grpo.trajectory import Message, StopReason, Turn
 
 
@@ -198,8 +200,8 @@ class StepEnv(Env):
             step = step if isinstance(step, Step) else Step(step)
             turn.replies = _messages(step.replies)
             if step.reward is not None:
-                turn.reward = finite(step.reward, f"{name}.step gave the reward")
-            if step.done is not False:
+                turn.reward = finite(step.reward, f"{name}: the reward of a step")
+            if step.done:
                 reason = step.done if isinstance(step.done, StopReason) else StopReason.ENV_DONE
                 return Outcome(step.rewards, reason, step.answer, step.info)
             if not turn.replies:
@@ -215,15 +217,28 @@ def _messages(said: str | list[Message]) -> list[Message]:
         return [{"role": "user", "content": said}]
     if not isinstance(said, list):
         raise TypeError(f"An environment gave {type(said).__name__} for messages: give text or a list of messages.")
-    for message in said:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise TypeError(f"An environment gave {message!r} for a message: give a dictionary with `role`.")
+    check_messages(said)
     return list(said)
 
 
+def check_messages(messages: Sequence[Message]) -> None:
+    """Refuses what is no message, and messages that a run cannot write down, with `TypeError` or `ValueError`."""
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise TypeError(f"A message is {type(message).__name__}, without a text `role`: give a dictionary.")
+        if not all(isinstance(value, (str, type(None))) for value in message.values()):
+            check_data(message, f"A message of {message['role']!r}")
+            if not isinstance(message.get("content"), (str, list, type(None))):
+                raise TypeError(
+                    f"The content of a message of {message['role']!r} is {type(message['content']).__name__}: "
+                    "give text."
+                )
+
+
 def finite(value: Any, what: str) -> float:
-    """A reward of the user's as a number; `what` begins the sentence where it is none."""
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{what} {number}, which is not a finite number.")
-    return number
+    """A reward as a float; raises `TypeError` or `ValueError` if it is no finite number."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{what} is {type(value).__name__}: give a finite number.")
+    if not math.isfinite(value):
+        raise ValueError(f"{what} is {value}: give a finite number.")
+    return float(value)

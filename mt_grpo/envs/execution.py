@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import Any
 
-from mt_grpo.envs.threads import guarded, in_thread
+from mt_grpo.envs.threads import abandon, guarded, in_thread
 from mt_grpo.tools import Tool
 from mt_grpo.tools.results import cut, describe_error, read_result, render
 from mt_grpo.trajectory import ToolCall, Turn
@@ -71,7 +71,7 @@ async def _run(calls: list[tuple[Tool, ToolCall]], timeout: float | None) -> Non
     finally:
         finished = {future for future in running if future.done()}
         for future in running:
-            future.cancel()
+            abandon(future)
         for future, (tool, call) in running.items():
             call.seconds = ended.get(future, time.perf_counter()) - start
             if future in finished:

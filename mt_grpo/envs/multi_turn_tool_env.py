@@ -11,6 +11,7 @@ from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.tools import Tool, ToolSession, load_tools
+from mt_grpo.tools.session import ToolStateError
 from mt_grpo.tools.stateful import StatefulTool
 from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
 
@@ -142,9 +143,11 @@ class MultiTurnToolEnv(StepEnv):
         return outcome
 
     async def close(self) -> None:
-        """Releases the states of the tools."""
+        """Releases the states of the tools; raises `ToolStateError` if a tool's `calc_reward` or `release` failed."""
         if self._tool_session is not None:
             await self._tool_session.release()
+            if self._tool_session.failures:
+                raise ToolStateError(" ".join(self._tool_session.failures))
 
     def generate(
         self, prompts: Sequence[str | list[Message]], llm: Engine, sampling_params: SamplingParams | None = None

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from mt_grpo.imports import Registry
 from mt_grpo.tools import Tool
+from mt_grpo.tools.results import too_deep
 from mt_grpo.trajectory import Message, ToolCall, Turn
 
 
@@ -148,6 +149,8 @@ def _json_call(block: str, arguments_key: str) -> tuple[ToolCall | None, str | N
 
 def _with_valid_text(value: Any) -> Any:
     """Replaces half characters, which JSON of a model may hold as escapes, and which tokenizers and files refuse."""
+    if too_deep(value):
+        raise ValueError("its brackets are too deep to read")
     return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
 
 

@@ -7,12 +7,14 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from mt_grpo.envs.env import Env, StepEnv
-from mt_grpo.envs.threads import call
+from mt_grpo.envs.threads import call, guarded, in_thread
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
+from mt_grpo.tools.results import cut, describe_error
 from mt_grpo.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -49,20 +51,38 @@ async def make_env(source: EnvSource, row: dict[str, Any]) -> Env:
     if isinstance(source, dict):
         return await make_env(named(source, row), row)
     args = () if _takes(source, ()) else (row,)
-    making = asyncio.ensure_future(call(source, *args, what=f"environment {_name(source)}"))
-    try:
-        env = await asyncio.shield(making)
-    except asyncio.CancelledError:
-        making.add_done_callback(_close_late)
-        raise
+    what = f"environment {_name(source)}"
+    if inspect.iscoroutinefunction(source):
+        env = source(*args)
+    else:
+        env = await _made(in_thread(partial(source, *args), what))
+    if inspect.isawaitable(env):
+        making = asyncio.ensure_future(guarded(env))
+        making.set_name(what)
+        env = await _made(making)
     if not isinstance(env, Env):
         raise TypeError(f"{_name(source)} made {type(env).__name__}, which has no `run` and `close`: return an `Env`.")
     return env
 
 
-def _close_late(making: asyncio.Future[Env]) -> None:
+async def _made(making: asyncio.Future[Any]) -> Any:
+    """Waits for what is made; where the wait is cancelled, what is still made is closed."""
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_close_late)
+        if isinstance(making, asyncio.Task):  # a thread goes on: Python cannot stop it
+            making.cancel()
+        raise
+
+
+def _close_late(making: asyncio.Future[Any]) -> None:
     """Closes an environment that was made when nobody waited for it any more."""
-    if not making.cancelled() and making.exception() is None and isinstance(making.result(), Env):
+    if making.cancelled() or making.exception() is not None:
+        return
+    if inspect.iscoroutine(making.result()):
+        making.result().close()
+    elif isinstance(making.result(), Env):
         closing = asyncio.ensure_future(_close(making.result()))
         _closing.add(closing)
         closing.add_done_callback(_closing.discard)
@@ -74,14 +94,24 @@ _closing: set[asyncio.Future[Any]] = set()  # the event loop itself keeps no tas
 async def close_environments(trajectories: Iterable[Trajectory]) -> None:
     """
     Closes the environments that trajectories hold, whatever becomes of each: one that raises, or takes longer than
-    `CLOSE_TIMEOUT`, is named in a warning.
+    `CLOSE_TIMEOUT`, is counted in a warning.
     """
+    warn_of_unclosed(await close_each(trajectories))
+
+
+async def close_each(trajectories: Iterable[Trajectory]) -> list[str]:
+    """Closes the environments that trajectories hold, and returns why some could not be closed, a text each."""
     held = []
     for trajectory in trajectories:
-        if trajectory.environment is not None and type(trajectory.environment).close is not StepEnv.close:
-            held.append(trajectory.environment)
+        env = trajectory.environment
+        if env is not None and not (isinstance(env, StepEnv) and type(env).close is StepEnv.close):
+            held.append(env)
         trajectory.environment = None
-    failures = [failure for failure in await asyncio.gather(*map(_close, held)) if failure] if held else []
+    return [failure for failure in await asyncio.gather(*map(_close, held)) if failure] if held else []
+
+
+def warn_of_unclosed(failures: list[str]) -> None:
+    """One warning, whatever number of environments could not be closed."""
     if failures:
         logger.warning("%d environments could not be closed, the first for: %s", len(failures), failures[0])
 
@@ -91,7 +121,7 @@ async def _close(env: Env) -> str | None:
     try:
         await call(env.close, what=f"{name}.close", timeout=CLOSE_TIMEOUT)
     except Exception as error:  # whatever the user's code raises
-        return f"{type(error).__name__}: {error}"
+        return cut(describe_error(error), 1000)
     return None
 
 

@@ -30,6 +30,8 @@ def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
 
     def settle(result: Any, error: BaseException | None) -> None:
         if future.done():  # nobody waits for it any more
+            if inspect.iscoroutine(result):
+                result.close()
             return
         if error is None:
             future.set_result(result)
@@ -91,10 +93,23 @@ async def _within(future: asyncio.Future[Any], what: str, timeout: float | None)
     try:
         done, _ = await asyncio.wait([future], timeout=timeout)
     finally:
-        future.cancel()
+        abandon(future)
     if not done:
         raise OutOfTime(f"{what} took longer than {timeout:g} s.")
+    if future.cancelled():  # by itself: for who waits, that is a failure like any other
+        raise RuntimeError(f"{what} cancelled itself.")
     return future.result()
+
+
+def abandon(future: asyncio.Future[Any]) -> None:
+    """Cancels what nobody waits for any more, and asks for the exception that it may still end with."""
+    future.cancel()
+    future.add_done_callback(_retrieve)
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 class OutOfTime(Exception):

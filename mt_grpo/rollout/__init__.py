@@ -2,9 +2,9 @@
 
 from mt_grpo.rollout.engine import Engine, EngineError, RolloutError, Sample, SamplingParams
 from mt_grpo.rollout.engines.scripted import ScriptedEngine
-from mt_grpo.rollout.policy import RolloutLimits, derive_seed
 from mt_grpo.rollout.rendering import ChatRenderer, TemplateError
 from mt_grpo.rollout.runner import RolloutRequest, RolloutRunner
+from mt_grpo.rollout.sampler import RolloutLimits, derive_seed
 from mt_grpo.rollout.token_row import TokenRow
 
 Limits, Sampling = RolloutLimits, SamplingParams

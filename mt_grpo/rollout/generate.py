@@ -8,8 +8,8 @@ from typing import Any
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rollout.background import run
 from mt_grpo.rollout.engine import Engine, SamplingParams
-from mt_grpo.rollout.policy import RolloutLimits, derive_seed
 from mt_grpo.rollout.runner import RolloutRequest, RolloutRunner
+from mt_grpo.rollout.sampler import RolloutLimits, derive_seed
 from mt_grpo.trajectory import Message
 
 

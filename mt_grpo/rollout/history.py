@@ -41,9 +41,11 @@ class History:
         self._pieces: list[tuple[str, list[int]]] = []
         self._messages: list[Message] = []
 
-    def begin(self, messages: list[Message]) -> list[int]:
-        """The first context: the prompt."""
-        ids = self._renderer.prompt_ids(messages)
+    def begin(self, messages: list[Message], most: int | None = None) -> list[int] | None:
+        """The first context: the prompt; `None` if it is far longer than `most` tokens."""
+        ids = self._renderer.prompt_ids(messages, most)
+        if ids is None:
+            return None
         if self._policy != "keep":
             self._pieces = [(self._renderer.marks.decode(ids), ids)]
             self._messages = self._renderer.shielded(messages)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from mt_grpo.envs.env import ConversationEnded
+from mt_grpo.envs.env import ConversationEnded, check_messages
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
-from mt_grpo.rollout.engine import Engine, EngineError, Sample, SamplingParams
+from mt_grpo.rollout.engine import EngineError, Sample, SamplingParams
 from mt_grpo.rollout.history import History
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.said import Said
+from mt_grpo.rollout.sampler import Sampler, derive_seed
 from mt_grpo.token_tree import common_prefix
 from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
 
@@ -26,56 +25,6 @@ REWRITTEN = "messages"
 """The cause of a fork where the caller's messages do not go on from those before."""
 
 _NATIVE = NativeProtocol()
-
-
-@dataclass(frozen=True)
-class RolloutLimits:
-    """
-    What bounds a conversation; `None` is no bound.
-
-    Args:
-        max_completion_tokens (`int`, *optional*): Tokens after the prompt, environment's included, in one trajectory.
-        max_turn_tokens (`int`, *optional*): Tokens sampled in one turn.
-        rollout_timeout (`float`, *optional*): Seconds one conversation may take.
-        max_concurrent (`int`, *optional*): Conversations under way at once.
-    """
-
-    max_completion_tokens: int | None = None
-    max_turn_tokens: int | None = None
-    rollout_timeout: float | None = None
-    max_concurrent: int | None = None
-
-
-class Sampler:
-    """
-    What the conversations of a run share: engine, limits, and a renderer for each set of tools.
-
-    Args:
-        engine (`Engine`): Samples the turns.
-        limits (`RolloutLimits`): Bounds.
-        template_kwargs (`dict`): Variables for the chat template.
-        history (`str`), compact_every (`int`, *optional*): See `History`.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        limits: RolloutLimits,
-        template_kwargs: dict[str, Any],
-        history: str,
-        compact_every: int | None,
-    ) -> None:
-        self.engine, self.limits = engine, limits
-        self.history, self.compact_every = history, compact_every
-        self._template_kwargs = template_kwargs
-        self._renderers: dict[tuple[str, tuple[str, ...]], ChatRenderer] = {}
-
-    def renderer(self, tools: list[dict[str, Any]] | None, tags: tuple[str, ...] = ()) -> ChatRenderer:
-        """The renderer of conversations with these tools and tags."""
-        key = json.dumps(tools, sort_keys=True), tags
-        if key not in self._renderers:
-            self._renderers[key] = ChatRenderer(self.engine.tokenizer, tools, self._template_kwargs, tags)
-        return self._renderers[key]
 
 
 class ConversationPolicy:
@@ -143,6 +92,7 @@ class ConversationPolicy:
             self._choose_renderer(tools, protocol.tags if protocol is not None else ())
             if continue_last:
                 return await self._continue(list(messages), tuple(stop), max_tokens, protocol)
+            check_messages(messages[-1:])
             if not messages or messages[-1]["role"] == "assistant":
                 raise ValueError(
                     "The last message is the assistant's, so there is nothing to reply to: add a message, or set "
@@ -151,6 +101,7 @@ class ConversationPolicy:
             messages = messages if isinstance(messages, list) else list(messages)
             known = self._said.latest(messages) if self._history is not None else 0
             try:
+                check_messages(messages[known:])
                 context = self._extended(messages[known:]) if known else self._begun(messages[:])
                 turn = await self._take(*context, tuple(stop), max_tokens, protocol)
             except BaseException:
@@ -191,7 +142,10 @@ class ConversationPolicy:
             path = self._trajectory.tree.path_of_turn(index)
             suffix = self.renderer.reply_ids(replies, path[-1])
             return self._rewritten(suffix, path + suffix)
-        context = self._history.begin(messages)
+        context = self._history.begin(messages, self._sampler.engine.context_length)
+        if context is None:
+            self._history = None
+            raise ConversationEnded(StopReason.CONTEXT_FULL)
         if not first:
             return self._rewritten([], context)
         self._trajectory.prompt, self._prompt_length = messages, len(context)
@@ -208,6 +162,7 @@ class ConversationPolicy:
         self, messages: list[Message], stop: tuple[str, ...], max_tokens: int | None, protocol: CallProtocol | None
     ) -> Turn:
         """A turn in which the model goes on with the last message: without the token that ended it, and its frame."""
+        check_messages(messages)
         *before, last = messages
         if not before or last["role"] != "assistant":
             raise ValueError("`continue_last` needs an assistant's message behind others: it is what is continued.")
@@ -267,6 +222,8 @@ class ConversationPolicy:
             seed=derive_seed(self._seed, index),
         )
         sample = await self._sample(self._context, drawing)
+        if self.ended is not None:  # while it was sampled: the trajectory is no longer this conversation's to change
+            raise ConversationEnded(self.ended)
         if rewritten is None:
             trajectory.tree.extend(suffix, sample.ids, sample.logprobs)
         else:
@@ -324,9 +281,3 @@ class ConversationPolicy:
             if most is not None:
                 bounds.append((most, StopReason.LENGTH))
         return min(bounds, key=lambda bound: bound[0])
-
-
-def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from any parts, the same on every machine."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -62,8 +63,17 @@ class ChatRenderer:
         self._prompt_ids = lru_cache(_PROMPTS_KEPT)(self.encode)
         self._suffixes = SuffixCache(tokenizer.get_chat_template(), self._shielded_reply_text)
 
-    def prompt_ids(self, messages: list[Message]) -> list[int]:
-        """Ids of a conversation up to the assistant's first token. A group shares the list, so do not change it."""
+    def prompt_ids(self, messages: list[Message], room: int | None = None) -> list[int] | None:
+        """
+        Ids of a conversation up to the assistant's first token. A group shares the list, so do not change it.
+
+        Args:
+            messages (`list[dict]`): The conversation.
+            room (`int`, *optional*): Most tokens that the ids may have. If the messages are far too long, only their
+                beginning is encoded, and `None` is returned.
+        """
+        if room is not None and self._exceed(messages, room, lambda cut: self.encode(self.prompt_text(cut))):
+            return None
         return self._prompt_ids(self.prompt_text(messages))
 
     def prompt_text(self, messages: list[Message]) -> str:
@@ -88,7 +98,7 @@ class ChatRenderer:
             room (`int`, *optional*): Most tokens that the ids may have. If the replies are far too long, only their
                 beginning is encoded, and `None` is returned.
         """
-        if room is not None and self._exceed(replies, room):
+        if room is not None and self._exceed(replies, room, self._reply_ids):
             return None
         ids = self._reply_ids(replies)
         return ids[1:] if ids[0] == last_id else ids
@@ -96,14 +106,14 @@ class ChatRenderer:
     def _reply_ids(self, replies: list[Message]) -> list[int]:
         return self.encode(self.marks.tidy(self._suffixes.text(self.shielded(replies))))
 
-    def _exceed(self, replies: list[Message], room: int) -> bool:
-        """Whether replies have more than twice `room` tokens; encodes no more of them than is needed to know."""
-        longest = max(len(reply.get("content") or "") for reply in replies)
-        size = _CHARACTERS * (room + 100) // len(replies)
+    def _exceed(self, messages: list[Message], room: int, encode: Callable[[list[Message]], list[int]]) -> bool:
+        """Whether messages have more than twice `room` tokens; encodes no more of them than is needed to know."""
+        longest = max(len(message.get("content") or "") for message in messages)
+        size = _CHARACTERS * (room + 100) // len(messages)
         while size < longest:
             # a cut changes tokens beside it only; and what the template does with contents it does with these too
-            cut = [{**reply, "content": (reply.get("content") or "")[:size]} for reply in replies]
-            if len(self._reply_ids(cut)) > 2 * room:
+            cut = [{**message, "content": (message.get("content") or "")[:size]} for message in messages]
+            if len(encode(cut)) > 2 * room:
                 return True
             size *= 2
         return False

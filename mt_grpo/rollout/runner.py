@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv, finite
+from mt_grpo.envs.checks import checked_outcome
+from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv
 from mt_grpo.envs.execution import fail_unanswered
-from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_environments, make_env, prototypes
-from mt_grpo.envs.threads import guarded
+from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_each, make_env, prototypes, warn_of_unclosed
+from mt_grpo.envs.threads import abandon, guarded
 from mt_grpo.options import check_history
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
-from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, Sampler
+from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.rollout.rendering import ChatRenderer
+from mt_grpo.rollout.sampler import RolloutLimits, Sampler
 from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row
+from mt_grpo.tools.results import cut, describe_error
 from mt_grpo.trajectory import Message, StopReason, Trajectory
 
 GRACE = 2.0
 """Seconds that an environment may take to end once it is cancelled; then it is left to itself."""
+LONGEST_ERROR = 10_000
+"""Characters of an environment's error that are kept."""
 _NEVER = 1 << 30  # collections of a younger generation until a full one
 
 
@@ -106,11 +110,12 @@ class RolloutRunner:
         trajectories: list[Trajectory | None] = [None] * len(requests)
         queue = iter(enumerate(requests))
         loop = asyncio.get_running_loop()
+        unclosed: list[str] = []
         checker, checks = ThreadPoolExecutor(1), []  # a check reads the whole context; nobody waits for it
 
         async def work(queue: Iterator[tuple[int, RolloutRequest]]) -> None:
             for index, request in queue:
-                trajectories[index], policy = await self._converse(request, sampling, keep_environments)
+                trajectories[index], policy = await self._converse(request, sampling, keep_environments, unclosed)
                 if on_finish is not None:
                     on_finish(trajectories[index])
                 if self.sanity is not None and self.history == "keep" and policy.renderer and not policy.rewrote:
@@ -125,10 +130,14 @@ class RolloutRunner:
         try:
             await asyncio.gather(*tasks)
             await asyncio.gather(*checks)
+        except BaseException:  # whoever called gets no trajectory, and can close none of them
+            unclosed += await close_each(trajectory for trajectory in trajectories if trajectory is not None)
+            raise
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            warn_of_unclosed(unclosed)
             checker.shutdown(wait=False, cancel_futures=True)
             if outermost:
                 gc.set_threshold(*thresholds)
@@ -136,7 +145,7 @@ class RolloutRunner:
         return trajectories
 
     async def _converse(
-        self, request: RolloutRequest, sampling: SamplingParams, keep_environment: bool
+        self, request: RolloutRequest, sampling: SamplingParams, keep_environment: bool, unclosed: list[str]
     ) -> tuple[Trajectory, ConversationPolicy]:
         prompt = [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else request.prompt
         trajectory = Trajectory(prompt, session=request.session, row=request.row)
@@ -153,9 +162,11 @@ class RolloutRunner:
                     policy.end(StopReason.TIMEOUT)
                     running.cancel()
                     await asyncio.wait([running], timeout=GRACE)
+                    abandon(running)
                 self.engine.release(request.session)
                 del self.under_way[request.session]
             self._end(trajectory, running, policy)
+            policy.end(trajectory.stop_reason)  # tasks that the environment left behind may still ask for turns
             if policy.failure is not None:  # a bug of the engine, whatever the environment made of it
                 raise policy.failure
             trajectory.seconds = time.perf_counter() - start
@@ -165,21 +176,12 @@ class RolloutRunner:
             return trajectory, policy
         finally:
             if not (finished and keep_environment):
-                await close_environments([trajectory])
+                unclosed += await close_each([trajectory])
 
     async def _hold(self, request: RolloutRequest, policy: ConversationPolicy, trajectory: Trajectory) -> Outcome:
         row = {**request.row, "prompt": request.prompt}
         trajectory.environment = env = await make_env(self.env, row)
-        outcome = await env.run(policy, row)
-        if not isinstance(outcome, Outcome):
-            raise TypeError(f"{type(env).__name__}.run returned {type(outcome).__name__}: return an `Outcome`.")
-        if outcome.answer is not None and not isinstance(outcome.answer, str):
-            raise TypeError(f"{type(env).__name__} gave {type(outcome.answer).__name__} for the answer: give text.")
-        for name, value in outcome.rewards.items():
-            outcome.rewards[name] = finite(value, f"{type(env).__name__} gave the reward {name!r}")
-        if outcome.info:  # it is written down
-            outcome.info = json.loads(json.dumps(outcome.info, default=str))
-        return outcome
+        return checked_outcome(await env.run(policy, row), type(env).__name__)
 
     def _end(self, trajectory: Trajectory, running: asyncio.Future[Outcome], policy: ConversationPolicy) -> None:
         """Writes into a trajectory why its conversation ended."""
@@ -198,7 +200,7 @@ class RolloutRunner:
         elif isinstance(error, EngineError):
             trajectory.stop_reason, trajectory.error = StopReason.ENGINE_ERROR, str(error)
         else:  # an environment is the user's code: its failure ends this conversation only
-            trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, f"{type(error).__name__}: {error}"
+            trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, cut(describe_error(error), LONGEST_ERROR)
 
     def _check(self, trajectory: Trajectory, renderer: ChatRenderer) -> None:
         difference = self.sanity.by(renderer).check(trajectory)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 from typing import Any
+
+MAX_DEPTH = 100
+"""Levels of lists and dictionaries within each other that data may have: what handles it calls itself for each."""
 
 
 def read_result(result: Any, max_size: int | None) -> tuple[str, dict[str, Any] | None]:
@@ -23,6 +27,7 @@ def read_result(result: Any, max_size: int | None) -> tuple[str, dict[str, Any] 
         result, data = result
         # the same for a reward, whether it is asked in the run or reads what the run has written
         data = json.loads(json.dumps(data, default=_plain))
+        check_data(data, "the data of the result")
     return cut(render(result), max_size), data
 
 
@@ -46,11 +51,47 @@ def cut(text: str, max_size: int | None) -> str:
     return f"{text[:max_size]}\n[{len(text) - max_size:,} of {len(text):,} characters were cut off.]"
 
 
+def check_data(value: Any, what: str) -> None:
+    """
+    Refuses what a run cannot write down.
+
+    Args:
+        value: The data; what JSON has no form for is written as its text.
+        what (`str`): Its name in errors.
+
+    Raises:
+        ValueError: If it has keys that are no text or numbers, cycles, more than `MAX_DEPTH` levels, or values that
+            do not let themselves be written as text.
+    """
+    if too_deep(value):
+        raise ValueError(f"{what} goes more than {MAX_DEPTH} levels deep, or has no end: give less nested data.")
+    try:
+        json.dumps(value, default=str)
+    except BaseException as error:  # the values are the user's objects, and `__str__` user's code
+        raise ValueError(f"{what} cannot be written as JSON ({describe_error(error)}): give plain data.") from error
+
+
+def too_deep(value: Any) -> bool:
+    """Whether lists and dictionaries are in each other in more than `MAX_DEPTH` levels, or without end."""
+    level, depth = [value], 0
+    while level := [item for holder in level for item in _items(holder)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            return True
+    return False
+
+
+def _items(holder: Any) -> Iterable[Any]:
+    if isinstance(holder, dict):
+        return holder.values()
+    return holder if isinstance(holder, (list, tuple)) else ()
+
+
 def describe_error(error: BaseException) -> str:
     """The kind of an exception and what it says, as far as it can say it."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # the exception is the user's class, and its `__str__` user's code
+    except BaseException:  # the exception is the user's class, and its `__str__` user's code
         return type(error).__name__
 
 

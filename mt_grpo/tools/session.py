@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import logging
 import math
 import numbers
 from collections.abc import Callable, Iterable
@@ -13,13 +12,12 @@ from typing import Any
 from uuid import uuid4
 
 from mt_grpo.tools.function import Tool
+from mt_grpo.tools.results import check_data, describe_error
 from mt_grpo.tools.stateful import BaseTool, StatefulTool, ToolResponse
-
-logger = logging.getLogger(__name__)
 
 
 class ToolStateError(Exception):
-    """The state of a tool could not be made. The message names tool and cause."""
+    """The state of a tool could not be made, scored or released. The message names tool and cause."""
 
 
 class ToolSession:
@@ -109,7 +107,6 @@ class ToolSession:
                 await self._ask(bases[name], bases[name].release, instance)
             except Exception as error:  # whatever the user's tool raises
                 self.failures.append(self._failed(bases[name], "release", error))
-                logger.warning(self.failures[-1])
 
     def _bound(self, tool: StatefulTool) -> Tool:
         async def execute(**arguments: Any) -> Any:
@@ -118,10 +115,11 @@ class ToolSession:
             if not isinstance(result, tuple) or len(result) != 3:
                 raise TypeError(f"`execute` must return (response, reward, metrics), not {type(result).__name__}")
             response, reward, metrics = result
-            text = _read(response)
+            text, metrics = _read(response), {} if metrics is None else metrics
+            check_data(metrics, "the mapping of metrics that `execute` returned")
             if reward is not None:
                 self._step_rewards.append(_number(reward, "`execute` returned the step reward"))
-            self.metrics.setdefault(tool.base.name, []).append(metrics or {})
+            self.metrics.setdefault(tool.base.name, []).append(metrics)
             return text
 
         bound = copy.copy(tool)
@@ -145,7 +143,7 @@ class ToolSession:
         return task.result()
 
     def _failed(self, base: BaseTool, method: str, error: Exception) -> str:
-        return f"`{method}` of the tool {base.name!r} failed: {type(error).__name__}: {error}."
+        return f"`{method}` of the tool {base.name!r} failed: {describe_error(error)}."
 
 
 async def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -155,15 +153,17 @@ async def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> 
         try:
             return method(*arguments, **options)
         except StopIteration as stop:  # a future cannot carry it
-            raise RuntimeError(f"StopIteration: {stop}") from stop
+            raise RuntimeError(describe_error(stop)) from stop
 
     try:
         if inspect.iscoroutinefunction(method):
             return await method(*arguments, **options)
         result = await asyncio.to_thread(plain)
         return await result if inspect.isawaitable(result) else result
-    except SystemExit as caught:  # it would end the event loop, and the run with it
-        raise RuntimeError(f"SystemExit: {caught}") from caught
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as caught:  # it would end the event loop, and the run with it
+        raise RuntimeError(describe_error(caught)) from caught
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

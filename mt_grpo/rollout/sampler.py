@@ -1,0 +1,67 @@
+"""What the conversations of a run share: engine, limits, renderers, and how seeds are derived."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from mt_grpo.rollout.engine import Engine
+from mt_grpo.rollout.rendering import ChatRenderer
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    """
+    What bounds a conversation; `None` is no bound.
+
+    Args:
+        max_completion_tokens (`int`, *optional*): Tokens after the prompt, environment's included, in one trajectory.
+        max_turn_tokens (`int`, *optional*): Tokens sampled in one turn.
+        rollout_timeout (`float`, *optional*): Seconds one conversation may take.
+        max_concurrent (`int`, *optional*): Conversations under way at once.
+    """
+
+    max_completion_tokens: int | None = None
+    max_turn_tokens: int | None = None
+    rollout_timeout: float | None = None
+    max_concurrent: int | None = None
+
+
+class Sampler:
+    """
+    What the conversations of a run share: engine, limits, and a renderer for each set of tools.
+
+    Args:
+        engine (`Engine`): Samples the turns.
+        limits (`RolloutLimits`): Bounds.
+        template_kwargs (`dict`): Variables for the chat template.
+        history (`str`), compact_every (`int`, *optional*): See `History`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        limits: RolloutLimits,
+        template_kwargs: dict[str, Any],
+        history: str,
+        compact_every: int | None,
+    ) -> None:
+        self.engine, self.limits = engine, limits
+        self.history, self.compact_every = history, compact_every
+        self._template_kwargs = template_kwargs
+        self._renderers: dict[tuple[str, tuple[str, ...]], ChatRenderer] = {}
+
+    def renderer(self, tools: list[dict[str, Any]] | None, tags: tuple[str, ...] = ()) -> ChatRenderer:
+        """The renderer of conversations with these tools and tags."""
+        key = json.dumps(tools, sort_keys=True), tags
+        if key not in self._renderers:
+            self._renderers[key] = ChatRenderer(self.engine.tokenizer, tools, self._template_kwargs, tags)
+        return self._renderers[key]
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed from any parts, the same on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,417 @@
+"""Nothing that tools and environments do hangs or ends a run, and nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import random
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from support import hostile
+from support.hostile import COUNTS, GATE, HARMS, LOOPS, NONSENSE, RAISED, VALUES
+from support.models import build_tokenizer
+
+from mt_grpo.envs import MultiTurnToolEnv, source
+from mt_grpo.envs.source import close_environments
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine, background
+from mt_grpo.rollout import runner as runners
+from mt_grpo.tools.mcp import mcp_tools
+from mt_grpo.tools.mcp import server as servers
+from mt_grpo.tools.mcp.thread import mcp_thread
+from mt_grpo.training.jsonl import to_json
+from mt_grpo.trajectory import Trajectory
+
+NUMBER = int(os.environ.get("MT_GRPO_CONVERSATIONS", 150))
+SEED = int(os.environ.get("MT_GRPO_SEED", 0))
+ROLLOUT_TIMEOUT, GRACE = 1.0, 0.3
+PATIENCE = 60.0  # for conversations that must not run out of time, on a machine that may be busy
+CONCURRENT = 64
+END = "<|im_end|>"
+SERVER = Path(__file__).parent.parent / "support" / "mcp_server.py"
+
+
+@dataclass
+class Conversation:
+    """What its model says, its row, and what must become of it."""
+
+    turns: list[str]
+    row: dict
+    reason: str
+    error: str | None = None  # a part of it
+    check: Callable[[Trajectory], None] = lambda trajectory: None
+
+
+def call(name, **arguments):
+    return f"<tool>{json.dumps({'name': name, 'args': arguments})}</tool>"
+
+
+ANSWER = "<answer>A</answer>"
+
+
+def of_tools(draw, expected):
+    """Calls of plain tools: one to four a turn."""
+    big = draw.random() < 0.08
+    pool = [name for name in expected if big or not name.startswith("big")]
+    wanted = [[draw.choice(pool) for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(1, 3))]
+    if big:
+        wanted[-1][-1] = draw.choice(["big", "big_bytes", "big_error"])
+    reason, made = "answered", wanted
+    for index, names in enumerate(wanted):  # what comes after the end is not said
+        if ends := ({"ends", "big", "big_bytes", "big_error"} & set(names)):
+            reason, made = ("env_done" if "ends" in ends else "token_budget"), wanted[: index + 1]
+            break
+
+    def check(trajectory):
+        for turn, names in zip(trajectory.turns, made, strict=False):
+            for one, name in zip(turn.tool_calls, names, strict=True):
+                result, error = expected[name]
+                assert one.executed and one.result.startswith(result), (name, one.result[:200])
+                assert (one.error is None) == (error is None), (name, one.error)
+                assert error is None or one.error.startswith(error), (name, one.error)
+                assert one.data == ({"n": float("inf")} if name.endswith("_data") else None)
+        assert len(trajectory.turns) == len(made) + (reason == "answered")
+        assert trajectory.answer == ("A" if reason == "answered" else None)
+
+    turns = ["".join(call(name) for name in names) for names in wanted] + [ANSWER]
+    return Conversation(turns, {"environment": "tools"}, reason, None, check)
+
+
+def of_untimed_tools(draw, expected):
+    """Calls without a limit of their own end with the conversation's."""
+    name = draw.choice(["sync_hangs", "async_hangs", "async_swallows", "async_swallows_and_raises"])
+
+    def check(trajectory):
+        [one] = trajectory.turns[0].tool_calls
+        assert one.error == f"{name} did not finish before the conversation ended."
+
+    error = f"took longer than {ROLLOUT_TIMEOUT:g} s."
+    return Conversation([call(name)], {"environment": "untimed"}, "timeout", error, check)
+
+
+def of_states(draw, expected):
+    """A tool that does harm in one of its methods, between two that do none."""
+    method = draw.choice(["create", "execute", "calc_reward", "release"])
+    how = draw.choice([*HARMS, *NONSENSE] if method == "execute" else [*HARMS])
+    row = {"environment": "states", "tools_kwargs": {"harm": {"create_kwargs": {"harms": {method: how}}}}}
+    if method == "create":
+        text = "ToolStateError: `create` of the tool 'harm' failed: "
+        return Conversation([], row, "env_error", text + HARMS[how] if how in RAISED else HARMS[how])
+
+    def check(trajectory):
+        first, harmed = trajectory.turns[0].tool_calls
+        assert first.result == "done" and trajectory.answer == "A"
+        assert (trajectory.turns[0].reward, harmed.error is None) == ((1.0, True), (0.5, False))[method == "execute"]
+        if method == "execute":
+            error = NONSENSE[how][1] if how in NONSENSE else HARMS[how]
+            assert error in harmed.error, harmed.error
+        assert trajectory.env_rewards.keys() == {"first", "last"} | ({"harm"} if method != "calc_reward" else set())
+
+    return Conversation([call("first") + call("harm"), ANSWER], row, "answered", None, check)
+
+
+def of_steps(draw, expected):
+    """A `StepEnv` that does harm in one of its methods, in the event loop or in a thread."""
+    where = draw.choice(["reset", "step", "close"])
+    plain = draw.random() < 0.5
+    how = draw.choice([*VALUES.get(where, ()), *(RAISED if plain else HARMS), "hang"])
+    row = {"environment": "plain" if plain else "steps", "where": where, "how": how}
+    if where == "close":
+
+        def check(trajectory):
+            assert trajectory.env_rewards == {"score": 1.0} and trajectory.turns[0].reward == 0.5
+
+        return Conversation(["Hi"], row, "env_done", None, check)
+    return Conversation(["Hi"], row, "env_error", VALUES[where][how][1] if how in VALUES[where] else HARMS[how])
+
+
+def of_loops(draw, expected):
+    """An environment with a loop of its own."""
+    how = draw.choice([*LOOPS, *HARMS])
+    row = {"environment": "loops", "how": how}
+    if how in ("hang", "swallow"):
+        return Conversation(["Hi"], row, "timeout", f"took longer than {ROLLOUT_TIMEOUT:g} s.")
+    if how not in LOOPS:
+        return Conversation(["Hi"], row, "env_error", HARMS[how])
+    reason, error, rewards = LOOPS[how]
+
+    def check(trajectory):
+        assert trajectory.env_rewards == rewards
+        assert bool(trajectory.turns) == (how not in ("no_outcome", "wrong_reason", "too_long", "no_messages"))
+
+    return Conversation(["Hi"], row, reason, error, check)
+
+
+def of_factories(draw, expected):
+    """What makes the environment does harm."""
+    kind = draw.choice(["make", "make_softly"])
+    how = draw.choice([*RAISED, "hang", *(["swallow", "cancel"] if kind == "make_softly" else ["nothing", "later"])])
+    row = {"environment": kind, "how": how}
+    if how in ("hang", "swallow", "later"):
+        return Conversation([], row, "timeout", f"took longer than {ROLLOUT_TIMEOUT:g} s.")
+    if how == "nothing":
+        return Conversation([], row, "env_error", "make made NoneType, which has no `run` and `close`")
+    return Conversation([], row, "env_error", HARMS[how])
+
+
+def of_disguises(draw, expected):
+    def check(trajectory):
+        assert trajectory.env_rewards == {"turns": 5.0}
+
+    return Conversation(["Hi"], {"environment": "make", "how": "disguised"}, "env_done", None, check)
+
+
+def of_deep_calls(draw, expected):
+    """Arguments that can be read, but not be copied or written by what calls itself for each level."""
+
+    def check(trajectory):
+        assert "brackets too deep to read." in trajectory.turns[0].error
+
+    turns = [call("sync_fine", value=hostile.nested(draw.randint(101, 900))), ANSWER]
+    return Conversation(turns, {"environment": "tools"}, "answered", None, check)
+
+
+def of_strangers(draw, expected):
+    return Conversation([], {"environment": "nobody"}, "env_error", "name one of tools, untimed")
+
+
+KINDS = [of_tools] * 5 + [of_untimed_tools, of_states, of_states, of_steps, of_steps, of_steps]
+KINDS += [of_loops, of_loops, of_factories, of_disguises, of_strangers, of_deep_calls]
+
+
+LATE = [  # environments that are made too late, or never, in each run
+    Conversation([], {"environment": kind, "how": how}, "timeout", f"took longer than {ROLLOUT_TIMEOUT:g} s.")
+    for kind, how in (("make", "hang"), ("make", "later"), ("make_softly", "hang"), ("make_softly", "swallow"))
+]
+
+# What is left
+
+
+class Left:
+    """What the process holds that a conversation could leave behind."""
+
+    def __init__(self):
+        self.process = psutil.Process()
+        self.tasks = set(asyncio.all_tasks(background._background().loop))
+        self.threads = set(threading.enumerate())
+        self.files = Counter(self._files())
+        self.children = set(self.process.children(recursive=True))
+
+    def _files(self):
+        found = []
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                found.append(os.readlink(f"/proc/self/fd/{number}").split(":")[0])
+            except FileNotFoundError:  # the folder's own
+                pass
+        return found
+
+    def since(self):
+        after = Left()
+        return {
+            "tasks": [task.get_name() for task in after.tasks - self.tasks if not task.done()],
+            "threads": [thread.name for thread in after.threads - self.threads],
+            "files": list((after.files - self.files).elements()),
+            "children": list(after.children - self.children),
+        }
+
+
+class Noise(logging.Handler):
+    """What is said on the way: warnings, lost exceptions, threads that end with one."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines: Counter[str] = Counter()
+
+    def emit(self, record):
+        self.lines[f"{record.name}: {record.getMessage().splitlines()[0]}"[:200]] += 1
+
+
+@pytest.fixture
+def noise(monkeypatch):
+    found = Noise()
+    logging.getLogger().addHandler(found)
+    monkeypatch.setattr(threading, "excepthook", lambda hook: found.lines.update([f"thread: {hook.exc_value!r}"]))
+    monkeypatch.setattr(sys, "unraisablehook", lambda hook: found.lines.update([f"lost: {hook.exc_value!r}"]))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", RuntimeWarning)
+        warnings.simplefilter("always", ResourceWarning)
+        yield found
+        gc.collect()
+        lost = [str(one.message) for one in warned if "unclosed" in str(one.message) or "await" in str(one.message)]
+    logging.getLogger().removeHandler(found)
+    assert not lost
+
+
+@pytest.fixture
+def briefly(monkeypatch):
+    monkeypatch.setattr(runners, "GRACE", GRACE)
+    monkeypatch.setattr(source, "CLOSE_TIMEOUT", GRACE)
+    COUNTS.clear()
+    GATE.clear()
+    yield
+    GATE.set()
+
+
+def hold(sources, conversations, keep=False, concurrent=CONCURRENT, timeout=PATIENCE, on_finish=None):
+    """Runs conversations as a trainer does, and returns their trajectories and the time it took."""
+
+    def script(session, turn):
+        turns = conversations[int(session)].turns
+        return turns[min(turn, len(turns) - 1)] + END
+
+    engine = ScriptedEngine(build_tokenizer(), script)
+    limits = RolloutLimits(max_completion_tokens=4000, rollout_timeout=timeout, max_concurrent=concurrent)
+    runner = RolloutRunner(sources, engine, limits, sanity_check_mode="strict" if keep else "disable")
+    requests = [RolloutRequest("Q", str(index), one.row) for index, one in enumerate(conversations)]
+    start = time.perf_counter()
+    trajectories = background.run(runner.run(requests, SamplingParams(), on_finish, keep_environments=keep))
+    assert not runner.under_way
+    return runner, trajectories, time.perf_counter() - start
+
+
+def judge(runner, trajectories, conversations):
+    wrong = []
+    for trajectory, expected in zip(trajectories, conversations, strict=True):
+        try:
+            assert trajectory.stop_reason == expected.reason, trajectory.error
+            assert (trajectory.error is None) == (expected.error is None), trajectory.error
+            assert expected.error is None or expected.error in trajectory.error
+            expected.check(trajectory)
+            # what training does with it
+            runner.completion(trajectory)
+            if len(json.dumps(trajectory.turns, default=str)) < 100_000:
+                assert to_json(trajectory.to_dict())
+        except Exception as error:
+            wrong.append(f"{expected.row}: {trajectory.stop_reason}, {error!r:.300}")
+    assert not wrong, f"{len(wrong)} of {len(conversations)}:\n" + "\n".join(wrong[:20])
+
+
+def until_nothing_is_left(before):
+    deadline = time.monotonic() + 10
+    while any((left := before.since()).values()) and time.monotonic() < deadline:
+        gc.collect()
+        threading.Event().wait(0.02)
+    assert not any(left.values()), left
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
+    draw = random.Random(f"{SEED}/{keep}")
+    tools, expected = hostile.calls()
+    sources = {
+        "tools": MultiTurnToolEnv(tools, system_prompt="", tool_timeout=hostile.TIMEOUT),
+        "untimed": MultiTurnToolEnv(tools, system_prompt="", tool_timeout=None),
+        "states": MultiTurnToolEnv(
+            [hostile.State(name) for name in ("first", "harm", "last")], "", tool_timeout=hostile.TIMEOUT
+        ),
+        "steps": hostile.Steps,
+        "plain": hostile.PlainSteps,
+        "loops": hostile.Loop,
+        "make": hostile.make,
+        "make_softly": hostile.make_softly,
+    }
+    number = NUMBER // 2
+    conversations = [draw.choice(KINDS)(draw, expected) for _ in range(number - len(LATE))] + LATE
+    background.run(asyncio.sleep(0))
+    before = Left()
+    memory = psutil.Process().memory_info().rss
+    finished = []
+    # conversations that must run out of time have little of it, and the others enough
+    parts = [[one for one in conversations if (one.reason == "timeout") == late] for late in (False, True)]
+    (runner, trajectories, seconds), (_, hung, more) = (
+        hold(sources, part, keep, timeout=timeout, on_finish=finished.append)
+        for part, timeout in zip(parts, (PATIENCE, ROLLOUT_TIMEOUT), strict=True)
+    )
+    trajectories, seconds, conversations = trajectories + hung, seconds + more, parts[0] + parts[1]
+    assert len(finished) == number
+    if keep:
+        assert any(trajectory.environment is not None for trajectory in trajectories)
+        background.run(close_environments(trajectories))
+    assert not any(trajectory.environment for trajectory in trajectories)
+    judge(runner, trajectories, conversations)
+    GATE.set()
+    until_nothing_is_left(before)
+    assert COUNTS["made"] == COUNTS["closed"] and COUNTS["created"] == COUNTS["released"], COUNTS
+    waves = [-(-len(part) // CONCURRENT) for part in parts]
+    lone = sum(turn.count("sync_lone") for one in conversations for turn in one.turns)  # one after another
+    bound = (3 * waves[0] + lone) * hostile.TIMEOUT + waves[1] * (ROLLOUT_TIMEOUT + GRACE) + sum(waves) * GRACE
+    grown = (psutil.Process().memory_info().rss - memory) / 1e6
+    reasons = Counter(str(trajectory.stop_reason) for trajectory in trajectories)
+    print(f"\n{number} in {seconds:.1f} s, bound {bound:.1f} s, {grown:.0f} MB: {dict(reasons)}\n{noise.lines}")
+    assert seconds < bound + PATIENCE
+    assert not [line for line in noise.lines if not line.startswith("mt_grpo")], noise.lines
+    assert sum(noise.lines.values()) == 1 and "environments could not be closed" in str(noise.lines), noise.lines
+
+
+def test_a_run_that_its_caller_fails_closes_every_environment(briefly):
+    def on_finish(trajectory):
+        if trajectory.session == "5":
+            raise ZeroDivisionError("in on_finish")
+
+    row = {"where": "nowhere", "how": "value"}
+    conversations = [Conversation(["Hi"], row, "env_done") for _ in range(20)]
+    before = Left()
+    with pytest.raises(ZeroDivisionError, match="in on_finish"):
+        hold(hostile.Steps, conversations, True, concurrent=3, on_finish=on_finish)
+    until_nothing_is_left(before)
+    assert COUNTS["made"] == COUNTS["closed"] >= 6
+
+
+@pytest.mark.slow
+def test_a_server_killed_in_mid_call_ends_calls_only(tmp_path, noise, briefly, monkeypatch):
+    pytest.importorskip("mcp")
+    monkeypatch.setattr(servers, "PAUSE_SECONDS", 0.0)
+    path = tmp_path / "servers.json"
+    small = {
+        "command": sys.executable,
+        "args": [str(SERVER), "stdio"],
+        "env": {"PYTHONPATH": os.pathsep.join(sys.path)},
+    }
+    path.write_text(json.dumps({"mcpServers": {"hostile": small}}))
+    background.run(asyncio.sleep(0))
+    mcp_thread()
+    before = Left()
+    tools = mcp_tools(str(path), ["add", "big", "die", "fail"]) + mcp_tools(str(path), ["slow"], timeout=2.0)
+    next(tool for tool in tools if tool.name == "big").max_result_size = 50
+    draw = random.Random(SEED)
+    # what a call may be answered, where another conversation's may have ended the server
+    ended = "McpToolError: the MCP server 'hostile' ended"
+    says = {
+        call("add", a=1, b=2): "3",
+        call("big", characters=10_000_000): "x" * 50 + "\n[9,999,950 of 10,000,000 characters",
+        call("fail", reason="no"): "Error: McpToolError: Error executing tool fail",
+        call("slow", seconds=60): "Error: McpToolError: slow took longer than 2 s.",
+        call("die", words="bye"): f"Error: {ended}",
+    }
+
+    def conversation():
+        said = draw.choice([*says, call("add", a=1, b=2)])
+
+        def check(trajectory):
+            [one] = trajectory.turns[0].tool_calls
+            assert one.result.startswith((says[said], f"Error: {ended}")), one.result[:200]
+            assert trajectory.answer == "A"
+
+        return Conversation([said, ANSWER], {}, "answered", None, check)
+
+    conversations = [conversation() for _ in range(max(12, NUMBER // 20))]
+    env = MultiTurnToolEnv(tools, system_prompt="", tool_timeout=60.0)
+    runner, trajectories, seconds = hold(env, conversations, concurrent=3, timeout=120.0)
+    judge(runner, trajectories, conversations)
+    killed = sum("die" in one.turns[0] for one in conversations)
+    print(f"\n{len(conversations)} in {seconds:.1f} s, {killed} calls that end the server: {noise.lines}")
+    del tools, env, runner
+    until_nothing_is_left(before)
+    assert killed and all("mt_grpo.tools.mcp" in line for line in noise.lines), noise.lines
