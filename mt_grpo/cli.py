@@ -12,8 +12,11 @@ from types import TracebackType
 
 from mt_grpo import __version__
 from mt_grpo.app.interrupt import run_interruptibly
-from mt_grpo.app.request import OWN_OPTIONS, Request, read_request
+from mt_grpo.app.places import check_places
+from mt_grpo.app.request import OWN_OPTIONS, Request, check_processes, read_request
 from mt_grpo.errors import UserError
+from mt_grpo.imports import did_you_mean
+from mt_grpo.options import check_served
 from mt_grpo.trajectory import visible
 
 COMMANDS = {
@@ -45,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         print(
-            f"mt-grpo: the command {name!r} is unknown; the commands are {', '.join(COMMANDS)}.",
+            f"mt-grpo: the command {name!r} is unknown; the commands are {', '.join(COMMANDS)}"
+            f"{did_you_mean(name, COMMANDS)}.",
             file=sys.stderr,
         )
         return 1
@@ -94,10 +98,12 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 def train(arguments: list[str]) -> int:
     """`mt-grpo train`: trains an agent from a recipe, in this process or in those that accelerate launches."""
     request = read_request(arguments, "train")
+    check_places(request.values, "train")
     if request.own["accelerate_config"] is not None:
         from mt_grpo.app.launch import launch
 
         return launch(request)
+    check_processes(request)
     dry_run = request.own["dry_run"]
     trainer, resolved = _prepare(request, writes=not dry_run)
     from mt_grpo.app.train import leave_group, run_training
@@ -118,6 +124,7 @@ def train(arguments: list[str]) -> int:
 def rollout(arguments: list[str]) -> int:
     """`mt-grpo rollout`: prints conversations with their rewards."""
     request = read_request(arguments, "rollout")
+    check_places(request.values, "rollout")
     trainer, _ = _prepare(request, trains=False)
     from mt_grpo.viewer import render_trajectory
 
@@ -131,6 +138,8 @@ def rollout(arguments: list[str]) -> int:
 def serve(arguments: list[str]) -> int:
     """`mt-grpo serve`: becomes the vLLM server that the recipe's trainer needs; returns only where it cannot."""
     request = read_request(arguments, "serve")
+    check_served(request.values)
+    check_places(request.values, "serve")
     warnings.simplefilter("ignore", FutureWarning)
     from mt_grpo.app import serve as server
     from mt_grpo.app.recipe import build_recipe

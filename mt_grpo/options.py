@@ -18,7 +18,22 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vesp
 SCALES = ("group", "batch", "none")
 """What TRL's trainer takes as `scale_rewards`, beside true (`group`) and false (`none`)."""
 
-ABOVE_ZERO = ("max_turn_length", "max_concurrent_rollouts", "rollout_timeout", "tool_timeout", "verify_sync_every")
+ABOVE_ZERO = (
+    "generation_batch_size",
+    "gradient_accumulation_steps",
+    "max_completion_length",
+    "max_concurrent_rollouts",
+    "max_turn_length",
+    "num_generations_eval",
+    "num_iterations",
+    "per_device_eval_batch_size",
+    "per_device_train_batch_size",
+    "rollout_timeout",
+    "steps_per_generation",
+    "tool_timeout",
+    "top_p",
+    "verify_sync_every",
+)
 
 NO_EFFECT = (
     "cache_implementation",
@@ -61,6 +76,10 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
         )
     if options["temperature"] < 0:
         raise ConfigError(f"`temperature` is {options['temperature']}; set a number above 0, such as 1.0.")
+    if options["top_p"] > 1:
+        raise ConfigError(f"`top_p` is {options['top_p']}; set a probability up to 1.0.")
+    if options["learning_rate"] < 0:
+        raise ConfigError(f"`learning_rate` is {options['learning_rate']}; set 0 or more, such as 1e-6.")
     _check_lengths(options["max_turn_length"], options["max_completion_length"])
     if options["multi_objective_aggregation"] != "sum_then_normalize":
         raise ConfigError(
@@ -109,6 +128,79 @@ def check_trainable(options: Mapping[str, Any]) -> None:
     if options["max_steps"] < 0 and not options["num_train_epochs"] > 0:
         raise ConfigError(
             f"`num_train_epochs` is {options['num_train_epochs']}, so nothing is trained: set a number above 0."
+        )
+
+
+def check_batches(options: Mapping[str, Any], processes: int) -> None:
+    """
+    Whether the processes of a run make whole groups.
+
+    Args:
+        options (`Mapping`): Those of the run.
+        processes (`int`): How many there are.
+
+    Raises:
+        ConfigError: If they do not; it says which numbers would do.
+    """
+    sizes = f"{options['per_device_train_batch_size']} a device × {_processes(processes)}"
+    step = options["per_device_train_batch_size"] * processes
+    steps = options["steps_per_generation"] or options["gradient_accumulation_steps"]
+    batch = options["generation_batch_size"] or step * steps
+    if batch % step:
+        raise ConfigError(
+            f"`generation_batch_size: {batch}` is no multiple of {step} ({sizes}): make it one, or leave it out."
+        )
+    generations = options["num_generations"]
+    if batch % generations:
+        raise ConfigError(
+            f"`num_generations: {generations}` does not divide the generation batch of {batch} ({sizes} × "
+            f"{batch // step} step{'s' * (batch > step)}): {_divisors(batch, 2)}make the batch a multiple of "
+            f"{generations}."
+        )
+    if options["do_eval"] or options["eval_strategy"] != "no":
+        check_eval_batch(options, processes)
+
+
+def check_eval_batch(options: Mapping[str, Any], processes: int) -> None:
+    """
+    Whether a batch of an evaluation holds whole groups.
+
+    Raises:
+        ConfigError: If it does not; it says which numbers would do.
+    """
+    generations = options["num_generations_eval"] or options["num_generations"]
+    size = options["per_device_eval_batch_size"]
+    batch = size * processes
+    if batch % generations:
+        raise ConfigError(
+            f"`num_generations_eval: {generations}` does not divide the evaluation batch of {batch} "
+            f"({size} a device × {_processes(processes)}): {_divisors(batch, 1)}make the batch a multiple of "
+            f"{generations}."
+        )
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'es' * (number > 1)}"
+
+
+def _divisors(batch: int, least: int) -> str:
+    """The beginning of the advice to set a divisor, where there is one."""
+    numbers = [str(number) for number in range(least, batch + 1) if batch % number == 0]
+    one_of = "one of " if len(numbers) > 1 else ""
+    return f"set it to {one_of}{', '.join(numbers)}, or " if numbers else ""
+
+
+def check_served(options: Mapping[str, Any]) -> None:
+    """
+    Whether a run would use the server that is to be started.
+
+    Raises:
+        ConfigError: If it would not.
+    """
+    if not options.get("use_vllm"):
+        raise ConfigError(
+            "The recipe's trainer samples from its own model and would leave a server alone: set `use_vllm: true` for "
+            "both commands."
         )
 
 

@@ -109,7 +109,11 @@ def _config(args: MTGRPOConfig) -> str:
 
 
 def _command(*words: str) -> str:
-    program = ["mt-grpo"] if shutil.which("mt-grpo") else [_relative(sys.executable), "-m", "mt_grpo"]
+    program = [_relative(sys.executable), "-m", "mt_grpo"]
+    if shutil.which("mt-grpo"):
+        program = ["mt-grpo"]
+    elif Path(sys.argv[0]).name == "mt-grpo":  # an environment that is not activated
+        program = [_relative(str(Path(sys.argv[0]).absolute()))]
     return _shell(*program, *words)
 
 
