@@ -162,9 +162,15 @@ def _console(quiet: bool = False):
 def _prepare(request: Request, trains: bool = True, writes: bool = True):
     """The trainer of a recipe and its resolved options."""
     warnings.simplefilter("ignore", FutureWarning)  # libraries' notes to each other, not to the user
+    from transformers.utils.logging import disable_progress_bar
+
     from mt_grpo.app.build import build_trainer
     from mt_grpo.app.recipe import build_recipe
 
+    if not sys.stderr.isatty():  # a bar in a file is a heap of lines
+        disable_progress_bar()
     recipe = build_recipe(request)
     resolved = recipe.resolved()
-    return build_trainer(recipe, trains, writes), resolved
+    trainer = build_trainer(recipe, trains, writes)
+    disable_progress_bar()  # a run has a bar of its own
+    return trainer, resolved
