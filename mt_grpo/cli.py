@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
+import os
 import sys
 import traceback
 import warnings
@@ -38,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         `int`: Exit status: 0, or 1 after one sentence about what is wrong with the input.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a notebook's is none
+            stream.reconfigure(errors="replace")  # a model's words on a terminal without UTF-8
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage(), end="")
@@ -65,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return vars(importlib.import_module(module))[function](arguments)
     except UserError as error:
         return _refuse(error)
+    except BrokenPipeError:
+        if name in OWN_OPTIONS:  # may be of a server or a tool
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has enough, as `head` has
+        return 1
 
 
 def usage() -> str:
