@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
+import os
 import sys
 import traceback
 import warnings
@@ -12,8 +14,11 @@ from types import TracebackType
 
 from mt_grpo import __version__
 from mt_grpo.app.interrupt import run_interruptibly
-from mt_grpo.app.request import OWN_OPTIONS, Request, read_request
+from mt_grpo.app.places import check_places
+from mt_grpo.app.request import OWN_OPTIONS, Request, check_processes, read_request
 from mt_grpo.errors import UserError
+from mt_grpo.imports import did_you_mean
+from mt_grpo.options import check_served
 from mt_grpo.trajectory import visible
 
 COMMANDS = {
@@ -35,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         `int`: Exit status: 0, or 1 after one sentence about what is wrong with the input.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a notebook's is none
+            stream.reconfigure(errors="replace")  # a model's words on a terminal without UTF-8
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage(), end="")
@@ -45,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         print(
-            f"mt-grpo: the command {name!r} is unknown; the commands are {', '.join(COMMANDS)}.",
+            f"mt-grpo: the command {name!r} is unknown; the commands are {', '.join(COMMANDS)}"
+            f"{did_you_mean(name, COMMANDS)}.",
             file=sys.stderr,
         )
         return 1
@@ -61,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return vars(importlib.import_module(module))[function](arguments)
     except UserError as error:
         return _refuse(error)
+    except BrokenPipeError:
+        if name in OWN_OPTIONS:  # may be of a server or a tool
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has enough, as `head` has
+        return 1
 
 
 def usage() -> str:
@@ -94,10 +108,12 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 def train(arguments: list[str]) -> int:
     """`mt-grpo train`: trains an agent from a recipe, in this process or in those that accelerate launches."""
     request = read_request(arguments, "train")
+    check_places(request.values, "train")
     if request.own["accelerate_config"] is not None:
         from mt_grpo.app.launch import launch
 
         return launch(request)
+    check_processes(request)
     dry_run = request.own["dry_run"]
     trainer, resolved = _prepare(request, writes=not dry_run)
     from mt_grpo.app.train import leave_group, run_training
@@ -118,6 +134,7 @@ def train(arguments: list[str]) -> int:
 def rollout(arguments: list[str]) -> int:
     """`mt-grpo rollout`: prints conversations with their rewards."""
     request = read_request(arguments, "rollout")
+    check_places(request.values, "rollout")
     trainer, _ = _prepare(request, trains=False)
     from mt_grpo.viewer import render_trajectory
 
@@ -131,6 +148,8 @@ def rollout(arguments: list[str]) -> int:
 def serve(arguments: list[str]) -> int:
     """`mt-grpo serve`: becomes the vLLM server that the recipe's trainer needs; returns only where it cannot."""
     request = read_request(arguments, "serve")
+    check_served(request.values)
+    check_places(request.values, "serve")
     warnings.simplefilter("ignore", FutureWarning)
     from mt_grpo.app import serve as server
     from mt_grpo.app.recipe import build_recipe
@@ -153,9 +172,15 @@ def _console(quiet: bool = False):
 def _prepare(request: Request, trains: bool = True, writes: bool = True):
     """The trainer of a recipe and its resolved options."""
     warnings.simplefilter("ignore", FutureWarning)  # libraries' notes to each other, not to the user
+    from transformers.utils.logging import disable_progress_bar
+
     from mt_grpo.app.build import build_trainer
     from mt_grpo.app.recipe import build_recipe
 
+    if not sys.stderr.isatty():  # a bar in a file is a heap of lines
+        disable_progress_bar()
     recipe = build_recipe(request)
     resolved = recipe.resolved()
-    return build_trainer(recipe, trains, writes), resolved
+    trainer = build_trainer(recipe, trains, writes)
+    disable_progress_bar()  # a run has a bar of its own
+    return trainer, resolved

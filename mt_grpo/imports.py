@@ -9,11 +9,11 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mt_grpo.errors import UserError
+from mt_grpo.errors import ConfigError, UserError
 
 T = TypeVar("T")
 
@@ -114,6 +114,7 @@ def import_object(path: str, *, what: str = "object") -> Any:
         raise ImportPathError(
             f"The {what} {path!r} is not a path: write `package.module.name` or `folder/file.py:name`."
         )
+    _check_place(module_name, f"The {what} {path!r}")
     try:
         module = _load_file(module_name) if module_name.endswith(".py") else _load_module(module_name)
     except Exception as error:  # whatever the user's module raises while it is imported
@@ -126,10 +127,41 @@ def import_object(path: str, *, what: str = "object") -> Any:
 
 def import_file(path: str) -> Any:
     """Imports a Python file, so that recipes can name what it registers. Raises `ImportPathError` if that fails."""
+    _check_place(path, f"The plugin {path!r}")
     try:
         return _load_file(path)
     except Exception as error:  # whatever the user's file raises while it is imported
         raise ImportPathError(f"The plugin {path!r} does not import: {type(error).__name__}: {error}.") from error
+
+
+def check_place(path: str, what: str) -> None:
+    """
+    Whether there is a file or a module where a recipe names an object, found without running any of it.
+
+    Args:
+        path (`str`): As `import_object` takes it.
+        what (`str`): What the path stands for, for the error.
+
+    Raises:
+        ImportPathError: If there is none.
+    """
+    module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
+    if module_name and attribute:
+        _check_place(module_name, f"The {what} {path!r}")
+
+
+def _check_place(module: str, label: str) -> None:
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            raise ImportPathError(f"{label} does not import: there is no file {module!r} (from {Path.cwd()}).")
+        return
+    first = module.partition(".")[0]
+    _make_folder_importable()
+    if first not in sys.modules and first.isidentifier() and importlib.util.find_spec(first) is None:
+        raise ImportPathError(
+            f"{label} does not import: there is no module {first!r}, neither in the current folder ({Path.cwd()}) "
+            "nor installed."
+        )
 
 
 def did_you_mean(name: str, known: Any, cutoff: float = 0.6) -> str:
@@ -144,9 +176,13 @@ def _file_of(module: str) -> str:
     return module if file is None else str(Path(file).resolve())
 
 
-def _load_module(name: str) -> Any:
+def _make_folder_importable() -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+
+
+def _load_module(name: str) -> Any:
+    _make_folder_importable()
     return importlib.import_module(name)
 
 
@@ -163,3 +199,10 @@ def _load_file(path: str) -> Any:
         del sys.modules[name]
         raise
     return module
+
+
+def choose(name: str, value: Any, known: Iterable[str]) -> None:
+    """Raises `ConfigError` if the value of an option is none of the known names."""
+    known = list(known)
+    if value not in known:
+        raise ConfigError(f"`{name}` is {value!r}{did_you_mean(value, known)}: choose one of {', '.join(known)}.")

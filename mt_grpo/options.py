@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mt_grpo.agent_options import LOSS_SCALES, check_partner, check_scheduler, parse_user
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import did_you_mean
+from mt_grpo.imports import choose, did_you_mean
 
 HISTORIES = ("keep", "strip_thinking", "compact", "template")
 """What `history` can name, see `mt_grpo.rollout.history`."""
@@ -18,14 +19,20 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vesp
 SCALES = ("group", "batch", "none")
 """What TRL's trainer takes as `scale_rewards`, beside true (`group`) and false (`none`)."""
 
-LOSS_SCALES = ("all", "last_round")
-"""Which of a scheduler's responses are trained."""
-
 ABOVE_ZERO = (
-    "max_turn_length",
+    "generation_batch_size",
+    "gradient_accumulation_steps",
+    "max_completion_length",
     "max_concurrent_rollouts",
+    "max_turn_length",
+    "num_generations_eval",
+    "num_iterations",
+    "per_device_eval_batch_size",
+    "per_device_train_batch_size",
     "rollout_timeout",
+    "steps_per_generation",
     "tool_timeout",
+    "top_p",
     "verify_sync_every",
 )
 
@@ -70,6 +77,10 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
         )
     if options["temperature"] < 0:
         raise ConfigError(f"`temperature` is {options['temperature']}; set a number above 0, such as 1.0.")
+    if options["top_p"] > 1:
+        raise ConfigError(f"`top_p` is {options['top_p']}; set a probability up to 1.0.")
+    if options["learning_rate"] < 0:
+        raise ConfigError(f"`learning_rate` is {options['learning_rate']}; set 0 or more, such as 1e-6.")
     _check_lengths(options["max_turn_length"], options["max_completion_length"])
     if options["multi_objective_aggregation"] != "sum_then_normalize":
         raise ConfigError(
@@ -107,37 +118,6 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
         )
 
 
-def check_scheduler(options: Mapping[str, Any], key: str = "") -> None:
-    """
-    Holds the options of one environment that may be a scheduler's against each other.
-
-    Args:
-        options (`Mapping`): `multi_turn_scheduler`, and what stands beside it.
-        key (`str`, *optional*): Where it stands, for errors.
-
-    Raises:
-        ConfigError: If they contradict each other.
-    """
-    place = f" of `{key}`" if key else ""
-    if options["multi_turn_scheduler"] is None:
-        for name, default in (("max_turns", None), ("loss_scale", "all")):
-            if options[name] != default:
-                raise ConfigError(
-                    f"`{name}`{place} has an effect with `multi_turn_scheduler` only: leave it out"
-                    f"{', and set `max_env_steps`' if name == 'max_turns' else ''}."
-                )
-        return
-    choose("loss_scale", options["loss_scale"], LOSS_SCALES)
-    if options["max_turns"] is not None and not options["max_turns"] > 0:
-        raise ConfigError(f"`max_turns`{place} is {options['max_turns']}; set a number above 0, or leave it out.")
-    for name in ("tools", "tools_config_file", *PARTNERS):
-        if options.get(name):
-            raise ConfigError(
-                f"`{name}` and `multi_turn_scheduler`{place} are both set, and a scheduler holds the conversation "
-                "itself: leave one out."
-            )
-
-
 def check_trainable(options: Mapping[str, Any]) -> None:
     """
     Whether the options let training take a step; rollouts and evaluations need less.
@@ -155,6 +135,79 @@ def check_trainable(options: Mapping[str, Any]) -> None:
     if options["max_steps"] < 0 and not options["num_train_epochs"] > 0:
         raise ConfigError(
             f"`num_train_epochs` is {options['num_train_epochs']}, so nothing is trained: set a number above 0."
+        )
+
+
+def check_batches(options: Mapping[str, Any], processes: int) -> None:
+    """
+    Whether the processes of a run make whole groups.
+
+    Args:
+        options (`Mapping`): Those of the run.
+        processes (`int`): How many there are.
+
+    Raises:
+        ConfigError: If they do not; it says which numbers would do.
+    """
+    sizes = f"{options['per_device_train_batch_size']} a device × {_processes(processes)}"
+    step = options["per_device_train_batch_size"] * processes
+    steps = options["steps_per_generation"] or options["gradient_accumulation_steps"]
+    batch = options["generation_batch_size"] or step * steps
+    if batch % step:
+        raise ConfigError(
+            f"`generation_batch_size: {batch}` is no multiple of {step} ({sizes}): make it one, or leave it out."
+        )
+    generations = options["num_generations"]
+    if batch % generations:
+        raise ConfigError(
+            f"`num_generations: {generations}` does not divide the generation batch of {batch} ({sizes} × "
+            f"{batch // step} step{'s' * (batch > step)}): {_divisors(batch, 2)}make the batch a multiple of "
+            f"{generations}."
+        )
+    if options["do_eval"] or options["eval_strategy"] != "no":
+        check_eval_batch(options, processes)
+
+
+def check_eval_batch(options: Mapping[str, Any], processes: int) -> None:
+    """
+    Whether a batch of an evaluation holds whole groups.
+
+    Raises:
+        ConfigError: If it does not; it says which numbers would do.
+    """
+    generations = options["num_generations_eval"] or options["num_generations"]
+    size = options["per_device_eval_batch_size"]
+    batch = size * processes
+    if batch % generations:
+        raise ConfigError(
+            f"`num_generations_eval: {generations}` does not divide the evaluation batch of {batch} "
+            f"({size} a device × {_processes(processes)}): {_divisors(batch, 1)}make the batch a multiple of "
+            f"{generations}."
+        )
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'es' * (number > 1)}"
+
+
+def _divisors(batch: int, least: int) -> str:
+    """The beginning of the advice to set a divisor, where there is one."""
+    numbers = [str(number) for number in range(least, batch + 1) if batch % number == 0]
+    one_of = "one of " if len(numbers) > 1 else ""
+    return f"set it to {one_of}{', '.join(numbers)}, or " if numbers else ""
+
+
+def check_served(options: Mapping[str, Any]) -> None:
+    """
+    Whether a run would use the server that is to be started.
+
+    Raises:
+        ConfigError: If it would not.
+    """
+    if not options.get("use_vllm"):
+        raise ConfigError(
+            "The recipe's trainer samples from its own model and would leave a server alone: set `use_vllm: true` for "
+            "both commands."
         )
 
 
@@ -193,88 +246,6 @@ def unknown_reward(name: str, kind: str, known: Iterable[str]) -> str:
         f"The {kind} reward {name!r} is neither a built-in name nor a path such as `package.module.name`"
         f"{did_you_mean(name, known)}."
     )
-
-
-PARTNERS = ("simulated_user", "interaction_config_file", "env", "environment_factory")
-"""Options of which one at most says who answers the model's words."""
-
-USER_OPTIONS: dict[str, tuple[type, ...]] = {
-    "base_url": (str,),
-    "model": (str,),
-    "system_prompt": (str,),
-    "api_key_env": (str,),
-    "stop_phrase": (str,),
-    "max_turns": (int,),
-    "timeout": (int, float),
-    "max_retries": (int,),
-    "request": (Mapping,),
-}
-"""Keys of `simulated_user`, the first three needed, and what they take; see `mt_grpo.envs.simulated_user`."""
-
-
-def check_partner(options: Mapping[str, Any], place: str = "") -> None:
-    """
-    Whether the options say once at most who answers the model's words.
-
-    Args:
-        options (`Mapping`): With `PARTNERS` among them.
-        place (`str`, *optional*): Where they stand, for the error.
-
-    Raises:
-        ConfigError: If they say it twice.
-    """
-    given = [name for name in PARTNERS if options[name] is not None]
-    if len(given) > 1:
-        raise ConfigError(
-            f"{place}`{given[0]}` and `{given[1]}` both say who answers the model: leave one of them out."
-        )
-
-
-def parse_user(user: Any) -> dict[str, Any]:
-    """
-    A simulated user as a recipe, a command line (the mapping as JSON) or a script gives it.
-
-    Raises:
-        ConfigError: If it is no mapping, or one of its keys or values is wrong.
-    """
-    if isinstance(user, str):
-        try:
-            user = json.loads(user)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"`simulated_user` is {user!r}, which is not a JSON mapping.") from error
-    needed = list(USER_OPTIONS)[:3]
-    if not isinstance(user, Mapping):
-        raise ConfigError(f"`simulated_user` is {user!r}: give a mapping of {', '.join(needed)} and further options.")
-    if "api_key" in user:
-        raise ConfigError(
-            "`simulated_user: api_key` would write a key into a file: put it into an environment variable, and name "
-            "that in `api_key_env`."
-        )
-    for name, value in user.items():
-        if name not in USER_OPTIONS:
-            raise ConfigError(f"`simulated_user` has an unknown key {name!r}{did_you_mean(name, USER_OPTIONS)}.")
-        kinds = USER_OPTIONS[name]
-        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
-            wanted = {str: "text", int: "a whole number", float: "a number", Mapping: "a mapping"}[kinds[-1]]
-            raise ConfigError(f"`simulated_user: {name}` is {value!r}: give {wanted}.")
-    for name in needed:
-        if not user.get(name):
-            raise ConfigError(f"`simulated_user` has no `{name}`: it needs {', '.join(needed)}.")
-    if not user["base_url"].startswith(("http://", "https://")):
-        raise ConfigError(
-            f"`simulated_user: base_url` is {user['base_url']!r}: give a URL such as `http://127.0.0.1:8001/v1`."
-        )
-    for name in ("model", "messages", "stream"):
-        if name in (user.get("request") or {}):
-            raise ConfigError(f"`simulated_user: request` sets `{name}`, which is set for it: leave that out.")
-    if user.get("stop_phrase") == "":
-        raise ConfigError("`simulated_user: stop_phrase` is empty, which every reply has: give one, or leave it out.")
-    for name, least in (("max_turns", 1), ("max_retries", 0)):
-        if user.get(name) is not None and user[name] < least:
-            raise ConfigError(f"`simulated_user: {name}` is {user[name]}: set {least} or more.")
-    if user.get("timeout") is not None and not user["timeout"] > 0:
-        raise ConfigError(f"`simulated_user: timeout` is {user['timeout']}: set seconds above 0.")
-    return {name: value for name, value in user.items() if value is not None}
 
 
 def check_history(policy: str, compact_every: int | None) -> None:
@@ -319,10 +290,3 @@ def _check_lengths(turn: int | None, whole: int | None) -> None:
             f"`max_turn_length: {turn}` is above `max_completion_length: {whole}`, the tokens of all turns together "
             "and of what the environment replies: lower the first, or raise the second."
         )
-
-
-def choose(name: str, value: Any, known: Iterable[str]) -> None:
-    """Raises `ConfigError` if the value of an option is none of the known names."""
-    known = list(known)
-    if value not in known:
-        raise ConfigError(f"`{name}` is {value!r}{did_you_mean(value, known)}: choose one of {', '.join(known)}.")

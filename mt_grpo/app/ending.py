@@ -86,12 +86,17 @@ def what_is_kept(args: MTGRPOConfig, step: int, model_saved: bool) -> str:
     if model_saved:
         return f"Training had ended: the model, its metrics and its conversations are in {folder}."
     checkpoint = latest_checkpoint(folder)
+    if not step and checkpoint is None:
+        return "No step was taken."
     records = f"Metrics and conversations so far are in {folder}."
     if checkpoint is None:
-        return f"{step} steps were taken, and no checkpoint was kept (`save_strategy: steps` keeps some). {records}"
+        keeps = "`save_strategy: steps` keeps some"
+        if args.save_strategy == "steps":
+            keeps = f"a `save_steps` below {args.save_steps:g} keeps one sooner"
+        return f"{_steps(step)}, and no checkpoint was kept ({keeps}). {records}"
     saved = checkpoint.name.rsplit("-", 1)[1]
     return (
-        f"{step} steps were taken, and what was learnt up to step {saved} is in {checkpoint}. {records} "
+        f"{_steps(step)}, and what was learnt up to step {saved} is in {checkpoint}. {records} "
         f"Go on with: {resume_command(args, checkpoint)}"
     )
 
@@ -104,12 +109,20 @@ def resume_command(args: MTGRPOConfig, checkpoint: Path, *options: str) -> str:
     return _command("train", "--config", _config(args), *resume)
 
 
+def _steps(number: int) -> str:
+    return "1 step was taken" if number == 1 else f"{number} steps were taken"
+
+
 def _config(args: MTGRPOConfig) -> str:
     return str(Path(args.output_dir) / "config.yaml")
 
 
 def _command(*words: str) -> str:
-    program = ["mt-grpo"] if shutil.which("mt-grpo") else [_relative(sys.executable), "-m", "mt_grpo"]
+    program = [_relative(sys.executable), "-m", "mt_grpo"]
+    if shutil.which("mt-grpo"):
+        program = ["mt-grpo"]
+    elif Path(sys.argv[0]).name == "mt-grpo":  # an environment that is not activated
+        program = [_relative(str(Path(sys.argv[0]).absolute()))]
     return _shell(*program, *words)
 
 

@@ -66,6 +66,9 @@ SHOWN = {
 }
 """One line about an option whose own description is long or says less here."""
 
+NAMES = 24
+"""Columns for the name of an option; a longer name moves its own words."""
+
 _VALUES = {"integer": "N", "number": "X", "boolean": "true|false", "object": "MAPPING", "string": "TEXT"}
 
 
@@ -109,14 +112,17 @@ def command_help(command: str, line: str, everything: bool = False) -> str:
 
 
 def _lines(options: dict[str, dict[str, Any]], width: int) -> list[str]:
-    """A line for each option; the lines of a terminal are not broken."""
+    """A line for each option, and a second one where a narrow terminal needs it."""
     lines = []
     for name, option in options.items():
         words = SHOWN.get(name) or re.split(r"(?<=\.)\s", option["description"])[0]
         default = _default(option)
-        room = width - 36 - len(default)
-        words = textwrap.shorten(words, max(room, 20), placeholder=" …")
-        lines.append(f"  {f'--{name}':<33} {words}{default}")
+        lines += textwrap.wrap(
+            words + default,
+            width,
+            initial_indent=f"  {f'--{name}':<{NAMES}} ",
+            subsequent_indent=" " * (NAMES + 3),
+        )
     return lines
 
 

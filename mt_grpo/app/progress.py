@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from transformers import TrainerCallback
 
@@ -54,7 +54,7 @@ class RunProgress(TrainerCallback):
         if self._bar is None:
             yield
             return
-        task = self._bar.add_task(f"measuring the agent {label} training", total=None, metrics="")
+        task = self._bar.add_task(f"measuring the agent {label} training", total=None, count="")
         try:
             yield
         finally:
@@ -105,19 +105,19 @@ class RunProgress(TrainerCallback):
 
 
 class _Bar(Progress):
-    """A bar of steps, and below it what the step is at, looked up whenever it is drawn."""
+    """A bar of steps, below it the latest metrics, and what the step is at, looked up whenever it is drawn."""
 
     def __init__(self, trainer: MTGRPOEnvTrainer, console: Console) -> None:
         self._activity = trainer.activity
         processes = trainer.accelerator.num_processes
         self._whose = f" (process 1 of {processes})" if processes > 1 else ""
         self._training: TaskID | None = None
+        self._metrics = ""
         super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}", style="green"),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[metrics]}"),
             console=console,
             refresh_per_second=REFRESHES,
         )
@@ -125,18 +125,23 @@ class _Bar(Progress):
     def follow(self, step: int, steps: int, left: str = "") -> None:
         """Training has come to a step; `left` is the time that is left, in words."""
         if self._training is None:
-            self._training = self.add_task("training", total=steps, metrics="")
-        self.update(self._training, completed=step, description=f"training, {left}" if left else "training")
+            self._training = self.add_task("training", total=steps, count="")
+        description = f"training, {left}" if left else "training"
+        self.update(self._training, completed=step, description=description, count=f"{step}/{steps}")
 
     def show(self, metrics: str) -> None:
-        """Shows metrics behind the bar."""
-        self.update(self._training, metrics=metrics, refresh=True)
+        """Shows metrics below the bar."""
+        self._metrics = metrics
+        self.refresh()
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """What rich draws: the bar, and the line below it."""
+        """What rich draws: the bar, and the lines below it, none wider than a terminal of 80 columns shows."""
         yield self.make_tasks_table(self.tasks)
+        if self._metrics:
+            yield Text(f"  {self._metrics}", no_wrap=True, overflow="ellipsis")
         if self.tasks:
-            yield Text(f"  {self._activity.describe()}{self._whose}", style="bright_black", overflow="ellipsis")
+            activity = f"  {self._activity.describe()}{self._whose}"
+            yield Text(activity, style="bright_black", no_wrap=True, overflow="ellipsis")
 
 
 def _number(name: str, value: float | None, digits: int = 3) -> str:

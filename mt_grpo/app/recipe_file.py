@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from mt_grpo.app.shipped import shipped
 from mt_grpo.errors import ConfigError
 
 
@@ -83,4 +84,9 @@ def _beside(path: Path) -> str:
     """The recipe beside a missing one that has nearly its name, as a clause."""
     names = {recipe.stem: recipe for recipe in _recipes_in(path.parent)}
     near = difflib.get_close_matches(path.stem, names, n=1)
-    return f"; the nearest is {str(names[near[0]])!r}" if near else ""
+    if near:
+        return f"; the nearest is {str(names[near[0]])!r}"
+    if path.name in {Path(name).name for name in shipped()}:
+        name = next(name for name in shipped() if Path(name).name == path.name)
+        return f"; one of that name ships with the package: `mt-grpo recipes cp {name}`"
+    return ""

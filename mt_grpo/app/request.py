@@ -12,7 +12,7 @@ from mt_grpo.app.recipe_file import read_file
 from mt_grpo.app.schema import Schema, check_value, from_text, kinds, load_schema, wanted
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.options import check_names, check_options, check_trainable, is_bare
+from mt_grpo.options import check_batches, check_names, check_options, check_trainable, is_bare
 
 OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "train": {
@@ -51,6 +51,9 @@ NAMED = ("weight_sync", "tree_attention", "call_protocol", "advantage_estimator"
 
 NEAR = 0.82
 """How near, of 1, the name of an option must be to be guessed."""
+
+WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Where launchers say how many processes there are."""
 
 IMPORTING = ("tools", "turn_reward_funcs", "outcome_reward_funcs")
 
@@ -113,7 +116,8 @@ def refuse_unknown(name: str, written: str, known: Iterable[str]) -> None:
     """
     known = list(known)
     if name not in known:
-        raise ConfigError(f"{written} is unknown{did_you_mean(name, known, cutoff=NEAR)}.")
+        near = did_you_mean(name, known, cutoff=NEAR) or ": `mt-grpo train --help-all` lists all that there are"
+        raise ConfigError(f"{written} is unknown{near}.")
 
 
 def _read_command_line(tokens: list[str], schema: Schema, command: str, request: Request) -> dict[str, Any]:
@@ -230,3 +234,18 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
         check_names(whole, *known)
     if command == "train":
         check_trainable(whole)
+
+
+def check_processes(request: Request) -> None:
+    """
+    Whether the processes that this one was launched with make whole groups.
+
+    Raises:
+        ConfigError: If they do not.
+    """
+    schema = load_schema()
+    if schema.exact:
+        processes = next((int(os.environ[name]) for name in WORLD_SIZES if name in os.environ), 1)
+        check_batches(
+            {name: option["default"] for name, option in schema.properties.items()} | request.values, processes
+        )

@@ -12,7 +12,7 @@ from typing import Any
 from jsonschema import Draft7Validator
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.options import choose
+from mt_grpo.imports import choose
 
 SHIPPED = Path(__file__).with_name("schema.json")
 

@@ -16,6 +16,7 @@ import torch
 import mt_grpo
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.errors import ConfigError
+from mt_grpo.options import check_served
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.policy import resolve_base, resolve_model
@@ -83,11 +84,7 @@ def serve(recipe: Recipe) -> None:
         ConfigError: If the recipe's trainer samples by itself, its server is on another machine, or it has to make up
             a key and there is no place that only this user can read.
     """
-    if not recipe.training.use_vllm:
-        raise ConfigError(
-            "The recipe's trainer samples from its own model and would leave a server alone: set `use_vllm: true` for "
-            "both commands."
-        )
+    check_served(vars(recipe.training))
     if not os.environ.get("VLLM_API_KEY"):
         try:
             check_folder()

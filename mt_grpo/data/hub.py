@@ -40,8 +40,3 @@ def check_hub(what: str) -> None:
             f"{what} is neither a folder here nor in the cache ({constants.HF_HUB_CACHE}), and cannot be fetched, "
             f"since {fault}: name a folder, or fetch it where the Hugging Face Hub can be reached (`hf download`)."
         )
-
-
-def looks_like_path(name: str) -> bool:
-    """Whether a name can only be that of a file or a folder, and not a Hub id."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1

@@ -10,14 +10,14 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
-from mt_grpo.data.hub import hub_fault, looks_like_path
+from mt_grpo.data.hub import hub_fault
 from mt_grpo.data.reasoning_gym import REASONING_GYM, puzzles
 from mt_grpo.data.schemas import SCHEMAS, DatasetError, Row, Schema, as_messages
 from mt_grpo.imports import did_you_mean
+from mt_grpo.paths import FORMATS, looks_like_path
 
 Rows = datasets.Dataset | datasets.IterableDataset
 
-FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 EMBEDDED_SPLITS = {"train": "train", "validation": "validation", "test": "validation"}
 
 

@@ -64,11 +64,14 @@ def as_messages(prompt: Any) -> list[dict[str, Any]]:
     A prompt as messages: text as one user message, messages as they are.
 
     Raises:
-        DatasetError: If it is neither.
+        DatasetError: If it is neither, or a message says nothing.
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and prompt and all(isinstance(item, dict) and "role" in item for item in prompt):
+        for item in prompt:
+            if item.get("content") is None and not item.get("tool_calls"):
+                raise DatasetError(f"has a message without `content`: {str(item)[:80]!r}.")
         return prompt
     raise DatasetError(f"has a prompt that is neither text nor a list of messages: {str(prompt)[:80]!r}.")
 

@@ -14,7 +14,8 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 
 from mt_grpo.data.hub import hub_fault
 from mt_grpo.errors import ConfigError
-from mt_grpo.options import check_trainable
+from mt_grpo.imports import choose
+from mt_grpo.options import check_batches, check_trainable
 
 if TYPE_CHECKING:
     from mt_grpo.training.config import MTGRPOConfig
@@ -86,7 +87,8 @@ def check_surroundings(args: MTGRPOConfig) -> None:
     available = get_available_reporting_integrations()
     for name in args.report_to:
         # the list never has flyte, nor azure_ml beside mlflow
-        if name in INTEGRATION_TO_CALLBACK and name not in (*available, "flyte", "azure_ml"):
+        choose("report_to", name, sorted(INTEGRATION_TO_CALLBACK))
+        if name not in (*available, "flyte", "azure_ml"):
             raise ConfigError(
                 f"`report_to: {name}` needs a package that is not installed: `pip install {name}`, or set `report_to: "
                 "none`."
@@ -136,38 +138,4 @@ def check_batch_sizes(args: MTGRPOConfig) -> None:
     Raises:
         ConfigError: If they do not; it says which numbers would do.
     """
-    sizes = f"{args.per_device_train_batch_size} a device × {args.world_size} processes"
-    step, batch = args.per_device_train_batch_size * args.world_size, args.generation_batch_size
-    if batch % step:
-        raise ConfigError(
-            f"`generation_batch_size: {batch}` is no multiple of {step} ({sizes}): make it one, or leave it out."
-        )
-    if batch % args.num_generations:
-        raise ConfigError(
-            f"`num_generations: {args.num_generations}` does not divide the generation batch of {batch} ({sizes} × "
-            f"{args.steps_per_generation} steps): set it to one of {_divisors(batch, 2)}, or make the batch a "
-            f"multiple of {args.num_generations}."
-        )
-    if args.do_eval or args.eval_strategy != "no":
-        check_eval_batch(args)
-
-
-def check_eval_batch(args: MTGRPOConfig) -> None:
-    """
-    Whether a batch of an evaluation holds whole groups.
-
-    Raises:
-        ConfigError: If it does not; it says which numbers would do.
-    """
-    generations = args.num_generations_eval or args.num_generations
-    batch = args.per_device_eval_batch_size * args.world_size
-    if batch % generations:
-        raise ConfigError(
-            f"`num_generations_eval: {generations}` does not divide the evaluation batch of {batch} "
-            f"({args.per_device_eval_batch_size} a device × {args.world_size} processes): set it to one of "
-            f"{_divisors(batch, 1)}, or make the batch a multiple of {generations}."
-        )
-
-
-def _divisors(batch: int, least: int) -> str:
-    return ", ".join(str(number) for number in range(least, batch + 1) if batch % number == 0)
+    check_batches(vars(args), args.world_size)

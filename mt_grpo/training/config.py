@@ -8,13 +8,14 @@ from typing import Any
 import yaml
 from trl import GRPOConfig
 
+from mt_grpo.agent_options import parse_user
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, bind_rule, parse_rule, rule_name, splits_turns
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.kernels import KERNELS
 from mt_grpo.forward.logps import FORWARDS
 from mt_grpo.imports import import_file
-from mt_grpo.options import check_options, parse_user
+from mt_grpo.options import check_options
 from mt_grpo.rollout.token_check import MODES
 from mt_grpo.training.checks import has_bfloat16, left_to_training
 from mt_grpo.weights.transport import TRANSPORTS

@@ -13,9 +13,10 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.options import check_eval_batch
 from mt_grpo.training.activity import Activity
 from mt_grpo.training.checkpoint import batch_options, check_adapter, check_checkpoint, find_checkpoint
-from mt_grpo.training.checks import check_eval_batch, check_training, tell_device
+from mt_grpo.training.checks import check_training, tell_device
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.conversation_log import ConversationLog
 from mt_grpo.training.evaluation import EvaluationRows
@@ -112,7 +113,7 @@ class CountedTrainer(FiniteTrainer):
         super().log(logs, start_time)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
-        check_eval_batch(self.args)
+        check_eval_batch(vars(self.args), self.args.world_size)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         rows = self._evaluation = EvaluationRows(dataset, self.num_generations_eval, self.accelerator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -193,6 +194,23 @@ def test_prompts_that_do_not_fit_are_dropped_and_counted(recipe, tmp_path, caplo
         file.write(json.dumps(long) + "\n")
     assert main(["rollout", *arguments, "--num_prompts", "1"]) == 0
     assert "Dropped 1 of 5 rows" in caplog.text
+
+
+def test_a_terminal_without_utf8_shows_what_it_can(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("max_stepß: 1\n", encoding="utf-8")
+    command = [sys.executable, "-m", "mt_grpo", "train", str(tmp_path / "recipe.yaml")]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr.startswith("mt-grpo: The key 'max_step?' in ")
+
+
+def test_a_reader_that_has_enough_gets_no_traceback():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "mt_grpo", "completion", "bash"]
+    with os.fdopen(writing, "wb") as stdout:
+        run = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert run.returncode == 1 and run.stderr == ""
 
 
 def test_an_unknown_command_fails_loudly():

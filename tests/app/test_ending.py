@@ -140,7 +140,7 @@ def interrupted_while_sampling(recipe, tmp_path, capsys, mode: str, **keys) -> s
 def test_ctrl_c_while_sampling_says_that_nothing_is_kept(recipe, tmp_path, capsys, signals, monkeypatch):
     monkeypatch.setattr("mt_grpo.envs.protocols.TagProtocol.stop", tuple("aeiou "))
     said = interrupted_while_sampling(recipe, tmp_path, capsys, "train-000000", do_eval=False)
-    assert "mt-grpo: interrupted by Ctrl-C. 0 steps were taken, and no checkpoint was kept (`save_strategy: " in said
+    assert "mt-grpo: interrupted by Ctrl-C. No step was taken.\n" in said
 
 
 LAST_MEASURE = """
@@ -199,7 +199,7 @@ def test_a_second_ctrl_c_waits_for_nothing(recipe, tmp_path):
     )
     run = subprocess.run([sys.executable, "-c", TERMINAL, "train", *arguments], capture_output=True, text=True)
     assert run.returncode == -signal.SIGINT  # 130 for a shell
-    assert run.stderr.count("mt-grpo: interrupted by Ctrl-C. 0 steps were taken") == 1
+    assert run.stderr.count("mt-grpo: interrupted by Ctrl-C. No step was taken.") == 1
     assert "did not end within" not in run.stderr and "not ended within" not in run.stderr
     assert "Traceback" not in run.stderr
 

@@ -76,11 +76,11 @@ RECORDS = ("trajectories.jsonl", "trajectories.rank1.jsonl")
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_failure_of_the_processes_is_the_exit_status(recipe, config, processes):
-    arguments = [*recipe(tools=["no.such.tool"]), "--accelerate_config", config(processes), "--dry_run"]
+    arguments = [*recipe(tools=["mt_grpo.errors.nothing"]), "--accelerate_config", config(processes), "--dry_run"]
     run = start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     printed, errors = run.communicate(timeout=300)
     assert run.returncode == 1 and not printed
-    assert "mt-grpo: The tool 'no.such.tool' does not import" in errors and "Traceback" not in errors
+    assert "mt-grpo: The tool 'mt_grpo.errors.nothing' does not exist" in errors and "Traceback" not in errors
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_a_checkpoint_of_other_batches_is_refused(build, model, tmp_path, option
 
 def test_other_batches_are_refused_before_the_model_is_loaded(recipe, tmp_path, capsys):
     assert main(["train", *recipe(), *SAVE, "--max_steps", "1"]) == 0
-    keys = {"model_name_or_path": "/no/such/model", "num_generations": 4, "resume_from_checkpoint": "true"}
+    keys = {"model_name_or_path": str(tmp_path), "num_generations": 4, "resume_from_checkpoint": "true"}
     assert main(["train", *recipe(**keys), *SAVE]) == 1
     assert "was made with `num_generations: 2`, and this run has `num_generations: 4`" in capsys.readouterr().err
 
@@ -159,7 +159,7 @@ def test_from_python_records_are_appended_with_a_warning(build, tmp_path, caplog
     ],
 )
 def test_a_run_that_could_take_no_step_is_refused(recipe, tmp_path, capsys, keys, message):
-    assert main(["train", *recipe(**keys, model_name_or_path="/no/such/model")]) == 1
+    assert main(["train", *recipe(**keys, model_name_or_path=str(tmp_path))]) == 1
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("mt-grpo: ") and message in line
     assert not (tmp_path / "run").exists()

@@ -287,6 +287,14 @@ def test_a_prompt_that_is_no_text_or_messages_names_its_row(tmp_path: Path, prom
         as_messages(prompt)
 
 
+def test_a_message_that_says_nothing_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "qa.jsonl", [{"prompt": [{"role": "user"}]}])
+    assert "Row 0 (counted from 0) of the dataset" in (said := refusal(path, "train"))
+    assert said.endswith("has a message without `content`: \"{'role': 'user'}\".")
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    assert as_messages([call]) == [call]
+
+
 def test_rows_of_another_schema_are_refused_with_their_number(tmp_path: Path) -> None:
     hidden = {**TRIVIAQA[0], "answer": {**TRIVIAQA[0]["answer"], "value": "<unk>", "aliases": []}}
     path = write(tmp_path / "test.jsonl", [TRIVIAQA[0], hidden])

@@ -29,7 +29,7 @@ def test_one_process_reads_the_recipe_of_seven(path, monkeypatch, no_gpu):
     args = parse_recipe(["--config", str(path)]).training
     assert args.bf16 and args.generation_batch_size == args.per_device_train_batch_size * args.steps_per_generation
     if args.num_generations == 21:
-        with pytest.raises(ConfigError, match="a device × 1 processes"):
+        with pytest.raises(ConfigError, match="a device × 1 process "):
             check_batch_sizes(args)
     monkeypatch.setattr(MTGRPOConfig, "world_size", 7)
     check_batch_sizes(parse_recipe(["--config", str(path)]).training)

@@ -172,7 +172,10 @@ class VLLMServerClient:
                 break
             if waiting and waited >= told:
                 urls = ", ".join(server.url for server in waiting)
-                progress(f"Waiting for the vLLM server at {urls} ({waited:.0f} of {self.server_timeout:.0f} s).")
+                progress(
+                    f"Waiting for the vLLM server at {urls}, which `mt-grpo serve` starts ({waited:.0f} of "
+                    f"{self.server_timeout:.0f} s)."
+                )
                 told += 5.0
             if waiting:
                 await asyncio.sleep(min(_POLL, max(0.0, self.server_timeout - waited)))
