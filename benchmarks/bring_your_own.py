@@ -2,7 +2,7 @@
 The embedded agent brought in other forms than ours, trained as the quickstart trains it: its exact match before and
 after.
 
-    python benchmarks/bring_your_own.py [scheduler] [--quick]
+    python benchmarks/bring_your_own.py [factory] [mcp] [scheduler] [--quick]
 
 Trains each form that is named, all where none is. Prints a table and writes `benchmarks/results/bring_your_own.json`,
 in which the rows of other forms stay.
@@ -28,6 +28,12 @@ ROOT = Path(__file__).parent.parent
 AGENTS = Path(__file__).parent / "agents"
 
 FORMS: dict[str, dict[str, Any]] = {
+    "factory": {
+        "environment_factory": f"{AGENTS / 'factory.py'}:Encyclopedia",
+        "call_protocol": "tags",
+        "max_env_steps": 4,
+    },
+    "mcp": {"tools_config_file": "tools.yaml", "max_env_steps": 4},
     "scheduler": {
         "external_plugins": [str(AGENTS / "scheduler.py")],
         "multi_turn_scheduler": "searcher",
@@ -35,6 +41,10 @@ FORMS: dict[str, dict[str, Any]] = {
     },
 }
 """What each form puts into the recipe in the place of `tools` and `max_env_steps`."""
+
+SERVER = {"command": sys.executable, "args": [str(AGENTS / "mcp_server.py")], "env": {"PYTHONPATH": str(ROOT)}}
+SERVERS = {"mcpServers": {"encyclopedia": SERVER}}
+TOOLS = {"tools": [{"class_name": "", "config": {"type": "mcp"}, "mcp": {"mcp_servers_config_path": "servers.json"}}]}
 
 SMALL = {
     "max_steps": 1,
@@ -52,10 +62,11 @@ def train(form: str, quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         recipe |= {**FORMS[form], **(SMALL if quick else {}), "output_dir": str(output)}
-        path = Path(folder) / "recipe.yaml"
-        path.write_text(yaml.safe_dump(recipe))
-        command = [sys.executable, "-m", "mt_grpo", "train", "--config", str(path)]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        for name, content in (("recipe.yaml", recipe), ("servers.json", SERVERS), ("tools.yaml", TOOLS)):
+            (Path(folder) / name).write_text(json.dumps(content))  # which is YAML too
+        command = [sys.executable, "-m", "mt_grpo", "train", "--config", "recipe.yaml"]
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, cwd=folder, check=True, stdout=sys.stderr, env=variables)
         summary = json.loads((output / "summary.json").read_text())
     return {name: summary[name] for name in ("before", "after", "seconds", "steps", "seed")}
 

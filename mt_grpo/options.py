@@ -62,7 +62,7 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
         value = options[name]
         if value is not None and not value > 0:
             raise ConfigError(f"`{name}` is {value}; set a number above 0, or leave it out.")
-    if options["max_env_steps"] < 0:
+    if options["max_env_steps"] is not None and options["max_env_steps"] < 0:
         raise ConfigError(
             f"`max_env_steps` is {options['max_env_steps']}; it counts replies of the environment, so set 0 or more."
         )
@@ -95,7 +95,9 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
         choose("scale_rewards", options["scale_rewards"], SCALES)
     rule = rule_name(parse_rule(options["advantage_estimator"]))
     for name, known in registered.items():
-        choose(name, rule if name == "advantage_estimator" else options[name], known)
+        value = rule if name == "advantage_estimator" else options[name]
+        if value is not None:  # `call_protocol` may be left to the kind of environment
+            choose(name, value, known)
     for name in NO_EFFECT:
         if options[name]:
             raise ConfigError(

@@ -51,6 +51,7 @@ class ConversationPolicy:
     def __init__(self, sampler: Sampler, trajectory: Trajectory, sampling: SamplingParams, seed: int) -> None:
         self._sampler, self._trajectory, self._sampling, self._seed = sampler, trajectory, sampling, seed
         self._lock = asyncio.Lock()
+        self._last = time.perf_counter()
         self._said = Said()
         self._asked: tuple[Any, Any] | None = None
         self._history: History | None = None
@@ -109,6 +110,10 @@ class ConversationPolicy:
                 raise
             self._said.add(messages, known, turn)
             return turn
+
+    def idle(self) -> float:
+        """Seconds since the latest turn, or since the conversation began; 0 while a turn is asked for."""
+        return 0.0 if self._lock.locked() else time.perf_counter() - self._last
 
     def _choose_renderer(self, tools: list[dict[str, Any]] | None, tags: tuple[str, ...]) -> None:
         if self._asked is not None and self._asked[0] is tools and self._asked[1] is tags:
@@ -258,6 +263,8 @@ class ConversationPolicy:
         except Exception as error:
             self.failure = error
             raise
+        finally:
+            self._last = time.perf_counter()
 
     def _read(self, turn: Turn, protocol: CallProtocol) -> None:
         """Writes into a turn what its text means."""

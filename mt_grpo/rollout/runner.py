@@ -156,10 +156,10 @@ class RolloutRunner:
             running = asyncio.ensure_future(guarded(self._hold(request, policy, trajectory)))
             running.set_name(f"conversation {request.session!r}")
             try:
-                await asyncio.wait([running], timeout=self.limits.rollout_timeout)
+                await self._wait(running, policy, trajectory, start)
             finally:
                 if not running.done():
-                    policy.end(StopReason.TIMEOUT)
+                    policy.end(policy.ended or StopReason.TIMEOUT)
                     running.cancel()
                     await asyncio.wait([running], timeout=GRACE)
                     abandon(running)
@@ -178,6 +178,20 @@ class RolloutRunner:
             if not (finished and keep_environment):
                 unclosed += await close_each([trajectory])
 
+    async def _wait(
+        self, running: asyncio.Future[Outcome], policy: ConversationPolicy, trajectory: Trajectory, start: float
+    ) -> None:
+        """Waits for a conversation as long as it may take; tells the policy why, where that is over."""
+        whole, idle = self.limits.rollout_timeout, self.limits.idle_timeout
+        while not running.done():
+            left = [] if whole is None else [start + whole - time.perf_counter()]
+            if idle is not None and not isinstance(trajectory.environment, StepEnv):
+                left.append(idle - policy.idle())
+            if left and min(left) <= 0:
+                policy.end(StopReason.TIMEOUT if left[0] <= 0 and whole is not None else StopReason.ENV_ERROR)
+                return
+            await asyncio.wait([running], timeout=min(left, default=None))
+
     async def _hold(self, request: RolloutRequest, policy: ConversationPolicy, trajectory: Trajectory) -> Outcome:
         row = {**request.row, "prompt": request.prompt}
         trajectory.environment = env = await make_env(self.env, row)
@@ -185,9 +199,12 @@ class RolloutRunner:
 
     def _end(self, trajectory: Trajectory, running: asyncio.Future[Outcome], policy: ConversationPolicy) -> None:
         """Writes into a trajectory why its conversation ended."""
-        if policy.ended is not None:
+        if policy.ended is StopReason.TIMEOUT:
             trajectory.stop_reason = policy.ended
             trajectory.error = f"The conversation took longer than {self.limits.rollout_timeout:g} s."
+        elif policy.ended is not None:
+            trajectory.stop_reason = policy.ended
+            trajectory.error = f"The environment took longer than {self.limits.idle_timeout:g} s between two turns."
         elif running.cancelled():
             trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, "The environment cancelled itself."
         elif (error := running.exception()) is None:

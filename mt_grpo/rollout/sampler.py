@@ -21,12 +21,15 @@ class RolloutLimits:
         max_turn_tokens (`int`, *optional*): Tokens sampled in one turn.
         rollout_timeout (`float`, *optional*): Seconds one conversation may take.
         max_concurrent (`int`, *optional*): Conversations under way at once.
+        idle_timeout (`float`, *optional*): Seconds that an environment may take to be made, and one with a loop of its
+            own between two turns. A `StepEnv` has limits of its own.
     """
 
     max_completion_tokens: int | None = None
     max_turn_tokens: int | None = None
     rollout_timeout: float | None = None
     max_concurrent: int | None = None
+    idle_timeout: float | None = None
 
 
 class Sampler:

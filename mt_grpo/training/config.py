@@ -64,12 +64,14 @@ class MTGRPOConfig(GRPOConfig):
         tools (`list[str]`, *optional*): Tools by name or dotted path.
         tools_config_file (`str`, *optional*): YAML file of further tools, those of MCP servers among them, in verl's
             form; see `mt_grpo.tools.load_tools_file`.
-        call_protocol (`str`, *optional*, defaults to `"tags"`): `"tags"` or `"native"` (the model's own tool calls).
+        call_protocol (`str`, *optional*): `"tags"` or `"native"` (the model's own tool calls). Where it is unset:
+            `"tags"`, and for `environment_factory` `"native"`, as in TRL.
         external_plugins (`list[str]`, *optional*): Python files imported before anything is looked up by name.
         turn_reward_funcs (`list[str]`, *optional*): Turn rewards by name or dotted path.
         outcome_reward_funcs (`list[str]`, *optional*): Outcome rewards by name or dotted path.
         system_prompt (`str`, *optional*): Replaces the call protocol's instructions.
-        max_env_steps (`int`, *optional*, defaults to `5`): Replies of the environment in one conversation.
+        max_env_steps (`int`, *optional*): Replies of the environment in one conversation; 5 where it is unset, for
+            `environment_factory` no bound but the tokens, as in TRL.
         max_turn_length (`int`, *optional*): Tokens sampled in one turn; no bound of its own where unset.
         env_mask (`int`, *optional*, defaults to `0`): Completion mask of tokens the environment wrote.
         turn_advantage_coef (`float`, *optional*): Weight of the turn advantage, the credit rule's `turn_coef`; the
@@ -77,7 +79,8 @@ class MTGRPOConfig(GRPOConfig):
         advantage_estimator (`str` or `dict`, *optional*, defaults to `"mt_grpo"`): Credit rule, by its name in the
             registry, or a mapping of its `name` and options of its own; as JSON on the command line.
         max_concurrent_rollouts (`int`, *optional*): Conversations under way at once; all where unset.
-        tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take.
+        tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take, and an environment
+            with a loop of its own between two turns.
         rollout_timeout (`float`, *optional*): Seconds one conversation may take; no bound where unset.
         bf16 (`bool`, *optional*): TRL's option; where it is unset, on if the run is on a GPU that computes in bfloat16
             and `fp16` is off.
@@ -132,7 +135,9 @@ class MTGRPOConfig(GRPOConfig):
     )
     tools: list[str] | None = field(default=None, metadata={"help": "Tools by name or dotted path."})
     tools_config_file: str | None = field(default=None, metadata={"help": "YAML file of further tools."})
-    call_protocol: str = field(default="tags", metadata={"help": "How the model calls tools, by name."})
+    call_protocol: str | None = field(
+        default=None, metadata={"help": "How the model calls tools: 'tags' (the usual), 'native' or another by name."}
+    )
     external_plugins: list[str] | None = field(
         default=None, metadata={"help": "Python files imported before anything is looked up by name."}
     )
@@ -143,7 +148,9 @@ class MTGRPOConfig(GRPOConfig):
         default=None, metadata={"help": "Outcome rewards by name or dotted path."}
     )
     system_prompt: str | None = field(default=None, metadata={"help": "Replaces the call protocol's instructions."})
-    max_env_steps: int = field(default=5, metadata={"help": "Replies of the environment in one conversation."})
+    max_env_steps: int | None = field(
+        default=None, metadata={"help": "Replies of the environment in one conversation; 5 where unset."}
+    )
     max_turn_length: int | None = field(default=None, metadata={"help": "Tokens sampled in one turn."})
     env_mask: int = field(default=0, metadata={"help": "Completion mask of tokens the environment wrote."})
     turn_advantage_coef: float | None = field(default=None, metadata={"help": "Weight of the turn advantage."})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -25,7 +25,7 @@ from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
 from mt_grpo.rollout.background import run
 from mt_grpo.tools import load_tools, load_tools_file
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.factories import Factory, as_in_trl, environments_of, import_factory, warn_of_unused
+from mt_grpo.training.factories import Factory, environments_of, import_factory, warn_of_unused
 from mt_grpo.training.reward_columns import Rows
 from mt_grpo.training.rollout_batch import RolloutBatch
 
@@ -88,7 +88,7 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
     check_scheduler(options, key)
     if options["environment_factory"] is not None:
         options["environment_factory"] = import_factory(options["environment_factory"], f"{key}: environment_factory")
-    env = _build(options, key, args, given)
+    env = _build(options, key, args)
     if isinstance(env, dict):
         raise ConfigError(f"`{key}` has several factories in `environment_factory`: give each a name of its own.")
     if isinstance(env, TRLEnv):
@@ -96,13 +96,13 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
     return env
 
 
-def _build(options: dict[str, Any], key: str, args: MTGRPOConfig, given: Collection[str] = ()) -> EnvSource:
+def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
     check_partner(options, "" if key == "env" else f"In `{key}`, ")
     if options["multi_turn_scheduler"] is not None:
         return _build_scheduler(options)
     path = options["env"]
     if options["environment_factory"] is not None:
-        return _from_factory(options["environment_factory"], options, args, given)
+        return _from_factory(options["environment_factory"], options, args)
     found = MultiTurnToolEnv if path is None else import_object(path, what="environment")
     if not (isinstance(found, type) and issubclass(found, MultiTurnToolEnv)):
         check_source(found, key)
@@ -117,8 +117,8 @@ def _build(options: dict[str, Any], key: str, args: MTGRPOConfig, given: Collect
         **partner,
         tools=_tools(options["tools"], options["tools_config_file"]),
         system_prompt=options["system_prompt"],
-        max_steps=options["max_env_steps"],
-        protocol=options["call_protocol"],
+        max_steps=5 if options["max_env_steps"] is None else options["max_env_steps"],
+        protocol=options["call_protocol"] or "tags",
         env_mask=options["env_mask"],
         tool_timeout=options["tool_timeout"],
     )
@@ -126,9 +126,7 @@ def _build(options: dict[str, Any], key: str, args: MTGRPOConfig, given: Collect
     return env
 
 
-def _from_factory(factory: Any, options: dict[str, Any], args: MTGRPOConfig, given: Collection[str]) -> EnvSource:
-    """Environments of a factory; `given` are the options that are its own, not the run's."""
-    defaults = {field.name: None if field.name in given else field.default for field in fields(args)}
+def _from_factory(factory: Any, options: dict[str, Any], args: MTGRPOConfig) -> EnvSource:
     return environments_of(
         factory,
         {
@@ -136,7 +134,8 @@ def _from_factory(factory: Any, options: dict[str, Any], args: MTGRPOConfig, giv
             "system_prompt": options["system_prompt"],
             "env_mask": options["env_mask"],
             "tool_timeout": options["tool_timeout"],
-            **as_in_trl(options, defaults),
+            "protocol": options["call_protocol"] or "native",
+            "max_steps": options["max_env_steps"],
         },
         args,
     )
@@ -163,7 +162,7 @@ def _build_scheduler(options: dict[str, Any]) -> SchedulerSource:
             f"`multi_turn_scheduler: {name}` leads to {found!r}: give a subclass of `MultiTurnScheduler`, which is in "
             "`mt_grpo.compat.swift`."
         )
-    tags = PROTOCOLS[options["call_protocol"]]().tags
+    tags = PROTOCOLS[options["call_protocol"] or "tags"]().tags
     limits = options["max_turns"], options["loss_scale"], options["system_prompt"], tags, options["tool_timeout"]
     return SchedulerSource(found, *limits)
 
@@ -273,7 +272,11 @@ def prepare_tokenizer(tokenizer: Any, env: EnvSource) -> None:
 def build_runner(env: EnvSource, engine: Engine, args: MTGRPOConfig) -> RolloutRunner:
     """Runs conversations of `env` as `args` say."""
     limits = RolloutLimits(
-        args.max_completion_length, args.max_turn_length, args.rollout_timeout, args.max_concurrent_rollouts
+        args.max_completion_length,
+        args.max_turn_length,
+        args.rollout_timeout,
+        args.max_concurrent_rollouts,
+        args.tool_timeout,
     )
     return RolloutRunner(
         env,

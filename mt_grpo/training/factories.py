@@ -62,21 +62,6 @@ def _environment(factory: Any, options: dict[str, Any], args: MTGRPOConfig, name
     return env
 
 
-def as_in_trl(options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """
-    How a run that has a factory reads calls and bounds replies: what is left at its default is TRL's.
-
-    Args:
-        options (`dict`): `call_protocol` and `max_env_steps` as they are set.
-        defaults (`dict`): Their defaults.
-    """
-    protocol, steps = options["call_protocol"], options["max_env_steps"]
-    return {
-        "protocol": "native" if protocol == defaults["call_protocol"] else protocol,
-        "max_steps": None if steps == defaults["max_env_steps"] else steps,
-    }
-
-
 def own_rewards(env: EnvSource) -> list[RewardFunc]:
     """The outcome rewards that classes of factories give themselves, one for each class, in TRL's order."""
     rewards: dict[str, RewardFunc] = {}

@@ -37,7 +37,7 @@ def test_the_resolved_recipe_is_printed_and_is_a_recipe(recipe, tmp_path, capsys
     status, printed = dry_run([*arguments, "--beta", "0.5"])
     assert status == 0
     options = yaml.safe_load(printed)
-    assert (options["learning_rate"], options["beta"], options["max_env_steps"]) == (3e-5, 0.5, 5)
+    assert (options["learning_rate"], options["beta"], options["max_env_steps"]) == (3e-5, 0.5, None)
     (tmp_path / "printed.yaml").write_text(printed)
     assert parse_recipe(["--config", str(tmp_path / "printed.yaml")]).resolved() == options
     said = capsys.readouterr().err

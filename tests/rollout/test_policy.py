@@ -236,6 +236,30 @@ def test_a_continued_message_is_whole_in_a_stripped_history():
     assert contexts[2] == said("Q1", "A0 so on", "Q2")
 
 
+@pytest.mark.parametrize("sampled", [0, 2])
+def test_a_loop_that_asks_for_nothing_is_ended(sampled):
+    async def loop(policy):
+        for number in range(sampled):
+            await asyncio.sleep(0.2)
+            await policy.reply(user(f"Q{number}"))
+        await asyncio.Event().wait()
+
+    trajectory, _, _ = hold(loop, lambda session, turn: f"A{END}", idle_timeout=0.3)
+    assert len(trajectory.turns) == sampled and trajectory.stop_reason is StopReason.ENV_ERROR
+    assert trajectory.error == "The environment took longer than 0.3 s between two turns."
+
+
+def test_an_engine_that_takes_long_is_waited_for():
+    async def loop(policy):
+        await asyncio.gather(*(policy.reply(user(f"Q{number}")) for number in range(3)))
+
+    tokenizer = build_tokenizer()
+    engine = ScriptedEngine(tokenizer, lambda session, turn: f"A{END}", latency=0.2)
+    runner = RolloutRunner(lambda row: Loop(loop), engine, RolloutLimits(idle_timeout=0.1))
+    (trajectory,) = asyncio.run(runner.run([RolloutRequest("Q1", "0")], SamplingParams()))
+    assert len(trajectory.turns) == 3 and trajectory.stop_reason is StopReason.ENV_DONE
+
+
 def test_an_engine_error_ends_the_loop_that_lets_it_pass():
     async def loop(policy):
         await policy.reply(user("Q1"))
