@@ -32,7 +32,8 @@ def check_places(values: Mapping[str, Any], command: str) -> None:
     _check_model(values["model_name_or_path"])
     if command == "serve":
         return
-    _check_dataset(values["dataset_name"])
+    if values.get("dataset_name"):  # classes of `environment_factory` may need none
+        _check_dataset(values["dataset_name"])
     if values.get("external_plugins"):  # a plugin may change where modules are found
         return
     for option, what in KINDS.items():

@@ -55,24 +55,22 @@ Reward = str | Callable[..., Any] | RewardFunc
 
 class MTGRPOEnvTrainer(CountedTrainer):
     """
-    Trains an agent over several turns: rollouts in an environment, rewards for turns and outcomes, and an advantage
-    per turn. Loss, buffering, samplers, checkpoints and logging are TRL's.
+    Trains an agent over several turns: rollouts in an environment, and an advantage per turn from rewards for turns
+    and outcomes. Loss, buffering, samplers, checkpoints and logging are TRL's.
 
     Args:
         model (`str` or `PreTrainedModel`): The policy; `embedded`, a folder, one with an adapter, or a Hub id.
         env (`EnvSource`, *optional*): What environments are made from; built from `args` where none is given.
         turn_reward_funcs (`list`, *optional*): Turn rewards: `TurnReward`s, names or dotted paths.
         outcome_reward_funcs (`list`, *optional*): Outcome rewards: `OutcomeReward`s, names, dotted paths or TRL
-            reward functions. Both default to those of `args`.
-        args (`MTGRPOConfig`, *optional*): Configuration.
+            reward functions. Both default to those of `args`, a `MTGRPOConfig`.
         train_dataset, eval_dataset (`Dataset`): Rows with a `prompt` (text or messages); other columns reach rewards.
         engine (`Engine`, *optional*): Samples the completions. By default it is the server of `args` with `use_vllm`,
             else the model itself. The trainer sends no weights to an engine that is given here. With `use_vllm` the
             loss corrects for the difference between its log-probs and the model's.
         processing_class, callbacks, optimizers, quantization_config, peft_config: As in TRL.
-        environment_factory (`Callable` or `dict`, *optional*): Environments in TRL's form, see `TRLEnv`, in place of
-            `env`. A class with `get_reward` gives an outcome reward that need not be listed, and a single factory
-            needs no dataset where `max_steps` is set.
+        environment_factory (`Callable` or `dict`, *optional*): Environments in TRL's form, see `TRLEnv`. A class with
+            `get_reward` gives an outcome reward by itself. A single factory with `max_steps` needs no dataset.
 
     Raises:
         ConfigError: If there is no reward function, no dataset, or a reward needs a column that the dataset lacks.
@@ -103,13 +101,13 @@ class MTGRPOEnvTrainer(CountedTrainer):
         environment_factory: Factory | None = None,
     ) -> None:
         if args is None:
-            name = model if isinstance(model, str) else model.config.name_or_path
-            args = MTGRPOConfig(f"{Path(name).name}-MT-GRPO")
+            name = Path(model if isinstance(model, str) else model.config.name_or_path).name
+            args = MTGRPOConfig(f"{name}-MT-GRPO")
         args.check_credit()
         check_surroundings(args)
         self.env = check_env(env, args, train_dataset, eval_dataset, factory=environment_factory)
-        rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
         train_dataset = rows_of(train_dataset, self.env, args)
+        rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
         check_reward_columns(rewards, train_dataset, eval_dataset)
         self._watch = RewardWatch([reward.name for reward in rewards])
         with without_client_of_trl(args), opened(model, args, quantization_config, peft_config) as policy:
@@ -126,8 +124,9 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self._prepare_models()
         self._prepare_credit(rewards)
         self._prepare_rollouts(engine)
-        self._batch: RolloutBatch | None = None
-        """The batch that is sampled and scored, or was last: TRL's methods have no argument for it."""
+        self._batch: RolloutBatch | None = (
+            None  # sampled and scored, or last so: TRL's methods have no argument for it
+        )
         self._loss_columns: TokenColumns | None = None
         """Columns of the micro-batch whose loss is being computed, for the forward that TRL calls."""
         self.eval_trajectories: list[Trajectory] = []  # of this process, in the latest evaluation
@@ -137,15 +136,12 @@ class MTGRPOEnvTrainer(CountedTrainer):
     def _load_rewards(
         self, turns: Sequence[Reward] | None, outcomes: Sequence[Reward] | None, args: MTGRPOConfig
     ) -> list[RewardFunc]:
-        turns, outcomes = (
-            given if asked is None else asked
-            for given, asked in ((args.turn_reward_funcs, turns), (args.outcome_reward_funcs, outcomes))
-        )
+        turns = args.turn_reward_funcs if turns is None else turns
+        outcomes = args.outcome_reward_funcs if outcomes is None else outcomes
         self.turn_reward_funcs = load_rewards(list(turns or []), "turn")
         self.outcome_reward_funcs = load_rewards(list(outcomes or []), "outcome")
-        self.outcome_reward_funcs += add_own_rewards(
-            [*self.turn_reward_funcs, *self.outcome_reward_funcs], self.env, args
-        )
+        listed = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
+        self.outcome_reward_funcs += add_own_rewards(listed, self.env, args)
         return [*self.turn_reward_funcs, *self.outcome_reward_funcs]
 
     def create_accelerator_and_postprocess(self) -> None:
