@@ -50,7 +50,7 @@ from mt_grpo.training.watch import RewardWatch
 from mt_grpo.trajectory import Trajectory, visible
 from mt_grpo.weights.transport import WeightSync
 
-Reward = str | Callable[..., Any] | RewardFunc
+Rewards = Sequence[str | Callable[..., Any] | RewardFunc] | None
 
 
 class MTGRPOEnvTrainer(CountedTrainer):
@@ -87,8 +87,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self,
         model: str | PreTrainedModel,
         env: EnvSource | None = None,
-        turn_reward_funcs: Sequence[Reward] | None = None,
-        outcome_reward_funcs: Sequence[Reward] | None = None,
+        turn_reward_funcs: Rewards = None,
+        outcome_reward_funcs: Rewards = None,
         args: MTGRPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | dict[str, Dataset] | None = None,
@@ -133,9 +133,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
 
     # Setting up
 
-    def _load_rewards(
-        self, turns: Sequence[Reward] | None, outcomes: Sequence[Reward] | None, args: MTGRPOConfig
-    ) -> list[RewardFunc]:
+    def _load_rewards(self, turns: Rewards, outcomes: Rewards, args: MTGRPOConfig) -> list[RewardFunc]:
         turns = args.turn_reward_funcs if turns is None else turns
         outcomes = args.outcome_reward_funcs if outcomes is None else outcomes
         self.turn_reward_funcs = load_rewards(list(turns or []), "turn")
