@@ -41,7 +41,10 @@ class RewardFunc(ABC):
 
 
 class TurnReward(RewardFunc):
-    """Judges one turn. Its values are summed over the trajectory's turns before credit is given."""
+    """
+    Judges one turn by the trajectory up to it. Later turns must not change the reward: rules that credit single turns
+    would take what the policy does afterwards for what the turn has earned.
+    """
 
     @abstractmethod
     def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:

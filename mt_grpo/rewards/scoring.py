@@ -61,7 +61,7 @@ def score_trajectories(
     """
     judged = [trajectory for trajectory in trajectories if not trajectory.failed]
     turn = [
-        [[_call_one(func, trajectory, turn, trajectory) for turn in trajectory.turns] for trajectory in judged]
+        [[call_one(func, trajectory, turn, trajectory) for turn in trajectory.turns] for trajectory in judged]
         for func in turn_funcs
     ]
     outcome = [_call_outcome_func(func, judged, extra) for func in outcome_funcs]
@@ -116,7 +116,7 @@ async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 def _call_outcome_func(func: OutcomeReward, trajectories: list[Trajectory], extra: dict[str, Any] | None) -> Pending:
     if not isinstance(func, FunctionReward):
-        calls = [_call_one(func, trajectory, trajectory) for trajectory in trajectories]
+        calls = [call_one(func, trajectory, trajectory) for trajectory in trajectories]
         return lambda: _gather([call() for call in calls])
     if not trajectories:
         return lambda: _gather([])
@@ -130,7 +130,8 @@ def _call_outcome_func(func: OutcomeReward, trajectories: list[Trajectory], extr
     return wait
 
 
-def _call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> Pending:
+def call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> Pending:
+    """Calls a reward with `args` and the row; waiting for its value raises `RewardError` where it fails."""
     pending = _call(func, lambda: func.score(*args, **trajectory.row), trajectory)
 
     async def wait() -> float | None:

@@ -105,7 +105,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         check_surroundings(args)
         rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
         check_reward_columns(rewards, train_dataset, eval_dataset)
-        self._watch = RewardWatch([reward.name for reward in rewards])
+        self._watch = RewardWatch(rewards, args)
         self.env = check_env(env, args, train_dataset, eval_dataset)
         with without_client_of_trl(args), opened(model, args, quantization_config, peft_config) as policy:
             super().__init__(
@@ -132,10 +132,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
     def _load_rewards(
         self, turns: Sequence[Reward] | None, outcomes: Sequence[Reward] | None, args: MTGRPOConfig
     ) -> list[RewardFunc]:
-        turns, outcomes = (
-            given if asked is None else asked
-            for given, asked in ((args.turn_reward_funcs, turns), (args.outcome_reward_funcs, outcomes))
-        )
+        turns = args.turn_reward_funcs if turns is None else turns
+        outcomes = args.outcome_reward_funcs if outcomes is None else outcomes
         self.turn_reward_funcs = load_rewards(list(turns or []), "turn")
         self.outcome_reward_funcs = load_rewards(list(outcomes or []), "outcome")
         if not self.turn_reward_funcs and not self.outcome_reward_funcs:
@@ -280,6 +278,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         funcs = self.turn_reward_funcs, self.outcome_reward_funcs
         with self.activity.of("rewards"):
             scores = self._run_on_all_ranks(lambda: score_trajectories(*funcs, batch.counted, extra))
+            self._watch.recheck(batch.counted, batch.mode)
         return fill_up_scores(scores, batch.fills)
 
     def _credit(self, batch: RolloutBatch, output: dict[str, Any]) -> dict[str, Any]:
@@ -307,7 +306,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self._record(batch.mode, credit_metrics(batch.rewards, advantages))
         show_advantages(self._logs["advantages"], batch.rewards, advantages)
         if batch.mode == "train":
-            self._watch.observe(batch.rewards_per_func, advantages, self.accelerator.is_main_process)
+            self._watch.observe(batch, advantages, self.accelerator.is_main_process)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self._loss_columns = TokenColumns.of_inputs(inputs)
