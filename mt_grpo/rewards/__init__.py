@@ -1,6 +1,6 @@
 """Rewards: classes to subclass, built-in rewards, and the functions that run them."""
 
-from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
+from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
 from mt_grpo.rewards.causality import cut_after, score_cut
 from mt_grpo.rewards.environment import EnvReward, env_reward
 from mt_grpo.rewards.format import format_reward_func, xml_reward_func
@@ -24,6 +24,7 @@ __all__ = [
     "RewardFunc",
     "RewardListError",
     "Scores",
+    "StateScore",
     "TurnReward",
     "cut_after",
     "env_reward",

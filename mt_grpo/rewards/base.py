@@ -61,6 +61,28 @@ class TurnReward(RewardFunc):
         """
 
 
+class StateScore(RewardFunc):
+    """
+    Says how good the state is that a turn leads to, by the trajectory up to it: a baseline, never a reward. Any scale
+    will do, since what a score is worth is fitted on other groups (see the credit rule `state_baseline`).
+    """
+
+    @abstractmethod
+    def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
+        """
+        Scores the state after a turn; may be `async def`.
+
+        Args:
+            turn (`Turn`): The turn that leads to the state.
+            trajectory (`Trajectory`): The finished trajectory that it is part of. Later turns must not change the
+                score: a baseline must not know what comes.
+            **row: The columns of the dataset row.
+
+        Returns:
+            `float` or `None`: The score; `None` where there is none.
+        """
+
+
 class OutcomeReward(RewardFunc):
     """Judges a whole trajectory."""
 

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mt_grpo.rewards.base import TurnReward
+from mt_grpo.rewards.base import StateScore, TurnReward
 from mt_grpo.rewards.scoring import RewardError, call_one
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import Trajectory
@@ -40,7 +40,7 @@ def cut_after(trajectory: Trajectory, index: int) -> Trajectory:
 
 
 def score_cut(
-    funcs: Sequence[TurnReward], samples: Sequence[tuple[Trajectory, int]]
+    funcs: Sequence[TurnReward | StateScore], samples: Sequence[tuple[Trajectory, int]]
 ) -> Coroutine[Any, Any, dict[str, str]]:
     """
     Scores turns once more, on their trajectories cut off after them, and finds the rewards that differ.
@@ -49,7 +49,7 @@ def score_cut(
     is said of it. Like `score_trajectories`, this calls all rewards before it returns.
 
     Args:
-        funcs (`Sequence[TurnReward]`): The rewards.
+        funcs (`Sequence[TurnReward | StateScore]`): The rewards and state scores.
         samples (`Sequence[tuple[Trajectory, int]]`): Scored trajectories, each with the index of a turn.
 
     Returns:
@@ -60,12 +60,13 @@ def score_cut(
         cut = cut_after(trajectory, index)
         for func in funcs:
             whole = call_one(func, trajectory, trajectory.turns[index], trajectory)
-            calls.append((func.name, trajectory, index, whole, call_one(func, cut, cut.turns[index], cut)))
+            recorded = trajectory.rewards["state" if isinstance(func, StateScore) else "turn"][func.name][index]
+            turn = f"turn {index + 1} of {len(trajectory.turns)} of trajectory {trajectory.session!r}"
+            calls.append((func.name, turn, recorded, whole, call_one(func, cut, cut.turns[index], cut)))
 
     async def compare() -> dict[str, str]:
         found: dict[str, str] = {}
-        for name, trajectory, index, whole, cut in calls:
-            recorded = trajectory.rewards["turn"][name][index]
+        for name, turn, recorded, whole, cut in calls:
             try:
                 repeated = _equal(await whole(), recorded)
             except RewardError:  # one that cannot be called twice
@@ -77,7 +78,6 @@ def score_cut(
             else:
                 differs = not _equal(value, recorded)
             if repeated and differs:
-                turn = f"turn {index + 1} of {len(trajectory.turns)} of trajectory {trajectory.session!r}"
                 found.setdefault(name, f"{turn} earned {recorded}, and {value} with the later turns cut off")
         return found
 

@@ -104,8 +104,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
         args.check_credit()
         check_surroundings(args)
         rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
-        check_reward_columns(rewards, train_dataset, eval_dataset)
-        self._watch = RewardWatch(rewards, args)
+        check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
+        self._watch = RewardWatch(rewards, args, self.state_scores)
         self.env = check_env(env, args, train_dataset, eval_dataset)
         with without_client_of_trl(args), opened(model, args, quantization_config, peft_config) as policy:
             super().__init__(
@@ -136,6 +136,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         outcomes = args.outcome_reward_funcs if outcomes is None else outcomes
         self.turn_reward_funcs = load_rewards(list(turns or []), "turn")
         self.outcome_reward_funcs = load_rewards(list(outcomes or []), "outcome")
+        self.state_scores = load_rewards([args.state_score] if args.state_score else [], "state")
         if not self.turn_reward_funcs and not self.outcome_reward_funcs:
             raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
         return [*self.turn_reward_funcs, *self.outcome_reward_funcs]
@@ -275,9 +276,9 @@ class MTGRPOEnvTrainer(CountedTrainer):
             "log_extra": lambda name, values: self._log_completion_extra(name, batch.add_extra(name, values)),
             "log_metric": self._log_metric,
         }
-        funcs = self.turn_reward_funcs, self.outcome_reward_funcs
+        given = self.turn_reward_funcs, self.outcome_reward_funcs, batch.counted, extra, self.state_scores
         with self.activity.of("rewards"):
-            scores = self._run_on_all_ranks(lambda: score_trajectories(*funcs, batch.counted, extra))
+            scores = self._run_on_all_ranks(lambda: score_trajectories(*given))
             self._watch.recheck(batch.counted, batch.mode)
         return fill_up_scores(scores, batch.fills)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from mt_grpo.credit import RewardBatch, biases_of_mt_grpo, bind_rule, mt_grpo, rule_name, sums_turns
-from mt_grpo.rewards import RewardFunc, TurnReward, score_cut
+from mt_grpo.rewards import RewardFunc, StateScore, TurnReward, score_cut
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.processes import run_here
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -31,15 +31,19 @@ class RewardWatch(TrainerCallback):
     Args:
         rewards (`Sequence[RewardFunc]`): The rewards.
         args (`MTGRPOConfig`): The run's options.
+        state_scores (`Sequence[StateScore]`): The state score, if there is one.
     """
 
-    def __init__(self, rewards: Sequence[RewardFunc], args: MTGRPOConfig) -> None:
+    def __init__(
+        self, rewards: Sequence[RewardFunc], args: MTGRPOConfig, state_scores: Sequence[StateScore] = ()
+    ) -> None:
         self._names = [reward.name for reward in rewards]
         self._absent = list(self._names)
         self._batches = self._flat = 0
         self._args = args
         needs_causal = not sums_turns(rule_name(args.advantage_estimator))
         self._uncut = [reward for reward in rewards if isinstance(reward, TurnReward) and needs_causal]
+        self._uncut += state_scores
         self._to_cut = CUT
         self._said_biased = False
 
@@ -60,9 +64,9 @@ class RewardWatch(TrainerCallback):
         for name, what in run_here(score_cut(self._uncut, samples), self._args.device).items():
             self._uncut = [reward for reward in self._uncut if reward.name != name]
             logger.warning(
-                "The turn reward %r depends on later turns (%s), so the credit rule %r takes what the policy does "
-                "later for what the turn has earned: judge a turn by the trajectory up to it, or use `mt_grpo` or "
-                "`leave_one_out`, which use the sum over the trajectory.",
+                "The reward or state score %r of turns depends on later turns (%s), so the credit rule %r is biased: "
+                "judge a turn by the trajectory up to it, or use `mt_grpo` or `leave_one_out`, which take the sum of "
+                "turn rewards over the trajectory.",
                 name,
                 what,
                 rule_name(self._args.advantage_estimator),

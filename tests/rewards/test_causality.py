@@ -8,7 +8,7 @@ import random
 import pytest
 from support.scoring import score
 
-from mt_grpo.rewards import REWARDS, TurnReward, cut_after, load_rewards, score_cut
+from mt_grpo.rewards import REWARDS, StateScore, TurnReward, cut_after, load_rewards, score_cut, score_trajectories
 from mt_grpo.rollout.background import run
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
@@ -89,6 +89,16 @@ def test_rewards_that_depend_on_later_turns_are_found():
     assert set(result) == {"Share", "Ending", "Duration"}
     assert result["Duration"] == "turn 1 of 4 of trajectory 's-1' earned None, and 1.0 with the later turns cut off"
     assert "earned 0.0, and the failure AttributeError(" in result["Ending"]
+
+
+def test_a_state_score_is_held_to_the_same():
+    class Left(StateScore):
+        def score(self, turn, trajectory, **row):
+            return float(len(trajectory.turns) - turn.index)
+
+    trajectory = make_trajectory(3)
+    run(score_trajectories([Text()], [], [trajectory], state_scores=[Left()]))
+    assert set(run(score_cut([Text(), Left()], [(trajectory, 0), (trajectory, 2)]))) == {"Left"}
 
 
 def test_a_reward_that_draws_is_not_accused():

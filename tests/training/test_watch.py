@@ -79,8 +79,8 @@ class Share(TurnReward):
 def test_a_turn_reward_that_needs_the_future_is_named_once(build, caplog):
     build(rewards=((Calls(), Share()), (Letters(),)), advantage_estimator="reward_to_go", max_steps=3).train()
     (message,) = said(caplog)
-    assert "The turn reward 'Share' depends on later turns (turn " in message
-    assert "so the credit rule 'reward_to_go' takes" in message
+    assert "'Share' of turns depends on later turns (turn " in message
+    assert "so the credit rule 'reward_to_go' is biased" in message
 
 
 @pytest.mark.parametrize("rule", ["grpo_mr", "leave_one_out"])
