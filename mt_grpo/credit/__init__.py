@@ -16,7 +16,7 @@ from mt_grpo.credit.estimators import (
     sums_turns,
 )
 from mt_grpo.credit.returns import gdpo, gtpo, leave_one_out, mt_grpo_discounted, reward_to_go, turn_gae
-from mt_grpo.credit.rule import bind_rule, rule_label
+from mt_grpo.credit.rule import Rule, bind_rule, rule_label
 from mt_grpo.credit.state_baseline import state_baseline
 from mt_grpo.options import parse_rule, rule_name
 
@@ -25,6 +25,7 @@ __all__ = [
     "AdvantageEstimator",
     "CreditError",
     "RewardBatch",
+    "Rule",
     "advantage_estimator",
     "biases_of_mt_grpo",
     "bind_rule",

@@ -71,13 +71,14 @@ def two_hops(play: Play) -> float:
 
 
 def late(play: Play) -> float:
-    """The first turn decides what the last one earns; the one between earns by chance, and has no say."""
+    """The first turn decides what the third one earns, if there is one; the second earns by chance alone."""
     right = play.decide(0)
     play.turn(result=True, state=0, score=float(right))
     play.turn(0.5 * play.chance(0.5), result=True, state=1, score=float(right))
-    if play.decide(1):
+    goes_on = play.decide(1)
+    if goes_on:
         play.turn(1.0 if right else -0.25, result=True, state=2, score=float(right))
-    play.turn(state=3)
+    play.turn(state=2 + goes_on)
     return 0.0
 
 

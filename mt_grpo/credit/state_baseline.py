@@ -78,6 +78,12 @@ def _line(x: Tensor, y: Tensor, groups: Tensor) -> Tensor:
 def _table(x: Tensor, y: Tensor, groups: Tensor) -> Tensor:
     """For each point, the mean of the points of the other groups with the same x; 0 where there is none; (N,)."""
     labels = x.unique(return_inverse=True)[1]
-    same = labels[:, None] == labels
-    others = (same & (groups[:, None] != groups)).to(y.dtype)
-    return others @ y / others.sum(dim=1).clamp(min=1)
+    own = torch.stack([groups, labels], dim=1).unique(dim=0, return_inverse=True)[1]
+    points = torch.stack([torch.ones_like(y), y], dim=1)
+    count, total = (_sums(points, labels) - _sums(points, own)).T
+    return torch.where(count > 0, total / count.clamp(min=1), 0.0)
+
+
+def _sums(points: Tensor, labels: Tensor) -> Tensor:
+    """For each point the sum of those with the same label; points are (N, 2)."""
+    return points.new_zeros(len(points), 2).index_add(0, labels, points)[labels]
