@@ -41,7 +41,7 @@ def test_the_stopper_has_the_known_gradient_and_noise(group_size, to_go, whole):
         assert result.std == pytest.approx(std, abs=5e-7)
 
 
-def test_the_paper_s_rule_and_means_over_fewer_members_are_biased(monkeypatch):
+def test_mt_grpo_and_means_over_fewer_members_are_biased(monkeypatch):
     keep_estimators(monkeypatch)
 
     def over(batch, counted):
@@ -60,7 +60,7 @@ def test_the_paper_s_rule_and_means_over_fewer_members_are_biased(monkeypatch):
         assert measured("stopper", rule, own=False).mean.item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_paper_s_rule_teaches_later_turns_nothing():
+def test_mt_grpo_teaches_later_turns_nothing():
     """With a parameter for each decision the second and the third have a gradient of exactly 0."""
 
     def process(play):
@@ -130,7 +130,7 @@ def test_rules_that_are_called_slightly_biased_are(rule, name, cosine):
     assert result.bias.abs().max() > 1e-4 and cosine < result.cosine < 1.0 + 1e-12
 
 
-def test_the_paper_s_rule_is_unbiased_on_its_home_ground():
+def test_mt_grpo_is_unbiased_on_its_home_ground():
     """One boundary, an outcome for all. A coefficient that is not 1 takes that away."""
 
     def process(play):
@@ -176,7 +176,7 @@ def test_a_reward_that_later_turns_change_is_biased():
         assert bias < 1e-12 if telescoped else bias > 0.03
 
 
-def test_scaling_by_the_group_bends_the_direction_less_in_larger_groups():
+def test_scaling_bends_the_direction_less_in_larger_groups():
     cosines = [measured("searcher", "grpo_mr", size, scale_rewards="group").cosine for size in (2, 3, 4)]
     assert cosines == sorted(cosines) and cosines[0] < 0.9999
 
