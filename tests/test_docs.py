@@ -20,6 +20,7 @@ from support.models import build_model
 from support.recipes import RECIPES
 from support.registered import keep, keep_estimators
 
+from mt_grpo.app import request
 from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.cli import main
 from mt_grpo.rewards import REWARDS, load_rewards
@@ -158,6 +159,8 @@ def test_accelerate_command_works_up_to_its_gpus(command, monkeypatch, capsys):
     assert (ROOT / config).exists() and (ROOT / script).exists()
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(MTGRPOConfig, "world_size", load_config_from_file(config).num_processes)
+    monkeypatch.setattr(request, "WORLD_SIZES", ("PROCESSES_OF_THE_TEST",))  # torch would wait for the other six
+    monkeypatch.setenv("PROCESSES_OF_THE_TEST", str(load_config_from_file(config).num_processes))
     monkeypatch.setattr(checks, "has_bfloat16", lambda: False)
     assert main(["train", *arguments]) == 1
     assert "mt-grpo: `bf16: true` needs a GPU" in capsys.readouterr().err
