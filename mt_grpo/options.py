@@ -32,7 +32,6 @@ ABOVE_ZERO = (
     "rollout_timeout",
     "steps_per_generation",
     "tool_timeout",
-    "top_p",
     "verify_sync_every",
 )
 
@@ -77,8 +76,10 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
         )
     if options["temperature"] < 0:
         raise ConfigError(f"`temperature` is {options['temperature']}; set a number above 0, such as 1.0.")
-    if options["top_p"] > 1:
-        raise ConfigError(f"`top_p` is {options['top_p']}; set a probability up to 1.0.")
+    if not 0 < options["top_p"] <= 1:
+        raise ConfigError(f"`top_p` is {options['top_p']}: set a number above 0 and at most 1, or leave it out.")
+    if options["min_p"] is not None and not 0 <= options["min_p"] <= 1:
+        raise ConfigError(f"`min_p` is {options['min_p']}: set a number from 0 to 1, or leave it out.")
     if options["learning_rate"] < 0:
         raise ConfigError(f"`learning_rate` is {options['learning_rate']}; set 0 or more, such as 1e-6.")
     _check_lengths(options["max_turn_length"], options["max_completion_length"])

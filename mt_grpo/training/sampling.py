@@ -15,16 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_truncation(args: MTGRPOConfig) -> Truncation | None:
-    """
-    The truncation that a run samples with; `None` if there is none.
-
-    Raises:
-        ConfigError: If a bound is out of range.
-    """
-    if not 0 < args.top_p <= 1:
-        raise ConfigError(f"`top_p` is {args.top_p}: set a number above 0 and at most 1, or leave it out.")
-    if args.min_p is not None and not 0 <= args.min_p <= 1:
-        raise ConfigError(f"`min_p` is {args.min_p}: set a number from 0 to 1, or leave it out.")
+    """The truncation that a run samples with; `None` if there is none."""
     truncation = Truncation(max(args.top_k or 0, 0), args.top_p, args.min_p or 0.0)
     return None if truncation == Truncation() else truncation
 

