@@ -8,16 +8,14 @@ from typing import Any, Literal, TypeVar
 from mt_grpo.errors import UserError
 from mt_grpo.imports import Registry, check_name, import_object
 from mt_grpo.options import is_bare, unknown_reward
-from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
+from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
 
 Judge = TypeVar("Judge", bound=Callable[..., Any])
 
 REWARDS: Registry[RewardFunc | type[RewardFunc]] = Registry("reward", "mt_grpo.rewards")
 """The rewards that a recipe can list by name."""
 
-KINDS: dict[str, type[RewardFunc]] = {"turn": TurnReward, "outcome": OutcomeReward, "state": StateScore}
-OPTIONS = {"turn": "turn_reward_funcs", "outcome": "outcome_reward_funcs", "state": "state_score"}
-"""The option that names those of a kind."""
+KINDS: dict[str, type[RewardFunc]] = {"turn": TurnReward, "outcome": OutcomeReward}
 
 
 class RewardListError(UserError, ValueError):
@@ -46,15 +44,15 @@ def reward(name: str) -> Callable[[Judge], Judge]:
 
 
 def load_rewards(
-    entries: Sequence[str | Callable | RewardFunc | type[RewardFunc]], kind: Literal["turn", "outcome", "state"]
+    entries: Sequence[str | Callable | RewardFunc | type[RewardFunc]], kind: Literal["turn", "outcome"]
 ) -> list[RewardFunc]:
     """
-    Turns the entries of `turn_reward_funcs`, `outcome_reward_funcs` or `state_score` into reward objects.
+    Turns the entries of `turn_reward_funcs` or `outcome_reward_funcs` into reward objects.
 
     Args:
         entries (`Sequence`): Each is a registered name, a path for `import_object`, a `RewardFunc`, a subclass of it
             that needs no arguments, or (outcome rewards only) a plain TRL reward function.
-        kind (`str`): `"turn"`, `"outcome"` or `"state"`.
+        kind (`str`): `"turn"` or `"outcome"`.
 
     Raises:
         ValueError: If an entry is not a reward, is a reward of the other kind, or has the name of an earlier entry.
@@ -76,13 +74,13 @@ def _load(entry: Any, kind: str) -> RewardFunc:
         return _instantiate(value, label, kind) if isinstance(value, type) else value
     for other in KINDS.keys() - {kind}:
         if issubclass(reward_class, KINDS[other]):
-            raise RewardListError(f"{label!r} is a reward for {other}s: list it in `{OPTIONS[other]}`.")
+            raise RewardListError(f"{label!r} is a reward for {other}s: list it in `{other}_reward_funcs`.")
     if isinstance(value, type | RewardFunc) or not callable(value):
         raise RewardListError(f"The {kind} reward {label!r} is not a reward: subclass {KINDS[kind].__name__}.")
-    if kind != "outcome":
+    if kind == "turn":
         raise RewardListError(
-            f"The {kind} reward {label!r} is a plain function, which judges whole completions: subclass "
-            f"{KINDS[kind].__name__}, or list it in `outcome_reward_funcs`."
+            f"The turn reward {label!r} is a plain function, which judges whole completions: subclass TurnReward, or "
+            "list it in `outcome_reward_funcs`."
         )
     return FunctionReward(value)
 

@@ -15,7 +15,6 @@ def keep(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> None:
 
 
 def keep_estimators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for credit rules, and what is known of them."""
+    """The same for credit rules, and which of them give all turns the same."""
     keep(monkeypatch, ADVANTAGE_ESTIMATORS)
     monkeypatch.setattr(estimators, "WHOLE", set(estimators.WHOLE))
-    monkeypatch.setattr(estimators, "SUMMING", set(estimators.SUMMING))
