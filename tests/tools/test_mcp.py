@@ -143,7 +143,7 @@ def test_a_server_killed_in_mid_call_fails_calls_and_restarts(small):
     async def converse() -> tuple[list, str, str]:
         before = int(await text(small, "process"))
         slow = [asyncio.ensure_future(small.call("slow", {"seconds": 60})) for _ in range(3)]
-        await text(small, "add", a=1, b=1)  # the calls before it are under way
+        await text(small, "slow", seconds=1)  # the calls before it are under way by then
         os.kill(before, signal.SIGKILL)
         failures = await asyncio.gather(*slow, return_exceptions=True)
         return failures, str(before), await text(small, "process")
