@@ -190,3 +190,16 @@ def test_a_kernel_that_cannot_be_had_is_asked_for_in_a_sentence():
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert run.returncode == 1 and "`pip install kernels`" in run.stderr and "`--gathered`" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_the_page_on_credit_has_the_table_of_its_command(monkeypatch):
+    """Rows of rules that are measured on drawn groups may differ from one torch to another."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from credit import table
+
+    page = (ROOT / "docs" / "credit.md").read_text().splitlines()
+    rows = table()
+    assert len(rows) > 10
+    for row in rows:
+        name = row.split(" | ")[0]
+        assert row in page or ("state_baseline" in name and any(line.startswith(name) for line in page)), row

@@ -23,7 +23,7 @@ from support.registered import keep, keep_estimators
 from mt_grpo.app import request
 from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.cli import main
-from mt_grpo.rewards import REWARDS
+from mt_grpo.rewards import REWARDS, load_rewards
 from mt_grpo.training import MTGRPOConfig, checks
 
 ROOT = Path(__file__).parent.parent
@@ -253,19 +253,11 @@ def test_the_recipe_of_the_readme_trains_as_printed(tmp_path, monkeypatch):
     assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == [1, 2]
 
 
-GTPO = """
-
-@advantage_estimator("gtpo")
-def gtpo(batch: RewardBatch, *, gamma: float = 0.5) -> torch.Tensor:
-    return turn_only(batch) * gamma
-"""
-
-
 def test_the_example_of_a_credit_rule_trains_in_a_recipe(tmp_path):
-    """With the YAML of the page; the rule that has an option is the page's own rule, weighed."""
-    (example,) = [block for name, block in blocks("python") if name == "credit.md"]
-    (tmp_path / "turn_only.py").write_text(example + GTPO)
-    named, with_option = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "credit.md"]
+    """With the YAML of the page, that of a built-in rule with an option too."""
+    _, example, _ = [block for name, block in blocks("python") if name == "credit.md"]
+    (tmp_path / "turn_only.py").write_text(example)
+    _, named, with_option = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "credit.md"]
     options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     for rule in (named, {**named, **with_option}):
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options | rule))
@@ -276,3 +268,15 @@ def test_the_example_of_a_credit_rule_trains_in_a_recipe(tmp_path):
         for name in ("summary.json", "config.yaml"):  # JSON is YAML
             recorded = yaml.safe_load((tmp_path / "run" / name).read_text())
             assert recorded["advantage_estimator"] == rule["advantage_estimator"]
+
+
+def test_the_example_of_a_state_score_fits_its_recipe(tmp_path, monkeypatch):
+    example, *_ = [block for name, block in blocks("python") if name == "credit.md"]
+    named, *_ = [block for name, block in blocks("yaml") if name == "credit.md"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_scores.py").write_text(example)
+    options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text()) | yaml.safe_load(named)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options))
+    options = parse_recipe(["recipe.yaml"]).training
+    (score,) = load_rewards([options.state_score], "state")
+    assert score.name == "Found" and options.advantage_estimator == {"name": "state_baseline", "lam": 0.9}

@@ -16,7 +16,7 @@ GROUPS = {
         multi_turn_scheduler max_turns call_protocol system_prompt max_env_steps max_turn_length max_completion_length
         tool_timeout rollout_timeout max_concurrent_rollouts history compact_every tokenization_sanity_check_mode
         external_plugins""",
-    "Rewards and credit": """turn_reward_funcs outcome_reward_funcs reward_weights advantage_estimator
+    "Rewards and credit": """turn_reward_funcs outcome_reward_funcs reward_weights state_score advantage_estimator
         turn_advantage_coef scale_rewards env_mask loss_scale""",
     "Training": """max_steps num_generations per_device_train_batch_size gradient_accumulation_steps learning_rate
         temperature loss_type beta use_peft forward tree_attention disable_dropout do_eval use_cpu""",

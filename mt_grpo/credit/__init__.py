@@ -1,18 +1,23 @@
 """Credit: from the rewards of a batch to an advantage per turn."""
 
+from mt_grpo.credit.anchors import gigpo
 from mt_grpo.credit.check import CreditError, estimate
 from mt_grpo.credit.estimators import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
     RewardBatch,
     advantage_estimator,
+    biases_of_mt_grpo,
     get_estimator,
     grpo_mr,
     grpo_or,
     mt_grpo,
     splits_turns,
+    sums_turns,
 )
-from mt_grpo.credit.rule import bind_rule, rule_label
+from mt_grpo.credit.returns import gdpo, gtpo, leave_one_out, mt_grpo_discounted, reward_to_go, turn_gae
+from mt_grpo.credit.rule import Rule, bind_rule, rule_label
+from mt_grpo.credit.state_baseline import state_baseline
 from mt_grpo.options import parse_rule, rule_name
 
 __all__ = [
@@ -20,15 +25,26 @@ __all__ = [
     "AdvantageEstimator",
     "CreditError",
     "RewardBatch",
+    "Rule",
     "advantage_estimator",
+    "biases_of_mt_grpo",
     "bind_rule",
     "estimate",
+    "gdpo",
     "get_estimator",
+    "gigpo",
     "grpo_mr",
     "grpo_or",
+    "gtpo",
+    "leave_one_out",
     "mt_grpo",
+    "mt_grpo_discounted",
     "parse_rule",
+    "reward_to_go",
     "rule_label",
     "rule_name",
     "splits_turns",
+    "state_baseline",
+    "sums_turns",
+    "turn_gae",
 ]

@@ -2,8 +2,7 @@
 Credit rules: pure tensor functions from rewards to one advantage per turn, in one registry.
 
 `mt_grpo` is the rule of MT-GRPO (Zeng et al. 2025, arXiv 2505.11821), in the form of its public code, where the
-coefficient weighs the turn term. `grpo_or` and `grpo_mr` are the baselines of that paper. Eq. 12 of the paper, which
-discounts turn advantages over later turns, is left out.
+coefficient weighs the turn term. `grpo_or` and `grpo_mr` are the baselines of that paper.
 
 Axes: B trajectory, G group member, K turn.
 """
@@ -12,18 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mt_grpo.credit.normalisation import Scale, normalize
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import Registry, check_name, did_you_mean
-
-Scale = Literal["group", "batch", "none"]
-
-EPSILON = 1e-4
-"""Added to the standard deviation before dividing, as TRL does."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +31,17 @@ class RewardBatch:
         turn_mask (`Tensor`): Shape (B, K), bool: whether the turn exists.
         result_mask (`Tensor`): Shape (B, K), bool: whether a tool result follows the turn.
         group_size (`int`): Rows i*G .. i*G+G-1 answer the same prompt.
+        state_ids (`Tensor`, *optional*): Shape (B, K), int64: equal in the turns of a group that begin in the same
+            state.
+        state_scores (`Tensor`, *optional*): Shape (B, K): the `StateScore` of the state after each turn; NaN if there
+            is none.
+        turn_streams (`Tensor`, *optional*): Shape (S, B, K): each turn reward by itself, not weighted.
+        outcome_streams (`Tensor`, *optional*): Shape (R, B): each outcome reward by itself, not weighted.
+        stream_weights (`Tensor`, *optional*): Shape (S + R,): the weights of both.
+
+    There are two kinds of NaN. An *absent* reward is one that does not apply to a trajectory which ran: the policy
+    decided that. Rules that are unbiased count it as 0. A *failed* trajectory, which the engine or the environment
+    ended, has no turns and no rewards: `failed` names it, and every rule leaves it out of its means.
     """
 
     turn_rewards: Tensor
@@ -44,6 +49,40 @@ class RewardBatch:
     turn_mask: Tensor
     result_mask: Tensor
     group_size: int
+    state_ids: Tensor | None = None
+    state_scores: Tensor | None = None
+    turn_streams: Tensor | None = None
+    outcome_streams: Tensor | None = None
+    stream_weights: Tensor | None = None
+
+    @property
+    def failed(self) -> Tensor:
+        """The trajectories that the engine or the environment ended, shape (B,), bool."""
+        return ~self.turn_mask.any(dim=1)
+
+    def of_outcomes(self, rewards: Tensor | None = None) -> Tensor:
+        """Outcome rewards, shape (B,), with 0 for an absent one and NaN for a failed trajectory."""
+        rewards = self.outcome_rewards if rewards is None else rewards
+        return rewards.nan_to_num(nan=0.0).masked_fill(self.failed, torch.nan)
+
+    def of_turns(self, rewards: Tensor | None = None) -> Tensor:
+        """Turn rewards, shape (B, K), with 0 for an absent one or no turn, and NaN for a failed trajectory."""
+        rewards = self.turn_rewards if rewards is None else rewards
+        return rewards.nan_to_num(nan=0.0).masked_fill(self.failed[:, None], torch.nan)
+
+    def needed(self, rule: str, field: str) -> Tensor:
+        """
+        A field that one rule cannot do without.
+
+        Raises:
+            ConfigError: If the batch lacks it.
+        """
+        value = getattr(self, field)
+        if value is None:
+            raise ConfigError(
+                f"The advantage estimator {rule!r} needs the `{field}` of a `RewardBatch`: fill them in."
+            )
+        return value
 
 
 AdvantageEstimator = Callable[..., Tensor]
@@ -59,8 +98,13 @@ ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimat
 WHOLE: set[str] = set()
 """The estimators that give all turns of a trajectory the same advantage."""
 
+SUMMING: set[str] = set()
+"""The estimators that use no turn reward but in the sum over a trajectory's turns."""
 
-def advantage_estimator(name: str, *, splits_turns: bool = True) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
+
+def advantage_estimator(
+    name: str, *, splits_turns: bool = True, sums_turns: bool = False
+) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """
     Registers an estimator under a name.
 
@@ -68,6 +112,8 @@ def advantage_estimator(name: str, *, splits_turns: bool = True) -> Callable[[Ad
         name (`str`): Its name in recipes.
         splits_turns (`bool`, *optional*, defaults to `True`): Whether turns of one trajectory can get different
             advantages. Such a rule is refused with a loss that weighs whole sequences.
+        sums_turns (`bool`, *optional*, defaults to `False`): Whether turn rewards matter only in their sum over the
+            trajectory, so that a turn reward may depend on later turns.
 
     Raises:
         RegistrationError: If the name is no word, or another file has registered it.
@@ -77,6 +123,7 @@ def advantage_estimator(name: str, *, splits_turns: bool = True) -> Callable[[Ad
     def register(function: AdvantageEstimator) -> AdvantageEstimator:
         ADVANTAGE_ESTIMATORS.add(name, function, function.__module__)
         (WHOLE.discard if splits_turns else WHOLE.add)(name)
+        (SUMMING.add if sums_turns else SUMMING.discard)(name)
         return function
 
     return register
@@ -85,6 +132,11 @@ def advantage_estimator(name: str, *, splits_turns: bool = True) -> Callable[[Ad
 def splits_turns(name: str) -> bool:
     """Whether the estimator of that name can give turns of one trajectory different advantages."""
     return name not in WHOLE
+
+
+def sums_turns(name: str) -> bool:
+    """Whether the estimator of that name uses turn rewards only in their sum over a trajectory."""
+    return name in SUMMING
 
 
 def get_estimator(name: str) -> AdvantageEstimator:
@@ -102,7 +154,7 @@ def get_estimator(name: str) -> AdvantageEstimator:
     return ADVANTAGE_ESTIMATORS[name]
 
 
-@advantage_estimator("mt_grpo")
+@advantage_estimator("mt_grpo", sums_turns=True)
 def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
     """
     The position-aware rule of MT-GRPO: the turn advantage goes to the turns up to the first tool result.
@@ -110,6 +162,11 @@ def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale 
     A^O is the normalised outcome reward. A^T is the normalised sum of the trajectory's turn rewards. The turns up to
     and including the first one that a tool result follows get A^O + turn_coef × A^T. Later turns get A^O. In a
     trajectory without a tool result every turn gets the normalised sum of both rewards.
+
+    Bias: none (× G / (G − 1)) with one tool boundary, `turn_coef` 1 and `scale_rewards: none`. With several boundaries
+    the turns after the first tool result get nothing for the turn rewards that they earn. With another `turn_coef`
+    trajectories without a tool result weigh turn rewards by 1 all the same. `biases_of_mt_grpo` finds both in a batch;
+    `reward_to_go` has neither.
 
     Args:
         batch (`RewardBatch`): The rewards.
@@ -122,25 +179,25 @@ def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale 
         0, and is left out of the group's mean and standard deviation. A trajectory to which no turn reward applies has
         the turn reward 0.
     """
-    outcome = _normalize(batch.outcome_rewards, batch.group_size, scale_rewards)
-    turn = _normalize(_turn_sums(batch), batch.group_size, scale_rewards)
-    merged = _normalize(_merged(batch), batch.group_size, scale_rewards)
+    outcome = normalize(batch.outcome_rewards.float(), batch.group_size, scale_rewards)
+    turn = normalize(_turn_sums(batch), batch.group_size, scale_rewards)
+    merged = normalize(_merged(batch), batch.group_size, scale_rewards)
     earlier_results = batch.result_mask.cumsum(dim=1) - batch.result_mask.long()
     split = outcome[:, None] + turn_coef * turn[:, None] * (earlier_results == 0)
     has_result = batch.result_mask.any(dim=1, keepdim=True)
     return torch.where(has_result, split, merged[:, None]) * batch.turn_mask
 
 
-@advantage_estimator("grpo_or", splits_turns=False)
+@advantage_estimator("grpo_or", splits_turns=False, sums_turns=True)
 def grpo_or(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
     """GRPO on the outcome reward alone: its advantage on every turn, shape (B, K). `turn_coef` has no effect."""
-    return _normalize(batch.outcome_rewards, batch.group_size, scale_rewards)[:, None] * batch.turn_mask
+    return normalize(batch.outcome_rewards.float(), batch.group_size, scale_rewards)[:, None] * batch.turn_mask
 
 
-@advantage_estimator("grpo_mr", splits_turns=False)
+@advantage_estimator("grpo_mr", splits_turns=False, sums_turns=True)
 def grpo_mr(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
     """GRPO on the sum of turn and outcome rewards: its advantage on every turn, (B, K). `turn_coef` has no effect."""
-    return _normalize(_merged(batch), batch.group_size, scale_rewards)[:, None] * batch.turn_mask
+    return normalize(_merged(batch), batch.group_size, scale_rewards)[:, None] * batch.turn_mask
 
 
 def _turn_sums(batch: RewardBatch) -> Tensor:
@@ -159,26 +216,28 @@ def _merged(batch: RewardBatch) -> Tensor:
     return rewards.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
 
-def _normalize(rewards: Tensor, group_size: int, scale: Scale) -> Tensor:
+def biases_of_mt_grpo(batch: RewardBatch, turn_coef: float) -> list[str]:
     """
-    Centres rewards of shape (B,) by their group's mean and divides by a standard deviation (ddof 1) plus `EPSILON`.
+    The ways in which `mt_grpo` is biased on a batch, each as half a sentence; turns without turn rewards have none.
 
-    NaN is left out of both, and becomes 0. The result equals the advantages of TRL's `GRPOTrainer` for the same
-    `scale_rewards`.
+    Args:
+        batch (`RewardBatch`): The rewards.
+        turn_coef (`float`): The weight of the turn advantage.
     """
-    grouped = rewards.float().view(-1, group_size)
-    # Rewards are shifted by the group's least first, so that equal ones come out as 0 without a rounding error, which
-    # division by EPSILON would make ten thousand times as large.
-    shifted = grouped - grouped.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
-    centred = (shifted - shifted.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
-    if scale == "group":
-        centred = centred / (_std(grouped, dim=1) + EPSILON)
-    elif scale == "batch":
-        centred = centred / (_std(grouped.reshape(1, -1), dim=1) + EPSILON)
-    return centred.reshape(-1)
-
-
-def _std(rewards: Tensor, dim: int) -> Tensor:
-    """Standard deviation with ddof 1 along `dim`, which is kept; NaN is left out; 0 for fewer than two values."""
-    squares = (rewards - rewards.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
-    return (squares / ((~rewards.isnan()).sum(dim=dim, keepdim=True) - 1).clamp(min=1)).sqrt()
+    results = batch.result_mask.sum(dim=1)
+    if not batch.turn_rewards.nan_to_num(nan=0.0).any():
+        return []
+    several = (results > 1).sum().item()
+    without = ((results == 0) & ~batch.failed).sum().item()
+    biases = []
+    if several:
+        biases.append(
+            f"in {several} of {len(results)} trajectories a tool result follows more than one turn, and turns after "
+            "the first result get no credit for the turn rewards they earn"
+        )
+    if without and turn_coef != 1:
+        biases.append(
+            f"{without} of {len(results)} trajectories have no tool result, and weigh turn rewards by 1 instead of "
+            f"`turn_coef` {turn_coef}"
+        )
+    return biases

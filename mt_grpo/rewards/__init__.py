@@ -1,6 +1,7 @@
 """Rewards: classes to subclass, built-in rewards, and the functions that run them."""
 
-from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
+from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
+from mt_grpo.rewards.causality import cut_after, score_cut
 from mt_grpo.rewards.environment import EnvReward, env_reward
 from mt_grpo.rewards.format import format_reward_func, xml_reward_func
 from mt_grpo.rewards.gsm8k import gsm8k_correct_reward_func, gsm8k_number_reward_func
@@ -24,7 +25,9 @@ __all__ = [
     "RewardFunc",
     "RewardListError",
     "Scores",
+    "StateScore",
     "TurnReward",
+    "cut_after",
     "env_reward",
     "exact_match_reward_func",
     "exist_answer_in_search_results",
@@ -35,6 +38,7 @@ __all__ = [
     "load_rewards",
     "reasoning_gym_reward",
     "reward",
+    "score_cut",
     "score_trajectories",
     "spread",
     "step_reward",

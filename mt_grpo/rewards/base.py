@@ -48,7 +48,10 @@ class RewardFunc(ABC):
 
 
 class TurnReward(RewardFunc):
-    """Judges one turn. Its values are summed over the trajectory's turns before credit is given."""
+    """
+    Judges one turn by the trajectory up to it. Later turns must not change the reward: rules that credit single turns
+    would take what the policy does afterwards for what the turn has earned.
+    """
 
     @abstractmethod
     def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
@@ -62,6 +65,28 @@ class TurnReward(RewardFunc):
 
         Returns:
             `float` or `None`: The reward; `None` where it does not apply to this turn.
+        """
+
+
+class StateScore(RewardFunc):
+    """
+    Says how good the state is that a turn leads to, by the trajectory up to it: a baseline, never a reward. Any scale
+    will do, since what a score is worth is fitted on other groups (see the credit rule `state_baseline`).
+    """
+
+    @abstractmethod
+    def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
+        """
+        Scores the state after a turn; may be `async def`.
+
+        Args:
+            turn (`Turn`): The turn that leads to the state.
+            trajectory (`Trajectory`): The finished trajectory that it is part of. Later turns must not change the
+                score: a baseline must not know what comes.
+            **row: The columns of the dataset row.
+
+        Returns:
+            `float` or `None`: The score; `None` where there is none.
         """
 
 

@@ -8,14 +8,16 @@ from typing import Any, Literal, TypeVar
 from mt_grpo.errors import UserError
 from mt_grpo.imports import Registry, check_name, import_object
 from mt_grpo.options import is_bare, unknown_reward
-from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
+from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
 
 Judge = TypeVar("Judge", bound=Callable[..., Any])
 
 REWARDS: Registry[RewardFunc | type[RewardFunc]] = Registry("reward", "mt_grpo.rewards")
 """The rewards that a recipe can list by name."""
 
-KINDS: dict[str, type[RewardFunc]] = {"turn": TurnReward, "outcome": OutcomeReward}
+KINDS: dict[str, type[RewardFunc]] = {"turn": TurnReward, "outcome": OutcomeReward, "state": StateScore}
+OPTIONS = {"turn": "turn_reward_funcs", "outcome": "outcome_reward_funcs", "state": "state_score"}
+"""The option that names those of a kind."""
 
 
 class RewardListError(UserError, ValueError):
@@ -44,15 +46,15 @@ def reward(name: str) -> Callable[[Judge], Judge]:
 
 
 def load_rewards(
-    entries: Sequence[str | Callable | RewardFunc | type[RewardFunc]], kind: Literal["turn", "outcome"]
+    entries: Sequence[str | Callable | RewardFunc | type[RewardFunc]], kind: Literal["turn", "outcome", "state"]
 ) -> list[RewardFunc]:
     """
-    Turns the entries of `turn_reward_funcs` or `outcome_reward_funcs` into reward objects.
+    Turns the entries of `turn_reward_funcs`, `outcome_reward_funcs` or `state_score` into reward objects.
 
     Args:
         entries (`Sequence`): Each is a registered name, a path for `import_object`, a `RewardFunc`, a subclass of it
             that needs no arguments, or (outcome rewards only) a plain TRL reward function.
-        kind (`str`): `"turn"` or `"outcome"`.
+        kind (`str`): `"turn"`, `"outcome"` or `"state"`.
 
     Raises:
         ValueError: If an entry is not a reward, is a reward of the other kind, or has the name of an earlier entry.
@@ -74,13 +76,13 @@ def _load(entry: Any, kind: str) -> RewardFunc:
         return _instantiate(value, label, kind) if isinstance(value, type) else value
     for other in KINDS.keys() - {kind}:
         if issubclass(reward_class, KINDS[other]):
-            raise RewardListError(f"{label!r} is a reward for {other}s: list it in `{other}_reward_funcs`.")
+            raise RewardListError(f"{label!r} is a reward for {other}s: list it in `{OPTIONS[other]}`.")
     if isinstance(value, type | RewardFunc) or not callable(value):
         raise RewardListError(f"The {kind} reward {label!r} is not a reward: subclass {KINDS[kind].__name__}.")
-    if kind == "turn":
+    if kind != "outcome":
         raise RewardListError(
-            f"The turn reward {label!r} is a plain function, which judges whole completions: subclass TurnReward, or "
-            "list it in `outcome_reward_funcs`."
+            f"The {kind} reward {label!r} is a plain function, which judges whole completions: subclass "
+            f"{KINDS[kind].__name__}, or list it in `outcome_reward_funcs`."
         )
     return FunctionReward(value)
 

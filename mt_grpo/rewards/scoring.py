@@ -7,10 +7,10 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, TurnReward
+from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
 from mt_grpo.trajectory import Trajectory
 
 Pending = Callable[[], Coroutine[Any, Any, Any]]
@@ -29,10 +29,12 @@ class Scores:
     Args:
         turn (`list[list[list[float | None]]]`): Indexed [turn reward][trajectory][turn].
         outcome (`list[list[float | None]]`): Indexed [outcome reward][trajectory].
+        state (`list[list[list[float | None]]]`): Indexed [state score][trajectory][turn].
     """
 
     turn: list[list[list[float | None]]]
     outcome: list[list[float | None]]
+    state: list[list[list[float | None]]] = field(default_factory=list)
 
 
 def score_trajectories(
@@ -40,6 +42,7 @@ def score_trajectories(
     outcome_funcs: Sequence[OutcomeReward],
     trajectories: list[Trajectory],
     extra: dict[str, Any] | None = None,
+    state_scores: Sequence[StateScore] = (),
 ) -> Coroutine[Any, Any, Scores]:
     """
     Scores a batch and records the values in `Trajectory.rewards`. A trajectory that failed is not scored.
@@ -52,6 +55,7 @@ def score_trajectories(
         outcome_funcs (`Sequence[OutcomeReward]`): Scored on every trajectory.
         trajectories (`list[Trajectory]`): The batch; `Trajectory.row` holds the columns.
         extra (`dict`, *optional*): Keyword arguments for plain TRL reward functions beyond the columns.
+        state_scores (`Sequence[StateScore]`, *optional*): Scored on every turn of every trajectory.
 
     Returns:
         A coroutine of `Scores`: one value per reward and trajectory, and per turn for turn rewards.
@@ -61,16 +65,17 @@ def score_trajectories(
     """
     judged = [trajectory for trajectory in trajectories if not trajectory.failed]
     turn = [
-        [[_call_one(func, trajectory, turn, trajectory) for turn in trajectory.turns] for trajectory in judged]
-        for func in turn_funcs
+        [[call_one(func, trajectory, turn, trajectory) for turn in trajectory.turns] for trajectory in judged]
+        for func in (*turn_funcs, *state_scores)
     ]
     outcome = [_call_outcome_func(func, judged, extra) for func in outcome_funcs]
-    return _score(turn_funcs, outcome_funcs, trajectories, turn, outcome)
+    return _score(turn_funcs, outcome_funcs, state_scores, trajectories, turn, outcome)
 
 
 async def _score(
     turn_funcs: Sequence[TurnReward],
     outcome_funcs: Sequence[OutcomeReward],
+    state_scores: Sequence[StateScore],
     trajectories: list[Trajectory],
     turn_calls: list[list[list[Pending]]],
     outcome_calls: list[Pending],
@@ -83,12 +88,16 @@ async def _score(
     )
     turn = [spread(values, trajectories, lambda failed: [None] * len(failed.turns)) for values in turn]
     outcome = [spread(values, trajectories) for values in outcome]
+    turn, state = turn[: len(turn_funcs)], turn[len(turn_funcs) :]
     for index, trajectory in enumerate(trajectories):
         trajectory.rewards = {
             "outcome": {func.name: values[index] for func, values in zip(outcome_funcs, outcome, strict=True)},
             "turn": {func.name: values[index] for func, values in zip(turn_funcs, turn, strict=True)},
         }
-    return Scores(turn, outcome)
+        if state:
+            by_name = {func.name: values[index] for func, values in zip(state_scores, state, strict=True)}
+            trajectory.rewards["state"] = by_name
+    return Scores(turn, outcome, state)
 
 
 def spread(
@@ -116,7 +125,7 @@ async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 def _call_outcome_func(func: OutcomeReward, trajectories: list[Trajectory], extra: dict[str, Any] | None) -> Pending:
     if not isinstance(func, FunctionReward):
-        calls = [_call_one(func, trajectory, trajectory) for trajectory in trajectories]
+        calls = [call_one(func, trajectory, trajectory) for trajectory in trajectories]
         return lambda: _gather([call() for call in calls])
     if not trajectories:
         return lambda: _gather([])
@@ -130,7 +139,8 @@ def _call_outcome_func(func: OutcomeReward, trajectories: list[Trajectory], extr
     return wait
 
 
-def _call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> Pending:
+def call_one(func: RewardFunc, trajectory: Trajectory, *args: Any) -> Pending:
+    """Calls a reward with `args` and the row; waiting for its value raises `RewardError` where it fails."""
     pending = _call(func, lambda: func.score(*args, **trajectory.row), trajectory)
 
     async def wait() -> float | None:

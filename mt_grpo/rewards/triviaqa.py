@@ -3,7 +3,8 @@ Rewards for answering trivia questions with a search tool.
 
 The values are those of Zeng et al. 2025 (arXiv 2505.11821). Their turn rewards are defined per trajectory: 0.2 ×
 successful / attempted tool calls, and 0.5 if the search results hold an accepted answer. Here turn rewards are summed
-over the trajectory's turns, so each of the two is divided among the turns, and the sum keeps its scale.
+over the trajectory's turns, so each of the two is divided among the turns: a turn gets what the trajectory has earned
+up to it, minus what it had earned up to the turn before. The sum keeps its scale, and no later turn changes a reward.
 
 The `answer` column is a string, a list of accepted strings, or the dict of TriviaQA (`value`, `aliases`,
 `normalized_aliases`).
@@ -39,7 +40,8 @@ ARTICLES = {"a", "an", "the"}
 @reward("tool_execution_reward_func")
 class ToolExecutionReward(TurnReward):
     """
-    0.2 × successful tool calls of the turn / attempts of the whole trajectory; `None` for a turn without attempts.
+    0.2 × (share of successful tool calls up to the turn − the share up to the turn before); `None` for a turn without
+    attempts. The share is 0 before the first attempt, and a turn that fails after a success earns less than 0.
 
     Summed over the turns: 0.2 × successes / attempts of the trajectory. A call that could not be parsed is an attempt.
     """
@@ -49,7 +51,7 @@ class ToolExecutionReward(TurnReward):
     def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
         if not turn.num_attempts:
             return None
-        return 0.2 * (turn.num_attempts - turn.num_failures) / sum(each.num_attempts for each in trajectory.turns)
+        return 0.2 * (_share(trajectory.turns[: turn.index + 1]) - _share(trajectory.turns[: turn.index]))
 
 
 @reward("exist_answer_in_search_results")
@@ -124,6 +126,12 @@ def holds_answer(text: str, answers: Iterable[str]) -> bool:
 
 def _apart(text: str) -> str:
     return PUNCTUATION.sub(lambda match: match[0] if match[0] in APOSTROPHES else " ", text)
+
+
+def _share(turns: list[Turn]) -> float:
+    """Successful among attempted tool calls; 0 without an attempt."""
+    attempts = sum(turn.num_attempts for turn in turns)
+    return (attempts - sum(turn.num_failures for turn in turns)) / attempts if attempts else 0.0
 
 
 def _found(turn: Turn, answers: list[str]) -> bool:

@@ -69,6 +69,7 @@ class MTGRPOConfig(GRPOConfig):
         external_plugins (`list[str]`, *optional*): Python files imported before anything is looked up by name.
         turn_reward_funcs (`list[str]`, *optional*): Turn rewards by name or dotted path.
         outcome_reward_funcs (`list[str]`, *optional*): Outcome rewards by name or dotted path.
+        state_score (`str`, *optional*): A `StateScore` by name or dotted path, the baseline of `state_baseline`.
         system_prompt (`str`, *optional*): Replaces the call protocol's instructions.
         max_env_steps (`int`, *optional*): Replies of the environment in one conversation; 5 where it is unset, for
             `environment_factory` no bound but the tokens, as in TRL.
@@ -147,6 +148,9 @@ class MTGRPOConfig(GRPOConfig):
     outcome_reward_funcs: list[str] | None = field(
         default=None, metadata={"help": "Outcome rewards by name or dotted path."}
     )
+    state_score: str | None = field(
+        default=None, metadata={"help": "State score by name or dotted path, for the rule `state_baseline`."}
+    )
     system_prompt: str | None = field(default=None, metadata={"help": "Replaces the call protocol's instructions."})
     max_env_steps: int | None = field(
         default=None, metadata={"help": "Replies of the environment in one conversation; 5 where unset."}
@@ -221,11 +225,15 @@ class MTGRPOConfig(GRPOConfig):
         Looks up the credit rule, and checks it against its options and the loss.
 
         Raises:
-            ConfigError: If there is no such rule, it does not take its options, or the loss takes away the credit that
-                it gives to turns.
+            ConfigError: If there is no such rule, it does not take its options or lacks its state score, or the loss
+                takes away the credit that it gives to turns.
         """
         bind_rule(self.advantage_estimator, turn_coef=self.turn_advantage_coef, scale_rewards=self.scale_rewards)
         name = rule_name(self.advantage_estimator)
+        if name == "state_baseline" and self.state_score is None:
+            raise ConfigError(
+                "`advantage_estimator: state_baseline` needs a score of states: name a `StateScore` in `state_score`."
+            )
         lost = self.importance_sampling_level == "sequence" and self.loss_type not in KEEPS_TURNS
         if lost and splits_turns(name):
             another = ", choose another `loss_type`" if self.loss_type == "luspo" else ""

@@ -63,4 +63,5 @@ def fill_up_scores(scores: Scores, fills: list[bool]) -> Scores:
     return Scores(
         [fill_up(values, fills, lambda index: []) for values in scores.turn],
         [fill_up(values, fills) for values in scores.outcome],
+        [fill_up(values, fills, lambda index: []) for values in scores.state],
     )

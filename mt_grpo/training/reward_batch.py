@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 import torch
 from accelerate.utils import gather
 
@@ -35,19 +38,27 @@ def gather_rewards(
     stays = torch.tensor([not trajectory.failed for trajectory in trajectories], device=device)
     exists = (torch.arange(longest, device=device) < num_turns.unsqueeze(1)) & stays.unsqueeze(1)
     results = torch.zeros_like(exists)
+    states = torch.zeros_like(exists, dtype=torch.int64)
     for row, trajectory in enumerate(trajectories):
         for turn in trajectory.turns:
             results[row, turn.index] = turn.has_result and not trajectory.failed
+        states[row, : len(trajectory.turns)] = torch.tensor(state_ids(trajectory), dtype=torch.int64, device=device)
     split = len(scores.turn)
     # at least one column each: NCCL's way of gathering fails on a tensor without elements
     turns = torch.full((len(trajectories), longest, max(1, split)), torch.nan, device=device)
     outcomes = torch.full((len(trajectories), max(1, len(scores.outcome))), torch.nan, device=device)
+    state_scores = torch.full((len(trajectories), longest), torch.nan, device=device)
     for column, rows in enumerate(scores.turn):
         for row, values in enumerate(rows):
             turns[row, : len(values), column] = _tensor(values, device)
     for column, values in enumerate(scores.outcome):
         outcomes[:, column] = _tensor(values, device)
-    turns, outcomes, exists, results = (gather(tensor) for tensor in (turns, outcomes, exists, results))
+    for rows in scores.state:  # one at most
+        for row, values in enumerate(rows):
+            state_scores[row, : len(values)] = _tensor(values, device)
+    turns, outcomes, exists, results, states, state_scores = (
+        gather(tensor) for tensor in (turns, outcomes, exists, results, states, state_scores)
+    )
     turns, outcomes = turns[:, :, :split], outcomes[:, : len(scores.outcome)]
     batch = RewardBatch(
         _sum_present(turns * weights[:split], dim=2),
@@ -55,8 +66,25 @@ def gather_rewards(
         exists,
         results,
         group_size,
+        state_ids=states,
+        state_scores=state_scores if scores.state else None,
+        turn_streams=turns.permute(2, 0, 1),
+        outcome_streams=outcomes.T,
+        stream_weights=weights,
     )
     return batch, torch.cat([_sum_present(turns, dim=1), outcomes], dim=1)
+
+
+def state_ids(trajectory: Trajectory) -> list[int]:
+    """
+    For each turn a number of the state in which it begins: what the environment last replied, or the prompt, which the
+    members of a group share. It is the same on every process.
+    """
+    # without the ids of calls, which differ between conversations
+    replies = [[(reply["role"], reply.get("content")) for reply in turn.replies] for turn in trajectory.turns[:-1]]
+    texts = [json.dumps(reply, sort_keys=True, default=str).encode() for reply in replies]
+    hashes = [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True) for text in texts]
+    return [0, *hashes][: len(trajectory.turns)]
 
 
 def share_of_equal_groups(columns: torch.Tensor, weights: torch.Tensor, group_size: int) -> float:

@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.rewards import FunctionReward, RewardFunc, TurnReward
+from mt_grpo.rewards import FunctionReward, RewardFunc, StateScore, TurnReward
 from mt_grpo.rewards.base import NOT_COLUMNS
 
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -51,7 +51,7 @@ def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
             *(column for column in columns if column not in (*NOT_COLUMNS, *reward.brings)),
         ]
     else:
-        function, positional = reward.score, 1 + isinstance(reward, TurnReward)
+        function, positional = reward.score, 1 + isinstance(reward, TurnReward | StateScore)
         given = [column for column in columns if column != "prompt"]
     try:
         # a wrapper takes what it takes itself, whatever it wraps

@@ -108,8 +108,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self.env = check_env(env, args, train_dataset, eval_dataset, factory=environment_factory)
         train_dataset = rows_of(train_dataset, self.env, args)
         rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
-        check_reward_columns(rewards, train_dataset, eval_dataset)
-        self._watch = RewardWatch([reward.name for reward in rewards])
+        check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
+        self._watch = RewardWatch(rewards, args, self.state_scores)
         with without_client_of_trl(args), opened(model, args, quantization_config, peft_config) as policy:
             super().__init__(
                 **policy,
@@ -138,6 +138,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         outcomes = args.outcome_reward_funcs if outcomes is None else outcomes
         self.turn_reward_funcs = load_rewards(list(turns or []), "turn")
         self.outcome_reward_funcs = load_rewards(list(outcomes or []), "outcome")
+        self.state_scores = load_rewards([args.state_score] if args.state_score else [], "state")
         listed = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
         self.outcome_reward_funcs += add_own_rewards(listed, self.env, args)
         return [*self.turn_reward_funcs, *self.outcome_reward_funcs]
@@ -277,16 +278,16 @@ class MTGRPOEnvTrainer(CountedTrainer):
             "log_extra": lambda name, values: self._log_completion_extra(name, batch.add_extra(name, values)),
             "log_metric": self._log_metric,
         }
-        funcs = self.turn_reward_funcs, self.outcome_reward_funcs
+        given = self.turn_reward_funcs, self.outcome_reward_funcs, batch.counted, extra, self.state_scores
         with self.activity.of("rewards"):
-            scores = self._run_on_all_ranks(lambda: score_trajectories(*funcs, batch.counted, extra))
+            scores = self._run_on_all_ranks(lambda: score_trajectories(*given))
+            self._watch.recheck(batch.counted, batch.mode)
         return fill_up_scores(scores, batch.fills)
 
     def _credit(self, batch: RolloutBatch, output: dict[str, Any]) -> dict[str, Any]:
         """Adds the advantages of turns, and columns for our forward, to the batch that TRL trains on."""
-        advantages = self._estimator(
-            batch.rewards, turn_coef=self.args.turn_advantage_coef, scale_rewards=self.scale_rewards
-        )
+        options = {"turn_coef": self.args.turn_advantage_coef, "scale_rewards": self.scale_rewards}
+        advantages = self._estimator(batch.rewards, **options)
         self._log_credit(batch, advantages)
         first = self.accelerator.process_index * len(batch.rows)
         rows = torch.arange(first, first + len(batch.rows), device=advantages.device)
@@ -307,7 +308,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self._record(batch.mode, credit_metrics(batch.rewards, advantages))
         show_advantages(self._logs["advantages"], batch.rewards, advantages)
         if batch.mode == "train":
-            self._watch.observe(batch.rewards_per_func, advantages, self.accelerator.is_main_process)
+            self._watch.observe(batch, advantages, self.accelerator.is_main_process)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self._loss_columns = TokenColumns.of_inputs(inputs)
@@ -353,8 +354,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         set, or of the training set if there is none.
         """
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
-        rows = list(dataset.take(num_prompts))
-        batch = RolloutBatch("eval", rows, [False] * len(rows))
+        batch = RolloutBatch("eval", rows := list(dataset.take(num_prompts)), [False] * len(rows))
         with open_environments(batch):
             self._rollout(batch)
             self._score(batch)

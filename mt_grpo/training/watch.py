@@ -1,4 +1,4 @@
-"""Warns of a reward that never applies, and of batches from which nothing is learnt."""
+"""Warns of a reward that never applies, of batches from which nothing is learnt, and of credit that is biased."""
 
 from __future__ import annotations
 
@@ -9,32 +9,80 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainerCallback
 
+from mt_grpo.credit import RewardBatch, biases_of_mt_grpo, bind_rule, mt_grpo, rule_name, sums_turns
+from mt_grpo.rewards import RewardFunc, StateScore, TurnReward, score_cut
+from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.processes import run_here
+from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.trajectory import Trajectory
+
+CUT = 8
+"""Trajectories of a run that are scored again with their later turns cut off."""
+
 logger = logging.getLogger(__name__)
 
 
 class RewardWatch(TrainerCallback):
     """
     Warns of rewards that return `None` for every trajectory, and of batches in which no trajectory has an advantage:
-    once during the run, and with a count at its end.
+    once during the run, and with a count at its end. Warns once of turn rewards that depend on later turns, if the
+    credit rule credits single turns with them, and of batches on which the rule `mt_grpo` is biased.
 
     Args:
-        names (`Sequence[str]`): Names of the rewards.
+        rewards (`Sequence[RewardFunc]`): The rewards.
+        args (`MTGRPOConfig`): The run's options.
+        state_scores (`Sequence[StateScore]`): The state score, if there is one.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._absent = list(names)
-        self._names = list(names)
+    def __init__(
+        self, rewards: Sequence[RewardFunc], args: MTGRPOConfig, state_scores: Sequence[StateScore] = ()
+    ) -> None:
+        self._names = [reward.name for reward in rewards]
+        self._absent = list(self._names)
         self._batches = self._flat = 0
+        self._args = args
+        needs_causal = not sums_turns(rule_name(args.advantage_estimator))
+        self._uncut = [reward for reward in rewards if isinstance(reward, TurnReward) and needs_causal]
+        self._uncut += state_scores
+        self._to_cut = CUT
+        self._said_biased = False
 
-    def observe(self, columns: Tensor, advantages: Tensor, speaks: bool) -> None:
+    def recheck(self, trajectories: Sequence[Trajectory], mode: str) -> None:
+        """
+        Scores a sample of this process's training trajectories once more, cut off after a turn.
+
+        Args:
+            trajectories (`Sequence[Trajectory]`): Scored trajectories.
+            mode (`str`): `"train"` or `"eval"`.
+        """
+        if mode != "train" or self._args.process_index or not self._uncut or not self._to_cut:
+            return
+        several = [each for each in trajectories if not each.failed and len(each.turns) > 1][: self._to_cut]
+        # each turn has its turn, but the last, after which nothing can be cut off
+        samples = [(each, (self._to_cut - number) % (len(each.turns) - 1)) for number, each in enumerate(several)]
+        self._to_cut -= len(samples)
+        for name, what in run_here(score_cut(self._uncut, samples), self._args.device).items():
+            self._uncut = [reward for reward in self._uncut if reward.name != name]
+            logger.warning(
+                "The reward or state score %r of turns depends on later turns (%s), so the credit rule %r is biased: "
+                "judge a turn by the trajectory up to it, or use `mt_grpo` or `leave_one_out`, which take the sum of "
+                "turn rewards over the trajectory.",
+                name,
+                what,
+                rule_name(self._args.advantage_estimator),
+            )
+
+    def observe(self, batch: RolloutBatch, advantages: Tensor, speaks: bool) -> None:
         """
         Records a training batch.
 
         Args:
-            columns (`Tensor`): Scores of all processes, shape (B, num_rewards); NaN if a reward does not apply.
+            batch (`RolloutBatch`): The batch, with the rewards of all processes.
             advantages (`Tensor`): Their advantages, shape (B, K).
             speaks (`bool`): Whether this process warns.
         """
+        columns = batch.rewards_per_func
+        self._observe_bias(batch.rewards, speaks)
         missing = columns.isnan().all(dim=0).tolist()
         if all(missing):  # all conversations failed, or no reward said anything: there is nothing to compare
             return
@@ -58,6 +106,22 @@ class RewardWatch(TrainerCallback):
                     "or the rewards too coarse.",
                     len(columns),
                 )
+
+    def _observe_bias(self, rewards: RewardBatch, speaks: bool) -> None:
+        rule, options = bind_rule(
+            self._args.advantage_estimator,
+            turn_coef=self._args.turn_advantage_coef,
+            scale_rewards=self._args.scale_rewards,
+        )
+        if rule is not mt_grpo or self._said_biased or not speaks:
+            return
+        biases = biases_of_mt_grpo(rewards, options.get("turn_coef", 1.0))
+        self._said_biased = bool(biases)
+        if biases:
+            logger.warning(
+                "The credit rule 'mt_grpo' is biased on this batch: %s. `advantage_estimator: reward_to_go` is not.",
+                "; ".join(biases),
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero or self._batches < 2:  # one batch was already spoken of

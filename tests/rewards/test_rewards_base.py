@@ -17,11 +17,13 @@ from mt_grpo.rewards import (
     RewardError,
     RewardFunc,
     RewardListError,
+    StateScore,
     TurnReward,
     load_rewards,
     score_trajectories,
 )
 from mt_grpo.rewards.base import completion_ids
+from mt_grpo.rollout.background import run
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 
@@ -81,6 +83,14 @@ def test_scores_are_by_reward_trajectory_turn_and_recorded():
     assert scores.outcome == [[2.5, 3.0], [None, None]]
     assert batch[0].rewards == {"outcome": {"num_turns": 2.5, "Returns": None}, "turn": {"Length": [2.0, None]}}
     assert batch[1].rewards == {"outcome": {"num_turns": 3.0, "Returns": None}, "turn": {"Length": [1.0]}}
+
+
+def test_state_scores_are_apart_from_rewards():
+    batch = [make_trajectory("a", "b"), make_trajectory("c")]
+    batch[1].stop_reason = StopReason.ENGINE_ERROR
+    scores = run(score_trajectories([Length()], [], batch, state_scores=[Progress()]))
+    assert scores.turn == [[[1.0, 1.0], [None]]] and scores.state == [[[0.0, 1.0], [None]]]
+    assert batch[0].rewards == {"outcome": {}, "turn": {"Length": [1.0, 1.0]}, "state": {"Progress": [0.0, 1.0]}}
 
 
 def test_a_batch_without_a_trajectory_calls_no_reward():
@@ -351,6 +361,11 @@ class Needs(OutcomeReward):
         return 0.0
 
 
+class Progress(StateScore):
+    def score(self, turn, trajectory, **row):
+        return float(turn.index)
+
+
 class Neither(RewardFunc):
     def score(self, **row):
         return 0.0
@@ -376,6 +391,14 @@ class Neither(RewardFunc):
             [len],
             "turn",
             "The turn reward 'len' is a plain function, which judges whole completions: subclass TurnReward, or list "
+            "it in `outcome_reward_funcs`.",
+        ),
+        ([Progress], "turn", "'Progress' is a reward for states: list it in `state_score`."),
+        ([Length()], "state", "'Length' is a reward for turns: list it in `turn_reward_funcs`."),
+        (
+            [len],
+            "state",
+            "The state reward 'len' is a plain function, which judges whole completions: subclass StateScore, or list "
             "it in `outcome_reward_funcs`.",
         ),
         ([3], "outcome", "The outcome reward '3' is not a reward: subclass OutcomeReward."),

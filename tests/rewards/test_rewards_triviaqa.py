@@ -1,3 +1,5 @@
+import random
+
 import pytest
 from support.scoring import score
 
@@ -47,16 +49,27 @@ def outcome_values(gold, answer):
     ("turns", "values"),
     [
         ([[OK], []], [0.2, None]),
-        ([[OK], [FAILED], []], [0.1, 0.0, None]),
-        ([[OK, FAILED, UNKNOWN], [OK]], [0.05, 0.05]),
+        ([[OK], [FAILED], []], [0.2, -0.1, None]),
+        ([[OK, FAILED, UNKNOWN], [OK]], [0.2 / 3, 0.1 - 0.2 / 3]),
         (["not JSON", [OK]], [0.0, 0.1]),
-        ([[OK, OK], [OK]], [0.2 * 2 / 3, 0.2 / 3]),
+        ([[OK, OK], [OK]], [0.2, 0.0]),
+        ([[OK], [], [FAILED], [OK]], [0.2, None, -0.1, 0.4 / 3 - 0.1]),
         ([[]], [None]),
         ([], []),
     ],
 )
-def test_tool_execution_shares_a_fifth_among_all_attempts(turns, values):
+def test_tool_execution_is_the_change_of_a_fifth_of_the_share(turns, values):
     assert turn_values(tool_execution_reward_func, make_trajectory(*turns)) == pytest.approx(values)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tool_execution_sums_to_a_fifth_of_the_share(seed):
+    draw = random.Random(seed)
+    turns = [draw.choices([OK, FAILED, UNKNOWN], k=draw.randrange(3)) for _ in range(draw.randrange(1, 7))]
+    calls = [call for turn in turns for call in turn]
+    values = turn_values(tool_execution_reward_func, make_trajectory(*turns))
+    expected = 0.2 * sum(call.error is None for call in calls) / max(1, len(calls))
+    assert sum(value or 0.0 for value in values) == pytest.approx(expected, abs=1e-15)
 
 
 # Answer in the search results

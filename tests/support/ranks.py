@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM, TrainerCallback
 
 from mt_grpo.app.train import leave_group, run_training
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, estimate
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.rewards import OutcomeReward, TurnReward
+from mt_grpo.rewards import OutcomeReward, StateScore, TurnReward, reward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.batch import batch_logps
@@ -76,6 +77,12 @@ class Searched(TurnReward):
         return 0.1 * (turn.index + 1) if turn.has_result else None
 
 
+@reward("progress")
+class Progress(StateScore):
+    def score(self, turn, trajectory, **row):
+        return turn.index % 2 + 0.1 * len(turn.text)
+
+
 class Length(OutcomeReward):
     def score(self, trajectory, **row):
         return float(len(trajectory.answer or ""))
@@ -119,7 +126,13 @@ def gather_as_nccl() -> None:
 def main(folder: str, world: int, scenario: str) -> Accelerator:
     tokenizer = build_tokenizer()
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
-    options = {**CPU_RUN, "max_completion_length": 480, "max_steps": 3, **SCENARIOS[scenario]}
+    options = {
+        **CPU_RUN,
+        "max_completion_length": 480,
+        "max_steps": 3,
+        "state_score": "progress",
+        **SCENARIOS[scenario],
+    }
     options["per_device_train_batch_size"] = BATCH // world // options.get("steps_per_generation", 1)
     if scenario == "uneven":
         options["per_device_eval_batch_size"] = BATCH // world
@@ -200,6 +213,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         "sent": sent,
         "dtype": logps.dtype,
         "evaluations": evaluations,
+        "credit": {name: estimate(name, trainer._batch.rewards) for name in ADVANTAGE_ESTIMATORS},
         "rounded": watch.rounded,
         "work": gather(torch.stack([part["completion_mask"].sum() for part in trainer._buffered_inputs])),
     }

@@ -15,6 +15,7 @@ def keep(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> None:
 
 
 def keep_estimators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for credit rules, and which of them give all turns the same."""
+    """The same for credit rules, and what is known of them."""
     keep(monkeypatch, ADVANTAGE_ESTIMATORS)
     monkeypatch.setattr(estimators, "WHOLE", set(estimators.WHOLE))
+    monkeypatch.setattr(estimators, "SUMMING", set(estimators.SUMMING))

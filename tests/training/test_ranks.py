@@ -42,6 +42,10 @@ def launch(script: list[str], processes: int, **environment: str) -> None:
 def assert_the_same_is_learnt(one: dict, two: dict) -> None:
     assert one["turns"] == two["turns"] and len(one["learnt"]) == 3
     torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)
+    assert len(one["credit"]) > 8
+    for name, advantages in one["credit"].items():
+        assert advantages.any()
+        torch.testing.assert_close(two["credit"][name], advantages, rtol=1e-4, atol=1e-5)
     for kind in ("weights", "sent"):  # as trained, and as a server would get them
         assert one[kind].keys() == two[kind].keys()
         for name, weight in one[kind].items():

@@ -1,4 +1,4 @@
-"""Which groups have nothing to learn from, said exactly."""
+"""What credit rules are given, and which groups have nothing to learn from, said exactly."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import math
 
 import pytest
 import torch
-from support.trainers import member
+from support.registered import keep
+from support.trainers import Answered, Calls, batch, member
 from trl.trainer.utils import nanstd
 
-from mt_grpo.rewards import OutcomeReward
-from mt_grpo.training.reward_batch import share_of_equal_groups
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, estimate
+from mt_grpo.errors import ConfigError
+from mt_grpo.rewards import OutcomeReward, StateScore, TurnReward, reward
+from mt_grpo.rewards.registry import REWARDS
+from mt_grpo.training import MTGRPOConfig
+from mt_grpo.training.reward_batch import share_of_equal_groups, state_ids
+from mt_grpo.trajectory import Trajectory, Turn
 
 NONE = math.nan
 
@@ -51,3 +57,66 @@ def test_the_logged_share_is_exact(build, spread):
     trainer.train()
     (row,) = [row for row in trainer.state.log_history if "frac_reward_zero_std" in row]
     assert row["frac_reward_zero_std"] == float(spread == 0)
+
+
+# What rules are given besides sums
+
+
+class Words(TurnReward):
+    def score(self, turn, trajectory, **row):
+        return 10.0 + turn.index
+
+
+@pytest.fixture
+def progress(monkeypatch):
+    keep(monkeypatch, REWARDS)
+
+    @reward("progress")
+    class Progress(StateScore):
+        async def score(self, turn, trajectory, **row):
+            return float(turn.index) if turn.has_result else None
+
+    return "progress"
+
+
+def test_rules_are_given_streams_states_and_scores(build, progress):
+    """Member 0 searches twice, 1 once, 2 not at all, 3 writes a malformed call first."""
+    options = {"reward_weights": [1.0, 0.1, 2.0], "advantage_estimator": "state_baseline", "state_score": progress}
+    trainer = build(rewards=((Calls(), Words()), (Answered(),)), **options)
+    output = batch(trainer)
+    rewards = trainer._batch.rewards
+    calls, words = rewards.turn_streams
+    expected = torch.tensor([[1, 1, NONE], [1, NONE, NONE], [NONE, NONE, NONE], [0, 1, NONE]])
+    torch.testing.assert_close(calls, expected, equal_nan=True)
+    assert words[0].tolist() == [10.0, 11.0, 12.0] and words[2, 1].isnan()
+    torch.testing.assert_close(rewards.stream_weights, torch.tensor([1.0, 0.1, 2.0]))
+    torch.testing.assert_close(rewards.outcome_streams[0] * 2, rewards.outcome_rewards)
+    states = rewards.state_ids
+    assert states[:, 0].tolist() == [0] * 4  # the prompt
+    assert states[0, 1] == states[0, 2] == states[1, 1] == states[3, 2]  # the same result
+    assert states[3, 1] not in (0, states[0, 1])  # an error message
+    expected = torch.tensor([[0, 1, NONE], [0, NONE, NONE], [NONE, NONE, NONE], [NONE, 1, NONE]])
+    torch.testing.assert_close(rewards.state_scores, expected, equal_nan=True)
+    assert trainer._batch.trajectories[0].rewards["state"] == {"progress": [0.0, 1.0, None]}
+    assert output["advantages"].isfinite().all()
+    for name in ADVANTAGE_ESTIMATORS:
+        if ADVANTAGE_ESTIMATORS[name].__module__.startswith("mt_grpo."):
+            assert estimate(name, rewards).any()
+
+
+def test_a_state_is_what_the_environment_said_last():
+    def made(*replies):
+        turns = [Turn(index, {}, replies=list(reply)) for index, reply in enumerate(replies)]
+        return state_ids(Trajectory([], turns))
+
+    said = {"role": "tool", "content": "Lima"}
+    assert made() == [] and made([said]) == [0]
+    first = made([said | {"tool_call_id": "a"}], [], [])
+    second = made([{"role": "user", "content": "no"}], [said | {"tool_call_id": "b"}], [said])
+    assert first[1] == second[2] and first[1] not in (0, first[2], second[1])
+    assert all(-(2**63) <= number < 2**63 for number in first + second)
+
+
+def test_a_baseline_of_states_needs_a_score(tmp_path):
+    with pytest.raises(ConfigError, match="`advantage_estimator: state_baseline` needs a score of states"):
+        MTGRPOConfig(str(tmp_path), advantage_estimator="state_baseline", use_cpu=True)

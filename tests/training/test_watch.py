@@ -1,11 +1,13 @@
-"""Rewards that never apply and batches that teach nothing are said in words, once and at the end."""
+"""What is wrong with rewards and credit is said in words: once, and where it can be counted at the end."""
 
 from __future__ import annotations
 
-from support.trainers import Letters, conversation, member
+import pytest
+from support.trainers import Calls, Letters, conversation, member
 
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import EngineError
+from mt_grpo.training.watch import CUT
 
 
 class Never(TurnReward):
@@ -64,4 +66,50 @@ def test_failed_conversations_are_not_taken_for_silent_rewards(build, caplog):
 
 def test_evaluation_is_not_watched(build, caplog):
     build(rewards=((), (Same(),)), num_generations_eval=1).evaluate()
+    assert not said(caplog)
+
+
+class Share(TurnReward):
+    """Its part of the turns of the whole trajectory."""
+
+    def score(self, turn, trajectory, **row):
+        return 1.0 / len(trajectory.turns)
+
+
+def test_a_turn_reward_that_needs_the_future_is_named_once(build, caplog):
+    build(rewards=((Calls(), Share()), (Letters(),)), advantage_estimator="reward_to_go", max_steps=3).train()
+    (message,) = said(caplog)
+    assert "'Share' of turns depends on later turns (turn " in message
+    assert "so the credit rule 'reward_to_go' is biased" in message
+
+
+@pytest.mark.parametrize("rule", ["grpo_mr", "leave_one_out"])
+def test_rules_that_use_the_sum_take_any_turn_reward(build, caplog, rule):
+    build(rewards=((Share(),), (Letters(),)), advantage_estimator=rule).train()
+    assert not said(caplog)
+
+
+def test_a_turn_reward_is_asked_again_for_a_few_trajectories(build):
+    class Counts(TurnReward):
+        asked = 0
+
+        def score(self, turn, trajectory, **row):
+            self.asked += 1
+            return 0.5
+
+    plain, checked = Counts(), Counts()
+    build(rewards=((plain,), (Letters(),)), max_steps=4).train()
+    build(rewards=((checked,), (Letters(),)), advantage_estimator="reward_to_go", max_steps=4).train()
+    assert checked.asked == plain.asked + 2 * CUT
+
+
+def test_the_bias_of_mt_grpo_is_said_once(build, caplog):
+    build(rewards=((Calls(),), (Letters(),)), turn_advantage_coef=0.5, max_steps=3).train()
+    (message,) = said(caplog)
+    assert "in 1 of 4 trajectories a tool result follows more than one turn" in message
+    assert "1 of 4 trajectories have no tool result, and weigh turn rewards by 1 instead of `turn_coef` 0.5" in message
+
+
+def test_another_rule_is_not_called_biased(build, caplog):
+    build(rewards=((Calls(),), (Letters(),)), advantage_estimator="reward_to_go").train()
     assert not said(caplog)

@@ -1,0 +1,68 @@
+"""
+The bias and the noise of every credit rule, exactly, as the table of docs/credit.md. It takes seconds.
+
+    python benchmarks/credit.py
+
+Rules are measured without scaling, in groups of 4 (`mt_grpo.credit.exact`), times G / (G - 1) where a mean includes
+the member itself. `state_baseline` looks at other groups, so it is measured on 20,000 groups that are drawn.
+"""
+
+from __future__ import annotations
+
+from mt_grpo.credit import Rule, rule_label
+from mt_grpo.credit.exact import Measurement, measure, sample
+from mt_grpo.credit.processes import PROCESSES
+
+GROUP_SIZE = 4
+
+RULES: list[tuple[Rule, bool]] = [
+    ("leave_one_out", False),
+    ("reward_to_go", True),
+    ({"name": "turn_gae", "lam": 1.0}, False),
+    ("turn_gae", False),
+    ("gtpo", True),
+    ({"name": "mt_grpo_discounted", "gamma": 0.9}, True),
+    ("gigpo", True),
+    ({"name": "state_baseline", "fit": "table"}, False),
+    ({"name": "state_baseline", "fit": "table", "lam": 0.9}, False),
+    ("mt_grpo", True),
+    ("grpo_mr", True),
+    ("grpo_or", True),
+]
+"""Each with whether its means include the member itself. The first is what noise is compared with."""
+
+
+def measured(rule: Rule, own: bool, process: str) -> Measurement:
+    play, parameters = PROCESSES[process]
+    options = {
+        "group_size": GROUP_SIZE,
+        "parameters": parameters,
+        "factor": GROUP_SIZE / (GROUP_SIZE - 1) if own else 1.0,
+    }
+    if isinstance(rule, dict) and rule["name"] == "state_baseline":
+        return sample(rule, play, groups=20_000, **options)
+    return measure(rule, play, **options)
+
+
+def entry(result: Measurement, reference: Measurement) -> str:
+    """`relative bias / cosine / signal-to-noise`, the last in that of the reference."""
+    bias = (result.bias.norm() / result.truth.norm()).item()
+    noise = result.signal_to_noise / reference.signal_to_noise
+    return f"{bias:.3f} / {result.cosine:.3f} / {noise:.2f}"
+
+
+def table() -> list[str]:
+    """The lines of the table, in Markdown."""
+    reference = {process: measured(*RULES[0], process) for process in PROCESSES}
+    lines = [
+        f"| rule | {' | '.join(f'`{process}`' for process in PROCESSES)} |",
+        "| --- " * (len(PROCESSES) + 1) + "|",
+    ]
+    for rule, own in RULES:
+        cells = [entry(measured(rule, own, process), reference[process]) for process in PROCESSES]
+        lines.append(f"| {rule_label(rule)} | {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

@@ -1,0 +1,270 @@
+"""
+The bias and the noise of a credit rule, without sampling: every group that a small process can bring forth is
+enumerated with its probability. `sample` draws groups where there are too many.
+
+    def stopper(play):                       # each decision has a parameter of its own; all are 0
+        for _ in range(3):
+            if not play.decide(0):           # the policy: yes with the probability sigmoid(parameter)
+                play.turn()
+                return 0.0                   # the outcome reward
+            play.turn(0.3, result=True)      # ends the turn
+        return 0.0
+
+    measure("reward_to_go", stopper, group_size=4).bias
+
+Axes: M trajectory, P parameter, K turn, N batch of groups, G group member.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mt_grpo.credit.estimators import RewardBatch
+from mt_grpo.credit.normalisation import Scale
+from mt_grpo.credit.rule import Rule, bind_rule
+
+
+class Play:
+    """One pass through a process, in which what is decided and what happens by chance is given."""
+
+    def __init__(self, given: tuple[bool, ...], parameters: tuple[float, ...]) -> None:
+        self.taken: list[bool] = []
+        self.probability = 1.0
+        self.turns: list[tuple[list[float], float | None, bool, int, float | None]] = []
+        self._given = given
+        self._parameters = parameters
+        self._gradient = [0.0] * len(parameters)
+
+    def decide(self, parameter: int) -> bool:
+        """A decision of the policy: yes with the probability sigmoid(parameter). It belongs to the current turn."""
+        likely = 1 / (1 + math.exp(-self._parameters[parameter]))
+        yes = self.chance(likely)
+        self._gradient[parameter] += 1 - likely if yes else -likely
+        return yes
+
+    def chance(self, likely: float) -> bool:
+        """Something random that the policy does not decide."""
+        yes = self._given[len(self.taken)] if len(self.taken) < len(self._given) else True
+        self.taken.append(yes)
+        self.probability *= likely if yes else 1 - likely
+        return yes
+
+    def turn(
+        self, reward: float | None = None, *, result: bool = False, state: int = 0, score: float | None = None
+    ) -> None:
+        """
+        Ends a turn.
+
+        Args:
+            reward (`float`, *optional*): Its reward; by default none applies.
+            result (`bool`, *optional*, defaults to `False`): Whether a tool result follows it.
+            state (`int`, *optional*, defaults to `0`): Which state it began in.
+            score (`float`, *optional*): Score of the state that it leads to.
+        """
+        self.turns.append((self._gradient, reward, result, state, score))
+        self._gradient = [0.0] * len(self._parameters)
+
+
+Process = Callable[[Play], float | None]
+"""Plays one trajectory and returns its outcome reward, `None` for an absent one."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """
+    The gradient that a rule estimates, over all batches of groups.
+
+    Args:
+        truth (`Tensor`): The gradient of the expected rewards, shape (P,).
+        mean (`Tensor`): The expected estimate, shape (P,).
+        std (`float`): Root of the summed variances of the estimate.
+    """
+
+    truth: Tensor
+    mean: Tensor
+    std: float
+
+    @classmethod
+    def of(cls, truth: Tensor, estimates: Tensor, weights: Tensor) -> Measurement:
+        """From estimates, shape (N, P), and their probabilities, shape (N,)."""
+        mean = weights @ estimates
+        return cls(truth, mean, (weights @ (estimates - mean).square()).sum().sqrt().item())
+
+    @property
+    def bias(self) -> Tensor:
+        """Expected estimate minus truth, shape (P,)."""
+        return self.mean - self.truth
+
+    @property
+    def cosine(self) -> float:
+        """Between the expected estimate and the truth: 1 where the direction is right, 0 for an estimate of 0."""
+        product = self.mean.norm() * self.truth.norm()
+        return (self.mean @ self.truth / product).item() if self.mean.norm() > 1e-12 else 0.0
+
+    @property
+    def length(self) -> float:
+        """Length of the expected estimate, in lengths of the truth."""
+        return (self.mean.norm() / self.truth.norm()).item()
+
+    @property
+    def signal_to_noise(self) -> float:
+        """Length of the expected estimate / `std`; 0 for an estimate of 0."""
+        return self.mean.norm().item() / self.std if self.mean.norm() > 1e-12 else 0.0
+
+
+def measure(
+    rule: Rule,
+    process: Process,
+    *,
+    group_size: int,
+    groups: int = 1,
+    parameters: tuple[float, ...] = (0.0,),
+    factor: float = 1.0,
+    turn_coef: float = 1.0,
+    scale_rewards: Scale = "none",
+) -> Measurement:
+    """
+    The bias and the noise of a rule on a process.
+
+    Args:
+        rule (`str` or `Mapping`): Its name, or a mapping of its `name` and its own options.
+        process (`Process`): What is played.
+        group_size (`int`): Members of a group.
+        groups (`int`, *optional*, defaults to `1`): Groups of a batch. With 1 the rule is called once on all groups,
+            so it must treat them apart; a rule that looks at other groups needs 2, and much more time.
+        parameters (`tuple[float, ...]`, *optional*): The parameters of the policy.
+        factor (`float`, *optional*, defaults to `1.0`): What the estimate is multiplied by: G / (G − 1) for rules
+            whose means include the member itself.
+        turn_coef (`float`, *optional*, defaults to `1.0`): Weight of turn rewards, for rule and truth.
+        scale_rewards (`str`, *optional*, defaults to `"none"`): What the rule divides by.
+    """
+    paths = Paths.of(process, parameters)
+    members, weights = paths.groups(group_size)
+    function, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards)
+
+    def gradients(rows: Tensor) -> Tensor:
+        return factor * paths.estimates(function(paths.batch(rows), **options), rows)
+
+    if groups == 1:
+        estimates = gradients(members)
+    else:
+        batches = list(itertools.combinations_with_replacement(range(len(members)), groups))
+        weights = torch.stack([weights[list(chosen)].prod() * _orders(chosen) for chosen in batches])
+        estimates = torch.stack([gradients(members[list(chosen)]).mean(dim=0) for chosen in batches])
+    return Measurement.of(paths.truth(turn_coef), estimates, weights)
+
+
+def sample(
+    rule: Rule,
+    process: Process,
+    *,
+    group_size: int,
+    groups: int,
+    parameters: tuple[float, ...] = (0.0,),
+    factor: float = 1.0,
+    scale_rewards: Scale = "none",
+) -> Measurement:
+    """
+    The same for rules that look at other groups, from one batch of so many groups, drawn with a fixed seed. The noise
+    is that of one group.
+    """
+    paths = Paths.of(process, parameters)
+    draws = torch.Generator().manual_seed(0)
+    rows = torch.multinomial(paths.probability, groups * group_size, replacement=True, generator=draws)
+    rows = rows.view(groups, group_size)
+    function, options = bind_rule(rule, turn_coef=1.0, scale_rewards=scale_rewards)
+    estimates = factor * paths.estimates(function(paths.batch(rows), **options), rows)
+    return Measurement.of(paths.truth(1.0), estimates, torch.full((groups,), 1 / groups, dtype=torch.double))
+
+
+@dataclass(frozen=True)
+class Paths:
+    """All trajectories of a process: their probabilities, gradients of their turns' log-probs, and rewards."""
+
+    probability: Tensor  # (M,)
+    gradients: Tensor  # (M, K, P)
+    rewards: Tensor  # (M, K)
+    outcomes: Tensor  # (M,)
+    turn_mask: Tensor  # (M, K)
+    result_mask: Tensor  # (M, K)
+    state_ids: Tensor  # (M, K)
+    state_scores: Tensor  # (M, K)
+
+    @classmethod
+    def of(cls, process: Process, parameters: tuple[float, ...]) -> Paths:
+        """Plays a process in every way."""
+        plays, outcomes, open_ways = [], [], [()]
+        while open_ways:
+            given = open_ways.pop()
+            play = Play(given, parameters)
+            outcomes.append(process(play))
+            if any(play._gradient):
+                raise ValueError("A decision after the last turn belongs to no turn: end a turn after it.")
+            plays.append(play)
+            open_ways += [(*play.taken[:step], False) for step in range(len(given), len(play.taken))]
+        shape = (len(plays), max(len(play.turns) for play in plays))
+        gradients = torch.zeros(*shape, len(parameters), dtype=torch.double)
+        rewards, scores = (torch.full(shape, torch.nan, dtype=torch.double) for _ in range(2))
+        exists, results = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
+        states = torch.zeros(shape, dtype=torch.long)
+        for row, play in enumerate(plays):
+            for turn, (gradient, reward, result, state, score) in enumerate(play.turns):
+                gradients[row, turn] = torch.tensor(gradient, dtype=torch.double)
+                rewards[row, turn] = torch.nan if reward is None else reward
+                scores[row, turn] = torch.nan if score is None else score
+                exists[row, turn], results[row, turn], states[row, turn] = True, result, state
+        return cls(
+            torch.tensor([play.probability for play in plays], dtype=torch.double),
+            gradients,
+            rewards,
+            torch.tensor([torch.nan if outcome is None else outcome for outcome in outcomes], dtype=torch.double),
+            exists,
+            results,
+            states,
+            scores,
+        )
+
+    def truth(self, turn_coef: float) -> Tensor:
+        """The gradient of the expected rewards, shape (P,)."""
+        earned = turn_coef * self.rewards.nansum(dim=1) + self.outcomes.nan_to_num(nan=0.0)
+        return (self.probability * earned) @ self.gradients.sum(dim=1)
+
+    def estimates(self, advantages: Tensor, rows: Tensor) -> Tensor:
+        """The gradient that each group of `rows`, (N, G), estimates with advantages of shape (N * G, K); (N, P)."""
+        advantages = advantages.to(torch.double).view(*rows.shape, -1)
+        return torch.einsum("ngk,ngkp->np", advantages, self.gradients[rows]) / rows.shape[1]
+
+    def groups(self, group_size: int) -> tuple[Tensor, Tensor]:
+        """Every group as rows of its members, (N, G), without regard to order, and its probability, (N,)."""
+        chosen = list(itertools.combinations_with_replacement(range(len(self.probability)), group_size))
+        members = torch.tensor(chosen)
+        orders = torch.tensor([_orders(each) for each in chosen], dtype=torch.double)
+        return members, self.probability[members].prod(dim=1) * orders
+
+    def batch(self, rows: Tensor) -> RewardBatch:
+        """The rewards of groups, rows of trajectories of shape (N, G)."""
+        flat = rows.flatten()
+        return RewardBatch(
+            self.rewards[flat],
+            self.outcomes[flat],
+            self.turn_mask[flat],
+            self.result_mask[flat],
+            rows.shape[1],
+            state_ids=self.state_ids[flat],
+            state_scores=self.state_scores[flat],
+            turn_streams=self.rewards[flat][None],
+            outcome_streams=self.outcomes[flat][None],
+            stream_weights=torch.ones(2, dtype=torch.double),
+        )
+
+
+def _orders(chosen: tuple[int, ...]) -> int:
+    """In how many orders the members of a group can be drawn."""
+    repeated = (chosen.count(each) for each in set(chosen))
+    return math.factorial(len(chosen)) // math.prod(math.factorial(times) for times in repeated)

@@ -1,0 +1,212 @@
+"""
+Credit rules for any number of turns, from what a trajectory earns from each turn on.
+
+r_ik is the turn reward of member i at turn k, O_i its outcome reward. An absent reward is 0, also beyond the end of a
+trajectory; a failed member is in no mean (see `RewardBatch`). "Unbiased" means: without scaling the expected gradient
+is that of E[c Σ r + O], times (G − 1) / G where a mean includes the member itself. Any scaling by a deviation of the
+group bends it. `mt_grpo.credit.exact` measures this without sampling.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mt_grpo.credit.estimators import RewardBatch, advantage_estimator
+from mt_grpo.credit.normalisation import Scale, largest_deviation, normalize, normalize_turns
+
+
+@advantage_estimator("reward_to_go")
+def reward_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+    """
+    Each turn gets the outcome advantage and what its trajectory earns from that turn on.
+
+        T_ik = Σ_{l ≥ k} r_il
+        A_ik = A^O_i + turn_coef × (T_ik − mean_j T_jk) / σ
+
+    σ is the largest deviation over turns, max_k std_j T_jk. With one tool boundary, `turn_coef` 1 and no scaling it
+    equals `mt_grpo`.
+
+    Bias: none (× G / (G − 1)), for any number of turns and any `turn_coef`, if no turn reward depends on later turns.
+    Source: policy gradients with rewards to go (Sutton et al. 2000), a mean over the group as the baseline.
+
+    Args:
+        batch (`RewardBatch`): The rewards.
+        turn_coef (`float`, *optional*, defaults to `1.0`): Weight of turn rewards.
+        scale_rewards (`str`, *optional*, defaults to `"group"`): Whose deviation divides: that of the `"group"`, of
+            the whole `"batch"`, or none (`"none"`).
+
+    Returns:
+        `Tensor`: Advantages, shape (B, K), in the dtype of the rewards; 0 where a turn does not exist.
+    """
+    outcome = normalize(batch.of_outcomes(), batch.group_size, scale_rewards)
+    turn = normalize_turns(to_go(batch.of_turns()), batch.group_size, scale_rewards)
+    return (outcome[:, None] + turn_coef * turn) * batch.turn_mask
+
+
+@advantage_estimator("gdpo")
+def gdpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+    """
+    `reward_to_go` with a scale for each reward: every turn reward and every outcome reward is centred and divided by
+    its own deviation, and then weighed by its weight. A reward of a small range counts as much as one of a large one.
+
+    Bias: that of the scaling. Without it the rule is `reward_to_go`.
+    Source: GDPO (Liu et al. 2026, arXiv 2601.05242) on rewards to go; its last step, normalising the batch, is left
+    out, since it would centre turns of different prompts together.
+
+    Args:
+        batch (`RewardBatch`): The rewards, with `turn_streams`, `outcome_streams` and `stream_weights`.
+        turn_coef (`float`, *optional*, defaults to `1.0`): Weight of all turn rewards.
+        scale_rewards (`str`, *optional*, defaults to `"group"`): As in `reward_to_go`.
+
+    Returns:
+        `Tensor`: Advantages, shape (B, K), in the dtype of the rewards; 0 where a turn does not exist.
+
+    Raises:
+        ConfigError: If the batch lacks the streams.
+    """
+    turns, outcomes = (batch.needed("gdpo", name) for name in ("turn_streams", "outcome_streams"))
+    weights = batch.needed("gdpo", "stream_weights")
+    advantages = torch.zeros_like(batch.turn_rewards)
+    for rewards, weight in zip(outcomes, weights[len(turns) :], strict=True):
+        advantages += weight * normalize(batch.of_outcomes(rewards), batch.group_size, scale_rewards)[:, None]
+    for rewards, weight in zip(turns, weights[: len(turns)], strict=True):
+        earned = to_go(batch.of_turns(rewards))
+        advantages += turn_coef * weight * normalize_turns(earned, batch.group_size, scale_rewards)
+    return advantages * batch.turn_mask
+
+
+@advantage_estimator("leave_one_out", splits_turns=False, sums_turns=True)
+def leave_one_out(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+    """
+    Every turn gets what its trajectory earns in all, minus the mean of the other members.
+
+        R_i = turn_coef × Σ_k r_ik + O_i;    A_ik = (R_i − mean_{j ≠ i} R_j) / std_j R_j
+
+    Bias: none, for any number of turns, also if turn rewards depend on later turns. It has more noise than
+    `reward_to_go`, since a turn is credited with what was earned before it. A member without others gets 0.
+    Source: RLOO (Ahmadian et al. 2024, arXiv 2402.14740).
+
+    Args and returns are those of `reward_to_go`.
+    """
+    earned = turn_coef * batch.of_turns().sum(dim=1) + batch.of_outcomes()
+    others = (~batch.failed).view(-1, batch.group_size).sum(dim=1).repeat_interleave(batch.group_size) - 1
+    centred = normalize(earned, batch.group_size, scale_rewards) * (others + 1) / others.clamp(min=1)
+    return centred[:, None] * batch.turn_mask
+
+
+@advantage_estimator("gtpo")
+def gtpo(batch: RewardBatch, *, turn_coef: float = 1.0, gamma: float = 0.9, scale_rewards: Scale = "group") -> Tensor:
+    """
+    Each turn gets its discounted return; the outcome is a reward of the last turn.
+
+        D_ik = Σ_{l ≥ k} γ^(l−k) × (turn_coef × r_il + [l is the last turn] O_i)
+        A_ik = (D_ik − mean_j D_jk) / max_k std_j D_jk
+
+    Bias: none at `gamma` 1 (× G / (G − 1)). Below 1 later rewards count less for earlier turns: a bias, mostly in the
+    length of the gradient, for less noise.
+    Source: the returns of GTPO (Ding et al. 2025, arXiv 2511.14846), without its shaping of rewards; absent turns
+    count as 0 here.
+
+    Args and returns are those of `reward_to_go`; `gamma` (`float`, *optional*, defaults to `0.9`) is the discount.
+    """
+    returns = to_go(with_outcome(batch, turn_coef), gamma)
+    return normalize_turns(returns, batch.group_size, scale_rewards) * batch.turn_mask
+
+
+@advantage_estimator("mt_grpo_discounted")
+def mt_grpo_discounted(
+    batch: RewardBatch, *, turn_coef: float = 1.0, gamma: float = 1.0, scale_rewards: Scale = "group"
+) -> Tensor:
+    """
+    Each turn gets the outcome advantage and the discounted sum of the turn advantages from it on.
+
+        A_ik = A^O_i + turn_coef × Σ_{l ≥ k} γ^(l−k) × (r_il − mean_j r_jl) / std_j r_jl
+
+    The sum runs over all turns of the group, also over those that member i does not reach, where r_il is 0.
+
+    Bias: none at `gamma` 1 without scaling (× G / (G − 1)), where it equals `reward_to_go`. A mean over only the
+    members that reach a turn, or a sum that ends with the member's own last turn, would be biased.
+    Source: Eq. 12 of Zeng et al. 2025 (arXiv 2505.11821), which assumes that all members have as many turns.
+
+    Args and returns are those of `reward_to_go`; `gamma` (`float`, *optional*, defaults to `1.0`) is the discount.
+    """
+    outcome = normalize(batch.of_outcomes(), batch.group_size, scale_rewards)
+    columns = [normalize(rewards, batch.group_size, scale_rewards) for rewards in batch.of_turns().T]
+    turn = to_go(torch.stack(columns, dim=1), gamma)
+    return (outcome[:, None] + turn_coef * turn) * batch.turn_mask
+
+
+@advantage_estimator("turn_gae")
+def turn_gae(
+    batch: RewardBatch,
+    *,
+    turn_coef: float = 1.0,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    scale_rewards: Scale = "group",
+) -> Tensor:
+    """
+    Generalised advantage estimation over turns, with the group as the critic.
+
+    The value of turn k for member i is the mean return from k on of the *other* members that reach turn k; where none
+    does, that of the last turn which another member reached. The outcome is a reward of the last turn.
+
+        δ_ik = r_ik + γ V_i,k+1 − V_ik;    A_ik = Σ_{l ≥ k} (γ lam)^(l−k) δ_il
+
+    Bias: none at `gamma` 1 and `lam` 1. Below 1 it is biased, since one value stands for all states of a turn, and
+    often less noisy. A member without others gets 0.
+    Source: GAE (Schulman et al. 2016, arXiv 1506.02438) with a group's mean in place of a critic.
+
+    Args and returns are those of `reward_to_go`; `gamma` and `lam` (`float`, *optional*, default to `1.0` and `0.95`)
+    are the discount and the λ of GAE.
+    """
+    rewards = with_outcome(batch, turn_coef)
+    advantages = gae(rewards, group_values(batch, to_go(rewards, gamma)), batch.turn_mask, gamma, lam)
+    return scaled(batch, advantages, to_go(rewards, gamma), scale_rewards)
+
+
+def to_go(rewards: Tensor, gamma: float = 1.0) -> Tensor:
+    """Discounted sums of rewards from each turn on, shape (B, K)."""
+    returns = rewards.clone()
+    for turn in range(rewards.shape[1] - 2, -1, -1):
+        returns[:, turn] += gamma * returns[:, turn + 1]
+    return returns
+
+
+def with_outcome(batch: RewardBatch, turn_coef: float) -> Tensor:
+    """Weighed turn rewards with the outcome added to the last turn, shape (B, K); NaN for a failed trajectory."""
+    last = batch.turn_mask & ~torch.nn.functional.pad(batch.turn_mask, (0, 1))[:, 1:]
+    return turn_coef * batch.of_turns() + torch.where(last, batch.of_outcomes()[:, None], 0.0)
+
+
+def group_values(batch: RewardBatch, returns: Tensor) -> Tensor:
+    """The mean return of the other members that reach a turn, shape (B, K); see `turn_gae`."""
+    shape = (-1, batch.group_size, returns.shape[1])
+    reached = batch.turn_mask.to(returns.dtype).view(shape)
+    earned = returns.nan_to_num(nan=0.0).view(shape) * reached
+    others = reached.sum(dim=1, keepdim=True) - reached
+    values = (earned.sum(dim=1, keepdim=True) - earned) / others
+    values = torch.where(others > 0, values, torch.nan).view(returns.shape)
+    for turn in range(1, values.shape[1]):
+        values[:, turn] = torch.where(values[:, turn].isnan(), values[:, turn - 1], values[:, turn])
+    return values
+
+
+def gae(rewards: Tensor, values: Tensor, turn_mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalised advantages of turns that exist, shape (B, K); NaN where there is no value."""
+    after, advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    advantages = torch.zeros_like(values)
+    for turn in range(values.shape[1] - 1, -1, -1):
+        exists = turn_mask[:, turn]
+        step = rewards[:, turn] + gamma * after - values[:, turn] + gamma * lam * advantage
+        advantage = torch.where(exists, step, 0.0)
+        after = torch.where(exists, values[:, turn], 0.0)
+        advantages[:, turn] = advantage
+    return advantages
+
+
+def scaled(batch: RewardBatch, advantages: Tensor, returns: Tensor, scale: Scale) -> Tensor:
+    """Advantages divided by the largest deviation of the returns; 0 where there is none, or no turn."""
+    divided = advantages / largest_deviation(returns, batch.group_size, scale)
+    return divided.nan_to_num(nan=0.0) * batch.turn_mask

@@ -1,0 +1,541 @@
+"""Rules for any number of turns equal slow ones that are written down member by member."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from support.registered import keep_estimators
+
+from mt_grpo.credit import (
+    RewardBatch,
+    advantage_estimator,
+    biases_of_mt_grpo,
+    estimate,
+    gdpo,
+    gigpo,
+    gtpo,
+    leave_one_out,
+    mt_grpo,
+    mt_grpo_discounted,
+    reward_to_go,
+    splits_turns,
+    state_baseline,
+    sums_turns,
+    turn_gae,
+)
+from mt_grpo.errors import ConfigError
+
+NONE = math.nan
+EPSILON = 1e-4
+SCALES = ["group", "batch", "none"]
+ALL = [reward_to_go, gdpo, leave_one_out, gtpo, mt_grpo_discounted, turn_gae, gigpo, state_baseline]
+
+
+def draw_batch(seed, group_size=None, num_groups=3, num_turns=5, absent=0.3, failing=0.15, integers=False):
+    """Unequal numbers of turns, rewards that do not apply, failed members; in double precision."""
+    draw = torch.Generator().manual_seed(seed)
+    group_size = group_size or 1 + seed % 5
+    size = num_groups * group_size
+
+    def numbers(*shape):
+        return (
+            torch.randint(0, 3, shape, generator=draw).double()
+            if integers
+            else torch.randn(*shape, generator=draw, dtype=torch.double)
+        )
+
+    lengths = torch.randint(1, num_turns + 1, (size,), generator=draw)
+    lengths[torch.rand(size, generator=draw) < failing] = 0
+    exists = torch.arange(num_turns) < lengths[:, None]
+    streams = numbers(2, size, num_turns)
+    streams[(torch.rand(streams.shape, generator=draw) < absent) | ~exists] = NONE
+    outcomes = numbers(2, size)
+    outcomes[(torch.rand(outcomes.shape, generator=draw) < absent) | (lengths == 0)] = NONE
+    weights = torch.tensor([0.5, 2.0, 1.0, 0.25], dtype=torch.double)
+    turn_rewards = total(streams * weights[:2, None, None])
+    results = exists & (torch.rand(exists.shape, generator=draw) < 0.5)
+    scores = torch.randint(0, 3, exists.shape, generator=draw).double()
+    scores[~exists | (torch.rand(exists.shape, generator=draw) < 0.2)] = NONE
+    return RewardBatch(
+        turn_rewards,
+        total(outcomes * weights[2:, None]),
+        exists,
+        results,
+        group_size,
+        state_ids=torch.randint(0, 3, exists.shape, generator=draw),
+        state_scores=scores,
+        turn_streams=streams,
+        outcome_streams=outcomes,
+        stream_weights=weights,
+    )
+
+
+def total(values):
+    return values.nansum(dim=0).masked_fill(values.isnan().all(dim=0), NONE)
+
+
+# The same once more, in plain Python, without anything of `mt_grpo.credit`
+
+
+def zero(value):
+    return 0.0 if math.isnan(value) else value
+
+
+def spread(values):
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+class Members:
+    """A batch as lists; members that failed are left out, and have no advantage."""
+
+    def __init__(self, batch, coef=1.0, turn_rewards=None, outcomes=None):
+        self.num_turns = batch.turn_mask.shape[1]
+        self.group_size, self.size = batch.group_size, len(batch.turn_mask)
+        turn_rewards = batch.turn_rewards if turn_rewards is None else turn_rewards
+        outcomes = batch.outcome_rewards if outcomes is None else outcomes
+        self.lengths = batch.turn_mask.sum(dim=1).tolist()
+        self.rewards = [[coef * zero(value) for value in row] for row in turn_rewards.tolist()]
+        self.outcomes = [zero(value) for value in outcomes.tolist()]
+
+    def ran(self, i):
+        """The members of the group of i that did not fail."""
+        start = i // self.group_size * self.group_size
+        return [j for j in range(start, start + self.group_size) if self.lengths[j]]
+
+    def everyone(self):
+        return [j for j in range(self.size) if self.lengths[j]]
+
+    def advantages(self, of):
+        result = torch.zeros(self.size, self.num_turns, dtype=torch.double)
+        for i in self.everyone():
+            for k in range(self.lengths[i]):
+                result[i, k] = of(i, k)
+        return result
+
+    def normalized(self, scale):
+        """(i, value of j at any turn) -> centred and divided by the largest deviation over turns."""
+
+        def of(i, k, value, turns):
+            members = self.ran(i)
+            mean = statistics.fmean(value(j, k) for j in members)
+            among = {"group": members, "batch": self.everyone()}.get(scale)
+            divisor = max(spread([value(j, t) for j in among]) for t in turns) + EPSILON if among else 1.0
+            return (value(i, k) - mean) / divisor
+
+        return of
+
+    def to_go(self, j, k, gamma=1.0):
+        return sum(gamma ** (t - k) * self.rewards[j][t] for t in range(k, self.num_turns))
+
+    def returns(self, j, k, gamma=1.0):
+        """With the outcome at the last turn."""
+        last = self.lengths[j] - 1
+        return self.to_go(j, k, gamma) + (gamma ** (last - k) * self.outcomes[j] if k <= last else 0.0)
+
+    def outcome(self, i, scale):
+        return self.normalized(scale)(i, 0, lambda j, k: self.outcomes[j], [0])
+
+
+def slow_reward_to_go(batch, turn_coef, scale):
+    members = Members(batch)
+    turns = range(members.num_turns)
+    normal = members.normalized(scale)
+    return members.advantages(lambda i, k: members.outcome(i, scale) + turn_coef * normal(i, k, members.to_go, turns))
+
+
+def slow_gdpo(batch, turn_coef, scale):
+    result = 0.0
+    for stream, weight in zip(batch.turn_streams, batch.stream_weights, strict=False):
+        members = Members(batch, turn_rewards=stream)
+        normal, turns = members.normalized(scale), range(members.num_turns)
+        result = result + turn_coef * weight * members.advantages(
+            lambda i, k, members=members, normal=normal, turns=turns: normal(i, k, members.to_go, turns)
+        )
+    for stream, weight in zip(batch.outcome_streams, batch.stream_weights[2:], strict=True):
+        members = Members(batch, outcomes=stream)
+        result = result + weight * members.advantages(lambda i, k, members=members: members.outcome(i, scale))
+    return result
+
+
+def slow_leave_one_out(batch, turn_coef, scale):
+    members = Members(batch, turn_coef)
+
+    def of(i, k):
+        others = [members.returns(j, 0) for j in members.ran(i) if j != i]
+        if not others:
+            return 0.0
+        among = {"group": members.ran(i), "batch": members.everyone()}.get(scale)
+        divisor = spread([members.returns(j, 0) for j in among]) + EPSILON if among else 1.0
+        return (members.returns(i, 0) - statistics.fmean(others)) / divisor
+
+    return members.advantages(of)
+
+
+def slow_gtpo(batch, turn_coef, scale, gamma=0.9):
+    members = Members(batch, turn_coef)
+    normal, turns = members.normalized(scale), range(members.num_turns)
+    return members.advantages(lambda i, k: normal(i, k, lambda j, t: members.returns(j, t, gamma), turns))
+
+
+def slow_mt_grpo_discounted(batch, turn_coef, scale, gamma=1.0):
+    members = Members(batch)
+    normal = members.normalized(scale)
+
+    def of(i, k):
+        later = range(k, members.num_turns)
+        terms = [gamma ** (t - k) * normal(i, t, lambda j, turn: members.rewards[j][turn], [t]) for t in later]
+        return members.outcome(i, scale) + turn_coef * sum(terms)
+
+    return members.advantages(of)
+
+
+def slow_gae(batch, turn_coef, scale, gamma, lam, extra=lambda i, k: 0.0):
+    members = Members(batch, turn_coef)
+
+    def value(i, k):
+        others = [j for j in members.ran(i) if j != i]
+        reach = [t for t in range(k + 1) if any(members.lengths[j] > t for j in others)][-1]
+        of = [members.returns(j, reach, gamma) for j in others if members.lengths[j] > reach]
+        return statistics.fmean(of) + extra(i, k)
+
+    def of(i, k):
+        if len(members.ran(i)) < 2:
+            return 0.0
+        advantage, last = 0.0, members.lengths[i] - 1
+        for t in range(k, last + 1):
+            reward = members.rewards[i][t] + (members.outcomes[i] if t == last else 0.0)
+            after = value(i, t + 1) if t < last else 0.0
+            advantage += (gamma * lam) ** (t - k) * (reward + gamma * after - value(i, t))
+        among = {"group": members.ran(i), "batch": members.everyone()}.get(scale)
+        if not among:
+            return advantage
+        turns = range(members.num_turns)
+        return advantage / (max(spread([members.returns(j, t, gamma) for j in among]) for t in turns) + EPSILON)
+
+    return members.advantages(of)
+
+
+def slow_turn_gae(batch, turn_coef, scale, gamma=1.0, lam=0.95):
+    return slow_gae(batch, turn_coef, scale, gamma, lam)
+
+
+def slow_gigpo(batch, turn_coef, scale, gamma=0.95):
+    members = Members(batch)
+    states = batch.state_ids.tolist()
+
+    def whole(j, k=0):
+        return members.returns(j, 0)
+
+    def of(i, k):
+        turns = [(j, t) for j in members.ran(i) for t in range(members.lengths[j]) if states[j][t] == states[i][k]]
+        same = [members.returns(j, t, gamma) for j, t in turns]
+        all_turns = [members.returns(j, t, gamma) for j in members.everyone() for t in range(members.lengths[j])]
+        divisor = {"group": spread(same) + EPSILON, "batch": spread(all_turns) + EPSILON, "none": 1.0}[scale]
+        anchored = (members.returns(i, k, gamma) - statistics.fmean(same)) / divisor
+        return members.normalized(scale)(i, 0, whole, [0]) + turn_coef * anchored
+
+    return members.advantages(of)
+
+
+def slow_state_baseline(batch, turn_coef, scale, lam=1.0, fit="line"):
+    members = Members(batch, turn_coef)
+    scores = batch.state_scores.tolist()
+    points = []  # (group, score before, how much more than the others)
+    for i in members.everyone():
+        others = [j for j in members.ran(i) if j != i]
+        for k in range(1, members.lengths[i] if others else 0):
+            reach = [t for t in range(k + 1) if any(members.lengths[j] > t for j in others)][-1]
+            mean = statistics.fmean(members.returns(j, reach) for j in others if members.lengths[j] > reach)
+            if not math.isnan(scores[i][k - 1]):
+                points.append((i // members.group_size, scores[i][k - 1], members.returns(i, k) - mean))
+
+    def extra(i, k):
+        if k == 0 or math.isnan(scores[i][k - 1]):
+            return 0.0
+        x, others = scores[i][k - 1], [(x, y) for group, x, y in points if group != i // members.group_size]
+        if not others:
+            return 0.0
+        if fit == "table":
+            same = [y for score, y in others if score == x]
+            return statistics.fmean(same) if same else 0.0
+        if len({score for score, _ in others}) < 2:
+            return statistics.fmean(y for _, y in others)
+        slope, intercept = statistics.linear_regression(*zip(*others, strict=True))
+        return intercept + slope * x
+
+    return slow_gae(batch, turn_coef, scale, 1.0, lam, extra)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("rule", "slow", "options"),
+    [
+        (reward_to_go, slow_reward_to_go, {}),
+        (gdpo, slow_gdpo, {}),
+        (leave_one_out, slow_leave_one_out, {}),
+        (gtpo, slow_gtpo, {}),
+        (gtpo, slow_gtpo, {"gamma": 0.5}),
+        (mt_grpo_discounted, slow_mt_grpo_discounted, {}),
+        (mt_grpo_discounted, slow_mt_grpo_discounted, {"gamma": 0.5}),
+        (turn_gae, slow_turn_gae, {}),
+        (turn_gae, slow_turn_gae, {"gamma": 0.5, "lam": 0.3}),
+        (gigpo, slow_gigpo, {}),
+        (gigpo, slow_gigpo, {"gamma": 0.5}),
+        (state_baseline, slow_state_baseline, {}),
+        (state_baseline, slow_state_baseline, {"lam": 0.5}),
+        (state_baseline, slow_state_baseline, {"fit": "table"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or ",".join(f"{name}={of}" for name, of in value.items()),
+)
+def test_a_rule_equals_its_slow_form(rule, slow, options, scale):
+    for seed in range(10):
+        batch = draw_batch(seed)
+        for coef in (1.0, 0.3):
+            expected = slow(batch, coef, scale, **options)
+            computed = rule(batch, turn_coef=coef, scale_rewards=scale, **options)
+            torch.testing.assert_close(computed, expected, rtol=1e-6, atol=1e-6 if scale == "none" else 1e-5)
+
+
+# What they have in common
+
+
+def fields(batch, **changes):
+    return RewardBatch(**{name: getattr(batch, name) for name in batch.__dataclass_fields__} | changes)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.__name__)
+def test_failed_members_are_as_if_they_were_not_there(rule, scale):
+    """In a group of four of which one failed the others get what a group of three gets."""
+    three = draw_batch(1, group_size=3, num_groups=2, failing=0.0)
+    rows = torch.tensor([0, 1, 2, 0, 3, 4, 5, 3])
+    failed = torch.tensor([False] * 3 + [True] + [False] * 3 + [True])
+
+    def more(values, fill):
+        if values.shape[0] == 2:  # streams
+            return torch.stack([more(stream, fill) for stream in values])
+        values = values[rows].clone()
+        values[failed] = fill
+        return values
+
+    four = RewardBatch(
+        more(three.turn_rewards, NONE),
+        more(three.outcome_rewards, NONE),
+        more(three.turn_mask, False),
+        more(three.result_mask, False),
+        4,
+        state_ids=more(three.state_ids, 0),
+        state_scores=more(three.state_scores, NONE),
+        turn_streams=more(three.turn_streams, NONE),
+        outcome_streams=more(three.outcome_streams, NONE),
+        stream_weights=three.stream_weights,
+    )
+    assert four.failed.equal(failed)
+    result = rule(four, scale_rewards=scale)
+    torch.testing.assert_close(result[~failed], rule(three, scale_rewards=scale))
+    assert not result[failed].any()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.__name__)
+def test_an_absent_reward_counts_as_zero(rule, scale):
+    batch = draw_batch(4, group_size=4)
+
+    def filled(values, exists):
+        return torch.where(values.isnan() & exists, 0.0, values)
+
+    ran = ~batch.failed
+    zeros = fields(
+        batch,
+        turn_rewards=filled(batch.turn_rewards, batch.turn_mask),
+        outcome_rewards=filled(batch.outcome_rewards, ran),
+        turn_streams=filled(batch.turn_streams, batch.turn_mask),
+        outcome_streams=filled(batch.outcome_streams, ran),
+    )
+    torch.testing.assert_close(rule(batch, scale_rewards=scale), rule(zeros, scale_rewards=scale))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.__name__)
+def test_equal_members_and_a_group_of_one_get_nothing(rule, scale):
+    one = draw_batch(0, group_size=1, num_groups=1, failing=0.0)
+    alike = torch.zeros(4, dtype=torch.long)
+    four = fields(
+        one,
+        group_size=4,
+        **{
+            name: getattr(one, name)[alike]
+            for name in ("turn_rewards", "outcome_rewards", "turn_mask", "result_mask", "state_ids", "state_scores")
+        },
+        turn_streams=one.turn_streams[:, alike],
+        outcome_streams=one.outcome_streams[:, alike],
+    )
+    # a state that occurs in several turns compares these
+    four = fields(four, state_ids=torch.arange(5).expand(4, 5))
+    torch.testing.assert_close(rule(four, scale_rewards=scale), torch.zeros(4, 5, dtype=torch.double))
+    alone = fields(one, state_ids=torch.arange(5)[None])
+    assert not rule(alone, scale_rewards=scale).any()
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.__name__)
+def test_a_batch_that_failed_altogether_has_no_advantages(rule):
+    batch = draw_batch(0, group_size=2, failing=1.1)
+    assert not rule(batch).any()
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.__name__)
+def test_float32_rewards_give_float32_advantages(rule):
+    batch = draw_batch(3, group_size=4)
+    changes = {
+        name: getattr(batch, name).float()
+        for name in ("turn_rewards", "outcome_rewards", "turn_streams", "outcome_streams", "state_scores")
+    }
+    single = fields(batch, **changes, stream_weights=batch.stream_weights.float())
+    advantages = rule(single)
+    assert advantages.dtype is torch.float32
+    torch.testing.assert_close(advantages.double(), rule(batch), rtol=1e-3, atol=1e-3)
+
+
+# Equalities
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reward_to_go_is_mt_grpo_on_one_boundary(seed):
+    """The first turn calls a tool or answers; after the call there is one more turn, which earns no turn reward."""
+    batch = draw_batch(seed, group_size=4, num_turns=2)
+    several = batch.turn_mask.sum(dim=1) > 1
+    rewards = batch.turn_rewards.clone()
+    rewards[:, 1] = NONE
+    outcomes = torch.where(batch.failed, NONE, batch.outcome_rewards.nan_to_num())
+    batch = fields(
+        batch,
+        turn_rewards=rewards,
+        outcome_rewards=outcomes,
+        result_mask=torch.stack([several, torch.zeros_like(several)], dim=1),
+    )
+    expected = reward_to_go(batch, turn_coef=1.0, scale_rewards="none").float()
+    torch.testing.assert_close(mt_grpo(batch, turn_coef=1.0, scale_rewards="none"), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rules_meet_where_their_options_say_so(seed):
+    batch = draw_batch(seed, group_size=4, failing=0.0)
+    expected = reward_to_go(batch, turn_coef=0.3, scale_rewards="none")
+    same = {"turn_coef": 0.3, "scale_rewards": "none"}
+    torch.testing.assert_close(mt_grpo_discounted(batch, gamma=1.0, **same), expected)
+    torch.testing.assert_close(gdpo(batch, **same), expected)
+    no_scores = fields(batch, state_scores=torch.full_like(batch.turn_rewards, NONE))
+    expected = turn_gae(batch, gamma=1.0, lam=0.7, **same)
+    torch.testing.assert_close(state_baseline(no_scores, lam=0.7, **same), expected)
+
+
+@pytest.mark.parametrize("group_size", [2, 4, 8])
+@pytest.mark.parametrize("rule", [reward_to_go, gdpo, gtpo, turn_gae], ids=lambda rule: rule.__name__)
+def test_equal_sums_in_different_turns_do_not_blow_up(rule, group_size):
+    """The deviation of the sum is 0; divided by it the largest advantage would be thousands."""
+    rewards = torch.zeros(group_size, 3, dtype=torch.double)
+    rewards[torch.arange(group_size), torch.arange(group_size) % 3] = 1.0
+    rewards[-1] = 1 / 3
+    outcomes = torch.ones(group_size, dtype=torch.double)
+    exists = torch.ones_like(rewards, dtype=torch.bool)
+    batch = RewardBatch(
+        rewards,
+        outcomes,
+        exists,
+        exists,
+        group_size,
+        turn_streams=rewards[None],
+        outcome_streams=outcomes[None],
+        stream_weights=torch.ones(2, dtype=torch.double),
+    )
+    bound = (group_size - 1) / math.sqrt(group_size) * (1 if rule in (reward_to_go, gdpo) else 3)
+    assert 0 < rule(batch).abs().max() <= bound
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_turn_advantage_is_bounded_by_the_group(seed):
+    """A z-score is at most (G − 1) / √G; equal sums, and any other rewards, keep to it."""
+    batch = draw_batch(seed, group_size=5, failing=0.0, absent=0.0, integers=True)
+    rewards = batch.turn_rewards - batch.turn_rewards.nansum(dim=1, keepdim=True) * (torch.arange(5) == 0)
+    batch = fields(batch, turn_rewards=rewards, outcome_rewards=torch.zeros_like(batch.outcome_rewards))
+    assert reward_to_go(batch).abs().max() <= 4 / math.sqrt(5)
+
+
+def test_each_stream_has_its_own_scale():
+    small, large = torch.tensor([[0.0], [0.001]]), torch.tensor([[50.0], [0.0]])
+    exists = torch.ones(2, 1, dtype=torch.bool)
+    streams = torch.stack([small, large])
+    batch = RewardBatch(
+        streams.sum(dim=0),
+        torch.zeros(2),
+        exists,
+        exists,
+        2,
+        turn_streams=streams,
+        outcome_streams=torch.zeros(1, 2),
+        stream_weights=torch.tensor([3.0, 1.0, 1.0]),
+    )
+    assert reward_to_go(batch)[0] > 0 > gdpo(batch)[0]  # the small one weighs more
+
+
+# As rules of a recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("gigpo", "state_ids"),
+        ("gdpo", "turn_streams"),
+        ("gdpo", "stream_weights"),
+        ("state_baseline", "state_scores"),
+    ],
+)
+def test_a_rule_says_what_it_lacks(name, field):
+    batch = fields(draw_batch(2), **{field: None})
+    with pytest.raises(ConfigError, match=f"'{name}' needs the `{field}` of a `RewardBatch`"):
+        estimate(name, batch)
+
+
+def test_rules_take_their_options_from_a_recipe():
+    batch = draw_batch(2)
+    expected = gtpo(batch, gamma=0.5, turn_coef=0.1).float()
+    assert torch.equal(estimate({"name": "gtpo", "gamma": 0.5}, batch, turn_coef=0.1), expected)
+    with pytest.raises(ConfigError, match="'fit' .* is 'lines'; the nearest is 'line'"):
+        estimate({"name": "state_baseline", "fit": "lines"}, batch)
+
+
+def test_rules_say_whether_turn_rewards_may_be_summed(monkeypatch):
+    summing = {name for name in ("mt_grpo", "grpo_or", "grpo_mr", "leave_one_out", "reward_to_go") if sums_turns(name)}
+    assert summing == {"mt_grpo", "grpo_or", "grpo_mr", "leave_one_out"}
+    assert not splits_turns("leave_one_out") and splits_turns("reward_to_go")
+    keep_estimators(monkeypatch)
+    advantage_estimator("reward_to_go", sums_turns=True)(reward_to_go)
+    assert sums_turns("reward_to_go")
+    monkeypatch.undo()
+    assert not sums_turns("reward_to_go")
+
+
+# Where `mt_grpo` is biased
+
+
+@pytest.mark.parametrize(
+    ("results", "coef", "reward", "number"),
+    [
+        ([[1, 0], [0, 0]], 1.0, 0.5, 0),
+        ([[1, 1], [0, 0]], 1.0, 0.5, 1),
+        ([[1, 1], [0, 0]], 1.0, 0.0, 0),
+        ([[1, 1], [0, 0]], 1.0, NONE, 0),
+        ([[1, 0], [0, 0]], 2.0, 0.5, 1),
+        ([[1, 0], [0, 1]], 2.0, 0.5, 0),
+        ([[1, 1], [0, 0]], 2.0, 0.5, 2),
+    ],
+)
+def test_biases_of_mt_grpo_are_those_of_the_batch(results, coef, reward, number):
+    rewards = torch.tensor([[reward, NONE]] * 2 + [[NONE, NONE]])
+    exists = torch.tensor([[True, True]] * 2 + [[False, False]])  # the last one failed
+    results = torch.tensor([*results, [0, 0]], dtype=torch.bool)
+    batch = RewardBatch(rewards, torch.zeros(3), exists, results, 3)
+    assert len(biases_of_mt_grpo(batch, coef)) == number
