@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM, TrainerCallback
 
 from mt_grpo.app.train import leave_group, run_training
-from mt_grpo.credit import ADVANTAGE_ESTIMATORS, estimate
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, RewardBatch, estimate
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.rewards import OutcomeReward, StateScore, TurnReward, reward
@@ -89,14 +89,18 @@ class Length(OutcomeReward):
 
 
 class Watch(TrainerCallback):
-    """Sees the gradients of each optimiser step."""
+    """Sees the gradients of each optimiser step, and the rewards that it learns from."""
 
     rounded = True
     """Whether every gradient is a number of bfloat16."""
+    trainer: MTGRPOEnvTrainer
+    rewards: RewardBatch | None = None
+    """The rewards of the last step of training; an evaluation may come after it."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         gradients = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
         self.rounded &= all(gradient.equal(gradient.bfloat16().to(gradient.dtype)) for gradient in gradients)
+        self.rewards = self.trainer._batch.rewards
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -172,6 +176,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         peft_config=adapter,
         callbacks=[watch := Watch()],
     )
+    watch.trainer = trainer
     assert trainer.accelerator.num_processes == world
     if scenario == "refused":
         with pytest.raises(UnsupportedModelError, match="ModernBertDecoderForCausalLM .* nats"):
@@ -213,7 +218,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         "sent": sent,
         "dtype": logps.dtype,
         "evaluations": evaluations,
-        "credit": {name: estimate(name, trainer._batch.rewards) for name in ADVANTAGE_ESTIMATORS},
+        "credit": {name: estimate(name, watch.rewards) for name in ADVANTAGE_ESTIMATORS if watch.rewards},
         "rounded": watch.rounded,
         "work": gather(torch.stack([part["completion_mask"].sum() for part in trainer._buffered_inputs])),
     }
