@@ -151,6 +151,14 @@ def test_without_outcome_rewards_nothing_is_compared_with_them():
     assert all(each.correlation is each.group_correlation is each.sign_agreement is None for each in audit.rewards)
 
 
+def test_sums_that_differ_by_rounding_are_the_same():
+    third = 1 / 3
+    audit = audit_rewards(batch_of([[third] * 3, [1.0, 0.0, 0.0]], [0.0, 1.0], 2), torch.ones(2, 3))
+    turn = audit.rewards[0]
+    assert (turn.group_variance, turn.equal_groups, turn.group_correlation) == (0.0, 1.0, None)
+    assert turn.sign_agreement == 0.0  # the later turns of the first member earn more
+
+
 def test_one_turn_of_one_member_is_a_signal():
     advantages = torch.zeros(6, 3)
     advantages[4, 2] = 1e-30

@@ -62,6 +62,13 @@ def test_two_ranks_learn_what_one_learns(tmp_path, alone):
     assert (tmp_path / "trajectories.rank1.jsonl").exists()
 
 
+def test_all_ranks_sample_again_where_one_has_no_signal(tmp_path):
+    one, two = run(tmp_path / "1", 1, "silent"), run(tmp_path / "2", 2, "silent")
+    assert_the_same_is_learnt(one, two)
+    assert one["audit"] == two["audit"] and one["audit"]["groups"] == 6
+    assert one["sampled"] == two["sampled"] == 8 + 2 * 4
+
+
 def test_two_ranks_with_sharded_weights_learn_what_one_learns(tmp_path, alone):
     two = run(tmp_path, 2, **SHARDED)
     assert two["sharded"] and not alone["sharded"]
