@@ -35,8 +35,9 @@ BATCH = 8
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
 SCENARIOS = {
     "plain": {},
-    # only the second rank's conversations are rewritten
+    # only the second rank's conversations are rewritten, and only they are sampled again
     "steps": {
+        "groups_without_signal": "resample",
         "gradient_accumulation_steps": 2,
         "steps_per_generation": 2,
         "history": "strip_thinking",
@@ -48,7 +49,6 @@ SCENARIOS = {
     "adapter": {"max_completion_length": 150, "mask_truncated_completions": True},
     "refused": {},
     "bf16": {"bf16": True, "max_grad_norm": 1e9},  # gradients as they were reduced
-    "silent": {"groups_without_signal": "resample", "loss_type": "grpo"},  # at first the second rank's group
     "outcomes": {"max_steps": 1},
     "turns": {"max_steps": 1},
     "reference": {
@@ -177,7 +177,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         args,
         Dataset.from_list(rows),
         Dataset.from_list(rows[: 5 if scenario == "uneven" else 6]) if options.get("do_eval") else None,
-        engine=ScriptedEngine(tokenizer, silent_at_first if scenario == "silent" else conversation),
+        engine=ScriptedEngine(tokenizer, silent_at_first if scenario == "steps" else conversation),
         processing_class=tokenizer,
         peft_config=adapter,
         callbacks=[watch := Watch()],

@@ -69,15 +69,16 @@ def absent(batches, loss_type):
     return [{**rest[0], **{key: torch.cat([batch[key] for batch in rest]) for key in keys}}]
 
 
-@pytest.mark.parametrize("forward", ["tree", "padded"])
-def test_a_group_that_is_left_out_might_as_well_be_absent(build, forward):
+@pytest.mark.slow
+@pytest.mark.parametrize(("forward", "losses"), [("tree", LOSS_TYPES), ("padded", ["grpo", "bnpo", "dapo"])])
+def test_a_group_that_is_left_out_might_as_well_be_absent(build, forward, losses):
     """With the tree a micro-batch is left empty, with TRL's forward the rows are mixed."""
     trainer = build(rewards=((), (FirstDiffers(),)), groups_without_signal="leave_out", forward=forward, **TWO_GROUPS)
     torch.manual_seed(0)
     batches = sampled(trainer)
     assert sum(int(batch["kept"].sum()) for batch in batches) == 4
     assert [bool(batch["kept"].any()) for batch in batches].count(True) == (1 if forward == "tree" else 2)
-    for loss_type in LOSS_TYPES:
+    for loss_type in losses:
         trainer.loss_type = loss_type
         for batch in batches:
             batch.pop("loss_factor", None)
@@ -227,12 +228,12 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(build, tmp_path):
         weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
         return weights, [line["step"] for line in records(tmp_path / folder, "audit.jsonl")]
 
-    whole, steps = run("whole", 3)
-    assert steps == [1, 3]  # in between the batch of the step before is used again
+    whole, steps = run("whole", 2)
+    assert steps == [1]  # then its batch is used again
     run("cut", 1)
-    resumed, steps = run("cut", 3, resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-1"))
+    resumed, steps = run("cut", 2, resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-1"))
     torch.testing.assert_close(resumed, whole)
-    assert steps == [1, 3]
+    assert steps == [1]
 
 
 @pytest.mark.parametrize(
