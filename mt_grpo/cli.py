@@ -136,12 +136,18 @@ def rollout(arguments: list[str]) -> int:
     request = read_request(arguments, "rollout")
     check_places(request.values, "rollout")
     trainer, _ = _prepare(request, trains=False)
+    from mt_grpo.app.audit import audit_conversations, show_audit
     from mt_grpo.viewer import render_trajectory
 
     console = _console()
-    for number, trajectory in enumerate(trainer.rollout(request.own["num_prompts"])):
+    audits = request.own["audit"]
+    generations = trainer.num_generations if audits else 1
+    trajectories = trainer.rollout(request.own["num_prompts"], generations)
+    for number, trajectory in enumerate(trajectories[::generations]):  # of a group, its first member stands for all
         console.rule(f"conversation {number + 1}")
         console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
+    if audits:
+        show_audit(audit_conversations(trainer, trajectories), console)
     return 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mt_grpo.agent_options import LOSS_SCALES, check_partner, check_scheduler, parse_user
+from mt_grpo.credit_options import check_signalless
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 
@@ -24,6 +25,7 @@ ABOVE_ZERO = (
     "gradient_accumulation_steps",
     "max_completion_length",
     "max_concurrent_rollouts",
+    "max_resample_times",
     "max_turn_length",
     "num_generations_eval",
     "num_iterations",
@@ -90,6 +92,7 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
         )
     choose("loss_type", options["loss_type"], LOSS_TYPES)
     choose("loss_scale", options["loss_scale"], LOSS_SCALES)
+    check_signalless(options)
     if options["environments"] is None:  # else each may have options of its own
         check_scheduler(options)
     if not isinstance(options["scale_rewards"], bool):

@@ -14,6 +14,7 @@ from mt_grpo.training.config import MTGRPOConfig
 CONTENTS = {
     "config.yaml": "every option with its value; a recipe",
     "metrics.jsonl": "the metrics of each log step",
+    "audit.jsonl": "what rewards say in their groups",
     "trajectories*.jsonl": "every conversation",
     "learning_curve.png": "mean rewards over training",
     "summary.json": "the agent before and after training",

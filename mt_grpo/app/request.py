@@ -40,7 +40,13 @@ OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "type": "integer",
             "minimum": 1,
             "default": 4,
-        }
+        },
+        "audit": {
+            "description": "Run `num_generations` conversations for each prompt, and say what the rewards tell apart.",
+            "type": "boolean",
+            "x-flag": True,
+            "default": False,
+        },
     },
     "serve": {},
 }

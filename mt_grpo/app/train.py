@@ -26,6 +26,7 @@ from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError
 from mt_grpo.rollout.token_check import examine_template
+from mt_grpo.training.audit_log import read_audit
 from mt_grpo.training.folder import check_folder, clear_folder
 from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
@@ -51,7 +52,7 @@ def leave_group(accelerator: Accelerator) -> None:
 
 def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Console) -> None:
     """
-    Trains, and writes to the output folder `config.yaml` (the resolved options), `metrics.jsonl`,
+    Trains, and writes to the output folder `config.yaml` (the resolved options), `metrics.jsonl`, `audit.jsonl`,
     `trajectories.jsonl`, `learning_curve.png`, the model, and `summary.json`.
 
     Args:
@@ -142,7 +143,8 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     summary["steps"] = trainer.state.global_step
     if not main:
         return
-    report.write_json(summary_path, summary)
+    audit = read_audit(folder)
+    report.write_json(summary_path, summary if audit is None else {**summary, "audit": audit})
     title = f"{rule_label(args.advantage_estimator)}, {summary['steps']} steps"
     report.plot(trainer.state.log_history, folder / "learning_curve.png", title)
     if evaluates:

@@ -1,6 +1,7 @@
 """Credit: from the rewards of a batch to an advantage per turn."""
 
 from mt_grpo.credit.anchors import gigpo
+from mt_grpo.credit.audit import Audit, RewardAudit, audit_rewards, without_signal
 from mt_grpo.credit.check import CreditError, estimate
 from mt_grpo.credit.estimators import (
     ADVANTAGE_ESTIMATORS,
@@ -23,10 +24,13 @@ from mt_grpo.options import parse_rule, rule_name
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "AdvantageEstimator",
+    "Audit",
     "CreditError",
+    "RewardAudit",
     "RewardBatch",
     "Rule",
     "advantage_estimator",
+    "audit_rewards",
     "biases_of_mt_grpo",
     "bind_rule",
     "estimate",
@@ -47,4 +51,5 @@ __all__ = [
     "state_baseline",
     "sums_turns",
     "turn_gae",
+    "without_signal",
 ]

@@ -183,10 +183,12 @@ def with_outcome(batch: RewardBatch, turn_coef: float) -> Tensor:
 def group_values(batch: RewardBatch, returns: Tensor) -> Tensor:
     """The mean return of the other members that reach a turn, shape (B, K); see `turn_gae`."""
     shape = (-1, batch.group_size, returns.shape[1])
-    reached = batch.turn_mask.to(returns.dtype).view(shape)
-    earned = returns.nan_to_num(nan=0.0).view(shape) * reached
-    others = reached.sum(dim=1, keepdim=True) - reached
-    values = (earned.sum(dim=1, keepdim=True) - earned) / others
+    reached = batch.turn_mask.view(shape)
+    # shifted by the least first, for the reason that `centre` gives
+    least = returns.view(shape).masked_fill(~reached, torch.inf).amin(dim=1, keepdim=True)
+    earned = (returns.view(shape) - least).masked_fill(~reached, 0.0)
+    others = reached.sum(dim=1, keepdim=True) - reached.long()
+    values = (earned.sum(dim=1, keepdim=True) - earned) / others + least
     values = torch.where(others > 0, values, torch.nan).view(returns.shape)
     for turn in range(1, values.shape[1]):
         values[:, turn] = torch.where(values[:, turn].isnan(), values[:, turn - 1], values[:, turn])

@@ -79,6 +79,11 @@ class MTGRPOConfig(GRPOConfig):
             rule's default (1.0 for `mt_grpo`) where unset.
         advantage_estimator (`str` or `dict`, *optional*, defaults to `"mt_grpo"`): Credit rule, by its name in the
             registry, or a mapping of its `name` and options of its own; as JSON on the command line.
+        groups_without_signal (`str`, *optional*, defaults to `"keep"`): What becomes of groups whose advantages are 0
+            at every turn: `"keep"` (they count where the loss is divided), `"leave_out"` (they do not) or `"resample"`
+            (their prompts are sampled again, and what then has no signal is left out), see `mt_grpo.training.signal`.
+        max_resample_times (`int`, *optional*, defaults to `3`): Rounds in which `groups_without_signal: resample`
+            samples groups again, at most.
         max_concurrent_rollouts (`int`, *optional*): Conversations under way at once; all where unset.
         tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take, and an environment
             with a loop of its own between two turns.
@@ -161,6 +166,13 @@ class MTGRPOConfig(GRPOConfig):
     # `None` is refused; without it transformers' parser would take a mapping only
     advantage_estimator: dict[str, Any] | str | None = field(
         default="mt_grpo", metadata={"help": "Credit rule: its name, or JSON of its `name` and its options."}
+    )
+    groups_without_signal: str = field(
+        default="keep",
+        metadata={"help": "'keep', 'resample' or 'leave_out' groups whose advantages are all 0."},
+    )
+    max_resample_times: int = field(
+        default=3, metadata={"help": "Rounds in which groups without signal are sampled again, at most."}
     )
     max_concurrent_rollouts: int | None = field(
         default=None, metadata={"help": "Conversations under way at once; all where unset."}

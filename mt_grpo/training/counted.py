@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from mt_grpo.errors import ConfigError
 from mt_grpo.options import check_eval_batch
 from mt_grpo.training.activity import Activity
+from mt_grpo.training.audit_log import AuditLog
 from mt_grpo.training.checkpoint import batch_options, check_adapter, check_checkpoint, find_checkpoint
 from mt_grpo.training.checks import check_training, tell_device
 from mt_grpo.training.config import MTGRPOConfig
@@ -43,6 +44,8 @@ class CountedTrainer(FiniteTrainer):
         self.activity = Activity()
         self.conversations = ConversationLog(self)
         self.add_callback(self.conversations)
+        self.audits = AuditLog()
+        self.add_callback(self.audits)
         self.num_completions_to_print = 0  # TRL's own table in the terminal, instead of which there is ours
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -95,6 +98,11 @@ class CountedTrainer(FiniteTrainer):
                 max_steps,
             )
         return num_epochs, 0
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.audits.observe_gradient(norm, self.is_world_process_zero())
+        return norm
 
     # Metrics: TRL's are means over batches, ours are sums until they are logged
 

@@ -295,5 +295,6 @@ def open_environments(batch: RolloutBatch) -> Iterator[None]:
     try:
         yield
     finally:
-        if any(trajectory.environment is not None for trajectory in batch.trajectories):
-            run(close_environments(batch.trajectories))
+        trajectories = [*batch.trajectories, *batch.discarded]
+        if any(trajectory.environment is not None for trajectory in trajectories):
+            run(close_environments(trajectories))

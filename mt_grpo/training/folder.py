@@ -13,7 +13,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.training.checkpoint import is_whole
 from mt_grpo.training.config import MTGRPOConfig
 
-RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_curve.png")
+RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_curve.png", "audit.jsonl")
 MODEL = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "adapter_config.json")
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 

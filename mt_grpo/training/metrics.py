@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather, gather_object
 
-from mt_grpo.credit import RewardBatch
+from mt_grpo.credit import Audit, RewardBatch
 from mt_grpo.training.tally import Tally
 from mt_grpo.trajectory import StopReason, Trajectory
 
@@ -104,6 +104,25 @@ def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
             if len(values):
                 tally.count(f"{name} of turn {index + 1}", len(values))
                 tally.add(f"turn_{index + 1}/{name}", values.sum().item(), per=f"{name} of turn {index + 1}")
+    return tally
+
+
+def audit_metrics(audit: Audit, sampled_again: int) -> Tally:
+    """
+    The handful of an audit's numbers that trackers get; `audit.jsonl` has all.
+
+    Args:
+        audit (`Audit`): Of a batch.
+        sampled_again (`int`): Groups of the batch that were sampled again, counted as often as they were.
+    """
+    tally = Tally()
+    tally.count("group", audit.groups)
+    tally.add("credit/groups_without_signal", audit.groups_without_signal * audit.groups, per="group")
+    if sampled_again:
+        tally.add("credit/groups_sampled_again", sampled_again, per="group")
+    if audit.sign_agreement is not None:
+        tally.count("batch with turn and outcome advantages", 1)
+        tally.add("credit/sign_agreement", audit.sign_agreement, per="batch with turn and outcome advantages")
     return tally
 
 

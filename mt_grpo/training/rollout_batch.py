@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mt_grpo.credit import RewardBatch
-from mt_grpo.rewards import spread
+from mt_grpo.rewards import Scores, spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
 from mt_grpo.training.evaluation import counted, fill_up
 from mt_grpo.trajectory import Trajectory, visible
@@ -30,6 +30,11 @@ class RolloutBatch:
         rewards_per_func (`Tensor`, *optional*): The same with a column per reward, shape `(B, num_rewards)`; NaN where
             one does not apply.
         extra (`dict`): What reward functions log per row (`log_extra`), by name.
+        scores (`Scores`, *optional*): The scores of the trajectories of this process.
+        advantages (`Tensor`, *optional*): The advantages of the trajectories of all processes, shape `(B, K)`.
+        attempt (`int`): How often the rows were sampled before.
+        discarded (`list[Trajectory]`): Those of this process whose place later ones took.
+        sampled_again (`int`): Groups that were sampled again, counted as often as they were.
     """
 
     mode: str
@@ -40,6 +45,11 @@ class RolloutBatch:
     rewards: RewardBatch | None = None
     rewards_per_func: Tensor | None = None
     extra: dict[str, list[Any]] = field(default_factory=dict)
+    scores: Scores | None = None
+    advantages: Tensor | None = None
+    attempt: int = 0
+    discarded: list[Trajectory] = field(default_factory=list)
+    sampled_again: int = 0
 
     @property
     def longest(self) -> int:
@@ -66,6 +76,7 @@ class RolloutBatch:
             seed (`int`): The run's seed.
         """
         requests = []
+        moment = (*moment, self.attempt) if self.attempt else moment
         for number, (row, fills) in enumerate(zip(self.rows, self.fills, strict=True), first):
             if fills:
                 continue
@@ -75,6 +86,20 @@ class RolloutBatch:
             draw = derive_seed(seed, self.mode, *moment, number, prompt)
             requests.append(RolloutRequest(prompt, session, columns, draw))
         return requests
+
+    def replace(self, again: RolloutBatch) -> None:
+        """Takes the trajectories, scores and extra values of the rows that another batch has sampled again."""
+        fields = ("turn", "outcome", "state")
+        scores = [each for name in fields for each in getattr(self.scores, name)]
+        others = [each for name in fields for each in getattr(again.scores, name)]
+        for row in (row for row, fills in enumerate(again.fills) if not fills):
+            self.discarded.append(self.trajectories[row])
+            self.trajectories[row] = again.trajectories[row]
+            for values, other in zip(scores, others, strict=True):
+                values[row] = other[row]
+            for name in self.extra.keys() | again.extra.keys():
+                values = self.extra.setdefault(name, [None] * len(self.rows))
+                values[row] = again.extra[name][row] if name in again.extra else None
 
     def leave_out(self, pad_token_id: int, mask_truncated: bool) -> None:
         """

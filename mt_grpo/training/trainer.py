@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,27 +11,32 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from mt_grpo.credit import estimate
+from mt_grpo.credit import audit_rewards, estimate
 from mt_grpo.envs import EnvSource
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.training.batch import TokenColumns
-from mt_grpo.training.checkpoint import batch_options, is_whole, load_rollouts, save_rollouts
+from mt_grpo.training.checkpointed import CheckpointedTrainer
 from mt_grpo.training.checks import check_surroundings
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.counted import CountedTrainer
 from mt_grpo.training.dropout import disable_dropout, without_dropout
 from mt_grpo.training.environment import build_runner, check_env, open_environments, prepare_tokenizer
 from mt_grpo.training.evaluation import fill_up, fill_up_scores
 from mt_grpo.training.factories import Factory, add_own_rewards, rows_of
 from mt_grpo.training.forward import completion_logps, keep_outputs_exact, prepare_forward, prove_forward
-from mt_grpo.training.metrics import credit_metrics, mismatch_metrics, reward_metrics, rollout_metrics, show_advantages
+from mt_grpo.training.metrics import (
+    audit_metrics,
+    credit_metrics,
+    mismatch_metrics,
+    reward_metrics,
+    rollout_metrics,
+    show_advantages,
+)
 from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.policy import opened
 from mt_grpo.training.processes import everywhere, run_here
-from mt_grpo.training.reference import check_reference, load_reference, save_reference
+from mt_grpo.training.reference import check_reference
 from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
 from mt_grpo.training.reward_columns import check_reward_columns
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -45,6 +49,7 @@ from mt_grpo.training.servers import (
     weight_sync,
     without_client_of_trl,
 )
+from mt_grpo.training.signal import has_signal, leave_out, sample_again, share_out
 from mt_grpo.training.trajectory_writer import MetricsCallback, TrajectoryWriter
 from mt_grpo.training.watch import RewardWatch
 from mt_grpo.trajectory import Trajectory, visible
@@ -53,7 +58,7 @@ from mt_grpo.weights.transport import WeightSync
 Rewards = Sequence[str | Callable[..., Any] | RewardFunc] | None
 
 
-class MTGRPOEnvTrainer(CountedTrainer):
+class MTGRPOEnvTrainer(CheckpointedTrainer):
     """
     Trains an agent over several turns: rollouts in an environment, and an advantage per turn from rewards for turns
     and outcomes. Loss, buffering, samplers, checkpoints and logging are TRL's.
@@ -109,7 +114,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         train_dataset = rows_of(train_dataset, self.env, args)
         rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
         check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
-        self._watch = RewardWatch(rewards, args, self.state_scores)
+        self.watch = RewardWatch(rewards, args, self.state_scores)
         with without_client_of_trl(args), opened(model, args, quantization_config, peft_config) as policy:
             super().__init__(
                 **policy,
@@ -118,7 +123,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
                 processing_class=processing_class,
-                callbacks=[*(callbacks or []), MetricsCallback(), self._watch],
+                callbacks=[*(callbacks or []), MetricsCallback(), self.watch],
                 optimizers=optimizers,
             )
         self._prepare_models()
@@ -191,8 +196,11 @@ class MTGRPOEnvTrainer(CountedTrainer):
         prove_forward(self, self.max_completion_length or 1)  # before rollouts, and before rows a checkpoint kept
         buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self.args.forward == "tree" and self._buffered_inputs is not buffered:
-            self._buffered_inputs = rebalance(self._buffered_inputs, self.num_generations)
+        if self._buffered_inputs is not buffered:
+            if self.args.forward == "tree":
+                self._buffered_inputs = rebalance(self._buffered_inputs, self.num_generations)
+            if self.args.groups_without_signal != "keep":
+                share_out(self._buffered_inputs, self.loss_type)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return inputs
 
@@ -206,9 +214,9 @@ class MTGRPOEnvTrainer(CountedTrainer):
             with open_environments(batch):
                 output = super()._generate_and_score_completions(shown)
         except BaseException:  # whatever fails, conversations that were finished before are not lost
-            self._writer.write(batch.counted, mode, self.state.global_step)
+            self._writer.write_batch(batch, self.state.global_step)
             raise
-        everywhere(lambda: self._writer.write(batch.counted, mode, self.state.global_step))
+        everywhere(lambda: self._writer.write_batch(batch, self.state.global_step))
         if mode == "eval":
             self.eval_trajectories += batch.counted
         return self._credit(batch, output)
@@ -217,6 +225,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
         """Replaces TRL's generation and its tool loop."""
         batch = self._batch
         self._rollout(batch)
+        if batch.mode == "train" and self.args.groups_without_signal == "resample":
+            sample_again(batch, self.args.max_resample_times, self._rollout, self._score, self._judge)
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
         batch.leave_out(self._tokenizer.pad_token_id, self.args.mask_truncated_completions)
         prove_forward(self, max(gather_object([batch.longest])))
@@ -263,31 +273,40 @@ class MTGRPOEnvTrainer(CountedTrainer):
     ) -> torch.Tensor:
         """Scores turns and outcomes. Returns one column per reward, with turn rewards summed over turns."""
         batch = self._batch
-        generations = self.num_generations if self.model.training else self.num_generations_eval
-        weights = self.reward_weights.to(self.accelerator.device)
-        batch.rewards, batch.rewards_per_func = gather_rewards(
-            batch.trajectories, self._score(batch), weights, generations
-        )
+        if batch.rewards is None:
+            self._judge(batch)
+        for name, values in batch.extra.items():
+            self._log_completion_extra(name, values)
         if batch.mode == "eval":  # its batches differ in size
+            weights = self.reward_weights.to(self.accelerator.device)
             self._record("eval", reward_metrics(batch.rewards_per_func, weights, self.reward_func_names))
         return batch.rewards_per_func
+
+    def _judge(self, batch: RolloutBatch) -> None:
+        """Scores the trajectories of this process, unless they are scored, and credits those of all."""
+        batch.scores = batch.scores or self._score(batch)
+        generations = self.num_generations if batch.mode == "train" else self.num_generations_eval
+        weights = self.reward_weights.to(self.accelerator.device)
+        given = batch.trajectories, batch.scores, weights, generations
+        batch.rewards, batch.rewards_per_func = gather_rewards(*given)
+        options = {"turn_coef": self.args.turn_advantage_coef, "scale_rewards": self.scale_rewards}
+        batch.advantages = self._estimator(batch.rewards, **options)
 
     def _score(self, batch: RolloutBatch) -> Scores:
         extra = {
             "trainer_state": self.state,
-            "log_extra": lambda name, values: self._log_completion_extra(name, batch.add_extra(name, values)),
+            "log_extra": batch.add_extra,
             "log_metric": self._log_metric,
         }
         given = self.turn_reward_funcs, self.outcome_reward_funcs, batch.counted, extra, self.state_scores
         with self.activity.of("rewards"):
             scores = self._run_on_all_ranks(lambda: score_trajectories(*given))
-            self._watch.recheck(batch.counted, batch.mode)
+            self.watch.recheck(batch.counted, batch.mode)
         return fill_up_scores(scores, batch.fills)
 
     def _credit(self, batch: RolloutBatch, output: dict[str, Any]) -> dict[str, Any]:
         """Adds the advantages of turns, and columns for our forward, to the batch that TRL trains on."""
-        options = {"turn_coef": self.args.turn_advantage_coef, "scale_rewards": self.scale_rewards}
-        advantages = self._estimator(batch.rewards, **options)
+        advantages = batch.advantages
         self._log_credit(batch, advantages)
         first = self.accelerator.process_index * len(batch.rows)
         rows = torch.arange(first, first + len(batch.rows), device=advantages.device)
@@ -299,6 +318,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
             output["parent"] = columns.parent
         if "importance_sampling_ratio" in output:
             self._record(batch.mode, mismatch_metrics(output, advantages.shape[1]))
+        if batch.mode == "train" and self.args.groups_without_signal != "keep":
+            leave_out(output, has_signal(batch))
         return output
 
     def _log_credit(self, batch: RolloutBatch, advantages: torch.Tensor) -> None:
@@ -308,12 +329,15 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self._record(batch.mode, credit_metrics(batch.rewards, advantages))
         show_advantages(self._logs["advantages"], batch.rewards, advantages)
         if batch.mode == "train":
-            self._watch.observe(batch, advantages, self.accelerator.is_main_process)
+            audit = audit_rewards(batch.rewards, advantages)
+            self._record("train", audit_metrics(audit, batch.sampled_again))
+            self.audits.observe(audit, self.reward_func_names, self.watch.causal)
+            self.watch.observe(batch, advantages, self.accelerator.is_main_process)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self._loss_columns = TokenColumns.of_inputs(inputs)
         try:
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            return super().compute_loss(model, inputs, *args, **kwargs) * inputs.get("loss_factor", 1.0)
         finally:
             self._loss_columns = None
 
@@ -348,52 +372,18 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self.eval_trajectories = []
         return super().evaluate(*args, **kwargs)
 
-    def rollout(self, num_prompts: int) -> list[Trajectory]:
+    def rollout(self, num_prompts: int, num_generations: int = 1) -> list[Trajectory]:
         """
-        Runs and scores one conversation per prompt, without training. Prompts are the first rows of the evaluation
-        set, or of the training set if there is none.
+        Runs and scores conversations, `num_generations` for each prompt, without training. Prompts are the first rows
+        of the evaluation set, or of the training set if there is none. Where conversations can be compared, turn
+        rewards are also asked whether they depend on later turns, see `RewardWatch.causal`.
         """
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
-        batch = RolloutBatch("eval", rows := list(dataset.take(num_prompts)), [False] * len(rows))
+        rows = [row for row in dataset.take(num_prompts) for _ in range(num_generations)]
+        batch = RolloutBatch("eval", rows, [False] * len(rows))
         with open_environments(batch):
             self._rollout(batch)
             self._score(batch)
+            if num_generations > 1:
+                self.watch.recheck(batch.counted, "audit")
         return batch.trajectories
-
-    # Checkpoints: TRL drops the generated batch, so a resumed run would sample another one
-
-    def save_checkpoint(self) -> Path:
-        """
-        Writes a checkpoint of the last finished step, also if training stopped in the middle of the next one. A
-        checkpoint that is already there is kept. This is a collective call.
-
-        Returns:
-            `Path`: The checkpoint's folder.
-        """
-        folder = self._checkpoint_folder()
-        saved = is_whole(folder)
-        self.accelerator.wait_for_everyone()  # every process looks before one writes
-        if not saved:
-            self._step -= self._step % self.args.gradient_accumulation_steps  # an unfinished step begins again
-            self._save_checkpoint(self.model, trial=None)
-        return folder
-
-    def _checkpoint_folder(self, trial: Any = None) -> Path:
-        return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = self._checkpoint_folder(trial)
-        try:
-            super()._save_checkpoint(model, trial)
-            save_reference(folder, self.args, self.accelerator, self.ref_model)
-            options = batch_options(self.args)
-            save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, options)
-        except BaseException:  # a checkpoint is whole or absent, whatever stops its writing
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            load_reference(Path(checkpoint), self.args, self.accelerator, self.ref_model)
-            self._step, self._buffered_inputs = load_rollouts(Path(checkpoint), self.accelerator)

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from mt_grpo.training.jsonl import to_json
+from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.trajectory import Trajectory
 
 
@@ -23,8 +24,13 @@ class TrajectoryWriter:
     def __init__(self, folder: str, rank: int) -> None:
         self.path = Path(folder) / ("trajectories.jsonl" if rank == 0 else f"trajectories.rank{rank}.jsonl")
 
+    def write_batch(self, batch: RolloutBatch, step: int) -> None:
+        """Appends the trajectories of a batch; those that were sampled again have the mode `"discarded"`."""
+        self.write(batch.discarded, "discarded", step)
+        self.write(batch.counted, batch.mode, step)
+
     def write(self, trajectories: list[Trajectory], mode: str, step: int) -> None:
-        """Appends trajectories with the mode (`"train"` or `"eval"`) and the optimiser step they belong to."""
+        """Appends trajectories with their mode (`"train"`, `"eval"` or `"discarded"`) and their optimiser step."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = [to_json({"step": step, "mode": mode, **trajectory.to_dict()}) for trajectory in trajectories]
         # half a character, which an environment may write, as the escape that JSON has for it

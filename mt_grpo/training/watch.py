@@ -42,27 +42,37 @@ class RewardWatch(TrainerCallback):
         self._batches = self._flat = 0
         self._args = args
         needs_causal = not sums_turns(rule_name(args.advantage_estimator))
-        self._uncut = [reward for reward in rewards if isinstance(reward, TurnReward) and needs_causal]
-        self._uncut += state_scores
+        self._of_turns = [reward for reward in rewards if isinstance(reward, TurnReward)]
+        self._uncut = [*(self._of_turns if needs_causal else []), *state_scores]
         self._to_cut = CUT
+        self.causal: dict[str, bool] = {}
+        """Whether a turn reward stays as it is when later turns are cut off, for those that were examined here."""
         self._said_biased = False
 
     def recheck(self, trajectories: Sequence[Trajectory], mode: str) -> None:
         """
-        Scores a sample of this process's training trajectories once more, cut off after a turn.
+        Scores a sample of this process's trajectories once more, cut off after a turn.
 
         Args:
             trajectories (`Sequence[Trajectory]`): Scored trajectories.
-            mode (`str`): `"train"` or `"eval"`.
+            mode (`str`): `"train"`; `"audit"`, where every turn reward is asked, whatever the credit rule; or
+                `"eval"`, where none is.
         """
-        if mode != "train" or self._args.process_index or not self._uncut or not self._to_cut:
+        asked = self._of_turns if mode == "audit" else self._uncut
+        if mode == "eval" or self._args.process_index or not asked or not self._to_cut:
             return
         several = [each for each in trajectories if not each.failed and len(each.turns) > 1][: self._to_cut]
         # each turn has its turn, but the last, after which nothing can be cut off
         samples = [(each, (self._to_cut - number) % (len(each.turns) - 1)) for number, each in enumerate(several)]
         self._to_cut -= len(samples)
-        for name, what in run_here(score_cut(self._uncut, samples), self._args.device).items():
-            self._uncut = [reward for reward in self._uncut if reward.name != name]
+        changed = run_here(score_cut(asked, samples), self._args.device)
+        for reward in asked if samples else ():
+            self.causal[reward.name] = self.causal.get(reward.name, True) and reward.name not in changed
+        harmed = {reward.name for reward in self._uncut}
+        self._uncut = [reward for reward in self._uncut if reward.name not in changed]
+        for name, what in changed.items():
+            if name not in harmed:  # the rule takes any turn reward
+                continue
             logger.warning(
                 "The reward or state score %r of turns depends on later turns (%s), so the credit rule %r is biased: "
                 "judge a turn by the trajectory up to it, or use `mt_grpo` or `leave_one_out`, which take the sum of "

@@ -79,6 +79,18 @@ def test_rollout_shows_conversations_and_trains_nothing(recipe, tmp_path, capsys
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+def test_rollout_audits_rewards_in_groups(recipe, tmp_path, capsys):
+    assert main(["rollout", *recipe(num_generations=3), "--num_prompts", "2", "--audit"]) == 0
+    printed = capsys.readouterr().out
+    conversations, table = printed.split("audit: 2 prompts × 3 conversations")
+    assert conversations.count("─ conversation ") == 2
+    for name in ("tool_execution_reward_func", "exact_match_reward_func", "format_reward_func"):
+        assert name in table
+    assert "of 2 groups have no signal: their advantages are 0 at every turn." in table
+    assert "The reward 'exact_match_reward_func' teaches nothing here" in table
+    assert not (tmp_path / "run" / "audit.jsonl").exists()
+
+
 REWARD = """
 from mt_grpo.rewards import OutcomeReward
 

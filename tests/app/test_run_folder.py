@@ -140,7 +140,10 @@ def test_from_python_records_are_appended_with_a_warning(build, tmp_path, caplog
     first.train()  # the same run to its caller
     assert "holds an earlier run" not in caplog.text
     build(max_steps=1).train()
-    assert "holds an earlier run (metrics.jsonl, trajectories.jsonl), to whose records this one appends" in caplog.text
+    assert (
+        "holds an earlier run (metrics.jsonl, trajectories.jsonl, audit.jsonl), to whose records this one appends"
+        in caplog.text
+    )
     assert steps(tmp_path) == [1, 1, 1]
 
 

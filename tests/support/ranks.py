@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, gather
+from accelerate.utils import DistributedType, gather, gather_object
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from rich.console import Console
@@ -24,6 +24,7 @@ from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.rewards import OutcomeReward, StateScore, TurnReward, reward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.audit_log import read_audit
 from mt_grpo.training.batch import batch_logps
 from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.reference import load_reference
@@ -34,8 +35,9 @@ BATCH = 8
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
 SCENARIOS = {
     "plain": {},
-    # only the second rank's conversations are rewritten
+    # only the second rank's conversations are rewritten, and only they are sampled again
     "steps": {
+        "groups_without_signal": "resample",
         "gradient_accumulation_steps": 2,
         "steps_per_generation": 2,
         "history": "strip_thinking",
@@ -70,6 +72,14 @@ def conversation(session: str, turn: int) -> str:
     turns = number % 2 + 3 * second
     action = SEARCH if turn < turns else f"<answer>Lima {'of Peru ' * (number % 3)}</answer>"
     return "<think>well</think>" * second + action
+
+
+def silent_at_first(session: str, turn: int) -> str:
+    """All members of the second group answer the same, until they are asked for the third time."""
+    parts = session.split("-")
+    attempt = int(parts[3]) if len(parts) == 5 else 0
+    first = int(parts[-1]) < BATCH // 2
+    return conversation(session, turn) if first or attempt == 2 else "<answer>Lima</answer>"
 
 
 class Searched(TurnReward):
@@ -171,7 +181,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         args,
         Dataset.from_list(rows),
         Dataset.from_list(rows[: 5 if scenario == "uneven" else 6]) if options.get("do_eval") else None,
-        engine=ScriptedEngine(tokenizer, conversation),
+        engine=ScriptedEngine(tokenizer, silent_at_first if scenario == "steps" else conversation),
         processing_class=tokenizer,
         peft_config=adapter,
         callbacks=[watch := Watch()],
@@ -220,6 +230,8 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         "evaluations": evaluations,
         "credit": {name: estimate(name, watch.rewards) for name in ADVANTAGE_ESTIMATORS if watch.rewards},
         "rounded": watch.rounded,
+        "audit": read_audit(folder) if trainer.accelerator.is_main_process else None,
+        "sampled": sum(gather_object([len(trainer._batch.counted) + len(trainer._batch.discarded)])),
         "work": gather(torch.stack([part["completion_mask"].sum() for part in trainer._buffered_inputs])),
     }
     if trainer.accelerator.is_main_process:

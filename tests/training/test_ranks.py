@@ -105,6 +105,8 @@ def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):
     one, two = run(tmp_path / "1", 1, "steps"), run(tmp_path / "2", 2, "steps")
     assert_the_same_is_learnt(one, two)
     assert sum(two["work"]) == sum(one["work"])
+    assert one["sampled"] == two["sampled"] == 8 + 2 * 4  # the second rank's group had no signal, two times
+    assert one["audit"] == two["audit"] and one["audit"]["groups"] == 6
     saved = {path.name for path in (tmp_path / "2" / "checkpoint-3").iterdir()}
     assert saved >= {"model.safetensors", "rollouts-rank0.pt", "rollouts-rank1.pt"}
     first, second = two["work"].view(2, 2).sum(dim=1).tolist()  # a rank's micro-batches

@@ -1,0 +1,105 @@
+"""Is a reward any good? The table behind `mt-grpo rollout --audit`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mt_grpo.credit import audit_rewards, estimate
+from mt_grpo.rewards import Scores
+from mt_grpo.training.audit_log import as_record
+from mt_grpo.training.reward_batch import gather_rewards
+from mt_grpo.training.trainer import MTGRPOEnvTrainer
+from mt_grpo.trajectory import Trajectory, visible
+
+
+def audit_conversations(trainer: MTGRPOEnvTrainer, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """
+    Audits the rewards of conversations.
+
+    Args:
+        trainer (`MTGRPOEnvTrainer`): It ran and scored them.
+        trajectories (`Sequence[Trajectory]`): `num_generations` for each prompt.
+
+    Returns:
+        `dict`: As a line of `audit.jsonl`; beside it `conversations`, and `failed` of them.
+    """
+    args, judged = trainer.args, list(trajectories)
+    names = [[reward.name for reward in funcs] for funcs in (trainer.turn_reward_funcs, trainer.outcome_reward_funcs)]
+    turn, outcome = (
+        [[each.rewards[kind].get(name) for each in judged] for name in of_kind]
+        for kind, of_kind in zip(("turn", "outcome"), names, strict=True)
+    )
+    state = [[each.rewards["state"][score.name] for each in judged] for score in trainer.state_scores]
+    scores = Scores(turn, outcome, state)
+    batch, _ = gather_rewards(judged, scores, trainer.reward_weights.to(args.device), trainer.num_generations)
+    rule = {"turn_coef": args.turn_advantage_coef, "scale_rewards": trainer.scale_rewards}
+    advantages = estimate(args.advantage_estimator, batch, **rule)
+    record = as_record(audit_rewards(batch, advantages), sum(names, []), trainer.watch.causal)
+    return {**record, "conversations": len(judged), "failed": sum(each.failed for each in judged)}
+
+
+def show_audit(record: dict[str, Any], console: Console) -> None:
+    """Prints the table, and below it what stands out."""
+    groups = record["groups"]
+    title = f"audit: {groups} prompts × {record['conversations'] // groups} conversations"
+    table = Table(title=Text(title, style="table.title"), box=None, padding=(0, 1, 0, 0))
+    table.add_column("reward", overflow="fold")
+    for column in (
+        "applies",
+        "mean",
+        "var. in\ngroups",
+        "equal\ngroups",
+        "follows\noutcome",
+        "signs\nagree",
+        "causal",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, each in record["rewards"].items():
+        table.add_row(
+            Text(visible(name)),
+            _share(each["applies"]),
+            _number(each["mean"]),
+            _number(each["group_variance"]),
+            _share(each["equal_groups"]),
+            _number(each["group_correlation"], "+.2f"),
+            _share(each["sign_agreement"]),
+            {None: "-", True: "yes", False: "no"}[each["causal"]],
+        )
+    console.print(table)
+    for line in findings(record):
+        console.print(f"- {line}", highlight=False, markup=False)
+
+
+def findings(record: dict[str, Any]) -> list[str]:
+    """What of an audit stands out, in sentences."""
+    silent = round(record["groups_without_signal"] * record["groups"])
+    lines = [f"{silent} of {record['groups']} groups have no signal: their advantages are 0 at every turn."]
+    if record["failed"]:
+        lines.append(f"{record['failed']} of {record['conversations']} conversations failed, and are left out.")
+    if record["sign_agreement"] is not None:
+        lines.append(
+            f"Turn and outcome advantages point the same way at {_share(record['sign_agreement'])} of the turns that "
+            "have both."
+        )
+    for name, each in record["rewards"].items():
+        reward = f"The reward {visible(name)!r}"
+        if each["applies"] == 0:
+            lines.append(f"{reward} never applied: it returned `None` for every conversation.")
+        elif each["equal_groups"] == 1:
+            lines.append(f"{reward} teaches nothing here: all members of each group earn the same.")
+        if each["causal"] is False:
+            lines.append(f"{reward} depends on later turns, which biases rules that credit single turns.")
+    return lines
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "-" if value is None else format(value, form)
