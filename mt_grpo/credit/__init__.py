@@ -1,6 +1,7 @@
 """Credit: from the rewards of a batch to an advantage per turn."""
 
 from mt_grpo.credit.anchors import gigpo
+from mt_grpo.credit.branching import branch_to_go
 from mt_grpo.credit.check import CreditError, estimate
 from mt_grpo.credit.estimators import (
     ADVANTAGE_ESTIMATORS,
@@ -29,6 +30,7 @@ __all__ = [
     "advantage_estimator",
     "biases_of_mt_grpo",
     "bind_rule",
+    "branch_to_go",
     "estimate",
     "gdpo",
     "get_estimator",
