@@ -134,9 +134,14 @@ def named(source: dict[str, EnvSource], row: dict[str, Any]) -> EnvSource:
     return source[name]
 
 
-def check_source(source: Any, name: str = "env") -> None:
+def check_source(source: Any, name: str = "env", branches: bool = False) -> None:
     """
     Refuses what no environment can be made from.
+
+    Args:
+        source: What was given.
+        name (`str`, *optional*, defaults to `"env"`): Its name in errors.
+        branches (`bool`, *optional*, defaults to `False`): Whether its conversations branch, see `check_forkable`.
 
     Raises:
         ConfigError: With one sentence that says what to give instead.
@@ -164,6 +169,8 @@ def check_source(source: Any, name: str = "env") -> None:
                 "function from a row to an environment."
             )
         _check_call(source, name)
+    if branches:
+        check_forkable(source)
 
 
 def check_forkable(source: EnvSource) -> None:

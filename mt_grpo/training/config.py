@@ -79,6 +79,10 @@ class MTGRPOConfig(GRPOConfig):
             rule's default (1.0 for `mt_grpo`) where unset.
         advantage_estimator (`str` or `dict`, *optional*, defaults to `"mt_grpo"`): Credit rule, by its name in the
             registry, or a mapping of its `name` and options of its own; as JSON on the command line.
+        branch_at (`int`, *optional*): Turns after which a conversation branches in training, see `docs/credit.md`; by
+            default none does.
+        num_branches (`int`, *optional*, defaults to `4`): Branches of a conversation, with `branch_at`; members of a
+            group, as many conversations of which are branches of one.
         max_concurrent_rollouts (`int`, *optional*): Conversations under way at once; all where unset.
         tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take, and an environment
             with a loop of its own between two turns.
@@ -162,6 +166,10 @@ class MTGRPOConfig(GRPOConfig):
     advantage_estimator: dict[str, Any] | str | None = field(
         default="mt_grpo", metadata={"help": "Credit rule: its name, or JSON of its `name` and its options."}
     )
+    branch_at: int | None = field(
+        default=None, metadata={"help": "Turns after which a conversation branches; none does where unset."}
+    )
+    num_branches: int = field(default=4, metadata={"help": "Branches of a conversation, with `branch_at`."})
     max_concurrent_rollouts: int | None = field(
         default=None, metadata={"help": "Conversations under way at once; all where unset."}
     )

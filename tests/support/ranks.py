@@ -49,6 +49,8 @@ SCENARIOS = {
     "bf16": {"bf16": True, "max_grad_norm": 1e9},  # gradients as they were reduced
     "outcomes": {"max_steps": 1},
     "turns": {"max_steps": 1},
+    # of the first rank all conversations end before they branch, of the second none
+    "branches": {"advantage_estimator": "branch_to_go", "branch_at": 1, "num_branches": 2, "max_steps": 1},
     "reference": {
         "beta": 0.5,
         "sync_ref_model": True,

@@ -136,6 +136,13 @@ def test_one_kind_of_reward_is_enough_on_several_ranks(tmp_path, scenario):
     torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)
 
 
+def test_two_ranks_learn_the_same_from_branches(tmp_path):
+    one, two = run(tmp_path / "1", 1, "branches"), run(tmp_path / "2", 2, "branches")
+    torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)
+    assert one["turns"] == two["turns"] and one["credit"]["branch_to_go"].any()
+    torch.testing.assert_close(one["credit"]["branch_to_go"], two["credit"]["branch_to_go"], rtol=1e-4, atol=1e-5)
+
+
 def test_a_loss_that_is_not_finite_on_one_rank_ends_both(tmp_path):
     two = run(tmp_path, 2, "spoilt", **SHARDED)
     assert two["sharded"] and not two["learnt"]

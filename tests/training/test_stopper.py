@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from support.models import CPU_RUN, build_model
 from transformers import TrainerCallback
 
 from mt_grpo.credit.exact import measure
+from mt_grpo.credit.exact_branching import measure_branching
 from mt_grpo.credit.processes import stopper
 from mt_grpo.envs import Step, StepEnv
 from mt_grpo.rewards import EnvReward
@@ -18,14 +20,19 @@ from mt_grpo.rewards.step import StepReward
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import ToolCall
 
-GROUP, GROUPS_PER_STEP = 4, 64
+ROWS = 256
+"""Conversations of a step."""
 GO, STOP = "g", "s"
+pytestmark = pytest.mark.slow
 
 
 class Stopper(StepEnv):
     """`mt_grpo.credit.processes.stopper`: up to three times the model goes on, which earns .3, or stops."""
 
     stop = (GO, STOP)
+
+    def fork(self):
+        return copy.copy(self)
 
     async def reset(self, row):
         return row["prompt"]
@@ -66,40 +73,51 @@ def one_parameter(tokenizer):
     return model
 
 
-# with the expected estimate, and whether a rule's means include the member itself; the true gradient is .20625
-@pytest.mark.parametrize(
-    ("rule", "expected", "own", "steps"),
-    [("reward_to_go", 0.20625, True, 8), ("leave_one_out", 0.20625, False, 4), ("mt_grpo", 0.098437, False, 4)],
-)
-def test_the_trainer_estimates_the_exact_gradient(tmp_path, tokenizer, rule, expected, own, steps):
+def estimate(folder, tokenizer, steps, **options):
+    """The mean gradient of the expected rewards in θ, as training computes it."""
     model = one_parameter(tokenizer)
     gradients = Gradients(model.lm_head.weight, tokenizer.convert_tokens_to_ids(GO))
     options = {
         **CPU_RUN,
-        "per_device_train_batch_size": GROUP * GROUPS_PER_STEP // 2,
+        "per_device_train_batch_size": ROWS // 2,
         "gradient_accumulation_steps": 2,
-        "num_generations": GROUP,
         "max_completion_length": 100,
         "max_steps": steps,
         "learning_rate": 0.0,  # the policy stays what it is
         "max_grad_norm": 0.0,
         "loss_type": "dr_grpo",  # a sum over tokens, divided by a constant
         "scale_rewards": "none",
-        "advantage_estimator": rule,
         "tokenization_sanity_check_mode": "disable",
+        **options,
     }
     MTGRPOEnvTrainer(
         model,
         Stopper,
         [StepReward()],
         [EnvReward()],
-        MTGRPOConfig(str(tmp_path), **options),
-        train_dataset=Dataset.from_dict({"prompt": ["What is"] * GROUPS_PER_STEP}),
+        MTGRPOConfig(str(folder), **options),
+        train_dataset=Dataset.from_dict({"prompt": ["What is"] * ROWS}),
         processing_class=tokenizer,
         callbacks=[gradients],
     ).train()
-    factor = GROUP / (GROUP - 1) if own else 1.0
-    estimate = -factor * options["max_completion_length"] * sum(gradients.seen) / steps
-    exact = measure(rule, stopper, group_size=GROUP, factor=factor)
+    return -options["max_completion_length"] * sum(gradients.seen) / steps
+
+
+# with the expected estimate, and whether a rule's means include the member itself; the true gradient is .20625
+@pytest.mark.parametrize(
+    ("rule", "expected", "own", "steps"),
+    [("reward_to_go", 0.20625, True, 6), ("leave_one_out", 0.20625, False, 2), ("mt_grpo", 0.098437, False, 2)],
+)
+def test_the_trainer_estimates_the_exact_gradient(tmp_path, tokenizer, rule, expected, own, steps):
+    factor = 4 / 3 if own else 1.0
+    exact = measure(rule, stopper, group_size=4, factor=factor)
     assert exact.mean.item() == pytest.approx(expected, abs=1e-6)
-    assert abs(estimate - expected) < 3 * exact.std / math.sqrt(GROUPS_PER_STEP * steps)
+    gradient = factor * estimate(tmp_path, tokenizer, steps, advantage_estimator=rule)
+    assert abs(gradient - expected) < 3 * exact.std / math.sqrt(steps * ROWS / 4)
+
+
+def test_conversations_that_branch_have_the_same_gradient(tmp_path, tokenizer):
+    exact = measure_branching("branch_to_go", stopper, branch_at=1, num_branches=4)
+    options = {"advantage_estimator": "branch_to_go", "branch_at": 1, "num_branches": 4, "num_generations": 8}
+    gradient = estimate(tmp_path, tokenizer, 3, **options)
+    assert abs(gradient - 0.20625) < 3 * exact.std / math.sqrt(3 * ROWS / 8)
