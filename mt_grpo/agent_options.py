@@ -15,6 +15,9 @@ LOSS_SCALES = ("all", "last_round")
 PARTNERS = ("simulated_user", "interaction_config_file", "env", "environment_factory")
 """Options of which one at most says who answers the model's words."""
 
+BRANCH_RULE = "branch_to_go"
+"""The credit rule of conversations that branch."""
+
 USER_OPTIONS: dict[str, tuple[type, ...]] = {
     "base_url": (str,),
     "model": (str,),
@@ -44,6 +47,60 @@ def check_partner(options: Mapping[str, Any], place: str = "") -> None:
     if len(given) > 1:
         raise ConfigError(
             f"{place}`{given[0]}` and `{given[1]}` both say who answers the model: leave one of them out."
+        )
+
+
+def check_branches(options: Mapping[str, Any], rule: str) -> None:
+    """
+    Whether conversations can branch as the options say.
+
+    Args:
+        options (`Mapping`): With `branch_at`, `num_branches` and `num_generations` among them.
+        rule (`str`): Name of the credit rule.
+
+    Raises:
+        ConfigError: If they cannot, or the credit rule is not the one for branches.
+    """
+    at, number, group = options["branch_at"], options["num_branches"], options["num_generations"]
+    if at is None and rule == BRANCH_RULE:
+        raise ConfigError(
+            f"`advantage_estimator: {rule}` is the rule of conversations that branch: set `branch_at`, or choose "
+            "`reward_to_go`."
+        )
+    if at is None:
+        return
+    if at < 1:
+        raise ConfigError(f"`branch_at` is {at}; it counts the turns that branches share, so set 1 or more.")
+    if number < 2:
+        raise ConfigError(f"`num_branches` is {number}; set 2 or more, or leave `branch_at` out.")
+    if group % number or group == number:
+        raise ConfigError(
+            f"`num_generations: {group}` does not make two conversations or more of `num_branches: {number}` each: "
+            f"set it to {2 * number} or a larger multiple of {number}."
+        )
+    if rule != BRANCH_RULE:
+        raise ConfigError(
+            f"`branch_at` needs `advantage_estimator: {BRANCH_RULE}`: {rule!r} does not know which members of a group "
+            "share turns, and would be biased."
+        )
+
+
+def check_trunks(options: Mapping[str, Any], rows: int) -> None:
+    """
+    Whether all branches of a conversation are on one process.
+
+    Args:
+        options (`Mapping`): With `branch_at` and `num_branches` among them.
+        rows (`int`): Conversations that a process samples at once.
+
+    Raises:
+        ConfigError: If they are not.
+    """
+    if options["branch_at"] is not None and rows % options["num_branches"]:
+        raise ConfigError(
+            f"`num_branches: {options['num_branches']}` does not divide the {rows} conversations that a process "
+            "samples at once, and a conversation branches on one process: change it, or "
+            "`per_device_train_batch_size`."
         )
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mt_grpo.agent_options import LOSS_SCALES, check_partner, check_scheduler, parse_user
+from mt_grpo.agent_options import LOSS_SCALES, check_branches, check_partner, check_scheduler, check_trunks, parse_user
 from mt_grpo.credit_options import check_signalless
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
@@ -102,6 +102,7 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
         value = rule if name == "advantage_estimator" else options[name]
         if value is not None:  # `call_protocol` may be left to the kind of environment
             choose(name, value, known)
+    check_branches(options, rule)
     for name in NO_EFFECT:
         if options[name]:
             raise ConfigError(
@@ -170,6 +171,7 @@ def check_batches(options: Mapping[str, Any], processes: int) -> None:
             f"{batch // step} step{'s' * (batch > step)}): {_divisors(batch, 2)}make the batch a multiple of "
             f"{generations}."
         )
+    check_trunks(options, batch // processes)
     if options["do_eval"] or options["eval_strategy"] != "no":
         check_eval_batch(options, processes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -130,6 +130,14 @@ class TokenTree:
         node.tokens, node.logprobs = node.tokens[:offset], node.logprobs[:offset]
         if self._tip == index:
             self._tip = lower
+
+    def fork(self) -> TokenTree:
+        """A tree of the same tokens, to which timesteps are added apart; the lists of tokens are shared."""
+        twin = TokenTree()
+        twin.nodes = [replace(node) for node in self.nodes]
+        twin.num_turns, twin._tip = self.num_turns, self._tip
+        twin._children = {index: list(children) for index, children in self._children.items()}
+        return twin
 
     def path(self, index: int | None = None) -> list[int]:
         """Token ids from the root to a node; by default the latest timestep's context and action."""

@@ -146,6 +146,8 @@ class Trajectory:
         seconds (`float`): Wall time of the whole conversation.
         env_rewards (`dict`): Rewards of the whole conversation that its environment gave, by name.
         info (`dict`): What else the environment tells about it.
+        branch_of (`str`, *optional*): Session of the trajectory with which it shares its first turns, where the
+            conversation branched; one that ended before is the same as the other.
         environment (*optional*): The environment, while rewards may look at it; it is written nowhere.
     """
 
@@ -162,6 +164,7 @@ class Trajectory:
     seconds: float = 0.0
     env_rewards: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    branch_of: str | None = None
     environment: Any = field(default=None, repr=False, compare=False)
 
     @property

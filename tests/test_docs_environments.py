@@ -57,6 +57,16 @@ def test_the_example_of_the_page_trains(page, module, rows, rewards, tmp_path, m
     sys.modules.pop(module)
 
 
+def test_the_recipe_of_the_page_on_branching_is_in_place(tmp_path, monkeypatch, capsys):
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "branching.md").read_text(), re.DOTALL)
+    options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text()) | yaml.safe_load(recipe)
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(yaml.safe_dump(options))
+    assert main(["train", "recipe.yaml", "--dry_run", "--output_dir", "run"]) == 0
+    resolved = yaml.safe_load(capsys.readouterr().out)
+    assert (resolved["branch_at"], resolved["num_branches"]) == (2, 4)
+
+
 def test_a_factory_needs_no_dataset(tmp_path, monkeypatch, capsys):
     text = (DOCS / "trl_environments.md").read_text()
     (code,) = re.findall(r"`counting\.py`:\n\n```python\n(.*?)```", text, re.DOTALL)

@@ -17,7 +17,8 @@ GROUPS = {
         tool_timeout rollout_timeout max_concurrent_rollouts history compact_every tokenization_sanity_check_mode
         external_plugins""",
     "Rewards and credit": """turn_reward_funcs outcome_reward_funcs reward_weights state_score advantage_estimator
-        turn_advantage_coef scale_rewards groups_without_signal max_resample_times env_mask loss_scale""",
+        turn_advantage_coef scale_rewards groups_without_signal max_resample_times branch_at num_branches env_mask
+        loss_scale""",
     "Training": """max_steps num_generations per_device_train_batch_size gradient_accumulation_steps learning_rate
         temperature loss_type beta use_peft forward tree_attention disable_dropout do_eval use_cpu""",
     "vLLM server": """use_vllm vllm_mode vllm_server_host vllm_server_port weight_sync weight_sync_folder

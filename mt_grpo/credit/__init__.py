@@ -2,6 +2,7 @@
 
 from mt_grpo.credit.anchors import gigpo
 from mt_grpo.credit.audit import Audit, RewardAudit, audit_rewards, without_signal
+from mt_grpo.credit.branching import branch_to_go
 from mt_grpo.credit.check import CreditError, estimate
 from mt_grpo.credit.estimators import (
     ADVANTAGE_ESTIMATORS,
@@ -33,6 +34,7 @@ __all__ = [
     "audit_rewards",
     "biases_of_mt_grpo",
     "bind_rule",
+    "branch_to_go",
     "estimate",
     "gdpo",
     "get_estimator",

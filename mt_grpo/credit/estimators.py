@@ -38,6 +38,8 @@ class RewardBatch:
         turn_streams (`Tensor`, *optional*): Shape (S, B, K): each turn reward by itself, not weighted.
         outcome_streams (`Tensor`, *optional*): Shape (R, B): each outcome reward by itself, not weighted.
         stream_weights (`Tensor`, *optional*): Shape (S + R,): the weights of both.
+        num_branches (`int`, *optional*, defaults to `1`): So many rows in a row continue the same trunk.
+        branch_at (`int`, *optional*, defaults to `0`): Turns that these rows share.
 
     There are two kinds of NaN. An *absent* reward is one that does not apply to a trajectory which ran: the policy
     decided that. Rules that are unbiased count it as 0. A *failed* trajectory, which the engine or the environment
@@ -54,6 +56,8 @@ class RewardBatch:
     turn_streams: Tensor | None = None
     outcome_streams: Tensor | None = None
     stream_weights: Tensor | None = None
+    num_branches: int = 1
+    branch_at: int = 0
 
     @property
     def failed(self) -> Tensor:

@@ -35,6 +35,7 @@ class Play:
 
     def __init__(self, given: tuple[bool, ...], parameters: tuple[float, ...]) -> None:
         self.taken: list[bool] = []
+        self.decisions: list[tuple[int, int]] = []  # of each the place in `taken`, and the turn
         self.probability = 1.0
         self.turns: list[tuple[list[float], float | None, bool, int, float | None]] = []
         self._given = given
@@ -44,6 +45,7 @@ class Play:
     def decide(self, parameter: int) -> bool:
         """A decision of the policy: yes with the probability sigmoid(parameter). It belongs to the current turn."""
         likely = 1 / (1 + math.exp(-self._parameters[parameter]))
+        self.decisions.append((len(self.taken), len(self.turns)))
         yes = self.chance(likely)
         self._gradient[parameter] += 1 - likely if yes else -likely
         return yes
@@ -155,7 +157,7 @@ def measure(
         estimates = gradients(members)
     else:
         batches = list(itertools.combinations_with_replacement(range(len(members)), groups))
-        weights = torch.stack([weights[list(chosen)].prod() * _orders(chosen) for chosen in batches])
+        weights = torch.stack([weights[list(chosen)].prod() * orders(chosen) for chosen in batches])
         estimates = torch.stack([gradients(members[list(chosen)]).mean(dim=0) for chosen in batches])
     return Measurement.of(paths.truth(turn_coef), estimates, weights)
 
@@ -195,6 +197,7 @@ class Paths:
     result_mask: Tensor  # (M, K)
     state_ids: Tensor  # (M, K)
     state_scores: Tensor  # (M, K)
+    plays: list[Play]  # of length M
 
     @classmethod
     def of(cls, process: Process, parameters: tuple[float, ...]) -> Paths:
@@ -228,6 +231,7 @@ class Paths:
             results,
             states,
             scores,
+            plays,
         )
 
     def truth(self, turn_coef: float) -> Tensor:
@@ -244,8 +248,8 @@ class Paths:
         """Every group as rows of its members, (N, G), without regard to order, and its probability, (N,)."""
         chosen = list(itertools.combinations_with_replacement(range(len(self.probability)), group_size))
         members = torch.tensor(chosen)
-        orders = torch.tensor([_orders(each) for each in chosen], dtype=torch.double)
-        return members, self.probability[members].prod(dim=1) * orders
+        ways = torch.tensor([orders(each) for each in chosen], dtype=torch.double)
+        return members, self.probability[members].prod(dim=1) * ways
 
     def batch(self, rows: Tensor) -> RewardBatch:
         """The rewards of groups, rows of trajectories of shape (N, G)."""
@@ -264,7 +268,7 @@ class Paths:
         )
 
 
-def _orders(chosen: tuple[int, ...]) -> int:
+def orders(chosen: tuple[int, ...]) -> int:
     """In how many orders the members of a group can be drawn."""
     repeated = (chosen.count(each) for each in set(chosen))
     return math.factorial(len(chosen)) // math.prod(math.factorial(times) for times in repeated)

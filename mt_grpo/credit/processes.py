@@ -82,6 +82,16 @@ def late(play: Play) -> float:
     return 0.0
 
 
+def settled(play: Play) -> float:
+    """Three turns that the policy nearly always takes the same way, and an open decision about the outcome."""
+    for _ in range(3):
+        play.decide(0)
+        play.turn(result=True)
+    right = play.decide(1)
+    play.turn()
+    return float(right)
+
+
 PROCESSES: dict[str, tuple[Process, tuple[float, ...]]] = {
     "stopper": (stopper, (0.0,)),
     "one_search": (one_search, (0.3, -0.2)),

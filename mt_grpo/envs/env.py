@@ -188,9 +188,24 @@ class StepEnv(Env):
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
         """The loop: `reset`, then turns and steps until one is done or a limit is reached."""
         self.row, self.session, self.turns = row, policy.session, []
-        name = type(self).__name__
-        messages = _messages(await call(self.reset, row, what=f"{name}.reset", timeout=self.step_timeout))
-        tools = self.tool_schemas
+        what = f"{type(self).__name__}.reset"
+        messages = _messages(await call(self.reset, row, what=what, timeout=self.step_timeout))
+        return await self.resume(policy, messages)
+
+    def fork(self) -> StepEnv:
+        """
+        A copy that goes on from here by itself: nothing that either does later is seen by the other. A class that can
+        be forked says so by defining this method itself, since what a subclass adds may need a copy of its own. It may
+        be `async`. What `copy.deepcopy` copies rightly needs no more than
+
+            def fork(self):
+                return copy.deepcopy(self)
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be forked: define `fork`.")
+
+    async def resume(self, policy: Policy, messages: list[Message]) -> Outcome:
+        """The loop from a turn on, `messages` being the conversation so far."""
+        name, tools = type(self).__name__, self.tool_schemas
         while True:
             turn = await policy.reply(messages, tools, stop=self.stop, protocol=self.protocol)
             self.turns.append(turn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,13 @@ class MultiTurnToolEnv(StepEnv):
         reward = None if self._tool_session is None else self._tool_session.take_reward()
         ends = any(call.executed and not call.error and self.tools[call.name].ends_episode for call in turn.tool_calls)
         return Step(self.protocol.replies(turn), reward, done=StopReason.ENV_DONE if ends else False)
+
+    def fork(self) -> MultiTurnToolEnv:
+        """See `StepEnv.fork`; raises `ToolStateError` where a tool keeps a state."""
+        for tool in self.tools.values():
+            if tool.keeps_state:
+                raise ToolStateError(f"The tool {tool.name!r} keeps a state, so the conversation cannot be forked.")
+        return copy.copy(self)
 
     async def execute(self, calls: list[ToolCall]) -> None:
         """Runs the calls of a turn and writes what became of them into each."""

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from mt_grpo.envs.env import Env, StepEnv
+from mt_grpo.envs.multi_turn_tool_env import MultiTurnToolEnv
 from mt_grpo.envs.threads import call, guarded, in_thread
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
@@ -101,13 +102,13 @@ async def close_environments(trajectories: Iterable[Trajectory]) -> None:
 
 async def close_each(trajectories: Iterable[Trajectory]) -> list[str]:
     """Closes the environments that trajectories hold, and returns why some could not be closed, a text each."""
-    held = []
+    held = {}  # copies of a conversation that did not branch hold the same one
     for trajectory in trajectories:
         env = trajectory.environment
         if env is not None and not (isinstance(env, StepEnv) and type(env).close is StepEnv.close):
-            held.append(env)
+            held[id(env)] = env
         trajectory.environment = None
-    return [failure for failure in await asyncio.gather(*map(_close, held)) if failure] if held else []
+    return [failure for failure in await asyncio.gather(*map(_close, held.values())) if failure] if held else []
 
 
 def warn_of_unclosed(failures: list[str]) -> None:
@@ -133,9 +134,14 @@ def named(source: dict[str, EnvSource], row: dict[str, Any]) -> EnvSource:
     return source[name]
 
 
-def check_source(source: Any, name: str = "env") -> None:
+def check_source(source: Any, name: str = "env", branches: bool = False) -> None:
     """
     Refuses what no environment can be made from.
+
+    Args:
+        source: What was given.
+        name (`str`, *optional*, defaults to `"env"`): Its name in errors.
+        branches (`bool`, *optional*, defaults to `False`): Whether its conversations branch, see `check_forkable`.
 
     Raises:
         ConfigError: With one sentence that says what to give instead.
@@ -163,6 +169,43 @@ def check_source(source: Any, name: str = "env") -> None:
                 "function from a row to an environment."
             )
         _check_call(source, name)
+    if branches:
+        check_forkable(source)
+
+
+def check_forkable(source: EnvSource) -> None:
+    """
+    Refuses environments that cannot go on several times from the middle of a conversation.
+
+    Raises:
+        ConfigError: If one does not define `fork` itself, or has a tool that keeps a state.
+    """
+    for one in source.values() if isinstance(source, dict) else [source]:
+        if isinstance(one, dict):
+            check_forkable(one)
+            continue
+        kind = one if isinstance(one, type) else type(one)
+        if not issubclass(kind, StepEnv):
+            raise ConfigError(
+                f"`branch_at` needs an environment that can be forked, and {_name(one)} is none of which that is "
+                "known: give a `StepEnv` with a `fork`, or its class, or leave `branch_at` out."
+            )
+        if "fork" not in vars(kind):
+            raise ConfigError(
+                f"`branch_at` needs an environment that can be forked, and {kind.__name__} has no `fork` of its own: "
+                "define it, see `StepEnv.fork`, or leave `branch_at` out."
+            )
+        if kind.run not in (StepEnv.run, MultiTurnToolEnv.run) and "resume" not in vars(kind):
+            raise ConfigError(
+                f"`branch_at` needs an environment that can be forked, and {kind.__name__} has a `run` of its own, "
+                "which a branch does not begin with: define `resume` too, or leave `branch_at` out."
+            )
+        for tool in one.tools.values() if isinstance(one, MultiTurnToolEnv) else ():
+            if tool.keeps_state:
+                raise ConfigError(
+                    f"`branch_at` needs an environment that can be forked, and the tool {tool.name!r} keeps a state "
+                    "of which a branch has no copy: leave `branch_at` or the tool out."
+                )
 
 
 def _check_call(source: Callable[..., Any], name: str) -> None:

@@ -87,6 +87,15 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class PlacingEngine(Protocol):
+    """An engine of several servers, each with a cache of prefixes."""
+
+    def join(self, session: str, other: str) -> None:
+        """Places a conversation, which has not begun, where another one is whose context it begins with."""
+        ...
+
+
+@runtime_checkable
 class LocalEngine(Protocol):
     """An engine that samples from a model in this process. A trainer lends it the model that it trains."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -40,6 +41,12 @@ class History:
         self._compact_every = compact_every
         self._pieces: list[tuple[str, list[int]]] = []
         self._messages: list[Message] = []
+
+    def fork(self) -> History:
+        """One of the same conversation, which goes on by itself."""
+        twin = copy.copy(self)
+        twin._pieces, twin._messages = list(self._pieces), list(self._messages)
+        return twin
 
     def begin(self, messages: list[Message], most: int | None = None) -> list[int] | None:
         """The first context: the prompt; `None` if it is far longer than `most` tokens."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,7 @@ class ConversationPolicy:
         ended (`StopReason`, *optional*): Why it takes no further turn, where it was told so.
         rewrote (`bool`): Whether any messages did not go on from those before.
         failure (`Exception`, *optional*): What the engine raised, where that is a bug and ends the run.
+        before_turn (`Callable`, *optional*): Awaited before each turn, with the conversation so far.
     """
 
     def __init__(self, sampler: Sampler, trajectory: Trajectory, sampling: SamplingParams, seed: int) -> None:
@@ -69,6 +71,16 @@ class ConversationPolicy:
         self.renderer: ChatRenderer | None = None
         self.rewrote = False
         self.failure: Exception | None = None
+        self.before_turn: Callable[[Sequence[Message]], Awaitable[None]] | None = None
+
+    def fork(self, trajectory: Trajectory, seed: int) -> ConversationPolicy:
+        """A policy that goes on from here by itself, in `trajectory`, a copy of this conversation's."""
+        twin = copy.copy(self)
+        twin._trajectory, twin._seed, twin.session, twin.before_turn = trajectory, seed, trajectory.session, None
+        twin._lock, twin._said = asyncio.Lock(), self._said.fork()
+        twin._history = None if self._history is None else self._history.fork()
+        twin._context, twin._renderers = list(self._context), list(self._renderers)
+        return twin
 
     def end(self, stop_reason: StopReason) -> None:
         """Takes no further turn."""
@@ -88,6 +100,8 @@ class ConversationPolicy:
         async with self._lock:
             if self.ended is not None:
                 raise ConversationEnded(self.ended)
+            if self.before_turn is not None:
+                await self.before_turn(messages)
             if protocol is None and tools:
                 protocol = _NATIVE
             self._choose_renderer(tools, protocol.tags if protocol is not None else ())
@@ -130,7 +144,7 @@ class ConversationPolicy:
         self._trajectory.turns[-1].replies = list(replies)
         extension = self._history.extend(self._trajectory, self._action, self._most)
         if extension is None:
-            raise ConversationEnded(self._budget(self._most, self._most - self._prompt_length)[1])
+            raise ConversationEnded(self._sampler.budget(self._most, self._most - self._prompt_length)[1])
         return extension
 
     def _begun(self, messages: list[Message]) -> tuple[list[int], list[int] | None]:
@@ -215,7 +229,7 @@ class ConversationPolicy:
         used = length - self._prompt_length
         if self.rewrote:
             used = max(used, trajectory.tree.num_tokens - self._prompt_length)
-        budget, exhausted = self._budget(length, used, max_tokens)
+        budget, exhausted = self._sampler.budget(length, used, max_tokens)
         if budget < 1:
             raise ConversationEnded(exhausted)
         start = time.perf_counter()
@@ -277,14 +291,3 @@ class ConversationPolicy:
             parsed.error,
             parsed.answer,
         )
-
-    def _budget(self, context_length: int, used: int, max_tokens: int | None = None) -> tuple[int, StopReason]:
-        """Tokens the next turn may sample, and what has cut it off when it samples as many."""
-        limits = self._sampler.limits
-        bounds = [(self._sampler.engine.context_length - context_length, StopReason.CONTEXT_FULL)]
-        if limits.max_completion_tokens is not None:
-            bounds.append((limits.max_completion_tokens - used, StopReason.TOKEN_BUDGET))
-        for most in (limits.max_turn_tokens, max_tokens):
-            if most is not None:
-                bounds.append((most, StopReason.LENGTH))
-        return min(bounds, key=lambda bound: bound[0])

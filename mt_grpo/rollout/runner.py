@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mt_grpo.envs.checks import checked_outcome
@@ -16,6 +17,7 @@ from mt_grpo.envs.execution import fail_unanswered
 from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_each, make_env, prototypes, warn_of_unclosed
 from mt_grpo.envs.threads import abandon, guarded
 from mt_grpo.options import check_history
+from mt_grpo.rollout.branching import Branching, Fork, Trunk
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.rollout.rendering import ChatRenderer
@@ -91,6 +93,7 @@ class RolloutRunner:
         sampling: SamplingParams,
         on_finish: Callable[[Trajectory], None] | None = None,
         keep_environments: bool = False,
+        branching: Branching | None = None,
     ) -> list[Trajectory]:
         """
         Runs conversations concurrently.
@@ -102,30 +105,43 @@ class RolloutRunner:
                 `render_mismatch` is checked after that.
             keep_environments (`bool`, *optional*, defaults to `False`): Whether finished trajectories keep their
                 environments, for rewards to look at; the caller closes them with `close_environments`.
+            branching (`Branching`, *optional*): How conversations branch: of so many requests in a row, which are of
+                one prompt, the first is a conversation, and the others branch from it.
 
         Returns:
             `list[Trajectory]` in the order of `requests`. A conversation that fails is among them, with its
             `StopReason` and what it had.
         """
         trajectories: list[Trajectory | None] = [None] * len(requests)
-        queue = iter(enumerate(requests))
+        size = 1 if branching is None else branching.number
+        queue = iter(range(0, len(requests), size))
         loop = asyncio.get_running_loop()
         unclosed: list[str] = []
         checker, checks = ThreadPoolExecutor(1), []  # a check reads the whole context; nobody waits for it
 
-        async def work(queue: Iterator[tuple[int, RolloutRequest]]) -> None:
-            for index, request in queue:
-                trajectories[index], policy = await self._converse(request, sampling, keep_environments, unclosed)
-                if on_finish is not None:
-                    on_finish(trajectories[index])
-                if self.sanity is not None and self.history == "keep" and policy.renderer and not policy.rewrote:
-                    checks.append(loop.run_in_executor(checker, self._check, trajectories[index], policy.renderer))
+        converse = partial(self._converse, sampling, keep_environments, unclosed)
+
+        def finish(index: int, trajectory: Trajectory, policy: ConversationPolicy) -> None:
+            trajectories[index] = trajectory
+            if on_finish is not None:
+                on_finish(trajectory)
+            if self.sanity is not None and self.history == "keep" and policy.renderer and not policy.rewrote:
+                checks.append(loop.run_in_executor(checker, self._check, trajectory, policy.renderer))
+
+        async def work(queue: Iterator[int]) -> None:
+            for first in queue:
+                if branching is None:
+                    finish(first, *await converse(requests[first]))
+                    continue
+                trunk = Trunk(branching.at, requests[first : first + size], self.engine)
+                await trunk.run(converse, lambda number, *held, first=first: finish(first + number, *held), unclosed)
 
         # a full collection reads every token of every context, and stops all conversations for that long
         thresholds = gc.get_threshold()
         outermost = thresholds[2] != _NEVER
         gc.set_threshold(*thresholds[:2], _NEVER)
-        workers = min(len(requests), self.limits.max_concurrent or len(requests))
+        at_once = (self.limits.max_concurrent or len(requests)) // size
+        workers = min(len(requests), max(at_once, 1))
         tasks = [asyncio.ensure_future(work(queue)) for _ in range(workers)]
         try:
             await asyncio.gather(*tasks)
@@ -145,15 +161,30 @@ class RolloutRunner:
         return trajectories
 
     async def _converse(
-        self, request: RolloutRequest, sampling: SamplingParams, keep_environment: bool, unclosed: list[str]
+        self,
+        sampling: SamplingParams,
+        keep_environment: bool,
+        unclosed: list[str],
+        request: RolloutRequest,
+        before_turn: Callable[..., Awaitable[None]] | None = None,
+        fork: Fork | None = None,
     ) -> tuple[Trajectory, ConversationPolicy]:
-        prompt = [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else request.prompt
-        trajectory = Trajectory(prompt, session=request.session, row=request.row)
-        policy = ConversationPolicy(self.sampler, trajectory, sampling, request.seed)
-        finished, start = False, time.perf_counter()
+        """A conversation: of a request, or from a fork on."""
+        if fork is None:
+            said = request.prompt
+            prompt = [{"role": "user", "content": said}] if isinstance(said, str) else said
+            trajectory = Trajectory(prompt, session=request.session, row=request.row)
+            policy = ConversationPolicy(self.sampler, trajectory, sampling, request.seed)
+            holding = self._hold(request, policy, trajectory)
+        else:
+            trajectory, policy = fork.trajectory, fork.policy
+            holding = self._go_on(fork)
+        if before_turn is not None:
+            policy.before_turn = partial(before_turn, policy, trajectory)
+        finished, start = False, time.perf_counter() - trajectory.seconds
         self.under_way[request.session] = trajectory
         try:
-            running = asyncio.ensure_future(guarded(self._hold(request, policy, trajectory)))
+            running = asyncio.ensure_future(guarded(holding))
             running.set_name(f"conversation {request.session!r}")
             try:
                 await self._wait(running, policy, trajectory, start)
@@ -196,6 +227,9 @@ class RolloutRunner:
         row = {**request.row, "prompt": request.prompt}
         trajectory.environment = env = await make_env(self.env, row)
         return checked_outcome(await env.run(policy, row), type(env).__name__)
+
+    async def _go_on(self, fork: Fork) -> Outcome:
+        return checked_outcome(await fork.env.resume(fork.policy, fork.messages), type(fork.env).__name__)
 
     def _end(self, trajectory: Trajectory, running: asyncio.Future[Outcome], policy: ConversationPolicy) -> None:
         """Writes into a trajectory why its conversation ended."""

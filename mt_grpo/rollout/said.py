@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -19,6 +20,12 @@ class Said:
         self._noted: list[tuple[bool, list[Message], Turn, Message | None]] = []  # not yet among the ends
         self._ends: dict[int, int] = {}  # the messages up to a turn's own, hashed one by one, and that turn's index
         self._end = 0  # the latest of them
+
+    def fork(self) -> Said:
+        """One that knows the same, and goes on by itself."""
+        twin = copy.copy(self)
+        twin._before, twin._noted, twin._ends = list(self._before), list(self._noted), dict(self._ends)
+        return twin
 
     def latest(self, messages: Sequence[Message]) -> int:
         """How many messages the latest turn's conversation has, its own included, where `messages` go on from it."""

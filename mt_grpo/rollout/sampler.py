@@ -9,6 +9,7 @@ from typing import Any
 
 from mt_grpo.rollout.engine import Engine
 from mt_grpo.rollout.rendering import ChatRenderer
+from mt_grpo.trajectory import StopReason
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,23 @@ class Sampler:
         if key not in self._renderers:
             self._renderers[key] = ChatRenderer(self.engine.tokenizer, tools, self._template_kwargs, tags)
         return self._renderers[key]
+
+    def budget(self, context_length: int, used: int, max_tokens: int | None = None) -> tuple[int, StopReason]:
+        """
+        Tokens that a turn may sample, and what has cut it off when it samples as many.
+
+        Args:
+            context_length (`int`): Tokens of its context.
+            used (`int`): Tokens after the prompt.
+            max_tokens (`int`, *optional*): A bound of this turn.
+        """
+        bounds = [(self.engine.context_length - context_length, StopReason.CONTEXT_FULL)]
+        if self.limits.max_completion_tokens is not None:
+            bounds.append((self.limits.max_completion_tokens - used, StopReason.TOKEN_BUDGET))
+        for most in (self.limits.max_turn_tokens, max_tokens):
+            if most is not None:
+                bounds.append((most, StopReason.LENGTH))
+        return min(bounds, key=lambda bound: bound[0])
 
 
 def derive_seed(*parts: object) -> int:

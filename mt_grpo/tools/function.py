@@ -76,6 +76,8 @@ class Tool:
             a note of how much.
         ends_episode (`bool`, *optional*, defaults to `False`): Whether the conversation ends after the turn in which
             a call of it succeeded.
+        keeps_state (`bool`, *optional*, defaults to `False`): Whether what a call does is remembered by something that
+            a forked conversation has no copy of.
         limit (`ConcurrencyLimit`, *optional*): Shared by the tools that are limited together; made from `concurrency`
             where it is not given.
 
@@ -92,6 +94,7 @@ class Tool:
     max_result_size: int | None = None
     ends_episode: bool = False
     limit: ConcurrencyLimit | None = field(default=None, repr=False, compare=False)
+    keeps_state: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.is_async = self.is_async or inspect.iscoroutinefunction(self.function)

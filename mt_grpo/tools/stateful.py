@@ -134,6 +134,7 @@ class StatefulTool(Tool):
     """
 
     base: BaseTool = field(kw_only=True)
+    keeps_state: bool = field(default=True, repr=False, compare=False)
 
     @classmethod
     def of(cls, base: BaseTool) -> StatefulTool:

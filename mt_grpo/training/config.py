@@ -84,6 +84,10 @@ class MTGRPOConfig(GRPOConfig):
             (their prompts are sampled again, and what then has no signal is left out), see `mt_grpo.training.signal`.
         max_resample_times (`int`, *optional*, defaults to `3`): Rounds in which `groups_without_signal: resample`
             samples groups again, at most.
+        branch_at (`int`, *optional*): Turns after which a conversation branches in training, see `docs/credit.md`; by
+            default none does.
+        num_branches (`int`, *optional*, defaults to `4`): Branches of a conversation, with `branch_at`; members of a
+            group, as many conversations of which are branches of one.
         max_concurrent_rollouts (`int`, *optional*): Conversations under way at once; all where unset.
         tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds one tool call may take, and an environment
             with a loop of its own between two turns.
@@ -174,6 +178,10 @@ class MTGRPOConfig(GRPOConfig):
     max_resample_times: int = field(
         default=3, metadata={"help": "Rounds in which groups without signal are sampled again, at most."}
     )
+    branch_at: int | None = field(
+        default=None, metadata={"help": "Turns after which a conversation branches; none does where unset."}
+    )
+    num_branches: int = field(default=4, metadata={"help": "Branches of a conversation, with `branch_at`."})
     max_concurrent_rollouts: int | None = field(
         default=None, metadata={"help": "Conversations under way at once; all where unset."}
     )

@@ -184,7 +184,7 @@ def check_env(
     if env is not None and factory is not None:
         raise ConfigError("The trainer was given both `env` and `environment_factory`: leave one out.")
     env = build_env(args, factory) if env is None else env
-    check_source(env)
+    check_source(env, branches=args.branch_at is not None)
     every = [rows for data in datasets for rows in (data.values() if isinstance(data, dict) else [data])]
     known = [rows for rows in every if isinstance(rows, Dataset)]  # rows of a stream are not known before
     names = [rows.unique(COLUMN) if COLUMN in rows.column_names else None for rows in known]

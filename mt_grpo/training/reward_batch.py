@@ -10,11 +10,16 @@ from accelerate.utils import gather
 
 from mt_grpo.credit import RewardBatch
 from mt_grpo.rewards import Scores
+from mt_grpo.rollout.branching import Branching
 from mt_grpo.trajectory import Trajectory
 
 
 def gather_rewards(
-    trajectories: list[Trajectory], scores: Scores, weights: torch.Tensor, group_size: int
+    trajectories: list[Trajectory],
+    scores: Scores,
+    weights: torch.Tensor,
+    group_size: int,
+    branching: Branching | None = None,
 ) -> tuple[RewardBatch, torch.Tensor]:
     """
     Gathers the scores of all processes. This is a collective call: every process brings the same number of
@@ -26,6 +31,7 @@ def gather_rewards(
         weights (`torch.Tensor` of shape `(num_rewards,)`): Weights of turn rewards, then outcome rewards; results are
             on their device.
         group_size (`int`): Trajectories of one prompt.
+        branching (`Branching`, *optional*): How their conversations branched.
 
     Returns:
         The weighted rewards of all processes, and their scores with a column for each reward, `(B, num_rewards)`: turn
@@ -71,6 +77,8 @@ def gather_rewards(
         turn_streams=turns.permute(2, 0, 1),
         outcome_streams=outcomes.T,
         stream_weights=weights,
+        num_branches=1 if branching is None else branching.number,
+        branch_at=0 if branching is None else branching.at,
     )
     return batch, torch.cat([_sum_present(turns, dim=1), outcomes], dim=1)
 

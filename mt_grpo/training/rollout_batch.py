@@ -11,6 +11,8 @@ from torch import Tensor
 from mt_grpo.credit import RewardBatch
 from mt_grpo.rewards import Scores, spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
+from mt_grpo.rollout.branching import Branching
+from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.evaluation import counted, fill_up
 from mt_grpo.trajectory import Trajectory, visible
 
@@ -24,6 +26,7 @@ class RolloutBatch:
         mode (`str`): `"train"` or `"eval"`.
         rows (`list[dict]`): Rows of the dataset. A prompt occurs once per answer.
         fills (`list[bool]`): Whether a row only fills up the last batch of an evaluation; it is not sampled.
+        branching (`Branching`, *optional*): How its conversations branch, where they do.
         trajectories (`list[Trajectory]`): Those that are finished, as they end; once all are, those of the rows.
         token_rows (`list[TokenRow]`): The trajectories as tokens.
         rewards (`RewardBatch`, *optional*): Rewards of the trajectories of all processes.
@@ -40,6 +43,7 @@ class RolloutBatch:
     mode: str
     rows: list[dict[str, Any]]
     fills: list[bool]
+    branching: Branching | None = None
     trajectories: list[Trajectory] = field(default_factory=list)
     token_rows: list[TokenRow] = field(default_factory=list)
     rewards: RewardBatch | None = None
@@ -125,3 +129,8 @@ class RolloutBatch:
             None,  # images of prompts
             [],  # images of tools
         )
+
+
+def branching(args: MTGRPOConfig, mode: str) -> Branching | None:
+    """How the conversations of a batch branch: those of an evaluation do not."""
+    return Branching(args.branch_at, args.num_branches) if args.branch_at is not None and mode == "train" else None

@@ -42,7 +42,7 @@ def sample_again(
         if not silent.any() or batch.rewards.failed.all():  # what makes all fail is not chance
             return
         asked = silent.repeat_interleave(batch.rewards.group_size)[first : first + len(batch.rows)].tolist()
-        again = RolloutBatch(batch.mode, batch.rows, [not each for each in asked], attempt=attempt)
+        again = RolloutBatch(batch.mode, batch.rows, [not each for each in asked], batch.branching, attempt=attempt)
         try:
             sample(again)
             again.scores = score(again)

@@ -39,7 +39,7 @@ from mt_grpo.training.processes import everywhere, run_here
 from mt_grpo.training.reference import check_reference
 from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
 from mt_grpo.training.reward_columns import check_reward_columns
-from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.training.rollout_batch import RolloutBatch, branching
 from mt_grpo.training.sampling import sampling_params
 from mt_grpo.training.servers import (
     check_importance_sampling,
@@ -207,7 +207,7 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's, with one advantage per token, shape `(B, T)`, in place of one per trajectory."""
         mode = "train" if self.model.training else "eval"
-        batch = self._batch = RolloutBatch(mode, inputs, self._filling(mode, len(inputs)))
+        batch = self._batch = RolloutBatch(mode, inputs, self._filling(mode, len(inputs)), branching(self.args, mode))
         # for TRL's table of completions; what is sampled after is the batch's own rows
         shown = [{**row, "prompt": visible(row["prompt"])} for row in inputs]
         try:
@@ -243,8 +243,8 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
             self._last_loaded_step = step
         lent = lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
         with without_dropout(self.model, True), lent, self.activity.sampling(batch, self.runner.under_way):
-            finish = batch.trajectories.append
-            run = self._run_on_all_ranks(lambda: self.runner.run(requests, self._sampling, finish, True))
+            given = requests, self._sampling, batch.trajectories.append, True, batch.branching
+            run = self._run_on_all_ranks(lambda: self.runner.run(*given))
         if self.weight_sync is not None:
             self.weight_sync.check()
         batch.trajectories = fill_up(run, batch.fills, lambda index: Trajectory(batch.rows[index]["prompt"]))
@@ -287,7 +287,7 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         batch.scores = batch.scores or self._score(batch)
         generations = self.num_generations if batch.mode == "train" else self.num_generations_eval
         weights = self.reward_weights.to(self.accelerator.device)
-        given = batch.trajectories, batch.scores, weights, generations
+        given = batch.trajectories, batch.scores, weights, generations, batch.branching
         batch.rewards, batch.rewards_per_func = gather_rewards(*given)
         options = {"turn_coef": self.args.turn_advantage_coef, "scale_rewards": self.scale_rewards}
         batch.advantages = self._estimator(batch.rewards, **options)

@@ -253,7 +253,7 @@ def test_estimators_are_found_by_name():
 
 
 def test_an_unknown_estimator_is_refused_with_the_nearest_name():
-    with pytest.raises(ValueError, match="'mtgrpo' is not one of gdpo, .*, turn_gae; the nearest is 'mt_grpo'"):
+    with pytest.raises(ValueError, match="'mtgrpo' is not one of branch_to_go, .*, turn_gae; .* 'mt_grpo'"):
         get_estimator("mtgrpo")
 
 

@@ -49,7 +49,8 @@ SCENARIOS = {
     "adapter": {"max_completion_length": 150, "mask_truncated_completions": True},
     "refused": {},
     "bf16": {"bf16": True, "max_grad_norm": 1e9},  # gradients as they were reduced
-    "outcomes": {"max_steps": 1},
+    # of the first rank all conversations end before they branch, of the second none
+    "branches": {"advantage_estimator": "branch_to_go", "branch_at": 1, "num_branches": 2, "max_steps": 1},
     "turns": {"max_steps": 1},
     "reference": {
         "beta": 0.5,
@@ -176,7 +177,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
     trainer = MTGRPOEnvTrainer(
         model,
         MultiTurnToolEnv([lookup], system_prompt="", max_steps=6),
-        [] if scenario == "outcomes" else [Searched()],
+        [] if scenario == "branches" else [Searched()],
         [] if scenario == "turns" else [Length()],
         args,
         Dataset.from_list(rows),

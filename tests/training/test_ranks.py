@@ -131,11 +131,16 @@ def test_rows_that_only_fill_up_the_last_batch_are_not_counted(tmp_path):
     assert sum(line["mode"] == "eval" for line in lines) == 4 * 10
 
 
-@pytest.mark.parametrize("scenario", ["outcomes", "turns"])
+@pytest.mark.parametrize("scenario", ["branches", "turns"])
 def test_one_kind_of_reward_is_enough_on_several_ranks(tmp_path, scenario):
-    """NCCL's branch of accelerate cannot gather a tensor without elements; gloo's can."""
+    """
+    NCCL's branch of accelerate cannot gather a tensor without elements; gloo's can. Conversations with outcome rewards
+    branch.
+    """
     one, two = run(tmp_path / "1", 1, scenario), run(tmp_path / "2", 2, scenario, GATHER_AS_NCCL="1")
     torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)
+    assert one["turns"] == two["turns"] and one["credit"]["branch_to_go"].any()
+    torch.testing.assert_close(one["credit"]["branch_to_go"], two["credit"]["branch_to_go"], rtol=1e-4, atol=1e-5)
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_both(tmp_path):

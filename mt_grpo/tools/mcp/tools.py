@@ -146,7 +146,7 @@ def _as_tool(remote: McpRemote) -> Tool:
         # the library wraps a plain value as `{"result": value}`, which says nothing beyond the text
         return text if data is None or data.keys() == {"result"} else (text, data)
 
-    return Tool(**remote.schema["function"], function=call)
+    return Tool(**remote.schema["function"], function=call, keeps_state=True)
 
 
 def result_text(content: list[Any]) -> str:

@@ -127,6 +127,10 @@ class VLLMServerClient:
         async with self._connection().place():
             return await self._ask(session, context, content, version, limit)
 
+    def join(self, session: str, other: str) -> None:
+        """Places a conversation on the server of another; see `PlacingEngine`."""
+        self.pool.join(session, other)
+
     def release(self, session: str) -> None:
         """Forgets which server served the conversation."""
         self.pool.release(session)

@@ -107,6 +107,12 @@ class ServerPool:
         chosen.sessions.add(session)
         return chosen
 
+    def join(self, session: str, other: str) -> None:
+        """Makes a conversation that was not placed yet a member of the group of another."""
+        if other in self._group:
+            self._group[session] = self._group[other]
+            self._members[self._group[session]] += 1
+
     def wait_anew(self) -> None:
         """Starts the wait for servers that are down again: while nothing was sampled, nobody looked for them."""
         for server in self.servers:

@@ -1,0 +1,68 @@
+"""
+Credit for conversations that branch. A group of G trajectories holds G / m trunks. Each trunk is continued m times
+from its turn `branch_at` on (the first is 0), so that m trajectories in a row share the turns before. A trunk that
+ended sooner is in the group m times.
+
+Why the estimate of `branch_to_go` is unbiased: each of the m trajectories, taken alone, is drawn from the policy. So
+the mean over the group of Σ_k A_k ∇ log π(turn k) estimates the gradient, if the baseline in A_k does not depend on
+what is sampled in turn k, given the state in which turn k begins:
+
+- Turns from `branch_at` on. Given the trunk, the branches are independent of each other. The baseline is the mean
+  return of the *other* branches of the same trunk. They began in the same state, so little is left to chance.
+- Turns before it. They are the same in all branches, and what *any* of the branches earns depends on them. The
+  baseline is the mean return of the other trunks; a mean over siblings would take away a part of the gradient. The
+  advantage is that of the mean over the branches.
+
+So a branch weighs 1 / m of a trunk: each of the m copies of a trunk's turn weighs 1 / G, and together they weigh as
+much as a trunk. If each *distinct* turn weighed the same, the turns of branches would count m times as much as those
+of the trunk. If a trunk that ended sooner were in the group once, long conversations would count m times as much as
+short ones. Both are biased where the policy decides how long a conversation is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mt_grpo.credit.estimators import RewardBatch, advantage_estimator
+from mt_grpo.credit.normalisation import Scale
+from mt_grpo.credit.returns import scaled, to_go
+
+
+@advantage_estimator("branch_to_go")
+def branch_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+    """
+    Rewards to go for conversations that branch; the rule of `branch_at`.
+
+        T_ik = turn_coef × Σ_{l ≥ k} r_il + O_i
+        A_ik = T_ik − mean of T_k over the other branches of i's trunk              from turn `branch_at` on
+        A_ik = mean of T_k over i's trunk − mean of T_k over the other trunks       before
+
+    Both are divided by σ, the largest deviation over turns. Without branches the second line holds for all turns.
+
+    Bias: none, for any number of turns, if no turn reward depends on later turns; see the module.
+    Source: rewards to go (Sutton et al. 2000) with leave-one-out means (Ahmadian et al. 2024, arXiv 2402.14740) over
+    siblings, and over trunks where siblings share the turn.
+
+    Args:
+        batch (`RewardBatch`): The rewards, with `branch_at` and `num_branches`.
+        turn_coef (`float`, *optional*, defaults to `1.0`): Weight of turn rewards.
+        scale_rewards (`str`, *optional*, defaults to `"group"`): As in `reward_to_go`.
+
+    Returns:
+        `Tensor`: Advantages, shape (B, K), in the dtype of the rewards; 0 where a turn does not exist. A failed
+        trajectory is in no mean. A branch whose siblings have all failed is compared with the other trunks.
+    """
+    returns = turn_coef * to_go(batch.of_turns()) + batch.of_outcomes()[:, None]
+    # group, trunk, branch, turn; shifted by the group's least, so that equal returns come out as exactly 0
+    grouped = returns.view(-1, batch.group_size, returns.shape[1])
+    grouped = grouped - grouped.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
+    earned = grouped.view(len(grouped), -1, batch.num_branches, returns.shape[1])
+    stays = ~earned.isnan()
+    trunk_sum, trunk_count = earned.nansum(dim=2, keepdim=True), stays.sum(dim=2, keepdim=True)
+    others = (trunk_sum.sum(dim=1, keepdim=True) - trunk_sum) / (trunk_count.sum(dim=1, keepdim=True) - trunk_count)
+    siblings = (trunk_sum - earned.nan_to_num(nan=0.0)) / (trunk_count - stays.long())
+    of_branch = earned - torch.where(siblings.isnan(), others, siblings)
+    shared = torch.arange(returns.shape[1], device=returns.device) < batch.branch_at
+    advantages = torch.where(shared, trunk_sum / trunk_count - others, of_branch)
+    return scaled(batch, advantages.reshape(returns.shape), returns, scale_rewards)

@@ -1,0 +1,123 @@
+"""Through the whole trainer, the gradient of many groups is the one that enumeration gives, for a known process."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from support.models import CPU_RUN, build_model
+from transformers import TrainerCallback
+
+from mt_grpo.credit.exact import measure
+from mt_grpo.credit.exact_branching import measure_branching
+from mt_grpo.credit.processes import stopper
+from mt_grpo.envs import Step, StepEnv
+from mt_grpo.rewards import EnvReward
+from mt_grpo.rewards.step import StepReward
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.trajectory import ToolCall
+
+ROWS = 256
+"""Conversations of a step."""
+GO, STOP = "g", "s"
+pytestmark = pytest.mark.slow
+
+
+class Stopper(StepEnv):
+    """`mt_grpo.credit.processes.stopper`: up to three times the model goes on, which earns .3, or stops."""
+
+    stop = (GO, STOP)
+
+    def fork(self):
+        return copy.copy(self)
+
+    async def reset(self, row):
+        return row["prompt"]
+
+    async def step(self, turn):
+        if turn.text == STOP:
+            return Step(done=True, rewards={"outcome": 0.0})
+        turn.tool_calls = [ToolCall("go", executed=True)]
+        return Step("on", reward=0.3, done=turn.index == 2, rewards={"outcome": 0.0})
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradient of one parameter at each step."""
+
+    def __init__(self, weights, row):
+        self.weights, self.row, self.seen = weights, row, []
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.seen.append(self.weights.grad[self.row, 0].item())
+
+
+def one_parameter(tokenizer):
+    """
+    A model that writes `GO` with the probability sigmoid(θ), and else `STOP`, after any context: all that it computes
+    is the same vector, so that the first column of its head are the logits. θ is the one of `GO`, and 0.
+    """
+    model = build_model(tokenizer, num_hidden_layers=1, tie_word_embeddings=False)
+    head = model.lm_head.weight
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(1.0)
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        model.model.norm.weight.zero_()[0] = 1.0
+        head[:, 0] = -50.0
+        head[tokenizer.convert_tokens_to_ids([GO, STOP]), 0] = 0.0
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is head)
+    return model
+
+
+def estimate(folder, tokenizer, steps, **options):
+    """The mean gradient of the expected rewards in θ, as training computes it."""
+    model = one_parameter(tokenizer)
+    gradients = Gradients(model.lm_head.weight, tokenizer.convert_tokens_to_ids(GO))
+    options = {
+        **CPU_RUN,
+        "per_device_train_batch_size": ROWS // 2,
+        "gradient_accumulation_steps": 2,
+        "max_completion_length": 100,
+        "max_steps": steps,
+        "learning_rate": 0.0,  # the policy stays what it is
+        "max_grad_norm": 0.0,
+        "loss_type": "dr_grpo",  # a sum over tokens, divided by a constant
+        "scale_rewards": "none",
+        "tokenization_sanity_check_mode": "disable",
+        **options,
+    }
+    MTGRPOEnvTrainer(
+        model,
+        Stopper,
+        [StepReward()],
+        [EnvReward()],
+        MTGRPOConfig(str(folder), **options),
+        train_dataset=Dataset.from_dict({"prompt": ["What is"] * ROWS}),
+        processing_class=tokenizer,
+        callbacks=[gradients],
+    ).train()
+    return -options["max_completion_length"] * sum(gradients.seen) / steps
+
+
+# with the expected estimate, and whether a rule's means include the member itself; the true gradient is .20625
+@pytest.mark.parametrize(
+    ("rule", "expected", "own", "steps"),
+    [("reward_to_go", 0.20625, True, 6), ("leave_one_out", 0.20625, False, 2), ("mt_grpo", 0.098437, False, 2)],
+)
+def test_the_trainer_estimates_the_exact_gradient(tmp_path, tokenizer, rule, expected, own, steps):
+    factor = 4 / 3 if own else 1.0
+    exact = measure(rule, stopper, group_size=4, factor=factor)
+    assert exact.mean.item() == pytest.approx(expected, abs=1e-6)
+    gradient = factor * estimate(tmp_path, tokenizer, steps, advantage_estimator=rule)
+    assert abs(gradient - expected) < 3 * exact.std / math.sqrt(steps * ROWS / 4)
+
+
+def test_conversations_that_branch_have_the_same_gradient(tmp_path, tokenizer):
+    exact = measure_branching("branch_to_go", stopper, branch_at=1, num_branches=4)
+    options = {"advantage_estimator": "branch_to_go", "branch_at": 1, "num_branches": 4, "num_generations": 8}
+    gradient = estimate(tmp_path, tokenizer, 3, **options)
+    assert abs(gradient - 0.20625) < 3 * exact.std / math.sqrt(3 * ROWS / 8)
