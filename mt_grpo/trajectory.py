@@ -146,6 +146,9 @@ class Trajectory:
         seconds (`float`): Wall time of the whole conversation.
         env_rewards (`dict`): Rewards of the whole conversation that its environment gave, by name.
         info (`dict`): What else the environment tells about it.
+        answer_logprobs (`dict`): Filled in by the trainer for rewards that ask for it, by the reward's name: for each
+            turn the mean log-prob, per token, of the right answer after the context of the turn; `None` for a turn
+            without one.
         environment (*optional*): The environment, while rewards may look at it; it is written nowhere.
     """
 
@@ -162,6 +165,7 @@ class Trajectory:
     seconds: float = 0.0
     env_rewards: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    answer_logprobs: dict[str, list[float | None]] = field(default_factory=dict)
     environment: Any = field(default=None, repr=False, compare=False)
 
     @property
