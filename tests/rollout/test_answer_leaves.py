@@ -45,7 +45,7 @@ def test_the_trajectory_stays_as_it_is(tokenizer):
     assert trajectory.to_dict() == before
 
 
-def test_there_is_no_leaf_where_it_has_no_room_or_nothing_was_sampled():
+def test_without_room_or_a_sampled_token_there_is_no_leaf():
     tree = TokenTree()
     tree.add_turn([1, 2], [3], [-1.0])
     tree.add_turn([1, 2, 3, 4], [], [])
