@@ -51,7 +51,7 @@ def random_trajectory(draw, vocabulary):
 def trees(tokenizer):
     """Leaves of trajectories that share nothing and of two that share all, and what was asked of each."""
     draw = random.Random(0)
-    trajectories = [random_trajectory(draw, len(tokenizer)) for _ in range(6)]
+    trajectories = [random_trajectory(draw, len(tokenizer)) for _ in range(4)]
     trajectories.append(trajectories[0])
     return [
         answer_leaves(each, [5, 6], [7, 8, 9][: 1 + index % 3], 500).tree for index, each in enumerate(trajectories)
