@@ -20,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 from support.marks import needs_server
 from support.models import CPU_RUN, build_model, build_tokenizer
 from support.servers import ROOT, RealServer
-from support.trainers import Letters, Spelling
+from support.trainers import Letters
 from transformers import AutoTokenizer
 
 from mt_grpo.envs import MultiTurnToolEnv
@@ -294,15 +294,21 @@ def test_later_turns_of_a_group_come_from_the_prefix_cache(tied):
     assert tied.server.metric("vllm:prefix_cache_hits_total") - hits >= 3 * (len(context) - 128)
 
 
+class Vowels(MultiTurnToolEnv):
+    """A turn ends with its first vowel, so that a model that knows nothing takes several."""
+
+    stop = tuple("aeio")  # a server takes four
+
+
 def test_right_answers_are_scored_as_by_the_trainer(tied, tmp_path):
     """And what was sampled before them comes from the prefix cache."""
-    options = {**CPU_RUN, "max_completion_length": 200, "max_turn_length": 40}
+    options = {**CPU_RUN, "max_completion_length": 200}
     questions = Dataset.from_list([{"prompt": "capital of Peru number " * 56, "answer": "Lima of Peru"}])
     found = {}
     for scorer in ("server", "trainer"):
         trainer = MTGRPOEnvTrainer(
             tied.model,
-            Spelling([lookup_nothing], system_prompt="user", max_steps=3),
+            Vowels([lookup_nothing], system_prompt="user", max_steps=3),
             [InformationGain(scorer=scorer)],
             [Letters()],
             MTGRPOConfig(str(tmp_path), **options),
