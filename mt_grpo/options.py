@@ -231,8 +231,34 @@ def check_names(options: Mapping[str, Any], tools: Iterable[str], rewards: Itera
             raise ConfigError(unknown_tool(tool, tools))
     for kind in ("turn", "outcome"):
         for reward in options[f"{kind}_reward_funcs"] or []:
-            if is_bare(reward) and reward not in rewards:
-                raise ConfigError(unknown_reward(reward, kind, rewards))
+            name, _ = parse_reward(reward)
+            if is_bare(name) and name not in rewards:
+                raise ConfigError(unknown_reward(name, kind, rewards))
+
+
+def parse_reward(entry: Any) -> tuple[Any, dict[str, Any]]:
+    """
+    A reward as a recipe, a command line (the mapping as JSON) or a script lists it: its name, path or object, and the
+    options that it is made with.
+
+    Raises:
+        ConfigError: If it is a mapping without a `name`, or JSON that cannot be read.
+    """
+    if isinstance(entry, str) and entry.lstrip().startswith("{"):
+        try:
+            entry = json.loads(entry)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"The reward {entry!r} is not valid JSON ({error.msg} at character {error.pos})."
+            ) from error
+    if not isinstance(entry, Mapping):
+        return entry, {}
+    if not isinstance(entry.get("name"), str):
+        raise ConfigError(
+            f"The reward {dict(entry)!r} has no name: give the name or the path of a reward class and its options, "
+            "such as `{name: information_gain, column: answer}`."
+        )
+    return entry["name"], {name: value for name, value in entry.items() if name != "name"}
 
 
 def is_bare(name: str) -> bool:

@@ -148,6 +148,9 @@ class Trajectory:
         info (`dict`): What else the environment tells about it.
         branch_of (`str`, *optional*): Session of the trajectory with which it shares its first turns, where the
             conversation branched; one that ended before is the same as the other.
+        answer_logprobs (`dict`): Filled in by the trainer for rewards that ask for it, by the reward's name: for each
+            turn the mean log-prob, per token, of the right answer after the context of the turn; `None` for a turn
+            without one.
         environment (*optional*): The environment, while rewards may look at it; it is written nowhere.
     """
 
@@ -165,6 +168,7 @@ class Trajectory:
     env_rewards: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     branch_of: str | None = None
+    answer_logprobs: dict[str, list[float | None]] = field(default_factory=dict)
     environment: Any = field(default=None, repr=False, compare=False)
 
     @property

@@ -270,6 +270,20 @@ def test_the_example_of_a_credit_rule_trains_in_a_recipe(tmp_path):
             assert recorded["advantage_estimator"] == rule["advantage_estimator"]
 
 
+@pytest.mark.slow
+def test_information_gain_trains_in_a_recipe(tmp_path, monkeypatch):
+    (named,) = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "rewards.md"]
+    options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text()) | named
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(yaml.safe_dump(options))
+    short = shlex.split(SMALL["train"].replace("--max_steps 1", "--max_steps 2").replace("length 16", "length 48"))
+    assert main(["train", "recipe.yaml", *short, "--output_dir", "run"]) == 0
+    records = [json.loads(line) for line in Path("run/trajectories.jsonl").read_text().splitlines()]
+    gains = [record["rewards"]["turn"]["information_gain"] for record in records]
+    assert any(value for of_turns in gains for value in of_turns) and {of_turns[-1] for of_turns in gains} == {None}
+    assert all(len(record["answer_logprobs"]["information_gain"]) == len(record["turns"]) for record in records)
+
+
 def test_the_example_of_a_state_score_fits_its_recipe(tmp_path, monkeypatch):
     example, *_ = [block for name, block in blocks("python") if name == "credit.md"]
     named, *_ = [block for name, block in blocks("yaml") if name == "credit.md"]

@@ -22,6 +22,9 @@ LIBRARIES = ("trl", "transformers")
 ALSO = {"resume_from_checkpoint": "boolean", "scale_rewards": "boolean", "env": "object"}
 """What an option takes beside its annotated type; a mapping `env` is TRL's block of variables."""
 
+WITH_OPTIONS = ("turn_reward_funcs", "outcome_reward_funcs")
+"""Lists of names each of which may be a mapping of the name and its options."""
+
 CLOSED = ("forward", "tokenization_sanity_check_mode")
 """Options whose names nobody can add to."""
 
@@ -71,6 +74,8 @@ def _property(field: Field, hint: Any, action: argparse.Action) -> dict[str, Any
     }
     if items:
         option["items"] = items | _names_of_items(field.name)
+        if field.name in WITH_OPTIONS:
+            option["items"]["type"] = ["string", "object"]
     choices = _choices(field.name, action)
     if choices:
         option["enum"] = [*choices, *([None] if "null" in takes else [])]

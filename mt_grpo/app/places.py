@@ -9,7 +9,7 @@ from typing import Any
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import check_place
-from mt_grpo.options import is_bare
+from mt_grpo.options import is_bare, parse_reward
 from mt_grpo.paths import FORMATS, looks_like_path
 
 KINDS = {"tools": "tool", "turn_reward_funcs": "turn reward", "outcome_reward_funcs": "outcome reward"}
@@ -39,8 +39,9 @@ def check_places(values: Mapping[str, Any], command: str) -> None:
     for option, what in KINDS.items():
         listed = values.get(option) or []
         for entry in [listed] if isinstance(listed, str) else listed:
-            if not is_bare(entry):
-                check_place(entry, what)
+            name, _ = parse_reward(entry)
+            if not is_bare(name):
+                check_place(name, what)
 
 
 def check_writable(folder: str) -> None:

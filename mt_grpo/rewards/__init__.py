@@ -4,6 +4,7 @@ from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, Stat
 from mt_grpo.rewards.causality import cut_after, score_cut
 from mt_grpo.rewards.environment import EnvReward, env_reward
 from mt_grpo.rewards.format import format_reward_func, xml_reward_func
+from mt_grpo.rewards.gain import InformationGain, information_gain
 from mt_grpo.rewards.gsm8k import gsm8k_correct_reward_func, gsm8k_number_reward_func
 from mt_grpo.rewards.reasoning_gym import reasoning_gym_reward
 from mt_grpo.rewards.registry import REWARDS, RewardListError, load_rewards, reward
@@ -19,6 +20,7 @@ from mt_grpo.rewards.triviaqa import (
 __all__ = [
     "EnvReward",
     "FunctionReward",
+    "InformationGain",
     "OutcomeReward",
     "REWARDS",
     "RewardError",
@@ -35,6 +37,7 @@ __all__ = [
     "format_reward_func",
     "gsm8k_correct_reward_func",
     "gsm8k_number_reward_func",
+    "information_gain",
     "load_rewards",
     "reasoning_gym_reward",
     "reward",

@@ -18,7 +18,8 @@ def cut_after(trajectory: Trajectory, index: int) -> Trajectory:
     The trajectory as it was when a turn had been replied to.
 
     What is only known at its end is left out: the stop reason, the duration, rewards and what the environment says of
-    the whole conversation. The environment itself, which rewards may look at, is the one at the end.
+    the whole conversation. The environment itself, which rewards may look at, is the one at the end. Log-probs of the
+    right answer stay up to the state that the turn led to.
 
     Args:
         trajectory (`Trajectory`): A finished trajectory; it stays as it is.
@@ -36,6 +37,7 @@ def cut_after(trajectory: Trajectory, index: int) -> Trajectory:
         seconds=0.0,
         env_rewards={},
         info={},
+        answer_logprobs={name: values[: index + 2] for name, values in trajectory.answer_logprobs.items()},
     )
 
 

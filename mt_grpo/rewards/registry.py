@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from mt_grpo.errors import UserError
-from mt_grpo.imports import Registry, check_name, import_object
-from mt_grpo.options import is_bare, unknown_reward
+from mt_grpo.imports import Registry, check_name, did_you_mean, import_object
+from mt_grpo.options import is_bare, parse_reward, unknown_reward
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
 
 Judge = TypeVar("Judge", bound=Callable[..., Any])
@@ -46,18 +47,21 @@ def reward(name: str) -> Callable[[Judge], Judge]:
 
 
 def load_rewards(
-    entries: Sequence[str | Callable | RewardFunc | type[RewardFunc]], kind: Literal["turn", "outcome", "state"]
+    entries: Sequence[str | Mapping[str, Any] | Callable | RewardFunc | type[RewardFunc]],
+    kind: Literal["turn", "outcome", "state"],
 ) -> list[RewardFunc]:
     """
     Turns the entries of `turn_reward_funcs`, `outcome_reward_funcs` or `state_score` into reward objects.
 
     Args:
         entries (`Sequence`): Each is a registered name, a path for `import_object`, a `RewardFunc`, a subclass of it
-            that needs no arguments, or (outcome rewards only) a plain TRL reward function.
+            that needs no arguments, a mapping of the `name` or path of a subclass and its arguments, or (outcome
+            rewards only) a plain TRL reward function.
         kind (`str`): `"turn"`, `"outcome"` or `"state"`.
 
     Raises:
-        ValueError: If an entry is not a reward, is a reward of the other kind, or has the name of an earlier entry.
+        ValueError: If an entry is not a reward, is a reward of the other kind, has the name of an earlier entry, or
+            does not take its arguments.
     """
     rewards: dict[str, RewardFunc] = {}
     for entry in entries:
@@ -69,11 +73,14 @@ def load_rewards(
 
 
 def _load(entry: Any, kind: str) -> RewardFunc:
+    entry, options = parse_reward(entry)
     value = _resolve(entry, kind) if isinstance(entry, str) else entry
     label = entry if isinstance(entry, str) else getattr(entry, "name", getattr(entry, "__name__", str(entry)))
+    if options:
+        _check_options(value, options, label, kind)
     reward_class = value if isinstance(value, type) else type(value)
     if issubclass(reward_class, KINDS[kind]):
-        return _instantiate(value, label, kind) if isinstance(value, type) else value
+        return _instantiate(value, options, label, kind) if isinstance(value, type) else value
     for other in KINDS.keys() - {kind}:
         if issubclass(reward_class, KINDS[other]):
             raise RewardListError(f"{label!r} is a reward for {other}s: list it in `{OPTIONS[other]}`.")
@@ -95,10 +102,30 @@ def _resolve(entry: str, kind: str) -> Any:
     return REWARDS[entry]
 
 
-def _instantiate(reward_class: type[RewardFunc], label: str, kind: str) -> RewardFunc:
+def _check_options(value: Any, options: dict[str, Any], label: str, kind: str) -> None:
+    """Whether what a mapping names is a class whose parameters the options are."""
+    parameters = inspect.signature(value).parameters.values() if isinstance(value, type) else []
+    known = [item.name for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
+    takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters)
+    for option in options:
+        if option not in known and not takes_any:
+            has = f"its options are {', '.join(known)}" if known else "it has none"
+            raise RewardListError(
+                f"The {kind} reward {label!r} has no option {option!r}{did_you_mean(option, known)}: {has}."
+            )
+
+
+def _instantiate(reward_class: type[RewardFunc], options: dict[str, Any], label: str, kind: str) -> RewardFunc:
     try:
-        return reward_class()
+        return reward_class(**options)
+    except UserError:
+        raise
     except Exception as error:  # whatever the user's class raises
+        if options:
+            raise RewardListError(
+                f"The {kind} reward {label!r} cannot be made with the options {options!r} "
+                f"({type(error).__name__}: {error})."
+            ) from error
         raise RewardListError(
             f"The {kind} reward {label!r} is a class that cannot be made without arguments "
             f"({type(error).__name__}: {error}): list an instance."

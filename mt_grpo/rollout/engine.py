@@ -96,6 +96,18 @@ class PlacingEngine(Protocol):
 
 
 @runtime_checkable
+class ScoringEngine(Protocol):
+    """An engine that can say how likely given tokens are."""
+
+    async def logprobs(self, context: list[int], tokens: list[int], session: str) -> list[float]:
+        """
+        Log-probs of `tokens` after `context`, each after those before it, under the model itself: at temperature 1,
+        without truncation. Raises `EngineError` if that fails for good.
+        """
+        ...
+
+
+@runtime_checkable
 class LocalEngine(Protocol):
     """An engine that samples from a model in this process. A trainer lends it the model that it trains."""
 

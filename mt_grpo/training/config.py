@@ -67,8 +67,9 @@ class MTGRPOConfig(GRPOConfig):
         call_protocol (`str`, *optional*): `"tags"` or `"native"` (the model's own tool calls). Where it is unset:
             `"tags"`, and for `environment_factory` `"native"`, as in TRL.
         external_plugins (`list[str]`, *optional*): Python files imported before anything is looked up by name.
-        turn_reward_funcs (`list[str]`, *optional*): Turn rewards by name or dotted path.
-        outcome_reward_funcs (`list[str]`, *optional*): Outcome rewards by name or dotted path.
+        turn_reward_funcs (`list[str]`, *optional*): Turn rewards by name or dotted path; a class also by a mapping of
+            its `name` or path and its options, as JSON on the command line.
+        outcome_reward_funcs (`list[str]`, *optional*): Outcome rewards in the same form.
         state_score (`str`, *optional*): A `StateScore` by name or dotted path, the baseline of `state_baseline`.
         system_prompt (`str`, *optional*): Replaces the call protocol's instructions.
         max_env_steps (`int`, *optional*): Replies of the environment in one conversation; 5 where it is unset, for

@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.rewards import FunctionReward, RewardFunc, StateScore, TurnReward
+from mt_grpo.rewards import FunctionReward, InformationGain, RewardFunc, StateScore, TurnReward
 from mt_grpo.rewards.base import NOT_COLUMNS
 
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -30,7 +30,8 @@ def check_reward_columns(
     its first row is read.
 
     Raises:
-        ConfigError: If a reward needs an argument that is no column, or does not take a column.
+        ConfigError: If a reward needs an argument that is no column, does not take a column, or finds no right answer
+            in a row.
     """
     evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     datasets = {"training": train_dataset, **{f"evaluation {name}".strip(): rows for name, rows in evaluated.items()}}
@@ -39,6 +40,8 @@ def check_reward_columns(
             columns = dataset.column_names or [column for row in dataset.take(1) for column in row]
             for reward in rewards if columns else ():
                 _check(reward, columns, f"{name} dataset")
+                if isinstance(reward, InformationGain):
+                    _check_answers(reward, dataset, columns, f"{name} dataset")
 
 
 def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
@@ -72,6 +75,18 @@ def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
             f"The reward {reward.name!r} cannot be called with the columns of the {dataset} ({error}): let it take "
             "the rest with `**row`, or rename the column."
         ) from error
+
+
+def _check_answers(reward: InformationGain, dataset: Rows, columns: list[str], name: str) -> None:
+    if reward.column not in columns:
+        raise ConfigError(
+            f"The reward {reward.name!r} takes the right answer from the column {reward.column!r}, which the {name} "
+            f"does not have{did_you_mean(reward.column, columns)}: its columns are {', '.join(columns)}; name one "
+            "with the option `column`."
+        )
+    if isinstance(dataset, Dataset):  # of a stream, each row is looked at when its answer is scored
+        for value in dataset[reward.column]:
+            reward.right_answer(value)
 
 
 def _needed(parameters: Iterable[Parameter], positional: int) -> list[str]:

@@ -16,6 +16,7 @@ from mt_grpo.credit import audit_rewards, estimate
 from mt_grpo.envs import EnvSource
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
+from mt_grpo.training.answers import check_scorers, score_answers
 from mt_grpo.training.batch import TokenColumns
 from mt_grpo.training.checkpointed import CheckpointedTrainer
 from mt_grpo.training.checks import check_surroundings
@@ -113,6 +114,7 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         self.env = check_env(env, args, train_dataset, eval_dataset, factory=environment_factory)
         train_dataset = rows_of(train_dataset, self.env, args)
         rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
+        check_scorers(rewards, args, engine)
         check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
         self.watch = RewardWatch(rewards, args, self.state_scores)
         with without_client_of_trl(args), opened(model, args, quantization_config, peft_config) as policy:
@@ -129,11 +131,8 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         self._prepare_models()
         self._prepare_credit(rewards)
         self._prepare_rollouts(engine)
-        self._batch: RolloutBatch | None = (
-            None  # sampled and scored, or last so: TRL's methods have no argument for it
-        )
-        self._loss_columns: TokenColumns | None = None
-        """Columns of the micro-batch whose loss is being computed, for the forward that TRL calls."""
+        self._batch: RolloutBatch | None = None  # the latest: TRL's methods have no argument for it
+        self._loss_columns: TokenColumns | None = None  # of the micro-batch whose loss TRL's forward computes
         self.eval_trajectories: list[Trajectory] = []  # of this process, in the latest evaluation
 
     # Setting up
@@ -300,6 +299,7 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         }
         given = self.turn_reward_funcs, self.outcome_reward_funcs, batch.counted, extra, self.state_scores
         with self.activity.of("rewards"):
+            score_answers(self, batch)
             scores = self._run_on_all_ranks(lambda: score_trajectories(*given))
             self.watch.recheck(batch.counted, batch.mode)
         return fill_up_scores(scores, batch.fills)

@@ -44,6 +44,7 @@ VALUES = {
     "run_name: 2026-01-02": "is 2026-01-02: it takes text, so put it in quotes.",
     "column_mapping: [prompt]": "is ['prompt'], a list: it takes a mapping or text.",
     "reward_weights: [1, high]": "is [1, 'high']: it takes a list, each item a number.",
+    "turn_reward_funcs: [3]": "is [3]: it takes a list, each item text or a mapping.",
     "tools: {a: b}": "is {'a': 'b'}, a mapping: it takes a list or text.",
 }
 """A line of a recipe, and what is said of it."""
@@ -155,6 +156,15 @@ REFUSED = [
         "`advantage_estimator` is {'name': 1}: give the name of",
     ),
     ([*GOOD, "--tools", "calculater"], "There is no built-in tool 'calculater'; the nearest is 'calculator': use one"),
+    (
+        [*GOOD, "--turn_reward_funcs", "step_reward", '{"name": "information_gan"}'],
+        "The turn reward 'information_gan' is neither a built-in name nor a path such as",
+    ),
+    (
+        [*GOOD, "--turn_reward_funcs", '{"name": "mine.py:Mine", "limit": 3}'],
+        "The turn reward 'mine.py:Mine' does not import: there is no file 'mine.py' (from ",
+    ),
+    ([*GOOD, "--outcome_reward_funcs", '{"column": "a"}'], "The reward {'column': 'a'} has no name: give the name or"),
     ([*GOOD, "--turn_reward_funcs", "exact"], "The turn reward 'exact' is neither a built-in name nor a path such as"),
     *(([*GOOD[:1], f"value{n}.yaml"], f"in value{n}.yaml, line 3, {said}") for n, said in enumerate(VALUES.values())),
 ]
@@ -172,6 +182,7 @@ ACCEPTED = [
     ["good.yaml", "--env", "mine.py:Env", "--call_protocol", "of_its_module"],
     ["good.yaml", "--tools", "mine.py:tool", "--outcome_reward_funcs", "registered_by_mine"],
     ["good.yaml", "--resume_from_checkpoint", "true", "--column_mapping", '{"prompt": "question"}'],
+    ["good.yaml", "--turn_reward_funcs", "step_reward", '{"name": "information_gain", "gain": "probability"}'],
     ["merged.yaml"],
     *([str(recipe)] for recipe in RECIPES),
 ]

@@ -39,6 +39,7 @@ def make_trajectory(num_turns, seed=0):
         tree.add_turn([7, *range(100, 100 + 2 * index)], [100 + 2 * index], [-0.1 * index])
     info = {"answer": "Lima", "env_rewards": {"won": 1.0}, "info": {"moves": num_turns}, "seconds": 3.0}
     row = {"answer": info.pop("answer")}
+    info["answer_logprobs"] = {"information_gain": [draw.choice([None, -1.0, -2.0]) for _ in turns]}
     return Trajectory([], turns, tree, "Lima", StopReason.ANSWERED, session=f"s-{seed}", row=row, **info)
 
 
@@ -57,8 +58,10 @@ def test_built_in_turn_rewards_ignore_later_turns(name):
     assert len(set(values)) > 2  # they had something to say
 
 
-def test_there_are_three_built_in_turn_rewards():
-    assert set(BUILT_IN) == {"tool_execution_reward_func", "exist_answer_in_search_results", "step_reward"}
+def test_there_are_four_built_in_turn_rewards():
+    assert set(BUILT_IN) == {
+        *("tool_execution_reward_func", "exist_answer_in_search_results", "step_reward", "information_gain")
+    }
 
 
 class Share(TurnReward):

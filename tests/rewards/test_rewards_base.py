@@ -9,6 +9,7 @@ import pytest
 from support.scoring import score
 
 import mt_grpo.rewards as rewards
+from mt_grpo.errors import UserError
 from mt_grpo.imports import ImportPathError
 from mt_grpo.rewards import (
     REWARDS,
@@ -323,6 +324,7 @@ def test_built_in_rewards_are_found_by_the_name_they_report():
         "format_reward_func",
         "gsm8k_correct_reward_func",
         "gsm8k_number_reward_func",
+        "information_gain",
         "reasoning_gym_reward",
         "step_reward",
         "tool_execution_reward_func",
@@ -413,6 +415,72 @@ def test_what_is_no_reward_of_the_kind_is_refused(entries, kind, message):
         load_rewards(entries, kind)
     assert str(caught.value) == message
     assert isinstance(caught.value, ValueError)
+
+
+class Answer(OutcomeReward):
+    def __init__(self, column="answer", *more, scale=1.0):
+        self.column, self.scale = column, float(scale)
+
+    def score(self, trajectory, **row):
+        return 0.0
+
+
+class Anything(Answer):
+    def __init__(self, **options):
+        super().__init__(options["column"])
+
+
+def test_a_recipe_gives_a_class_its_options_with_its_name(monkeypatch):
+    for name, listed in (("answer", Answer), ("anything", Anything)):
+        monkeypatch.setitem(REWARDS._entries, name, listed)
+    as_json = '{"name": "anything", "column": "gold"}'
+    first, second = load_rewards([{"name": "answer", "scale": 2}, as_json], "outcome")
+    assert (type(first), first.column, first.scale) == (Answer, "answer", 2.0)
+    assert (type(second), second.column) == (Anything, "gold")
+    (by_path,) = load_rewards([{"name": "mt_grpo.rewards.gain.InformationGain", "prefix": ""}], "turn")
+    assert (by_path.prefix, by_path.column) == ("", "answer")
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind", "message"),
+    [
+        (
+            {"name": "answer", "colum": "gold"},
+            "outcome",
+            "The outcome reward 'answer' has no option 'colum'; the nearest is 'column': its options are column, "
+            "scale.",
+        ),
+        (
+            {"name": "step_reward", "scale": 2},
+            "turn",
+            "The turn reward 'step_reward' has no option 'scale': it has none.",
+        ),
+        (
+            {"name": "mt_grpo.rewards.gain.information_gain", "gain": "log_prob"},
+            "turn",
+            "The turn reward 'mt_grpo.rewards.gain.information_gain' has no option 'gain': it has none.",
+        ),
+        (
+            {"name": "answer", "scale": "big"},
+            "outcome",
+            "The outcome reward 'answer' cannot be made with the options {'scale': 'big'} (ValueError: could not "
+            "convert string to float: 'big').",
+        ),
+        (
+            {"column": "gold"},
+            "outcome",
+            "The reward {'column': 'gold'} has no name: give the name or the path of a reward class and its options, "
+            "such as `{name: information_gain, column: answer}`.",
+        ),
+        ('{"name": ', "outcome", "The reward '{\"name\": ' is not valid JSON (Expecting value at character 9)."),
+        ({"name": "information_gain", "scorer": "me"}, "turn", "`scorer` is 'me': choose one of trainer, server."),
+    ],
+)
+def test_options_that_a_reward_does_not_take_are_refused(entry, kind, message, monkeypatch):
+    monkeypatch.setitem(REWARDS._entries, "answer", Answer)
+    with pytest.raises(UserError) as caught:
+        load_rewards([entry], kind)
+    assert str(caught.value) == message
 
 
 def test_a_class_that_needs_arguments_asks_for_an_instance():

@@ -64,6 +64,38 @@ def test_a_passing_fault_is_repeated(tokenizer, start, fault):
     assert first == second
 
 
+def scored(logprob, token, fingerprint="one"):
+    choice = {"logprobs": {"top_logprobs": [{"token_id:0": -9.0, f"token_id:{token}": logprob}]}}
+    return 200, {"choices": [choice], "system_fingerprint": fingerprint}
+
+
+def test_each_token_of_an_answer_is_scored_after_those_before(tokenizer, start):
+    server = start(lambda number, body: scored(-float(len(body["prompt"])), body["logprob_token_ids"][0]))
+    client = client_of(tokenizer, server)
+
+    async def go():
+        try:
+            return await client.logprobs([1, 2], [7, 8, 9], "a")
+        finally:
+            client.release("a")
+            await client.close()
+
+    assert asyncio.run(go()) == [-2.0, -3.0, -4.0]
+    asked = sorted(server.asked("/v1/completions"), key=lambda body: len(body["prompt"]))
+    assert [body["prompt"] for body in asked] == [[1, 2], [1, 2, 7], [1, 2, 7, 8]]
+    assert [body["logprob_token_ids"] for body in asked] == [[7], [8], [9]]
+    assert all(body["temperature"] == 1.0 and body["max_tokens"] == 1 for body in asked)
+    assert not any("prompt_logprobs" in body for body in asked)  # with it the prefix cache is not read
+
+
+def test_an_answer_without_the_log_prob_is_asked_for_again(tokenizer, start):
+    server = start(lambda number, body: completion(5) if number == 0 else scored(-0.5, 7))
+    assert asyncio.run(client_of(tokenizer, server).logprobs([1, 2], [7], "a")) == [-0.5]
+    server = start(lambda number, body: completion(5))
+    with pytest.raises(EngineError, match="was answered without the log-prob of token 7"):
+        asyncio.run(client_of(tokenizer, server, max_retries=0).logprobs([1, 2], [7], "a"))
+
+
 def test_a_refused_request_is_not_repeated_but_shown(tokenizer, start):
     server = start(lambda number, body: (400, {"error": {"message": "Token id 99 is out of vocabulary"}}))
     with pytest.raises(EngineError) as caught:

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.forward.truncation import Truncation
+from mt_grpo.rewards import InformationGain
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl, ServerGoneError, ServerSetupError, find_key
@@ -291,6 +292,39 @@ def test_later_turns_of_a_group_come_from_the_prefix_cache(tied):
     hits = tied.server.metric("vllm:prefix_cache_hits_total")
     generate(client, [context + [7, 8, 9]] * 3, SamplingParams(max_tokens=1))
     assert tied.server.metric("vllm:prefix_cache_hits_total") - hits >= 3 * (len(context) - 128)
+
+
+class Vowels(MultiTurnToolEnv):
+    """A turn ends with its first vowel, so that a model that knows nothing takes several."""
+
+    stop = tuple("aeio")  # a server takes four
+
+
+def test_right_answers_are_scored_as_by_the_trainer(tied, tmp_path):
+    """And what was sampled before them comes from the prefix cache."""
+    options = {**CPU_RUN, "max_completion_length": 200}
+    questions = Dataset.from_list([{"prompt": "capital of Peru number " * 56, "answer": "Lima of Peru"}])
+    found = {}
+    for scorer in ("server", "trainer"):
+        trainer = MTGRPOEnvTrainer(
+            tied.model,
+            Vowels([lookup_nothing], system_prompt="user", max_steps=3),
+            [InformationGain(scorer=scorer)],
+            [Letters()],
+            MTGRPOConfig(str(tmp_path), **options),
+            questions,
+            engine=tied.client(),
+            processing_class=tied.tokenizer,
+        )
+        before = [tied.server.metric(f"vllm:prefix_cache_{name}_total") for name in ("queries", "hits")]
+        (trajectory,) = trainer.rollout(1)
+        assert trajectory.error is None and len(trajectory.turns) > 1
+        found[scorer] = trajectory.answer_logprobs["information_gain"]
+        after = [tied.server.metric(f"vllm:prefix_cache_{name}_total") for name in ("queries", "hits")]
+        if scorer == "server":
+            asked, hit = (new - old for new, old in zip(after, before, strict=True))
+            assert hit > 0.3 * asked  # whole blocks of 128 tokens
+    assert found["server"] == pytest.approx(found["trainer"], abs=1e-3)
 
 
 def test_more_prompt_tokens_than_one_step_holds_are_served(tied):

@@ -21,7 +21,7 @@ from mt_grpo.app.train import leave_group, run_training
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, RewardBatch, estimate
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.rewards import OutcomeReward, StateScore, TurnReward, reward
+from mt_grpo.rewards import InformationGain, OutcomeReward, StateScore, TurnReward, reward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.audit_log import read_audit
@@ -140,7 +140,10 @@ def gather_as_nccl() -> None:
 
 def main(folder: str, world: int, scenario: str) -> Accelerator:
     tokenizer = build_tokenizer()
-    rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {number} of Peru"}], "answer": f"Lima {number}"}
+        for number in range(6)
+    ]
     options = {
         **CPU_RUN,
         "max_completion_length": 480,
@@ -177,7 +180,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
     trainer = MTGRPOEnvTrainer(
         model,
         MultiTurnToolEnv([lookup], system_prompt="", max_steps=6),
-        [] if scenario == "branches" else [Searched()],
+        [] if scenario == "branches" else [Searched(), *[InformationGain()][: scenario in ("plain", "measured")]],
         [] if scenario == "turns" else [Length()],
         args,
         Dataset.from_list(rows),

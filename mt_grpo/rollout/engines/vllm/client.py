@@ -14,10 +14,11 @@ from mt_grpo.rollout.background import run
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.rollout.engines.vllm.chat import ChatReply, answer_all
 from mt_grpo.rollout.engines.vllm.check import check_server
-from mt_grpo.rollout.engines.vllm.completions import completion_request, read_sample
+from mt_grpo.rollout.engines.vllm.completions import Read, completion_request, read_sample
 from mt_grpo.rollout.engines.vllm.holder import weight_label
 from mt_grpo.rollout.engines.vllm.http import CONNECT_TIMEOUT, RequestFailed, ServerGoneError, open_session
 from mt_grpo.rollout.engines.vllm.pool import Connections, Server, ServerPool
+from mt_grpo.rollout.engines.vllm.scoring import score_tokens
 from mt_grpo.trajectory import Message
 
 logger = logging.getLogger(__name__)
@@ -123,9 +124,13 @@ class VLLMServerClient:
         """
         version = self.weight_version
         content = completion_request(self.model, context, sampling)
-        limit = self.request_timeout + TOKEN_TIME * sampling.max_tokens
-        async with self._connection().place():
-            return await self._ask(session, context, content, version, limit)
+        sample = await self.ask(session, context, content, read_sample, TOKEN_TIME * sampling.max_tokens)
+        sample.weight_version = version
+        return sample
+
+    async def logprobs(self, context: list[int], tokens: list[int], session: str) -> list[float]:
+        """Log-probs of given tokens; see `ScoringEngine`. Raises as `generate`."""
+        return await score_tokens(self, context, tokens, session)
 
     def join(self, session: str, other: str) -> None:
         """Places a conversation on the server of another; see `PlacingEngine`."""
@@ -189,16 +194,19 @@ class VLLMServerClient:
             server.drop(server.fault)
             progress(f"Going on without the vLLM server at {server.url}: {server.fault}")
 
-    async def _ask(
-        self, session: str, context: list[int], content: bytes, version: int | None, limit: float
-    ) -> Sample:
+    async def ask(self, session: str, context: list[int], content: bytes, read: Read, more: float = 0.0) -> Any:
+        """What `read` finds in the server's answer to `content`, asked `more` seconds longer than usual at most."""
+        async with self._connection().place():
+            return await self._ask(session, context, content, read, self.request_timeout + more)
+
+    async def _ask(self, session: str, context: list[int], content: bytes, read: Read, limit: float) -> Any:
         failures = 0
         while True:
             server = await self._server(session, context)
             drops = server.drops
             try:
                 answer = await self._call(server, "POST", "/v1/completions", content, limit)
-                sample, fingerprint = read_sample(answer, f"POST {server.url}/v1/completions")
+                found, fingerprint = read(answer, f"POST {server.url}/v1/completions")
             except RequestFailed as error:
                 # a server that was restarted knows no adapter, and says so with a 404
                 if (error.repeat or error.status == 404) and server.up and not await self._serves(server):
@@ -215,8 +223,7 @@ class VLLMServerClient:
                 server.drop(f"The server at {server.url} was restarted.")
                 continue
             server.fingerprint = fingerprint
-            sample.weight_version = version
-            return sample
+            return found
 
     async def _server(self, session: str, context: list[int]) -> Server:
         """The server of a conversation; waits while none is up."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.rollout.engines.vllm.http import RequestFailed
+
+Read = Callable[[Any, str], tuple[Any, str | None]]
+"""Takes what is wanted, and the server's identity, from the answer to a request, which the text names."""
 
 
 def completion_request(model: str, context: list[int], sampling: SamplingParams) -> bytes:

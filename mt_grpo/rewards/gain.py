@@ -1,0 +1,84 @@
+"""How much more likely the right answer becomes with what a turn has found out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import choose
+from mt_grpo.rewards.base import TurnReward
+from mt_grpo.rewards.registry import reward
+from mt_grpo.trajectory import Trajectory, Turn
+
+GAINS = ("log_prob", "probability")
+SCORERS = ("trainer", "server")
+
+
+@reward("information_gain")
+class InformationGain(TurnReward):
+    """
+    By how much a turn and the reply to it raise the policy's own probability of the right answer (information gain,
+    Wang et al. 2025, arXiv 2510.14967). `None` for the last turn, the answer itself, which outcome rewards judge.
+
+    The probability of an answer of L tokens is, as in the paper, `exp(mean of their log-probs)`: its L-th root, so
+    that long answers are not all impossible. The paper takes the difference of two such probabilities
+    (`gain: probability`); the difference of their logarithms (`gain: log_prob`) also sees gains far below 1.
+
+    The state after a turn is the context of the next one: all that the model was shown, up to where it began to write.
+    Summed over the turns, the reward is the value of the last turn's context minus that of the prompt. The log-probs
+    are those of the model itself, at temperature 1, whatever it samples with. They come from `answer_logprobs` of the
+    trajectory, which a trainer fills in before it scores.
+
+    Args:
+        column (`str`, *optional*, defaults to `"answer"`): Column of the right answer: text, a number, a list of
+            accepted answers or TriviaQA's record. Of several the first, or the record's `value`, is scored.
+        prefix (`str`, *optional*, defaults to `"<answer>"`): What the model writes before an answer. It stands between
+            the context and the answer, and is not scored. Its marks, such as `</think>`, are the template's.
+        gain (`str`, *optional*, defaults to `"log_prob"`): `"log_prob"` (nats per token) or `"probability"`.
+        scorer (`str`, *optional*, defaults to `"trainer"`): Who computes log-probs: `"trainer"` or `"server"`.
+
+    Raises:
+        ConfigError: If an option has an unusable value.
+    """
+
+    def __init__(
+        self, column: str = "answer", prefix: str = "<answer>", gain: str = "log_prob", scorer: str = "trainer"
+    ) -> None:
+        for option, value in (("column", column), ("prefix", prefix)):
+            if not isinstance(value, str):
+                raise ConfigError(f"The option `{option}` of the reward {self.name!r} is {value!r}: give it text.")
+        choose("gain", gain, GAINS)
+        choose("scorer", scorer, SCORERS)
+        self.column, self.prefix, self.gain, self.scorer = column, prefix, gain, scorer
+
+    def right_answer(self, value: Any) -> str:
+        """
+        The text to score, from a value of the column.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        first = value.get("value") if isinstance(value, dict) else value
+        if isinstance(first, list):
+            first = first[0] if first else None
+        text = "" if first is None else str(first).strip()
+        if not text:
+            raise ConfigError(
+                f"The reward {self.name!r} needs a right answer, and the column {self.column!r} of a row has "
+                f"{value!r}: leave the row out, or name another column with the option `column`."
+            )
+        return text
+
+    def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
+        if self.name not in trajectory.answer_logprobs:
+            raise ValueError("the trajectory has no log-probs of the answer, which a trainer computes")
+        before, *after = trajectory.answer_logprobs[self.name][turn.index : turn.index + 2]
+        if before is None or after in ([], [None]):
+            return None
+        if self.gain == "probability":
+            return math.exp(after[0]) - math.exp(before)
+        return after[0] - before
+
+
+information_gain = InformationGain()

@@ -1,0 +1,220 @@
+"""Log-probs of right answers: equal to a forward for each, computed once, by the trainer or a server."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from support.conversations import converse
+from support.trainers import Answered, conversation
+
+from mt_grpo.credit import rule_name
+from mt_grpo.errors import ConfigError
+from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.packing import unique_tokens
+from mt_grpo.rewards import InformationGain, cut_after, score_cut
+from mt_grpo.rollout import ScriptedEngine
+from mt_grpo.rollout.answers import answer_ids, answer_leaves
+from mt_grpo.rollout.background import run
+from mt_grpo.rollout.engine import EngineError
+from mt_grpo.token_tree import TokenTree
+from mt_grpo.training.answers import longest, mean_logprobs
+from mt_grpo.training.reward_columns import check_reward_columns
+from mt_grpo.trajectory import Trajectory, Turn
+
+GAIN = ((InformationGain(),), (Answered(),))
+
+
+@torch.no_grad()
+def alone(model, context, answer):
+    """One plain forward for one answer."""
+    model.eval()
+    logits = model(input_ids=torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]
+    return logits.log_softmax(dim=-1).gather(1, torch.tensor(answer)[:, None]).mean().item()
+
+
+def random_trajectory(draw, vocabulary):
+    """Turns whose contexts go on from the one before, or leave the past somewhere."""
+    tree, path = TokenTree(), [draw.randrange(vocabulary) for _ in range(draw.randint(1, 9))]
+    number = draw.randint(1, 5)
+    for _ in range(number):
+        action = [draw.randrange(vocabulary) for _ in range(draw.randint(1, 6))]
+        tree.add_turn(path, action, [-1.0] * len(action))
+        kept = (path + action)[: draw.choice([None, draw.randint(1, len(path))])]
+        path = kept + [draw.randrange(vocabulary) for _ in range(draw.randint(1, 5))]
+    return Trajectory([], [Turn(index, {}) for index in range(number)], tree)
+
+
+@pytest.fixture(scope="module")
+def trees(tokenizer):
+    """Leaves of trajectories that share nothing and of two that share all, and what was asked of each."""
+    draw = random.Random(0)
+    trajectories = [random_trajectory(draw, len(tokenizer)) for _ in range(4)]
+    trajectories.append(trajectories[0])
+    return [
+        answer_leaves(each, [5, 6], [7, 8, 9][: 1 + index % 3], 500).tree for index, each in enumerate(trajectories)
+    ]
+
+
+@pytest.mark.parametrize("forward", ["tree", "padded", "turn_by_turn"])
+def test_log_probs_equal_a_plain_forward_for_each_answer(model, trees, forward):
+    paths = [[tree.path_of_turn(turn) for turn in range(tree.num_turns)] for tree in trees]
+    expected = [
+        [alone(model, path[: -len(answer)], answer) for path, answer in zip(of, tree.actions(), strict=True)]
+        for of, tree in zip(paths, trees, strict=True)
+    ]
+    enable_trees(model)
+    found = mean_logprobs(model, [TokenTree(), *trees], forward)
+    assert found[0] == [] and longest(trees) == max(len(path) for of in paths for path in of)
+    for ours, oracle in zip(found[1:], expected, strict=True):
+        assert ours == pytest.approx(oracle, abs=1e-5)
+
+
+def count_tokens(model):
+    counted = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: counted.append(inputs[0].numel())
+    )
+    return counted
+
+
+def test_every_token_of_a_batch_is_computed_once(model, trees):
+    enable_trees(model)
+    counted = count_tokens(model)
+    mean_logprobs(model, trees)
+    assert counted == [unique_tokens(trees)]
+    assert counted[0] < 0.6 * sum(len(tree.path_of_turn(turn)) for tree in trees for turn in range(tree.num_turns))
+
+
+@pytest.mark.parametrize("forward", ["tree", "padded"])
+def test_a_rank_with_nothing_to_score_makes_its_forward_too(model, forward):
+    enable_trees(model)
+    counted = count_tokens(model)
+    assert mean_logprobs(model, [TokenTree(), TokenTree()], forward) == [[], []]
+    assert len(counted) == 1
+
+
+def fail(session, turn):
+    return EngineError("no") if session.endswith("0") and turn == 1 else conversation(session, turn)
+
+
+def check_against_oracle(trainer, trajectories):
+    """Each state's value, and that the rewards are their differences."""
+    scored = 0
+    for trajectory in trajectories:
+        before, answer = answer_ids(trainer.runner.renderer, "<answer>", trajectory.row["answer"][0])
+        values = trajectory.answer_logprobs["information_gain"]
+        assert len(values) == len(trajectory.turns)
+        for turn, action in enumerate(trajectory.tree.actions()):
+            path = trajectory.tree.path_of_turn(turn)
+            assert values[turn] == pytest.approx(
+                alone(trainer.model, path[: len(path) - len(action)] + before, answer), abs=1e-5
+            )
+        rewards = trajectory.rewards["turn"]["information_gain"]
+        assert rewards[-1] is None and None not in rewards[:-1]
+        assert sum(rewards[:-1]) == pytest.approx(values[-1] - values[0])
+        scored += len(rewards) - 1
+    return scored
+
+
+def test_an_evaluation_scores_the_contexts_of_its_turns(build):
+    trainer = build(rewards=GAIN, num_generations_eval=1, per_device_eval_batch_size=3)
+    trainer.evaluate()
+    assert check_against_oracle(trainer, trainer.eval_trajectories) > 8
+
+
+@pytest.mark.parametrize("forward", ["tree", "padded"])
+def test_rollouts_are_scored_without_training(build, forward):
+    trainer = build(rewards=GAIN, forward=forward)
+    assert check_against_oracle(trainer, trainer.rollout(4)) == 5
+
+
+def test_training_takes_the_gain_as_a_turn_reward(build):
+    trainer = build(rewards=GAIN, advantage_estimator="reward_to_go", gradient_checkpointing=True)
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    assert trainer.state.global_step == 2 and rule_name(trainer.args.advantage_estimator) == "reward_to_go"
+    assert any((weight != before[name]).any() for name, weight in trainer.model.named_parameters())
+    counted = trainer._batch.rewards.turn_rewards
+    assert counted.shape == (4, 3) and counted.isnan().sum() == 12 - 5
+    assert trainer.model.training
+    sampled = trainer._batch.trajectories[0]
+    assert all(node.tokens for node in sampled.tree.nodes) and sampled.tree.num_turns == 3
+    assert run(score_cut(GAIN[0], [(sampled, 0), (sampled, 1)])) == {}
+
+
+def test_a_cut_trajectory_has_the_log_probs_of_the_whole(build):
+    trainer = build(rewards=GAIN)
+    for whole in trainer.rollout(4):
+        before, answer = answer_ids(trainer.runner.renderer, "<answer>", whole.row["answer"][0])
+        for index in range(len(whole.turns)):
+            leaves = answer_leaves(cut_after(whole, index), before, answer, 400)
+            (found,) = mean_logprobs(trainer.model, [leaves.tree])
+            assert found == pytest.approx(whole.answer_logprobs["information_gain"][: index + 1], abs=1e-5)
+
+
+def test_a_conversation_that_failed_is_not_scored(build):
+    trainer = build(script=fail, rewards=GAIN)
+    failed, *others = trainer.rollout(4)
+    assert failed.failed and failed.answer_logprobs["information_gain"] == [None] * len(failed.turns)
+    assert check_against_oracle(trainer, others) == 3
+
+
+def test_an_adapter_takes_part_in_the_scores(build, model):
+    from peft import LoraConfig
+
+    trainer = build(
+        model=model, rewards=GAIN, peft_config=LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
+    assert check_against_oracle(trainer, trainer.rollout(4)) == 5
+
+
+def test_a_rewritten_past_is_scored_as_the_model_saw_it(tokenizer, model):
+    replies = [[{"role": "user", "content": "Q2"}]]
+    trajectory, _, seen = converse(tokenizer, ["<think>a</think>one", "two"], replies, "strip_thinking")
+    enable_trees(model)
+    (found,) = mean_logprobs(model, [answer_leaves(trajectory, [5], [6, 7], 500).tree])
+    assert found == pytest.approx([alone(model, [*context, 5], [6, 7]) for context, _ in seen], abs=1e-5)
+
+
+class Asked(ScriptedEngine):
+    """Knows the log-prob of every token: its id."""
+
+    async def logprobs(self, context, tokens, session):
+        return [-float(token) for token in tokens]
+
+
+def test_an_engine_that_scores_is_asked_instead_of_the_model(build, tokenizer):
+    trainer = build(rewards=((InformationGain(prefix=""),), (Answered(),)))
+    trainer.runner.engine = Asked(tokenizer, conversation)
+    trainer.runner.sampler.engine = trainer.runner.engine
+    (reward,) = trainer.turn_reward_funcs
+    reward.scorer = "server"
+    (trajectory,) = trainer.rollout(1)
+    ids = tokenizer.encode("Lima 0")
+    assert trajectory.answer_logprobs["information_gain"] == [-sum(ids) / len(ids)] * 3
+
+
+def test_a_server_that_is_not_there_is_missed_at_the_start(build):
+    with pytest.raises(ConfigError, match="`scorer: server` of the reward 'information_gain' needs a vLLM server"):
+        build(rewards=((InformationGain(scorer="server"),), (Answered(),)))
+
+
+def test_a_missing_column_is_named_at_the_start(build):
+    message = "from the column 'answers', which the training dataset does not have; the nearest is 'answer'"
+    with pytest.raises(ConfigError, match=message):
+        build(rewards=((InformationGain(column="answers"),), (Answered(),)))
+
+
+ROWS = [{"prompt": "Q", "answer": "Lima"}, {"prompt": "Q", "answer": " "}]
+
+
+def test_a_row_without_a_right_answer_is_found_at_the_start():
+    with pytest.raises(ConfigError, match="needs a right answer, and the column 'answer' of a row has ' '"):
+        check_reward_columns([InformationGain()], Dataset.from_list(ROWS), None)
+
+
+def test_the_rows_of_a_stream_are_looked_at_as_they_are_scored():
+    check_reward_columns([InformationGain()], IterableDataset.from_generator(lambda: iter(ROWS)), None)
