@@ -187,3 +187,30 @@ def test_help_names_every_form(capsys):
     assert main(["export", "--help"]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n  {form}" in printed for form in ("jsonl", "dataset", "trackio", "openinference"))
+
+
+RECORDS = (Path(__file__).parents[2] / "docs" / "records.md").read_text()
+
+
+def test_documented_commands_work(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "runs" / "NAME", steps=1)
+    monkeypatch.chdir(tmp_path)
+    commands = [line.strip() for line in RECORDS.splitlines() if line.startswith("    mt-grpo export ")]
+    assert [command.split()[4] for command in commands] == ["jsonl", "dataset", "openinference", "trackio"]
+    for command in commands[:3]:  # trackio's has a test of its own
+        assert main(command.split()[1:]) == 0
+        assert Path(capsys.readouterr().out.split(" in ")[1].strip()).exists()
+
+
+def test_the_documented_reader_finds_the_worst_conversation(folder):
+    namespace = {}
+    exec(RECORDS.split("```python\n")[1].split("```")[0], namespace)
+    pairs = [(engine, trainer) for _, engine, trainer in namespace["worst"](folder) if trainer is not None]
+    largest = max(row["mismatch"] or 0.0 for row in open_run(folder).rows)
+    assert max(abs(engine - trainer) for engine, trainer in pairs) == pytest.approx(largest, rel=1e-3)
+
+
+def test_documented_fields_are_those_of_a_row(folder):
+    row = open_run(folder).rows[0]
+    for name in row.keys() - {"credit_file", "credit_row"}:
+        assert f"`{name}`" in RECORDS, name
