@@ -24,6 +24,7 @@ from mt_grpo.app import request
 from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.cli import main
 from mt_grpo.rewards import REWARDS, load_rewards
+from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import MTGRPOConfig, checks
 
 ROOT = Path(__file__).parent.parent
@@ -278,7 +279,7 @@ def test_information_gain_trains_in_a_recipe(tmp_path, monkeypatch):
     Path("recipe.yaml").write_text(yaml.safe_dump(options))
     short = shlex.split(SMALL["train"].replace("--max_steps 1", "--max_steps 2").replace("length 16", "length 48"))
     assert main(["train", "recipe.yaml", *short, "--output_dir", "run"]) == 0
-    records = [json.loads(line) for line in Path("run/trajectories.jsonl").read_text().splitlines()]
+    records = list(read_trajectories("run"))
     gains = [record["rewards"]["turn"]["information_gain"] for record in records]
     assert any(value for of_turns in gains for value in of_turns) and {of_turns[-1] for of_turns in gains} == {None}
     assert all(len(record["answer_logprobs"]["information_gain"]) == len(record["turns"]) for record in records)

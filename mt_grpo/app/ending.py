@@ -15,12 +15,13 @@ CONTENTS = {
     "config.yaml": "every option with its value; a recipe",
     "metrics.jsonl": "the metrics of each log step",
     "audit.jsonl": "what rewards say in their groups",
-    "trajectories*.jsonl": "every conversation",
+    "rollouts": "every conversation",
     "learning_curve.png": "mean rewards over training",
     "summary.json": "the agent before and after training",
     "completions": "what `log_completions` writes",
     "checkpoint-*": "to resume from",
     "*model*.safetensors": "the trained weights",
+    "tokenizer": "to show the tokens of conversations",
     "runs": "for TensorBoard",
 }
 MERGE = (

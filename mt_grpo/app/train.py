@@ -53,7 +53,7 @@ def leave_group(accelerator: Accelerator) -> None:
 def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Console) -> None:
     """
     Trains, and writes to the output folder `config.yaml` (the resolved options), `metrics.jsonl`, `audit.jsonl`,
-    `trajectories.jsonl`, `learning_curve.png`, the model, and `summary.json`.
+    conversations (`rollouts/`), `tokenizer/`, `learning_curve.png`, the model, and `summary.json`.
 
     Args:
         trainer (`MTGRPOEnvTrainer`): Ready to train; it is measured before and after where it has an evaluation set.

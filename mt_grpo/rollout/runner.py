@@ -173,7 +173,7 @@ class RolloutRunner:
         if fork is None:
             said = request.prompt
             prompt = [{"role": "user", "content": said}] if isinstance(said, str) else said
-            trajectory = Trajectory(prompt, session=request.session, row=request.row)
+            trajectory = Trajectory(prompt, session=request.session, row=request.row, start=time.time())
             policy = ConversationPolicy(self.sampler, trajectory, sampling, request.seed)
             holding = self._hold(request, policy, trajectory)
         else:

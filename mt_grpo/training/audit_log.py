@@ -128,7 +128,7 @@ def why_still(records: Sequence[dict[str, Any]]) -> str:
     mean = mean_record(records)
     rewards = mean["rewards"]
     if all(reward["applies"] is None for reward in rewards.values()):
-        return "every conversation failed; `error` in `trajectories.jsonl` has the reason"
+        return "every conversation failed; `error` of the conversations has the reason"
     if mean["groups_without_signal"] < 1:
         return (
             "some groups have advantages, so their tokens are not trained: they are masked (`rollouts/failed`, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import chain
 from typing import Any
 
 from datasets import Dataset
@@ -295,6 +296,6 @@ def open_environments(batch: RolloutBatch) -> Iterator[None]:
     try:
         yield
     finally:
-        trajectories = [*batch.trajectories, *batch.discarded]
+        trajectories = [*batch.trajectories, *chain(*batch.discarded)]
         if any(trajectory.environment is not None for trajectory in trajectories):
             run(close_environments(trajectories))

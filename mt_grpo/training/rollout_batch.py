@@ -36,7 +36,7 @@ class RolloutBatch:
         scores (`Scores`, *optional*): The scores of the trajectories of this process.
         advantages (`Tensor`, *optional*): The advantages of the trajectories of all processes, shape `(B, K)`.
         attempt (`int`): How often the rows were sampled before.
-        discarded (`list[Trajectory]`): Those of this process whose place later ones took.
+        discarded (`list[list[Trajectory]]`): Those of this process whose place later ones took, by attempt.
         sampled_again (`int`): Groups that were sampled again, counted as often as they were.
     """
 
@@ -52,7 +52,7 @@ class RolloutBatch:
     scores: Scores | None = None
     advantages: Tensor | None = None
     attempt: int = 0
-    discarded: list[Trajectory] = field(default_factory=list)
+    discarded: list[list[Trajectory]] = field(default_factory=list)
     sampled_again: int = 0
 
     @property
@@ -96,8 +96,9 @@ class RolloutBatch:
         fields = ("turn", "outcome", "state")
         scores = [each for name in fields for each in getattr(self.scores, name)]
         others = [each for name in fields for each in getattr(again.scores, name)]
-        for row in (row for row, fills in enumerate(again.fills) if not fills):
-            self.discarded.append(self.trajectories[row])
+        rows = [row for row, fills in enumerate(again.fills) if not fills]
+        self.discarded.append([self.trajectories[row] for row in rows])
+        for row in rows:
             self.trajectories[row] = again.trajectories[row]
             for values, other in zip(scores, others, strict=True):
                 values[row] = other[row]

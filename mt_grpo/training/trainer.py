@@ -37,6 +37,7 @@ from mt_grpo.training.metrics import (
 from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.policy import opened
 from mt_grpo.training.processes import everywhere, run_here
+from mt_grpo.training.records import RunRecords
 from mt_grpo.training.reference import check_reference
 from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
 from mt_grpo.training.reward_columns import check_reward_columns
@@ -51,7 +52,6 @@ from mt_grpo.training.servers import (
     without_client_of_trl,
 )
 from mt_grpo.training.signal import has_signal, leave_out, sample_again, share_out
-from mt_grpo.training.trajectory_writer import MetricsCallback, TrajectoryWriter
 from mt_grpo.training.watch import RewardWatch
 from mt_grpo.trajectory import Trajectory, visible
 from mt_grpo.weights.transport import WeightSync
@@ -125,7 +125,7 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
                 processing_class=processing_class,
-                callbacks=[*(callbacks or []), MetricsCallback(), self.watch],
+                callbacks=[*(callbacks or []), self.watch],
                 optimizers=optimizers,
             )
         self._prepare_models()
@@ -180,7 +180,7 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         self._sampling = sampling_params(args)
         engine = engine or own_engine(args, self._tokenizer, self.model, self.accelerator)
         self.runner = build_runner(self.env, engine, args)
-        self._writer = TrajectoryWriter(args.output_dir, self.accelerator.process_index)
+        self.records = RunRecords(self)
         self._failed_batches = 0
 
     # A step of training, in the order in which TRL calls: rows in, sampled, scored, credited, and the loss
@@ -213,9 +213,9 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
             with open_environments(batch):
                 output = super()._generate_and_score_completions(shown)
         except BaseException:  # whatever fails, conversations that were finished before are not lost
-            self._writer.write_batch(batch, self.state.global_step)
+            self.records.rescue(batch)
             raise
-        everywhere(lambda: self._writer.write_batch(batch, self.state.global_step))
+        self.records.write(batch)
         if mode == "eval":
             self.eval_trajectories += batch.counted
         return self._credit(batch, output)
@@ -313,6 +313,7 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         self.conversations.observe(batch, advantages[rows])
         columns = TokenColumns.of_rollouts(batch.token_rows, output["completion_ids"])
         output["group_ids"] = rows // batch.rewards.group_size
+        output["row_ids"] = self.records.credit(batch, advantages[rows], rows)
         output["turn_ids"], output["advantages"] = columns.turn_ids, advantages[rows].gather(1, columns.turn_ids)
         if columns.parent is not None:
             output["parent"] = columns.parent
@@ -337,7 +338,8 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self._loss_columns = TokenColumns.of_inputs(inputs)
         try:
-            return super().compute_loss(model, inputs, *args, **kwargs) * inputs.get("loss_factor", 1.0)
+            with self.records.loss_of(inputs):
+                return super().compute_loss(model, inputs, *args, **kwargs) * inputs.get("loss_factor", 1.0)
         finally:
             self._loss_columns = None
 
@@ -354,9 +356,8 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         """TRL's, `(B, T)`, 0 where a token is not trained. Old and reference log-probs have no dropout."""
         with without_dropout(model, self._loss_columns is None):
             if self.args.forward == "padded":
-                return super()._get_per_token_logps_and_entropies(
-                    model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
-                )
+                given = model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy
+                return self.records.observed(super()._get_per_token_logps_and_entropies(*given, **kwargs))
             columns = self._loss_columns or TokenColumns.of_rollouts(
                 self._batch.token_rows, input_ids[:, -logits_to_keep:]
             )
@@ -364,7 +365,7 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
                 logps, entropies = completion_logps(
                     model, input_ids, attention_mask, columns, self.args, self._distribution, batch_size
                 )
-        return logps, entropies if compute_entropy else None, None
+        return self.records.observed((logps, entropies if compute_entropy else None, None))
 
     # Without training
 

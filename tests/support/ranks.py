@@ -235,7 +235,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         "credit": {name: estimate(name, watch.rewards) for name in ADVANTAGE_ESTIMATORS if watch.rewards},
         "rounded": watch.rounded,
         "audit": read_audit(folder) if trainer.accelerator.is_main_process else None,
-        "sampled": sum(gather_object([len(trainer._batch.counted) + len(trainer._batch.discarded)])),
+        "sampled": sum(gather_object([len(trainer._batch.counted) + sum(map(len, trainer._batch.discarded))])),
         "work": gather(torch.stack([part["completion_mask"].sum() for part in trainer._buffered_inputs])),
     }
     if trainer.accelerator.is_main_process:

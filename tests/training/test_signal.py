@@ -12,6 +12,7 @@ from support.trainers import LOSS_TYPES, conversation, member
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.rollout import EngineError, ScriptedEngine
+from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.training.signal import share_out
@@ -124,7 +125,7 @@ def test_only_the_group_without_signal_is_sampled_again(build, tmp_path):
     assert sorted(map(attempt, reward.scored)) == [0] * 8 + [1] * 4 + [2] * 4
     assert {member(session) for session in reward.scored if attempt(session)} == {4, 5, 6, 7}
     assert len({session for session, *_ in trainer.runner.engine.requests}) == 16
-    lines = records(tmp_path, "trajectories.jsonl")
+    lines = list(read_trajectories(tmp_path))
     of = {mode: [line["session"] for line in lines if line["mode"] == mode] for mode in ("train", "discarded")}
     assert sorted(map(attempt, of["train"])) == [0] * 4 + [2] * 4
     assert sorted(map(attempt, of["discarded"])) == [0] * 4 + [1] * 4
@@ -183,7 +184,7 @@ def test_conversations_before_a_failure_in_a_round_are_kept(build, tmp_path):
     trainer = build(rewards=((), (Fails(),)), groups_without_signal="resample", **TWO_GROUPS)
     with pytest.raises(Exception, match="ZeroDivisionError"):
         trainer.train()
-    assert sorted(attempt(line["session"]) for line in records(tmp_path, "trajectories.jsonl")) == [0] * 8 + [1] * 4
+    assert sorted(attempt(line["session"]) for line in read_trajectories(tmp_path)) == [0] * 8 + [1] * 4
 
 
 def test_environments_of_discarded_conversations_are_closed(tmp_path, tokenizer, questions):
