@@ -1,0 +1,213 @@
+"""
+About how long a step takes. An estimate from assumed speeds and lengths, until the metrics of a run correct both.
+All functions but `measure_cpu` are of numbers alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mt_grpo.app.doctor.shape import Shape
+from mt_grpo.errors import ConfigError
+
+OPS_PER_LAYER = 45
+"""Small operations in a forward of one layer, each of which costs its launch."""
+OPS_PER_TOKEN = 120
+"""The same for what is around the layers when a token is drawn."""
+MOST_ROWS = 64
+"""Conversations in one batch of the engine that samples from the trainer's own model."""
+RECOMPUTED = 4 / 3
+"""What checkpointed activations cost: a second forward."""
+WARM_STEPS = 3
+"""Latest logged steps of a run whose median is taken."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """
+    What a processor reaches.
+
+    Args:
+        flops (`float`): Operations of matrix products per second.
+        bandwidth (`float`): Bytes read from memory per second.
+        launch (`float`): Seconds that a small operation costs.
+        name (`str`): Which processor, for messages.
+    """
+
+    flops: float
+    bandwidth: float
+    launch: float
+    name: str
+
+
+H100 = Speed(400e12, 2e12, 4e-6, "an H100 at 40 % of its peak, assumed")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """
+    Means over conversations.
+
+    Args:
+        turns (`float`): Turns.
+        sampled (`float`): Tokens that the model wrote.
+        unique (`float`): Tokens that training computes: those of its own, the environment's and the prompt's.
+        measured (`bool`): Whether they are a run's, not assumed.
+    """
+
+    turns: float
+    sampled: float
+    unique: float
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of the parts of a step."""
+
+    sampling: float
+    tools: float
+    training: float
+
+    @property
+    def total(self) -> float:
+        return self.sampling + self.tools + self.training
+
+    def scaled(self, factor: float) -> Step:
+        return Step(self.sampling * factor, self.tools * factor, self.training * factor)
+
+
+def assumed_lengths(prompt: int, steps: int, turn: int | None, completion: int) -> Lengths:
+    """
+    Half of what a recipe allows.
+
+    Args:
+        prompt (`int`): Tokens of the prompt.
+        steps (`int`): Replies of the environment.
+        turn (`int`, *optional*): Most tokens of a turn.
+        completion (`int`): Most tokens of a conversation behind the prompt.
+    """
+    turns = (steps + 2) / 2
+    sampled = min(turns * (turn or completion) / 2, completion / 2)
+    return Lengths(turns, sampled, prompt + max(sampled, completion / 2))
+
+
+def training_seconds(
+    shape: Shape, speed: Speed, tokens: float, ranks: int, checkpointing: bool, passes: float, microbatches: int
+) -> float:
+    """
+    Seconds of forwards and backwards of a step.
+
+    Args:
+        shape (`Shape`): The model's.
+        speed (`Speed`): Of one rank.
+        tokens (`float`): Unique tokens of the step, of all ranks.
+        ranks (`int`): How many train.
+        checkpointing (`bool`): Whether activations are computed again.
+        passes (`float`): Forwards and backwards over each token; a forward alone is a third.
+        microbatches (`int`): Of one rank.
+    """
+    # a frozen weight has no gradient of its own
+    work = (4 if shape.adapter else 6) * shape.parameters * tokens * passes * (RECOMPUTED if checkpointing else 1)
+    return work / (speed.flops * ranks) + 3 * microbatches * shape.layers * OPS_PER_LAYER * speed.launch
+
+
+def server_seconds(
+    shape: Shape, speed: Speed, lengths: Lengths, conversations: float, at_once: float, size: int, gpus: int
+) -> float:
+    """
+    Seconds in which one server samples.
+
+    Args:
+        shape (`Shape`), speed (`Speed`): Of the model, and of one of its GPUs.
+        lengths (`Lengths`): Of a conversation.
+        conversations (`float`): That it samples.
+        at_once (`float`): Of these at once.
+        size (`int`): Bytes of an element.
+        gpus (`int`): Over which it is spread.
+    """
+    at_once = max(1.0, min(conversations, at_once))
+    reads = size * shape.parameters + at_once * lengths.unique * shape.kv_bytes(size)
+    step = max(reads / speed.bandwidth, 2 * shape.parameters * at_once / speed.flops) / gpus
+    step += (shape.layers * OPS_PER_LAYER) * speed.launch
+    prefill = 2 * shape.parameters * lengths.unique * conversations / (speed.flops * gpus)
+    return math.ceil(conversations / at_once) * lengths.sampled * step + prefill
+
+
+def own_engine_seconds(shape: Shape, speed: Speed, turns: int, turn: float, conversations: int) -> float:
+    """
+    Seconds in which the trainer's own model samples: turn after turn, as long as the longest row of a batch.
+
+    Args:
+        shape (`Shape`), speed (`Speed`): Of the model, and of the processor.
+        turns (`int`): Of the longest conversation.
+        turn (`float`): Tokens of the longest turn.
+        conversations (`int`): Of one process.
+    """
+    rows = min(conversations, MOST_ROWS)
+    step = (shape.layers * OPS_PER_LAYER + OPS_PER_TOKEN) * speed.launch + 2 * shape.parameters * rows / speed.flops
+    return turns * math.ceil(conversations / MOST_ROWS) * turn * step
+
+
+def read_run(folder: str) -> tuple[Lengths, float] | None:
+    """
+    Lengths and the seconds of a step, from the metrics of a run; `None` where it has logged no step.
+
+    Args:
+        folder (`str`): Its `output_dir`.
+
+    Raises:
+        ConfigError: If its metrics cannot be read.
+    """
+    path = Path(folder, "metrics.jsonl")
+    if not path.is_file():
+        return None
+    try:
+        records: list[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise ConfigError(f"{path} is no record of a run ({error}): name the folder of one that is whole.") from error
+    steps = [record for record in records if "step_time" in record and "tokens/unique" in record][-WARM_STEPS:]
+    if not steps:
+        return None
+
+    def median(name: str) -> float:
+        return statistics.median(record[name] for record in steps)
+
+    lengths = Lengths(median("turns/mean"), median("completions/mean_length"), median("tokens/unique"), True)
+    return lengths, median("step_time")
+
+
+def measure_cpu(shape: Shape, seconds: float = 0.15) -> Speed:
+    """
+    Measures this processor with matrices as wide as the model, in a fraction of a second.
+
+    Args:
+        shape (`Shape`): The model's.
+        seconds (`float`, *optional*, defaults to `0.15`): For each of the two measures.
+    """
+    width, inner = min(shape.hidden, 2048), min(shape.intermediate, 4096)
+    rows, matrix = torch.ones(512, width), torch.ones(width, inner)
+    flops = 2 * 512 * width * inner / _fastest(lambda: rows @ matrix, seconds)
+    vector, small = torch.ones(1, min(width, 128)), torch.ones(min(width, 128), min(width, 128))
+    launch = _fastest(lambda: torch.nn.functional.silu(vector @ small), seconds) / 2
+    size = torch.ones(2**22)
+    return Speed(flops, 4 * 2**22 / _fastest(size.sum, seconds), launch, "this CPU, measured")
+
+
+def _fastest(work: Any, seconds: float) -> float:
+    """Seconds of the fastest call in a while; the first is for warming up."""
+    work()
+    best, end = math.inf, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - begin)
+    return best
