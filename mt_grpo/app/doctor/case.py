@@ -110,6 +110,12 @@ class Case:
         """Whether the run is planned for GPUs: those that are stated, or those that are here."""
         return not self.args.use_cpu and (self.own["gpu_memory"] is not None or torch.cuda.is_available())
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the run is for another machine, whose GPUs are stated."""
+        stated = self.own["gpu_memory"] is not None and not self.args.use_cpu
+        return stated and torch.cuda.device_count() < self.processes
+
     @fact
     def memory(self) -> float:
         """Bytes of a GPU, or of this machine for a run on its CPU."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from datasets import IterableDataset
+from jinja2 import TemplateError
 
 from mt_grpo.app.doctor import surroundings
 from mt_grpo.app.doctor.case import Case
@@ -62,9 +63,13 @@ def template(case: Case) -> Lines:
     for one in case.environments:
         if not isinstance(one, MultiTurnToolEnv):
             continue
-        renderer = ChatRenderer(
-            case.tokenizer, one.tool_schemas, case.args.chat_template_kwargs, tags=one.protocol.tags
-        )
+        try:
+            renderer = ChatRenderer(
+                case.tokenizer, one.tool_schemas, case.args.chat_template_kwargs, tags=one.protocol.tags
+            )
+        except TemplateError as error:  # of jinja, in the words of the template
+            yield FAIL, f"it refuses a question and an answer ({error})", "name another by `chat_template_path`"
+            continue
         verdict = examine_template(renderer).removeprefix("Chat template: ").removesuffix(".")
         read = verdict if one.protocol.native_tools else verdict.split("; ")[-1]  # results are user messages
         if "refuses" in read:

@@ -36,6 +36,9 @@ class NotKnown(ConfigError):
     """Something cannot be found out on this machine, e.g. without a network; the run may know it where it runs."""
 
 
+OF_THIS_MACHINE = ("server", ".venv-vllm", "ports", "files")
+"""Checks whose fails are a `warn` where the run is for another machine."""
+
 Check = Callable[["Case"], Iterator[tuple[str, str, str]]]
 """Yields status, what and mend, for each line of a check."""
 
@@ -54,13 +57,20 @@ def examine(case: Case, checks: Mapping[str, Check]) -> Iterator[Finding]:
     for name, check in checks.items():
         try:
             for status, what, mend in check(case):
-                yield Finding(name, status, what, mend)
+                yield _placed(case, Finding(name, status, what, mend))
         except UserError as error:
             words = " ".join(str(error).split()).removesuffix(".")
             if words in told:
                 left_out.append(name)
                 continue
             told.add(words)
-            yield Finding(name, WARN if isinstance(error, NotKnown) else FAIL, words)
+            yield _placed(case, Finding(name, WARN if isinstance(error, NotKnown) else FAIL, words))
     if left_out:
         yield Finding("left out", WARN, f"not checked, for the reasons above: {', '.join(left_out)}")
+
+
+def _placed(case: Case, found: Finding) -> Finding:
+    """A finding about this machine, weighed by whether the run is for this machine."""
+    if found.status != FAIL or found.check not in OF_THIS_MACHINE or not case.elsewhere:
+        return found
+    return Finding(found.check, WARN, f"here, which is not the machine of the run: {found.what}", found.mend)

@@ -138,7 +138,8 @@ def server_seconds(
     reads = size * shape.parameters + at_once * lengths.unique * shape.kv_bytes(size)
     step = max(reads / speed.bandwidth, 2 * shape.parameters * at_once / speed.flops) / gpus
     step += (shape.layers * OPS_PER_LAYER) * speed.launch
-    prefill = 2 * shape.parameters * lengths.unique * conversations / (speed.flops * gpus)
+    read = max(0.0, lengths.unique - lengths.sampled)  # prompts and results of tools, each once
+    prefill = 2 * shape.parameters * read * conversations / (speed.flops * gpus)
     return math.ceil(conversations / at_once) * lengths.sampled * step + prefill
 
 

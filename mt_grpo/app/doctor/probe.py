@@ -49,16 +49,16 @@ def probe(case: Case) -> Iterator[tuple[str, str, str]]:
         torch.cuda.empty_cache()
     total, seconds = planned["states"] + peak, time.perf_counter() - begin
     case.plan["probe"] = {"bytes": peak, "with states": total, "seconds": seconds, "device": device.type}
-    what = (
-        f"one micro-batch of {_size(case)}, forward and backward, took {peak / GB:.2f} GB beside weights and "
-        f"gradients ({'CUDA' if device.type == 'cuda' else 'CPU'}, {seconds:.1f} s); with {planned['states'] / GB:.2f} GB of "
-        f"planned states {total / GB:.2f} GB"
-    )
     available = case.memory if device.type == "cuda" else case.memory / case.processes
+    what = (
+        f"one micro-batch of {_size(case)}, forward and backward, took {peak / GB:.2f} GB of the {device.type} beside "
+        f"weights and gradients, and {seconds:.1f} s; with {planned['states'] / GB:.2f} GB of planned states "
+        f"{total / GB:.2f} GB, of {available / GB:.1f}"
+    )
     if total > available:
-        yield FAIL, f"{what}, of {available / GB:.1f}", f"give it {SMALLER}"
+        yield FAIL, what, f"give it {SMALLER}"
     else:
-        yield (WARN if total > SPARE * available else OK), f"{what}, of {available / GB:.1f}", ""
+        yield (WARN if total > SPARE * available else OK), what, ""
 
 
 def _size(case: Case) -> str:

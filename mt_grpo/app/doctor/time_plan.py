@@ -72,9 +72,10 @@ def step(case: Case) -> Lines:
         "sampled tokens": lengths.sampled,
         "unique tokens": lengths.unique,
     }
+    tools = _seconds(found.tools) if case.tool_seconds else "not known"
     source = f"calibrated with the steps of {run}" if run else f"an estimate, for {speed.name}"
     what = (
-        f"{_seconds(found.total)} ({source}): sampling {_seconds(found.sampling)}, tools {_seconds(found.tools)}, "
+        f"{_seconds(found.total)} ({source}): sampling {_seconds(found.sampling)}, tools {tools}, "
         f"forward and backward {_seconds(found.training)}; for conversations of {lengths.turns:.1f} turns, "
         f"{lengths.sampled:.0f} tokens sampled, {lengths.unique:.0f} trained on"
     )

@@ -21,6 +21,8 @@ from mt_grpo.trajectory import ToolCall, visible
 
 WORDS = 80
 """Characters of a result, or of an error, that are shown."""
+EXAMPLES = {"expression": "1 + 1", "code": "print(1)"}
+"""Arguments by name for which the words of a prompt would not do."""
 LIMIT = 60.0
 """Seconds a call may take where the recipe has no `tool_timeout`."""
 
@@ -50,7 +52,8 @@ def tools(case: Case) -> Iterator[tuple[str, str, str]]:
         except ToolStateError as error:
             raise ConfigError(str(error)) from error
         yield _outcome(call, limit)
-        case.tool_seconds[tool.name] = call.seconds
+        if call.error is None:
+            case.tool_seconds[tool.name] = call.seconds
 
 
 def _outcome(call: ToolCall, limit: float) -> tuple[str, str, str]:
@@ -91,12 +94,12 @@ def made_arguments(schema: dict[str, Any], row: dict[str, Any]) -> dict[str, Any
     """
     properties = schema.get("properties", {})
     return {
-        name: row[name] if isinstance(row.get(name), str | int | float) else _made(properties.get(name, {}), row)
+        name: row[name] if isinstance(row.get(name), str | int | float) else _made(properties.get(name, {}), row, name)
         for name in schema.get("required", [])
     }
 
 
-def _made(schema: Any, row: dict[str, Any]) -> Any:
+def _made(schema: Any, row: dict[str, Any], name: str = "") -> Any:
     schema = schema if isinstance(schema, dict) else {}  # `true` takes anything
     for key in ("default", "const"):
         if key in schema:
@@ -113,7 +116,7 @@ def _made(schema: Any, row: dict[str, Any]) -> Any:
         return [_made(schema.get("items", {}), row)] * schema.get("minItems", 1)
     if kind == "object":
         return made_arguments(schema, row)
-    return {"boolean": False, "null": None}.get(kind, _words(row))
+    return {"boolean": False, "null": None}.get(kind, EXAMPLES.get(name) or _words(row))
 
 
 def _words(row: dict[str, Any]) -> str:
