@@ -282,12 +282,12 @@ def test_a_step_is_estimated_and_calibrated(check, tmp_path):
 
 
 def test_a_slow_server_asks_for_more_gpus(check, monkeypatch):
-    slow = time_plan.H100.__class__(400e12, 1e6, 4e-6, "a slow memory")
+    slow = time_plan.H100.__class__(400e12, 1e6, 1e-4, 1e-4, "a slow memory")
     monkeypatch.setattr(time_plan, "H100", slow)
     options = ["--gpu_memory", "80", "--num_processes", "7"]
     status, words = check("step", *options, use_vllm=True, **GPU)
     assert status == ["ok", "warn"] and "7 + 1: " in words and "train on 4 and serve on 4: 4 servers" in words
-    monkeypatch.setattr(time_plan, "H100", time_plan.H100.__class__(1e6, 2e12, 4e-6, "a slow processor"))
+    monkeypatch.setattr(time_plan, "H100", time_plan.H100.__class__(1e6, 2e12, 1e-4, 1e-4, "a slow processor"))
     status, words = check("step", *options, use_vllm=True, num_iterations=8, **GPU)
     assert status == ["ok", "ok"] and "7 + 1 is as good as any" in words
 

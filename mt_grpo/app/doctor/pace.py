@@ -18,10 +18,12 @@ import torch
 from mt_grpo.app.doctor.shape import Shape
 from mt_grpo.errors import ConfigError
 
-OPS_PER_LAYER = 45
-"""Small operations in a forward of one layer, each of which costs its launch."""
-OPS_PER_TOKEN = 120
-"""The same for what is around the layers when a token is drawn."""
+EFFICIENCY = 0.5
+"""Share of the speed of a large matrix product that a whole model reaches on a CPU."""
+OPS_PER_LAYER = 200
+"""Small operations of a layer on a CPU, the work of Python among them."""
+OPS_PER_TOKEN = 2500
+"""The same for what is around the layers when the tokens of a batch are drawn."""
 MOST_ROWS = 64
 """Conversations in one batch of the engine that samples from the trainer's own model."""
 RECOMPUTED = 4 / 3
@@ -38,17 +40,19 @@ class Speed:
     Args:
         flops (`float`): Operations of matrix products per second.
         bandwidth (`float`): Bytes read from memory per second.
-        launch (`float`): Seconds that a small operation costs.
+        layer (`float`): Seconds that a forward of one layer takes beside its products.
+        token (`float`): Seconds that the tokens of a batch take beside the layers, where the model itself samples.
         name (`str`): Which processor, for messages.
     """
 
     flops: float
     bandwidth: float
-    launch: float
+    layer: float
+    token: float
     name: str
 
 
-H100 = Speed(400e12, 2e12, 4e-6, "an H100 at 40 % of its peak, assumed")
+H100 = Speed(400e12, 2e12, 1e-4, 2e-3, "an H100 at 40 % of its peak, assumed")
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def training_seconds(
     """
     # a frozen weight has no gradient of its own
     work = (4 if shape.adapter else 6) * shape.parameters * tokens * passes * (RECOMPUTED if checkpointing else 1)
-    return work / (speed.flops * ranks) + 3 * microbatches * shape.layers * OPS_PER_LAYER * speed.launch
+    return work / (speed.flops * ranks) + 3 * microbatches * shape.layers * speed.layer
 
 
 def server_seconds(
@@ -137,7 +141,7 @@ def server_seconds(
     at_once = max(1.0, min(conversations, at_once))
     reads = size * shape.parameters + at_once * lengths.unique * shape.kv_bytes(size)
     step = max(reads / speed.bandwidth, 2 * shape.parameters * at_once / speed.flops) / gpus
-    step += (shape.layers * OPS_PER_LAYER) * speed.launch
+    step += shape.layers * speed.layer
     read = max(0.0, lengths.unique - lengths.sampled)  # prompts and results of tools, each once
     prefill = 2 * shape.parameters * read * conversations / (speed.flops * gpus)
     return math.ceil(conversations / at_once) * lengths.sampled * step + prefill
@@ -145,17 +149,18 @@ def server_seconds(
 
 def own_engine_seconds(shape: Shape, speed: Speed, turns: int, turn: float, conversations: int) -> float:
     """
-    Seconds in which the trainer's own model samples: turn after turn, as long as the longest row of a batch.
+    Seconds in which the trainer's own model samples: turn after turn, each as long as the longest row of a batch,
+    which is taken to be half of what is allowed.
 
     Args:
         shape (`Shape`), speed (`Speed`): Of the model, and of the processor.
-        turns (`int`): Of the longest conversation.
-        turn (`float`): Tokens of the longest turn.
+        turns (`int`): Most turns of a conversation.
+        turn (`float`): Most tokens of a turn.
         conversations (`int`): Of one process.
     """
     rows = min(conversations, MOST_ROWS)
-    step = (shape.layers * OPS_PER_LAYER + OPS_PER_TOKEN) * speed.launch + 2 * shape.parameters * rows / speed.flops
-    return turns * math.ceil(conversations / MOST_ROWS) * turn * step
+    step = shape.layers * speed.layer + speed.token + 2 * shape.parameters * rows / speed.flops
+    return turns * math.ceil(conversations / MOST_ROWS) * turn / 2 * step
 
 
 def read_run(folder: str) -> tuple[Lengths, float] | None:
@@ -192,15 +197,16 @@ def measure_cpu(shape: Shape, seconds: float = 0.15) -> Speed:
 
     Args:
         shape (`Shape`): The model's.
-        seconds (`float`, *optional*, defaults to `0.15`): For each of the two measures.
+        seconds (`float`, *optional*, defaults to `0.15`): For each of the three measures.
     """
     width, inner = min(shape.hidden, 2048), min(shape.intermediate, 4096)
     rows, matrix = torch.ones(512, width), torch.ones(width, inner)
-    flops = 2 * 512 * width * inner / _fastest(lambda: rows @ matrix, seconds)
+    flops = EFFICIENCY * 2 * 512 * width * inner / _fastest(lambda: rows @ matrix, seconds)
     vector, small = torch.ones(1, min(width, 128)), torch.ones(min(width, 128), min(width, 128))
     launch = _fastest(lambda: torch.nn.functional.silu(vector @ small), seconds) / 2
     size = torch.ones(2**22)
-    return Speed(flops, 4 * 2**22 / _fastest(size.sum, seconds), launch, "this CPU, measured")
+    bandwidth = 4 * 2**22 / _fastest(size.sum, seconds)
+    return Speed(flops, bandwidth, OPS_PER_LAYER * launch, OPS_PER_TOKEN * launch, "this CPU, measured")
 
 
 def _fastest(work: Any, seconds: float) -> float:
