@@ -74,6 +74,7 @@ class Case:
 
     def __init__(self, request: Request, recipe: Recipe) -> None:
         self.recipe, self.args, self.own = recipe, recipe.training, request.own
+        self._bf16 = request.values.get("bf16")
         given = request.values.get("generation_batch_size")
         # TRL's own is of the one process that this is
         self.options: dict[str, Any] = {**vars(recipe.training), "generation_batch_size": given}
@@ -172,18 +173,23 @@ class Case:
 
     @fact
     def precision(self) -> Precision:
-        model, half = self.recipe.model, self.args.bf16 or self.args.fp16
+        model = self.recipe.model
         dtype = model.dtype or "float32"
         if dtype == "auto":
             dtype = str(self.config.dtype or "float32").removeprefix("torch.")
         size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
         weights = 0.55 if model.load_in_4bit else 1.0 if model.load_in_8bit else float(size)
-        return Precision(weights, 2 if half else min(size, 4), 1.0 if "8bit" in str(self.args.optim) else None)
+        return Precision(weights, 2 if self.half else min(size, 4), 1.0 if "8bit" in str(self.args.optim) else None)
+
+    @property
+    def half(self) -> bool:
+        """Whether the run computes in two bytes, as a GPU does where the recipe leaves it open."""
+        return self.args.fp16 or (self.on_gpu if self._bf16 is None else self.args.bf16)
 
     @property
     def served_size(self) -> int:
         """Bytes of an element in the server."""
-        return 2 if self.args.bf16 or self.args.fp16 else max(2, int(self.precision.weights))
+        return 2 if self.half else max(2, int(self.precision.weights))
 
     @fact
     def context(self) -> int:
@@ -203,7 +209,7 @@ class Case:
             return load_datasets(self.recipe)
         except UserError as error:
             name = self.recipe.script.dataset_name
-            if name == "embedded" or Path(name.partition(":")[2] or name).exists() or hub_fault() is None:
+            if name in (None, "embedded") or Path(name.partition(":")[2] or name).exists() or hub_fault() is None:
                 raise
             raise NotKnown(
                 f"The rows of {name!r} are not here, and {hub_fault()}: a prompt of {PROMPT} tokens is assumed."
@@ -234,7 +240,7 @@ class Case:
             by_size = sorted(range(len(rows)), key=lambda index: -len(str(rows[index]["prompt"])))
             rows = [self.train_rows[index] for index in by_size[:LONGEST]]
         count = prompt_lengths(self.tokenizer, self.env, self.args.chat_template_kwargs)
-        return [count(row) for row in rows]
+        return [count(row) for row in rows] or [0]
 
     @property
     def prompt(self) -> int:
@@ -257,6 +263,12 @@ class Case:
         step = self.args.per_device_train_batch_size * self.processes
         steps = self.options["steps_per_generation"] or self.args.gradient_accumulation_steps
         return self.options["generation_batch_size"] or step * steps
+
+    @property
+    def steps_of_a_batch(self) -> float:
+        """Optimiser steps that are taken with the conversations of one batch."""
+        step = self.args.per_device_train_batch_size * self.processes * self.args.gradient_accumulation_steps
+        return self.args.num_iterations * self.batch / step
 
     @property
     def under_way(self) -> int:

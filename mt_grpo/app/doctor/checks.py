@@ -37,7 +37,8 @@ def model(case: Case) -> Lines:
     """Whether the model's configuration and tokenizer are here."""
     parameters = case.shape.parameters
     case.tokenizer  # noqa: B018, asked for what it may be refused with
-    what = f"{case.recipe.model.model_name_or_path} has {parameters / 1e9:.3g} billion parameters"
+    size = f"{parameters / 1e9:.3g} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
+    what = f"{case.recipe.model.model_name_or_path} has {size} parameters"
     adapter = f", {case.shape.adapter / 1e6:.3g} million more in the adapter" if case.shape.adapter else ""
     yield OK, what + adapter, ""
 

@@ -6,10 +6,10 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from mt_grpo.app.doctor import memory_plan, time_plan
 from mt_grpo.app.doctor.case import Case
@@ -40,9 +40,6 @@ def diagnose(request: Request) -> int:
     Returns:
         `int`: 1 if anything fails, else 0.
     """
-    disable_progress_bar()
-    set_verbosity_error()
-    logging.getLogger("mt_grpo").setLevel(logging.ERROR)  # what libraries would note beside the report
     case = Case(request, build_recipe(request))
     checks = CHECKS | PLAN
     if request.own["probe"]:
@@ -50,7 +47,7 @@ def diagnose(request: Request) -> int:
 
         checks = checks | {"probe": probe}
     out = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # where tools and libraries may print
+    with _quiet(), contextlib.redirect_stdout(sys.stderr):  # where tools and libraries may print
         found = examine(case, checks)
         findings = list(found if request.own["json"] else _print(found, out))
     failed = [one for one in findings if one.status == FAIL]
@@ -69,3 +66,18 @@ def _print(findings: Iterable[Finding], out: TextIO) -> Iterable[Finding]:
         mend = f"\n{'':{WIDTH + 6}}→ {one.mend}" if one.mend else ""
         print(visible(f"{one.status:<5} {one.check:<{WIDTH}}{one.what}{mend}"), file=out, flush=True)
         yield one
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What libraries, and we, would note beside the report."""
+    ours = logging.getLogger("mt_grpo")
+    level, verbosity = ours.level, get_verbosity()
+    disable_progress_bar()
+    set_verbosity_error()
+    ours.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ours.setLevel(level)
+        set_verbosity(verbosity)

@@ -51,9 +51,9 @@ def states(shape: Shape, precision: Precision, sharding: Sharding, ranks: int) -
         sharding (`Sharding`): What is spread.
         ranks (`int`): Over how many processes.
     """
-    frozen = shape.parameters * precision.weights if shape.adapter else 0.0
-    # peft keeps an adapter in float32
-    size = 4 if shape.adapter else precision.weights
+    # peft keeps an adapter in float32, and who shards casts weights to what it computes in
+    whole = precision.weights if sharding.stage == 0 else min(precision.weights, precision.compute)
+    frozen, size = (shape.parameters * whole, 4) if shape.adapter else (0.0, whole)
     moment = precision.moment
     if sharding.stage == 0:
         trained = shape.trained * (2 * size + 2 * (size if moment is None else moment))
@@ -85,10 +85,10 @@ def checkpoints_of_layers(shape: Shape, tokens: int, compute: int) -> float:
 
 def layer_activations(shape: Shape, tokens: int, compute: int) -> float:
     """
-    Bytes that one layer keeps for its backward: inputs of two norms, of three projections and of the output, keys
-    and values, and four of the feed-forward's width.
+    Bytes that one layer keeps for its backward: of the model's width two norms with three tensors each, queries with
+    their rotation, what attention returns and the sums; keys and values with theirs; four of the feed-forward's width.
     """
-    values = 8 * shape.hidden + 2 * shape.kv_heads * shape.head_size + 4 * shape.intermediate
+    values = 14 * shape.hidden + 6 * shape.kv_heads * shape.head_size + 4 * shape.intermediate
     return float(tokens * values * compute)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+
+from datasets import IterableDataset
 
 from mt_grpo.app.doctor.case import Case
 from mt_grpo.app.doctor.findings import FAIL, OK, WARN
@@ -19,8 +22,10 @@ from mt_grpo.app.doctor.memory import (
     shared_memory,
     states,
 )
+from mt_grpo.app.doctor.pace import MOST_ROWS
 from mt_grpo.app.doctor.sharding import Sharding
 from mt_grpo.app.doctor.surroundings import free_bytes
+from mt_grpo.errors import ConfigError
 from mt_grpo.forward.lm_head import CHUNK_ELEMENTS
 
 Lines = Iterator[tuple[str, str, str]]
@@ -49,7 +54,7 @@ def parts(case: Case, sharding: Sharding) -> dict[str, float]:
         held = shape.parameters * precision.weights
         found["reference model"] = held / ranks if sharding.stage == 3 else held
     if not args.use_vllm:  # it samples before it trains, so the larger of the two counts
-        rows = -(-case.under_way // ranks)
+        rows = min(-(-case.under_way // ranks), MOST_ROWS)
         cache = rows * case.longest * shape.kv_bytes(precision.compute)
         found["sampling beyond training"] = max(0.0, cache - training - logits)
     found["CUDA and gaps" if case.on_gpu else "Python"] = RESERVE if case.on_gpu else PROCESS
@@ -124,10 +129,13 @@ def files(case: Case) -> Lines:
     """Whether shared memory and the disk hold what the run writes."""
     args = case.args
     yield from _shared(case)
+    of_a_step = case.batch / case.steps_of_a_batch
     if args.max_steps > 0:
         steps = args.max_steps
+    elif isinstance(case.train_rows, IterableDataset):
+        raise ConfigError("The rows are a stream, whose end is not known: set `max_steps`.")
     else:
-        steps = int(args.num_train_epochs * len(case.train_rows) * args.num_generations / case.batch) or 1
+        steps = math.ceil(args.num_train_epochs * len(case.train_rows) * args.num_generations / of_a_step)
     saved = 0
     if args.save_strategy == "steps":
         saved = int(steps / args.save_steps) if args.save_steps >= 1 else int(1 / args.save_steps)
@@ -138,7 +146,7 @@ def files(case: Case) -> Lines:
     if args.save_only_model:
         each = case.shape.trained * case.precision.weights
     model = case.shape.trained * case.precision.weights
-    records = steps * case.batch * case.longest / 2 * RECORD
+    records = steps * of_a_step * case.longest / 2 * RECORD
     needed, free = kept * each + model + records, free_bytes(args.output_dir)
     case.plan["files"] = {"checkpoints": kept * each, "kept": kept, "trajectories": records, "free": free}
     what = (

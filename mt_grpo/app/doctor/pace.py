@@ -28,8 +28,8 @@ MOST_ROWS = 64
 """Conversations in one batch of the engine that samples from the trainer's own model."""
 RECOMPUTED = 4 / 3
 """What checkpointed activations cost: a second forward."""
-WARM_STEPS = 3
-"""Latest logged steps of a run whose median is taken."""
+LATEST = 3
+"""Latest batches of a run whose mean is taken."""
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,13 @@ def own_engine_seconds(shape: Shape, speed: Speed, turns: int, turn: float, conv
     return turns * math.ceil(conversations / MOST_ROWS) * turn / 2 * step
 
 
-def read_run(folder: str) -> tuple[Lengths, float] | None:
+def read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[Lengths, float] | None:
     """
-    Lengths and the seconds of a step, from the metrics of a run; `None` where it has logged no step.
+    Lengths and the seconds of a batch, from the metrics of a run; `None` where it has logged no step.
 
     Args:
         folder (`str`): Its `output_dir`.
+        steps_of_a_batch (`float`, *optional*, defaults to `1.0`): Optimiser steps taken with each batch.
 
     Raises:
         ConfigError: If its metrics cannot be read.
@@ -180,15 +181,17 @@ def read_run(folder: str) -> tuple[Lengths, float] | None:
         records: list[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except ValueError as error:
         raise ConfigError(f"{path} is no record of a run ({error}): name the folder of one that is whole.") from error
-    steps = [record for record in records if "step_time" in record and "tokens/unique" in record][-WARM_STEPS:]
-    if not steps:
+    latest = LATEST * max(1, round(steps_of_a_batch))
+    steps = [record for record in records if "step_time" in record][-latest:]  # not all have sampled
+    sampled = [record for record in records if "tokens/unique" in record][-LATEST:]
+    if not steps or not sampled:
         return None
 
-    def median(name: str) -> float:
-        return statistics.median(record[name] for record in steps)
+    def mean(name: str) -> float:
+        return statistics.mean(record[name] for record in sampled)
 
-    lengths = Lengths(median("turns/mean"), median("completions/mean_length"), median("tokens/unique"), True)
-    return lengths, median("step_time")
+    lengths = Lengths(mean("turns/mean"), mean("completions/mean_length"), mean("tokens/unique"), True)
+    return lengths, statistics.mean(record["step_time"] for record in steps) * steps_of_a_batch
 
 
 def measure_cpu(shape: Shape, seconds: float = 0.15) -> Speed:

@@ -34,7 +34,8 @@ def probe(case: Case) -> Iterator[tuple[str, str, str]]:
     ranks and the optimiser's are not made.
     """
     device = torch.device("cuda" if torch.cuda.is_available() and not case.args.use_cpu else "cpu")
-    sharding = case.candidates()[-1]
+    chosen = case.plan.get("training", {}).get("sharding")
+    sharding = next((one for one in case.candidates() if one.name == chosen), case.candidates()[-1])
     planned = parts(case, sharding)
     if device.type == "cpu":
         _refuse_too_large(sum(planned.values()) - planned["states"] + 2 * _weights(case))
@@ -101,9 +102,13 @@ def _measure(case: Case, device: torch.device) -> float:
 
 def _open(case: Case) -> nn.Module:
     args = case.args
-    options: dict[str, Any] = {"dtype": case.recipe.model.dtype, "attn_implementation": None, "device_map": None}
-    options["attn_implementation"] = case.recipe.model.attn_implementation
-    options |= {"trust_remote_code": args.trust_remote_code, "revision": case.recipe.model.model_revision}
+    model = case.recipe.model
+    options: dict[str, Any] = {
+        "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation,
+        "device_map": None,
+        **case.source,
+    }
     with libraries_may_refuse(f"The model {case.name!r} cannot be loaded"):
         model = create_model_from_path(resolve_base(case.name), **(options | (args.model_init_kwargs or {})))
         if adapter_settings(case.name) is not None:

@@ -63,7 +63,10 @@ def server(case: Case) -> Lines:
             return
     client = server_client(case.args, case.tokenizer, resolve_base(case.name))
     client.server_timeout = PATIENCE
-    run(client.connect(lambda words: None))
+    try:
+        run(client.connect(lambda words: None))
+    except RequestFailed as error:
+        raise ConfigError(str(error)) from error
     yield OK, f"{', '.join(case.urls)} holds this run's model, with a context of {client.context_length} tokens", ""
 
 

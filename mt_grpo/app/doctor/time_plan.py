@@ -49,7 +49,7 @@ def estimate(case: Case, lengths: Lengths, speed: Speed, ranks: int, servers: in
     tokens = case.batch * lengths.unique
     forwards = (args.num_iterations > 1 or args.use_vllm) + (args.beta > 0)  # old log-probs, and the reference's
     passes = args.num_iterations + forwards / 3
-    microbatches = max(1, case.batch // (args.per_device_train_batch_size * ranks))
+    microbatches = args.num_iterations * max(1, case.batch // (args.per_device_train_batch_size * ranks))
     checkpointing = bool(args.gradient_checkpointing)
     trained = training_seconds(shape, speed, tokens, ranks, checkpointing, passes, microbatches)
     return Step(sampling, lengths.turns * slowest, trained)
@@ -74,8 +74,10 @@ def step(case: Case) -> Lines:
     }
     tools = _seconds(found.tools) if case.tool_seconds else "not known"
     source = f"calibrated with the steps of {run}" if run else f"an estimate, for {speed.name}"
+    steps = case.steps_of_a_batch
+    several = f" for a batch and its {steps:g} optimiser steps" if steps != 1 else ""
     what = (
-        f"{_seconds(found.total)} ({source}): sampling {_seconds(found.sampling)}, tools {tools}, "
+        f"{_seconds(found.total)}{several} ({source}): sampling {_seconds(found.sampling)}, tools {tools}, "
         f"forward and backward {_seconds(found.training)}; for conversations of {lengths.turns:.1f} turns, "
         f"{lengths.sampled:.0f} tokens sampled, {lengths.unique:.0f} trained on"
     )
@@ -88,7 +90,7 @@ def step(case: Case) -> Lines:
 def _calibrated(case: Case, speed: Speed) -> tuple[Lengths, float, str | None]:
     """Lengths of conversations, by how much a run was slower than its estimate, and which run that was."""
     args, named = case.args, case.own["calibrate"]
-    run = read_run(named or args.output_dir)
+    run = read_run(named or args.output_dir, case.steps_of_a_batch)
     if run is None and named is not None:
         raise ConfigError(
             f"`--calibrate {named}` has no metrics of a step: name the `output_dir` of a run that has logged some."
