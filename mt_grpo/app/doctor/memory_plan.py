@@ -32,9 +32,6 @@ Lines = Iterator[tuple[str, str, str]]
 
 RECORD = 24
 """Bytes of a token in `trajectories.jsonl`."""
-SMALLER = (
-    "a smaller `per_device_train_batch_size`, `gradient_checkpointing: true` or a shorter `max_completion_length`"
-)
 
 
 def parts(case: Case, sharding: Sharding) -> dict[str, float]:
@@ -59,6 +56,13 @@ def parts(case: Case, sharding: Sharding) -> dict[str, float]:
         found["sampling beyond training"] = max(0.0, cache - training - logits)
     found["CUDA and gaps" if case.on_gpu else "Python"] = RESERVE if case.on_gpu else PROCESS
     return found
+
+
+def smaller(case: Case) -> str:
+    """What makes a micro-batch smaller."""
+    ways = ["a smaller `per_device_train_batch_size`", "a shorter `max_completion_length`"]
+    ways += [] if case.args.gradient_checkpointing else ["`gradient_checkpointing: true`"]
+    return " or ".join(ways)
 
 
 def training(case: Case) -> Lines:
@@ -86,9 +90,9 @@ def training(case: Case) -> Lines:
         what = f"{needed / GB:.1f} of {available / GB:.1f} GB of {where} with {sharding.name}, in the worst "
         what += f"micro-batch of {tokens} tokens: {split}"
         if needed > available:
-            yield FAIL, what, f"give it {SMALLER}{', or more processes' if sharding.stage else ''}"
+            yield FAIL, what, f"give it {smaller(case)}{', or more processes' if sharding.stage else ''}"
         elif needed > SPARE * available:
-            yield WARN, what, f"it is close, so measure it with `--probe`; less takes {SMALLER}"
+            yield WARN, what, f"it is close, so measure it with `--probe`; less takes {smaller(case)}"
         elif rejected:
             name = sharding.name.split()[0]
             yield OK, f"{what}; {'; '.join(rejected)}", f"launch it with `--accelerate_config {name}`"

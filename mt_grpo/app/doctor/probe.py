@@ -17,7 +17,7 @@ from trl.trainer.utils import create_model_from_path, selective_log_softmax
 from mt_grpo.app.doctor.case import Case
 from mt_grpo.app.doctor.findings import FAIL, OK, WARN
 from mt_grpo.app.doctor.memory import GB, SPARE
-from mt_grpo.app.doctor.memory_plan import SMALLER, parts
+from mt_grpo.app.doctor.memory_plan import parts, smaller
 from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import enable_trees
@@ -43,7 +43,7 @@ def probe(case: Case) -> Iterator[tuple[str, str, str]]:
     try:
         peak = _measure(case, device)
     except torch.OutOfMemoryError:
-        yield FAIL, f"one micro-batch of {_size(case)} does not fit the memory of this GPU", f"give it {SMALLER}"
+        yield FAIL, f"one micro-batch of {_size(case)} does not fit the memory of this GPU", f"give it {smaller(case)}"
         return
     finally:
         gc.collect()
@@ -57,7 +57,7 @@ def probe(case: Case) -> Iterator[tuple[str, str, str]]:
         f"{total / GB:.2f} GB, of {available / GB:.1f}"
     )
     if total > available:
-        yield FAIL, what, f"give it {SMALLER}"
+        yield FAIL, what, f"give it {smaller(case)}"
     else:
         yield (WARN if total > SPARE * available else OK), what, ""
 

@@ -46,7 +46,11 @@ def device(case: Case) -> Lines:
         else:
             yield WARN, words, f"{mend}, or set `use_cpu: true`"
     elif here < case.processes:
-        yield WARN, f"{case.processes} processes take a GPU each, and {here} are here", "the plan is for those stated"
+        yield (
+            WARN,
+            f"the run takes {case.processes} GPUs to train, and {here} are here",
+            "the plan is for those stated",
+        )
     else:
         yield OK, f"{here} GPUs are here, and {case.processes} train", ""
 

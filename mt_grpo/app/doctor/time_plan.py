@@ -124,7 +124,7 @@ def _split(case: Case, lengths: Lengths, speed: Speed, factor: float) -> Lines:
     shown = ", ".join(f"{name}: {_seconds(seconds)}" for name, seconds in case.plan["splits"].items())
     what = f"GPUs that train + serve, and a step with them: {shown}"
     if best > BETTER * now:
-        yield OK, f"{what}; {ranks} + {each * len(case.urls)} is as good as any", ""
+        yield OK, f"{what}; {ranks} + {each * len(case.urls)} is near the best", ""
         return
     mend = f"train on {trains} and serve on {servers * each}"
     mend += f": {servers} servers, in `vllm_server_base_url`, separated by commas" if servers > 1 else ""
