@@ -9,9 +9,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import torch
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
+from trl import get_quantization_config
 from trl.trainer.utils import create_model_from_path, selective_log_softmax
 
 from mt_grpo.app.doctor.case import Case
@@ -50,7 +52,7 @@ def probe(case: Case) -> Iterator[tuple[str, str, str]]:
         torch.cuda.empty_cache()
     total, seconds = planned["states"] + peak, time.perf_counter() - begin
     case.plan["probe"] = {"bytes": peak, "with states": total, "seconds": seconds, "device": device.type}
-    available = case.memory if device.type == "cuda" else case.memory / case.processes
+    available = case.memory if case.on_gpu else case.memory / case.processes
     what = (
         f"one micro-batch of {_size(case)}, forward and backward, took {peak / GB:.2f} GB of the {device.type} beside "
         f"weights and gradients, and {seconds:.1f} s; with {planned['states'] / GB:.2f} GB of planned states "
@@ -72,8 +74,6 @@ def _weights(case: Case) -> float:
 
 def _refuse_too_large(needed: float) -> None:
     """On a CPU nothing tells that memory ends: the system kills the process."""
-    import psutil
-
     free = psutil.virtual_memory().available
     if needed > free:
         raise ConfigError(
@@ -102,13 +102,15 @@ def _measure(case: Case, device: torch.device) -> float:
 
 def _open(case: Case) -> nn.Module:
     args = case.args
-    model = case.recipe.model
+    wanted = case.recipe.model
     options: dict[str, Any] = {
-        "dtype": model.dtype,
-        "attn_implementation": model.attn_implementation,
+        "dtype": wanted.dtype,
+        "attn_implementation": wanted.attn_implementation,
         "device_map": None,
         **case.source,
     }
+    quantization = get_quantization_config(wanted)
+    options |= {} if quantization is None else {"quantization_config": quantization}
     with libraries_may_refuse(f"The model {case.name!r} cannot be loaded"):
         model = create_model_from_path(resolve_base(case.name), **(options | (args.model_init_kwargs or {})))
         if adapter_settings(case.name) is not None:
