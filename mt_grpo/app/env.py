@@ -44,7 +44,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     checkout = Path(mt_grpo.__file__).parents[1]
     yield "mt-grpo", mt_grpo.__version__
     yield "git commit", _commit(checkout)
-    yield "python", platform.pythonversion_here()
+    yield "python", platform.python_version()
     yield "OS", platform.platform()
     for name in PACKAGES:
         yield name, version_here(name)
