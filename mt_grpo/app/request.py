@@ -49,6 +49,42 @@ OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "serve": {},
+    "doctor": {
+        "num_processes": {
+            "description": "Processes that train, instead of the accelerate configuration's, or 1.",
+            "type": "integer",
+            "minimum": 1,
+            "default": None,
+        },
+        "gpu_memory": {
+            "description": "GB of a GPU of the run; those of the first GPU here where there is one.",
+            "type": "number",
+            "minimum": 1,
+            "default": None,
+        },
+        "accelerate_config": {
+            "description": "What the run is launched with: fsdp2, zero2, zero3, or a file.",
+            "type": "string",
+            "default": None,
+        },
+        "calibrate": {
+            "description": "Folder of a run whose metrics correct the time of a step, where not `output_dir`.",
+            "type": "string",
+            "default": None,
+        },
+        "probe": {
+            "description": "Run one micro-batch of the greatest length, forward and backward, and measure its memory.",
+            "type": "boolean",
+            "x-flag": True,
+            "default": False,
+        },
+        "json": {
+            "description": "Print JSON.",
+            "type": "boolean",
+            "x-flag": True,
+            "default": False,
+        },
+    },
 }
 """The commands that take a recipe, with the options that are the command's and no recipe's."""
 
@@ -97,7 +133,7 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     schema = load_schema()
     request = Request(own={name: option["default"] for name, option in OWN_OPTIONS[command].items()})
     given = _read_command_line(list(arguments), schema, command, request)
-    if request.own.get("num_processes") is not None and request.own["accelerate_config"] is None:
+    if command == "train" and request.own["num_processes"] is not None and request.own["accelerate_config"] is None:
         raise ConfigError("`--num_processes` needs `--accelerate_config` beside it, e.g. `--accelerate_config zero3`.")
     variables: dict[str, Any] = {}
     if request.path is not None:
@@ -238,7 +274,7 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
     if not plugins and all(is_bare(entry) or entry.startswith("mt_grpo.") for entry in listed):
         known = [schema.properties[name]["items"]["examples"] for name in IMPORTING[:2]]
         check_names(whole, *known)
-    if command == "train":
+    if command in ("train", "doctor"):
         check_trainable(whole)
 
 

@@ -10,6 +10,10 @@ from mt_grpo.errors import ConfigError
 PATIENCE = 10.0  # seconds
 
 
+class HubUnreachable(ConfigError):
+    """Something is not cached, and the Hub cannot be asked for it."""
+
+
 def hub_fault() -> str | None:
     """
     Why the Hub cannot be asked, as the end of a sentence; `None` where it can. The Hub's own client tries six times
@@ -32,11 +36,11 @@ def check_hub(what: str) -> None:
         what (`str`): What is to be fetched, as the beginning of the sentence.
 
     Raises:
-        ConfigError: If the Hub cannot be asked.
+        HubUnreachable: If the Hub cannot be asked.
     """
     fault = hub_fault()
     if fault is not None:
-        raise ConfigError(
+        raise HubUnreachable(
             f"{what} is neither a folder here nor in the cache ({constants.HF_HUB_CACHE}), and cannot be fetched, "
             f"since {fault}: name a folder, or fetch it where the Hugging Face Hub can be reached (`hf download`)."
         )

@@ -84,6 +84,18 @@ def check_surroundings(args: MTGRPOConfig) -> None:
         ConfigError: If it has not.
     """
     _check_device(args)
+    check_trackers(args)
+    if args.push_to_hub:
+        check_push(args)
+
+
+def check_trackers(args: MTGRPOConfig) -> None:
+    """
+    Whether the packages that `report_to` names are installed.
+
+    Raises:
+        ConfigError: If one is not, or there is no such tracker.
+    """
     available = get_available_reporting_integrations()
     for name in args.report_to:
         # the list never has flyte, nor azure_ml beside mlflow
@@ -93,8 +105,6 @@ def check_surroundings(args: MTGRPOConfig) -> None:
                 f"`report_to: {name}` needs a package that is not installed: `pip install {name}`, or set `report_to: "
                 "none`."
             )
-    if args.push_to_hub:
-        _check_push(args)
 
 
 def _check_device(args: MTGRPOConfig) -> None:
@@ -118,7 +128,13 @@ def tell_device(args: MTGRPOConfig) -> None:
         logger.warning("There is no GPU here: this run is on the CPU, in float32.")
 
 
-def _check_push(args: MTGRPOConfig) -> None:
+def check_push(args: MTGRPOConfig) -> None:
+    """
+    Whether the Hub can be pushed to.
+
+    Raises:
+        ConfigError: If there is no token, or no Hub.
+    """
     if not args.hub_token and get_token() is None:
         raise ConfigError(
             "`push_to_hub: true` needs a token: run `hf auth login`, set `HF_TOKEN`, or leave `push_to_hub` out."

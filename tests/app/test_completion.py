@@ -62,12 +62,17 @@ def test_every_command_is_completed():
     assert set(completion.COMMANDS) == set(COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["train", "rollout", "serve"])
+@pytest.mark.parametrize("command", ["train", "rollout", "serve", "doctor"])
 def test_options_of_recipes_are_completed(complete, fields, command):
     assert complete(command, "--advantage_") == ["--advantage_estimator"]
     offered = set(complete(command, "recipe.yaml", "--"))
     assert {f"--{name}" for name in fields} <= offered
-    own = {"train": {"--dry_run", "--accelerate_config", "--num_processes"}, "rollout": {"--num_prompts"}}
+    launched = {"--accelerate_config", "--num_processes"}
+    own = {
+        "train": {"--dry_run", *launched},
+        "rollout": {"--num_prompts"},
+        "doctor": {"--gpu_memory", "--calibrate", "--probe", "--json", *launched},
+    }
     assert offered - {f"--{name}" for name in fields} == {"--config", "--help", "--help-all", *own.get(command, ())}
 
 
@@ -82,6 +87,7 @@ def test_a_recipe_in_a_folder_is_completed(complete):
 
 def test_words_of_the_other_commands_are_completed(complete):
     assert complete("train", "--accelerate_config", "zero") == ["zero2", "zero3"]
+    assert complete("doctor", "--accelerate_config", "zero") == ["zero2", "zero3"]
     assert complete("train", "--accelerate_config", "my") == ["my recipe.yaml"]
     assert complete("recipes", "") == ["ls", "cp"]
     assert complete("recipes", "cp", "Qwen/g") == ["Qwen/gsm8k.yaml"]

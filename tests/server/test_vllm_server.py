@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from support.servers import ROOT, RealServer
 from support.trainers import Letters
 from transformers import AutoTokenizer
 
+from mt_grpo.app.doctor.shape import read_shape
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.forward.truncation import Truncation
 from mt_grpo.rewards import InformationGain
@@ -675,3 +677,11 @@ def test_a_stopped_server_leaves_no_process(tied):
         while time.monotonic() < deadline:
             os.killpg(group, 0)
             time.sleep(0.05)
+
+
+def test_the_cache_has_the_tokens_that_the_doctor_plans(tied):
+    """`benchmarks/doctor.py` does the same for larger models."""
+    facts = re.search(r"cache_config_info\{([^}]*)\}", tied.server.get("/metrics").text)[1]
+    blocks, size = (int(re.search(rf'{name}="(\d+)"', facts)[1]) for name in ("num_gpu_blocks", "block_size"))
+    space = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * 2**30
+    assert space / read_shape(tied.model.config).kv_bytes(4) == pytest.approx(blocks * size, rel=0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mt_grpo.imports import did_you_mean
@@ -41,6 +41,11 @@ class McpRemote:
         }
         return {"type": "function", "function": function}
 
+    @property
+    def only_reads(self) -> bool:
+        """Whether the server says that a call of it changes nothing (`readOnlyHint`)."""
+        return (self.listed.get("annotations") or {}).get("readOnlyHint") is True
+
     async def call(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any] | None]:
         """
         Calls the tool.
@@ -68,6 +73,18 @@ class McpRemote:
         if not result.content and data is not None:
             return [_Text(json.dumps(data, ensure_ascii=False))], data
         return result.content, data
+
+
+@dataclass
+class McpTool(Tool):
+    """
+    A tool of an MCP server as the model sees it.
+
+    Args:
+        remote (`McpRemote`): The tool of the server.
+    """
+
+    remote: McpRemote = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -146,7 +163,7 @@ def _as_tool(remote: McpRemote) -> Tool:
         # the library wraps a plain value as `{"result": value}`, which says nothing beyond the text
         return text if data is None or data.keys() == {"result"} else (text, data)
 
-    return Tool(**remote.schema["function"], function=call, keeps_state=True)
+    return McpTool(**remote.schema["function"], function=call, remote=remote, keeps_state=True)
 
 
 def result_text(content: list[Any]) -> str:

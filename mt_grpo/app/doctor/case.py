@@ -1,0 +1,287 @@
+"""The run that is examined: each fact about it is found once, when the first check asks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import datasets
+import torch
+from datasets import Dataset, IterableDataset
+from peft import PeftConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from trl import get_peft_config
+
+from mt_grpo.app.build import load_datasets, prompt_lengths
+from mt_grpo.app.doctor.findings import NotKnown
+from mt_grpo.app.doctor.memory import GB, Precision
+from mt_grpo.app.doctor.shape import Shape, read_shape
+from mt_grpo.app.doctor.sharding import COPIES, USUAL, Sharding, read_sharding
+from mt_grpo.app.libraries import libraries_may_refuse
+from mt_grpo.app.recipe import Recipe
+from mt_grpo.app.request import Request
+from mt_grpo.data.hub import HubUnreachable, hub_fault
+from mt_grpo.envs import EnvSource
+from mt_grpo.envs.source import prototypes
+from mt_grpo.errors import UserError
+from mt_grpo.training.checkpoint import adapter_settings
+from mt_grpo.training.environment import check_env, prepare_tokenizer
+from mt_grpo.training.factories import rows_of
+from mt_grpo.training.policy import resolve_base, resolve_model
+from mt_grpo.training.servers import server_urls
+
+LONGEST = 64
+"""Prompts whose tokens are counted: those with the most characters."""
+STREAMED = 512
+"""Rows of a stream that are looked at."""
+PROMPT = 200
+"""Tokens of a prompt that is assumed where the rows are not known."""
+
+T = TypeVar("T")
+
+
+def fact(find: Callable[[Case], T]) -> T:
+    """A property that is found once; what it is refused with is raised each time it is asked for."""
+
+    @functools.wraps(find)
+    def get(self: Case) -> T:
+        if find.__name__ not in self._known:
+            try:
+                self._known[find.__name__] = find(self), None
+            except UserError as error:
+                self._known[find.__name__] = None, error
+        value, error = self._known[find.__name__]
+        if error is not None:
+            raise error
+        return value
+
+    return property(get)
+
+
+class Case:
+    """
+    A run, as its recipe and the doctor's own options describe it.
+
+    Args:
+        request (`Request`): What the command was asked.
+        recipe (`Recipe`): The options.
+    """
+
+    def __init__(self, request: Request, recipe: Recipe) -> None:
+        self.recipe, self.args, self.own = recipe, recipe.training, request.own
+        self._bf16 = request.values.get("bf16")
+        given = request.values.get("generation_batch_size")
+        # TRL's own is of the one process that this is
+        self.options: dict[str, Any] = {**vars(recipe.training), "generation_batch_size": given}
+        if given is None:
+            self.options["steps_per_generation"] = request.values.get("steps_per_generation")
+        self.tool_seconds: dict[str, float] = {}
+        """Seconds of the calls that were made of tools."""
+        self.plan: dict[str, Any] = {}
+        """Numbers of the plan, for `--json`: bytes and seconds."""
+        self._known: dict[str, tuple[Any, UserError | None]] = {}
+
+    # Machine and processes
+
+    @fact
+    def sharding(self) -> Sharding | None:
+        """As `--accelerate_config` says; without one, that of a single process, and `None` for several."""
+        named = self.own["accelerate_config"]
+        if named is not None:
+            return read_sharding(named)
+        return COPIES if self.processes == 1 else None
+
+    @fact
+    def processes(self) -> int:
+        """Processes that train."""
+        named = self.own["accelerate_config"]
+        return self.own["num_processes"] or (named and read_sharding(named).processes) or 1
+
+    def candidates(self) -> tuple[Sharding, ...]:
+        """Ways to spread the states: the one that is given, or the usual ones."""
+        return USUAL if self.sharding is None else (self.sharding,)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the run is planned for GPUs: those that are stated, or those that are here."""
+        return not self.args.use_cpu and (self.own["gpu_memory"] is not None or torch.cuda.is_available())
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the run is for another machine, whose GPUs are stated."""
+        stated = self.own["gpu_memory"] is not None and not self.args.use_cpu
+        return stated and torch.cuda.device_count() < self.processes
+
+    @fact
+    def memory(self) -> float:
+        """Bytes of a GPU, or of this machine for a run on its CPU."""
+        if self.args.use_cpu:
+            return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        if self.own["gpu_memory"] is not None:
+            return self.own["gpu_memory"] * GB
+        if torch.cuda.is_available():
+            return float(torch.cuda.get_device_properties(0).total_memory)
+        raise NotKnown("The memory of a GPU is not known, since there is none here: state it, as `--gpu_memory 80`.")
+
+    # Model
+
+    @fact
+    def name(self) -> str:
+        """The model, as `resolve_model` has it."""
+        given = self.recipe.model.model_name_or_path
+        try:
+            return resolve_model(given, self.recipe.model.model_revision)
+        except HubUnreachable as error:
+            raise NotKnown(
+                f"The model {given!r} is not here, and {hub_fault()}: memory and time are not planned. Give a folder "
+                "with its `config.json`, as `--model_name_or_path FOLDER`, or run this where the Hub can be reached."
+            ) from error
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """Options with which a tokenizer or a configuration is loaded."""
+        return {"revision": self.recipe.model.model_revision, "trust_remote_code": self.args.trust_remote_code}
+
+    @fact
+    def config(self) -> PreTrainedConfig:
+        with libraries_may_refuse(f"The model {self.name!r} cannot be loaded"):
+            return AutoConfig.from_pretrained(resolve_base(self.name), **self.source)
+
+    @fact
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        with libraries_may_refuse(f"The tokenizer of {self.name!r} cannot be loaded"):
+            tokenizer = AutoTokenizer.from_pretrained(resolve_base(self.name), **self.source)
+        prepare_tokenizer(tokenizer, self.env)
+        return tokenizer
+
+    @fact
+    def peft(self) -> PeftConfig | None:
+        """The adapter that is trained, where one is: that in the model's folder, or that of the options."""
+        if adapter_settings(self.name) is not None:
+            return PeftConfig.from_pretrained(self.name)
+        return get_peft_config(self.recipe.model)
+
+    @fact
+    def shape(self) -> Shape:
+        with libraries_may_refuse(f"The model {self.name!r} cannot be made from its configuration"):
+            return read_shape(self.config, self.peft, trust_remote_code=self.args.trust_remote_code)
+
+    @fact
+    def precision(self) -> Precision:
+        model = self.recipe.model
+        dtype = model.dtype or "float32"
+        if dtype == "auto":
+            dtype = str(self.config.dtype or "float32").removeprefix("torch.")
+        size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+        weights = 0.55 if model.load_in_4bit else 1.0 if model.load_in_8bit else float(size)
+        return Precision(weights, 2 if self.half else min(size, 4), 1.0 if "8bit" in str(self.args.optim) else None)
+
+    @property
+    def half(self) -> bool:
+        """Whether the run computes in two bytes, as a GPU does where the recipe leaves it open."""
+        return self.args.fp16 or (self.on_gpu if self._bf16 is None else self.args.bf16)
+
+    @property
+    def served_size(self) -> int:
+        """Bytes of an element in the server."""
+        return 2 if self.half else max(2, int(self.precision.weights))
+
+    @fact
+    def context(self) -> int:
+        """Tokens of the model's context, as the run uses it."""
+        length = self.config.get_text_config().max_position_embeddings
+        if self.args.use_vllm and self.args.vllm_max_model_length:
+            length = min(length, self.args.vllm_max_model_length)
+        return length
+
+    # Rows and environment
+
+    @fact
+    def rows(self) -> tuple[Any, Any]:
+        """Rows to train on and to evaluate on."""
+        datasets.disable_progress_bars()
+        try:
+            return load_datasets(self.recipe)
+        except UserError as error:
+            name = self.recipe.script.dataset_name
+            if name in (None, "embedded") or Path(name.partition(":")[2] or name).exists() or hub_fault() is None:
+                raise
+            raise NotKnown(
+                f"The rows of {name!r} are not here, and {hub_fault()}: a prompt of {PROMPT} tokens is assumed."
+            ) from error
+
+    @fact
+    def env(self) -> EnvSource:
+        known = (None, None)
+        with contextlib.suppress(NotKnown):  # it can be built without them
+            known = self.rows
+        return check_env(None, self.args, *known)
+
+    @fact
+    def train_rows(self) -> Dataset | IterableDataset:
+        return rows_of(self.rows[0], self.env, self.args)
+
+    @property
+    def environments(self) -> list[Any]:
+        """Each kind of environment once."""
+        return list(prototypes(self.env))
+
+    @fact
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of the longest prompts."""
+        rows = self.train_rows
+        rows = list(rows.take(STREAMED)) if isinstance(rows, IterableDataset) else rows.select_columns(["prompt"])
+        if isinstance(rows, Dataset):
+            by_size = sorted(range(len(rows)), key=lambda index: -len(str(rows[index]["prompt"])))
+            rows = [self.train_rows[index] for index in by_size[:LONGEST]]
+        count = prompt_lengths(self.tokenizer, self.env, self.args.chat_template_kwargs)
+        return [count(row) for row in rows] or [0]
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the longest prompt, or what is assumed of it."""
+        try:
+            return max(self.prompt_lengths) or PROMPT
+        except NotKnown:
+            return PROMPT
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest conversation that the run allows."""
+        return min(self.context, self.prompt + self.args.max_completion_length)
+
+    # Batches and servers
+
+    @property
+    def batch(self) -> int:
+        """Conversations that are sampled at a time, of all processes."""
+        step = self.args.per_device_train_batch_size * self.processes
+        steps = self.options["steps_per_generation"] or self.args.gradient_accumulation_steps
+        return self.options["generation_batch_size"] or step * steps
+
+    @property
+    def steps_of_a_batch(self) -> float:
+        """Optimiser steps that are taken with the conversations of one batch."""
+        step = self.args.per_device_train_batch_size * self.processes * self.args.gradient_accumulation_steps
+        return self.args.num_iterations * self.batch / step
+
+    @property
+    def under_way(self) -> int:
+        """Conversations that are sampled at once."""
+        limit = self.args.max_concurrent_rollouts
+        return self.batch if limit is None else min(self.batch, limit * self.processes)
+
+    @property
+    def urls(self) -> list[str]:
+        return server_urls(self.args)
+
+    @property
+    def local_port(self) -> int | None:
+        """Port of the server, where it is one of this machine."""
+        parts = urlsplit(self.urls[0])
+        return (parts.port or 80) if parts.hostname in ("127.0.0.1", "localhost") else None

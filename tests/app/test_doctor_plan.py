@@ -1,0 +1,248 @@
+"""The formulas of `mt-grpo doctor`, beside a worked example and what torch reports; the command as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
+from support.models import build_model
+from support.recipes import ROOT
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mt_grpo.app.doctor import time_plan
+from mt_grpo.app.doctor.memory import (
+    GB,
+    Precision,
+    activations,
+    checkpoint,
+    checkpoints_of_layers,
+    gathered,
+    head,
+    server_tokens,
+    shared_memory,
+    states,
+)
+from mt_grpo.app.doctor.pace import Lengths, Step, assumed_lengths, server_seconds
+from mt_grpo.app.doctor.shape import read_shape
+from mt_grpo.app.doctor.sharding import COPIES, Sharding, read_sharding
+from mt_grpo.app.doctor.tool_calls import made_arguments
+from mt_grpo.cli import main
+from mt_grpo.data import embedded
+from mt_grpo.errors import ConfigError
+
+EMBEDDED = Path(embedded.__file__).parent / "model"
+HALF = Precision(2.0, 2)
+SEVEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+"""The shape of Qwen2.5-7B."""
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory):
+    """A folder with the configuration of seven billion parameters, and no weights."""
+    folder = tmp_path_factory.mktemp("seven")
+    (folder / "config.json").write_text(json.dumps(SEVEN))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shape(seven):
+    return read_shape(AutoConfig.from_pretrained(seven))
+
+
+def test_the_worked_example_of_seven_billion_parameters(shape):
+    assert shape.parameters / 1e9 == pytest.approx(7.62, abs=0.01)
+    assert states(shape, HALF, read_sharding("zero3"), 7) / GB == pytest.approx(17.4, abs=0.05)
+    assert states(shape, HALF, read_sharding("fsdp2"), 7) / GB == pytest.approx(17.4, abs=0.05)
+    assert states(shape, HALF, read_sharding("zero2"), 7) / GB == pytest.approx(43.5, abs=0.05)
+    assert checkpoints_of_layers(shape, 51_552, 2) / GB == pytest.approx(10.3, abs=0.06)
+    assert 51_552 * shape.vocabulary * 2 / GB == pytest.approx(15.7, abs=0.05)
+    assert shape.kv_bytes(2) == 57_344
+    tokens = server_tokens(80 * GB, shape, 2)
+    assert tokens == pytest.approx(938_000, rel=0.001)
+    assert (tokens // 8192, tokens // 2500) == (114, 375)
+    assert shared_memory(shape, 2) / GB == pytest.approx(30.5, abs=0.05)
+    assert 3 * checkpoint(shape, HALF, read_sharding("zero3")) / GB == pytest.approx(320, abs=0.5)
+
+
+def test_the_recipe_of_the_example_is_planned(seven, capsys):
+    recipe = str(ROOT / "Qwen" / "triviaqa_7b.yaml")
+    options = ["--num_processes", "7", "--gpu_memory", "80", "--model_name_or_path", str(seven)]
+    main(["doctor", recipe, *options, "--tools", "calculator", "--json", "--accelerate_config", "zero3"])
+    printed = json.loads(capsys.readouterr().out)
+    plan = printed["plan"]
+    assert plan["training"]["tokens"] == 51_552  # 12 conversations of 4,096 tokens behind a prompt of 200
+    assert plan["training"]["bytes of states"] / GB == pytest.approx(17.4, abs=0.05)
+    assert plan["server"]["bytes of a token"] == 57_344
+    assert plan["weights"]["bytes"] / GB == pytest.approx(30.5, abs=0.05)
+    assert (plan["files"]["kept"], plan["files"]["checkpoints"] / GB) == (3, pytest.approx(320, abs=0.5))
+    assert set(plan["splits"]) == {"7 + 1", "6 + 2", "5 + 3", "4 + 4"}
+    assert plan["step"]["sampling"] > plan["step"]["training"] and not plan["step"]["calibrated"]
+    found = {one["check"]: one for one in printed["findings"]}
+    assert found["training memory"]["status"] == "ok" and "with zero3" in found["training memory"]["what"]
+
+
+def stepped(model, dtype: torch.dtype) -> int:
+    """Bytes of weights, gradients and moments after a step of AdamW."""
+    model = model.to(dtype)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.float().mean().backward()
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(one.numel() * one.element_size() for one in (*model.parameters(), *(t.grad for t in trained), *moments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_those_that_torch_holds(dtype):
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED)
+    size = dtype.itemsize
+    planned = states(read_shape(model.config), Precision(size, size), COPIES, 1)
+    assert planned == pytest.approx(stepped(model, dtype), rel=0.05)
+
+
+def test_states_of_an_adapter_are_those_that_torch_holds(tokenizer):
+    model, settings = build_model(tokenizer), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    shape = read_shape(model.config, settings)
+    assert 0 < shape.adapter < shape.parameters / 4
+    held = stepped(get_peft_model(model, settings), torch.float32)
+    assert states(shape, Precision(4.0, 4), COPIES, 1) == pytest.approx(held, rel=0.05)
+    sharded = states(shape, HALF, Sharding("three", 3), 4)
+    assert sharded == (2 * shape.parameters + 16 * shape.adapter) / 4
+
+
+def test_less_is_held_the_more_is_spread(shape):
+    by_stage = [states(shape, HALF, Sharding("", stage), 8) for stage in (2, 3)]
+    assert by_stage == sorted(by_stage, reverse=True)
+    offloaded = Sharding("", 2, offloads_optimizer=True)
+    assert states(shape, HALF, offloaded, 8) == 4 * shape.parameters
+    eight_bit = Precision(2.0, 2, moment=1.0)
+    assert states(shape, eight_bit, COPIES, 1) == 6 * shape.parameters
+    whole = Sharding("", 3, offloads_weights=True, offloads_optimizer=True)
+    assert states(shape, HALF, whole, 8) < states(shape, HALF, Sharding("", 3), 8)
+    assert gathered(shape, HALF, Sharding("", 3)) > gathered(shape, HALF, COPIES) == 0
+
+
+def test_a_head_in_chunks_is_smaller_than_all_logits(shape):
+    assert head(shape, 49_152, 2, 2**28) < head(shape, 49_152, 2, None)
+    assert activations(shape, 51_552, 2, True) < activations(shape, 51_552, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"distributed_type": "NO", "num_processes": 2}, (0, False, False)),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 1}}, (1, False, False)),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu"}},
+            (3, False, False),
+        ),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, (0, False, False)),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}},
+            (3, False, True),
+        ),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}}, (3, True, False)),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "zero.json"}},
+            (3, True, False),
+        ),
+    ],
+)
+def test_accelerate_configurations_are_read(tmp_path, monkeypatch, content, expected):
+    monkeypatch.chdir(tmp_path)
+    zero = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    Path("zero.json").write_text(json.dumps(zero))
+    Path("own.yaml").write_text(yaml.safe_dump(content))
+    found = read_sharding("own.yaml")
+    assert (found.stage, found.offloads_optimizer, found.checkpoints) == expected
+
+
+UNREADABLE = "{distributed_type: DEEPSPEED, deepspeed_config: {deepspeed_config_file: none}}"
+
+
+@pytest.mark.parametrize("content", ["a: [", "- a", UNREADABLE])
+def test_a_wrong_accelerate_configuration_is_refused(tmp_path, content):
+    with pytest.raises(ConfigError, match="the nearest is 'zero3'"):
+        read_sharding("zeroo3")
+    path = tmp_path / "own.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError):
+        read_sharding(str(path))
+
+
+def test_more_gpus_serve_faster(shape):
+    lengths = Lengths(3.0, 500.0, 900.0)
+
+    def seconds(conversations, at_once):
+        return server_seconds(shape, time_plan.H100, lengths, conversations, at_once, 2, 1)
+
+    assert seconds(168, 168) < seconds(336, 336) < seconds(336, 100)
+    assert assumed_lengths(100, 4, 48, 320) == Lengths(3.0, 72.0, 260.0)
+    assert Step(1.0, 2.0, 3.0).scaled(2.0).total == 12.0
+
+
+@pytest.mark.parametrize(
+    ("properties", "expected"),
+    [
+        ({"answer": {"type": "string"}}, "Lima"),
+        ({"a": {"type": "string"}}, "What is it"),
+        ({"a": {"enum": ["x", "y"]}}, "x"),
+        ({"a": {"type": "integer", "minimum": 3}}, 3),
+        ({"a": {"type": ["number", "null"]}}, 1),
+        ({"a": {"type": "boolean"}}, False),
+        ({"a": {"type": "array", "items": {"type": "integer"}, "minItems": 2}}, [1, 1]),
+        ({"a": {"type": "object", "properties": {"b": {"const": 7}}, "required": ["b"]}}, {"b": 7}),
+        ({"a": {"anyOf": [{"type": "integer", "default": 5}, {"type": "null"}]}}, 5),
+        ({"a": True}, "What is it"),
+    ],
+)
+def test_arguments_are_made_from_schema_and_row(properties, expected):
+    row = {"prompt": [{"role": "user", "content": "What is it"}], "answer": "Lima"}
+    schema = {"type": "object", "properties": {**properties, "more": {}}, "required": list(properties)}
+    assert list(made_arguments(schema, row).values()) == [expected]
+
+
+def test_the_command_prints_a_line_for_each_finding(recipe, capsys):
+    assert main(["doctor", *recipe(max_completion_length=64)]) == 0
+    out = capsys.readouterr().out
+    assert "ok    processes" in out and out.splitlines()[-1] == "nothing stands in the way of this run"
+    assert main(["doctor", *recipe(per_device_train_batch_size=12)]) == 1
+    assert "fail  rows" in (out := capsys.readouterr().out) and "1 of these must be mended" in out.splitlines()[-1]
+
+
+def test_the_command_prints_json(recipe, capsys):
+    assert main(["doctor", *recipe(max_completion_length=64), "--json", "--num_processes", "3"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["ok"] is False and printed["plan"]["training"]["processes"] == 3
+    assert {one["status"] for one in printed["findings"]} >= {"ok", "fail"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--gpu_memory", "0"], "`--gpu_memory` is 0.0: it takes a number from 1 on."),
+        (["--num_processes", "none"], "`--num_processes` is 'none'"),
+        (["--gpu_mem", "80"], "the nearest is 'gpu_memory'"),
+        (["--dry_run"], "`--dry_run` is an option of `mt-grpo train`, not of `mt-grpo doctor`"),
+        (["--max_steps", "0"], "`max_steps` is 0, so nothing is trained"),
+    ],
+)
+def test_wrong_options_are_refused(recipe, capsys, given, message):
+    assert main(["doctor", *recipe(), *given]) == 1
+    assert message in capsys.readouterr().err
