@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +14,11 @@ from mt_grpo.imports import choose, did_you_mean
 LOSS_SCALES = ("all", "last_round")
 """Which of a scheduler's responses are trained."""
 
-PARTNERS = ("simulated_user", "interaction_config_file", "env", "environment_factory")
+PARTNERS = ("simulated_user", "interaction_config_file", "env", "environment_factory", "agent")
 """Options of which one at most says who answers the model's words."""
+
+AGENT_OPTIONS = ("function", "command", "host")
+"""Keys of `agent` as a mapping; it has one of the first two."""
 
 USER_OPTIONS: dict[str, tuple[type, ...]] = {
     "base_url": (str,),
@@ -92,6 +97,69 @@ def parse_user(user: Any) -> dict[str, Any]:
     if user.get("timeout") is not None and not user["timeout"] > 0:
         raise ConfigError(f"`simulated_user: timeout` is {user['timeout']}: set seconds above 0.")
     return {name: value for name, value in user.items() if value is not None}
+
+
+def parse_agent(agent: Any, key: str = "agent") -> dict[str, str]:
+    """
+    An agent as a recipe, a command line (the mapping as JSON) or a script gives it.
+
+    Args:
+        agent (`str` or `Mapping`): A path of a function, or a mapping of `AGENT_OPTIONS`.
+        key (`str`, *optional*): Where it stands, for errors.
+
+    Raises:
+        ConfigError: If it is neither, or its command names no program.
+    """
+    if isinstance(agent, str) and agent.lstrip().startswith("{"):
+        try:
+            agent = json.loads(agent)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"`{key}` is {agent!r}, which is not a JSON mapping.") from error
+    if isinstance(agent, str):
+        agent = {"function": agent}
+    forms = 'the path of a function, such as `my_agent.solve`, or `{command: "node agent.js"}`'
+    if not isinstance(agent, Mapping):
+        raise ConfigError(f"`{key}` is {agent!r}: give {forms}.")
+    for name, value in agent.items():
+        if name not in AGENT_OPTIONS:
+            raise ConfigError(f"`{key}` has an unknown key {name!r}{did_you_mean(name, AGENT_OPTIONS)}.")
+        if not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"`{key}: {name}` is {value!r}: give text.")
+    if ("function" in agent) == ("command" in agent):
+        raise ConfigError(f"`{key}` has to name one thing that runs: {forms}.")
+    if "command" in agent:
+        try:
+            program = shlex.split(agent["command"])[0]
+        except ValueError as error:
+            raise ConfigError(f"`{key}: command` cannot be split into words ({error}): close its quotes.") from error
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"`{key}: command` begins with {program!r}, which is no program here: install it, or give its path."
+            )
+    return dict(agent)
+
+
+def check_agent(options: Mapping[str, Any], key: str = "") -> None:
+    """
+    Holds the options of one environment that may be an agent's against each other.
+
+    Args:
+        options (`Mapping`): `agent`, and what stands beside it.
+        key (`str`, *optional*): Where it stands, for errors.
+
+    Raises:
+        ConfigError: If they contradict each other.
+    """
+    if options["agent"] is None:
+        return
+    parse_agent(options["agent"], f"{key}: agent" if key else "agent")
+    place = f" of `{key}`" if key else ""
+    for name in ("tools", "tools_config_file", "system_prompt", "max_env_steps"):
+        if options[name]:
+            raise ConfigError(
+                f"`{name}` and `agent`{place} are both set, and an agent brings its own tools, messages and end: "
+                f"leave `{name}` out."
+            )
 
 
 def check_scheduler(options: Mapping[str, Any], key: str = "") -> None:

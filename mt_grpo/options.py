@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mt_grpo.agent_options import LOSS_SCALES, check_partner, check_scheduler, parse_user
+from mt_grpo.agent_options import LOSS_SCALES, check_agent, check_partner, check_scheduler, parse_user
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 
@@ -92,6 +92,7 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
     choose("loss_scale", options["loss_scale"], LOSS_SCALES)
     if options["environments"] is None:  # else each may have options of its own
         check_scheduler(options)
+        check_agent(options)
     if not isinstance(options["scale_rewards"], bool):
         choose("scale_rewards", options["scale_rewards"], SCALES)
     rule = rule_name(parse_rule(options["advantage_estimator"]))

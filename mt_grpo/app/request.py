@@ -226,7 +226,7 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
         if isinstance(whole[name], str):  # one name stands for a list of one
             whole[name] = [whole[name]]
     listed = [entry for name in IMPORTING for entry in whole[name] or []]
-    plugins = whole["external_plugins"] or whole["env"] or whole["environment_factory"]
+    plugins = whole["external_plugins"] or whole["env"] or whole["environment_factory"] or whole["agent"]
     names = {} if plugins else {name: schema.properties[name]["examples"] for name in NAMED}
     check_options(whole, names)
     if not plugins and all(is_bare(entry) or entry.startswith("mt_grpo.") for entry in listed):
