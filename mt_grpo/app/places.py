@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.agent_options import parse_agent
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import check_place
 from mt_grpo.options import is_bare
@@ -36,6 +37,8 @@ def check_places(values: Mapping[str, Any], command: str) -> None:
         _check_dataset(values["dataset_name"])
     if values.get("external_plugins"):  # a plugin may change where modules are found
         return
+    if values.get("agent") and "function" in (agent := parse_agent(values["agent"])):
+        check_place(agent["function"], "agent")
     for option, what in KINDS.items():
         listed = values.get(option) or []
         for entry in [listed] if isinstance(listed, str) else listed:

@@ -243,7 +243,8 @@ def test_a_text_protocol_shows_and_reads_the_clients_tools():
 
 def test_an_answer_that_arrives_late_is_not_trained():
     async def agent(row, client):
-        asyncio.ensure_future(client.openai().chat.completions.create(model="m", messages=user("Q1")))
+        asked = asyncio.ensure_future(client.openai().chat.completions.create(model="m", messages=user("Q1")))
+        asked.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.sleep(0.1)
         return 1.0
 

@@ -101,10 +101,12 @@ class Conversation:
         except EngineError as error:
             self.failure = error
             raise ApiError(503, str(error), "engine_error") from error
-        except (TypeError, ValueError, TemplateFailure) as error:
+        except Exception as error:
             if self.policy.failure is error:  # a bug of the engine, which ends the run
-                raise
-            raise ApiError(400, f"The chat template cannot show these messages: {error}", "invalid_value") from error
+                raise ApiError(500, "The engine failed.", "engine_error") from error
+            if isinstance(error, (TypeError, ValueError, TemplateFailure)):  # what the messages or their template hold
+                raise ApiError(400, f"These messages cannot be shown: {error}", "invalid_value", "messages") from error
+            raise
         exhausted = self.policy.exhausted
         own = wish.max_tokens is not None and turn.num_tokens >= wish.max_tokens  # the client's limit is no failure
         self.limit, self.failure, self._refused = None if own else exhausted, None, 0
