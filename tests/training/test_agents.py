@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -155,33 +153,3 @@ def test_an_agent_is_refused_before_anything_slow_is_imported(options, problem, 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"output_dir": str(tmp_path / "run")}))
     assert main(["train", str(tmp_path / "recipe.yaml")]) == 1
     assert problem in capsys.readouterr().err
-
-
-PROGRAM = """
-import json, os, sys, urllib.request
-row = json.load(sys.stdin)
-body = json.dumps({"messages": row["prompt"]}).encode()
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
-print(json.dumps({"length": len(message["content"]), "answer": "Lima"}))
-"""
-
-
-@pytest.mark.slow
-def test_a_program_is_shown_by_rollout_and_measured_in_training(tmp_path, monkeypatch, capsys):
-    recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
-    for name in ("tools", "system_prompt", "max_env_steps", "turn_reward_funcs"):
-        del recipe[name]
-    recipe |= {"agent": {"command": f"{sys.executable} program.py"}, "max_steps": 1, "output_dir": "run"}
-    recipe |= {"dataset_test_split": "validation[:4]", "per_device_train_batch_size": 8, "max_turn_length": 12}
-    recipe |= {"outcome_reward_funcs": ["env_reward", "exact_match_reward_func"]}
-    monkeypatch.chdir(tmp_path)
-    Path("program.py").write_text(PROGRAM)
-    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["rollout", "recipe.yaml", "--num_prompts", "1"]) == 0
-    assert "env_reward" in capsys.readouterr().out
-    assert main(["train", "recipe.yaml"]) == 0
-    lines = [json.loads(line) for line in Path("run/trajectories.jsonl").read_text().splitlines()]
-    assert {line["stop_reason"] for line in lines} <= {"answered", "length"}
-    assert all(line["env_rewards"]["length"] == len(line["turns"][0]["message"]["content"]) for line in lines)
