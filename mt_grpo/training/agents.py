@@ -77,4 +77,4 @@ def for_agents(env: EnvSource) -> bool:
     """Whether any of the environments is an agent's whose calls the chat template writes."""
     if isinstance(env, dict):
         return any(map(for_agents, env.values()))
-    return isinstance(env, AgentSource) and env.protocol is None
+    return isinstance(env, AgentSource) and (env.protocol is None or env.protocol.native_tools)

@@ -162,7 +162,7 @@ def test_an_agent_that_never_gives_up_is_ended_by_its_limit():
     check_whole(trajectory, runner)
 
 
-def test_an_engine_that_fails_is_the_cause_whatever_the_agent_does():
+def test_a_failing_engine_is_the_cause_whatever_the_agent_does():
     async def careless(row, client):
         try:
             await once(None)(row, client)

@@ -42,8 +42,7 @@ def tell(turn: Turn, stop: Sequence[str], reads_calls: bool) -> tuple[Message, s
     if reasoning is None and "</think>" in content:
         reasoning, _, content = content.partition("</think>")
         reasoning, content = reasoning.removeprefix("<think>").strip("\n"), content.lstrip("\n")
-    if turn.finish_reason == "stop":
-        content = content[: min((content.find(text) for text in stop if text in content), default=None)]
+    content = content[: min((content.find(text) for text in _ended_by(turn, stop) if text in content), default=None)]
     told: Message = {"role": "assistant", "content": content}
     if reasoning:
         told["reasoning_content"] = reasoning
@@ -59,6 +58,15 @@ def tell(turn: Turn, stop: Sequence[str], reads_calls: bool) -> tuple[Message, s
         for call in turn.tool_calls
     ]
     return told, "tool_calls"
+
+
+def ended_by(turn: Turn, stop: Sequence[str]) -> str | None:
+    """The stop string that ended a turn."""
+    return min(_ended_by(turn, stop), key=turn.text.find, default=None)
+
+
+def _ended_by(turn: Turn, stop: Sequence[str]) -> list[str]:
+    return [text for text in stop if text in turn.text] if turn.finish_reason == "stop" else []
 
 
 def token_logprobs(tokenizer: Any, ids: list[int], logprobs: list[float]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from mt_grpo.rollout.endpoint.options import Wish
 from mt_grpo.rollout.endpoint.retries import Attempt, Retries
 from mt_grpo.rollout.engine import EngineError
 from mt_grpo.rollout.policy import ConversationPolicy
-from mt_grpo.trajectory import StopReason
+from mt_grpo.trajectory import Message, StopReason
 
 MOST_REQUESTS = 256
 """Requests of one conversation that wait at once; a further one is told to come again."""
@@ -42,6 +42,7 @@ class Conversation:
         fixed (`dict`): What the run decides about sampling, by OpenAI's and vLLM's names.
         limit (`StopReason`, *optional*): The limit that refused or cut off the latest answer.
         failure (`EngineError`, *optional*): What the engine answered instead of the latest turn.
+        responses (`dict`): The messages of each of OpenAI's Responses, by its identifier, the answer included.
         over (`asyncio.Event`): Set where the client goes on asking though nothing is left to sample.
     """
 
@@ -51,6 +52,7 @@ class Conversation:
         self.limit: StopReason | None = None
         self.failure: EngineError | None = None
         self.over = asyncio.Event()
+        self.responses: dict[str, list[Message]] = {}
         self._calls = Calls(protocol, policy.tokenizer)
         self._told, self._retries = Told(), Retries()
         self._waiting = self._refused = 0

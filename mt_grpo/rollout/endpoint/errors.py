@@ -30,7 +30,8 @@ class ApiError(Exception):
         """What the client gets."""
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"type": "error", "error": error}  # the first of them is Anthropic's
 
     @property
     def headers(self) -> dict[str, str]:

@@ -27,7 +27,7 @@ class Retries:
     """
     The requests of one conversation. A request is a retry of an earlier one if
 
-    - it has the same `Idempotency-Key`;
+    - it has the same `Idempotency-Key` and the same body;
     - it says so (`x-stainless-retry-count` above 0, as OpenAI's clients do) and has the same body;
     - it does not say which attempt it is, and the same body is being answered, or its answer reached nobody.
     """
@@ -38,7 +38,7 @@ class Retries:
     def find(self, content: bytes, headers: Mapping[str, str]) -> tuple[str, Attempt | None]:
         """The key of a request, and the attempt that it repeats."""
         given = headers.get("Idempotency-Key")
-        key = blake2b(content, digest_size=16).hexdigest() if given is None else f"key {given}"
+        key = blake2b(content, digest_size=16).hexdigest() + ("" if given is None else f" {given}")
         attempts = self._attempts.get(key, [])
         if given is not None:
             return key, attempts[-1] if attempts else None

@@ -15,10 +15,11 @@ import orjson
 from aiohttp import web
 
 from mt_grpo.envs.protocols import CallProtocol
-from mt_grpo.rollout.endpoint.answers import completion, events
+from mt_grpo.rollout.endpoint import anthropic, responses
+from mt_grpo.rollout.endpoint.answers import Choice, completion, events
 from mt_grpo.rollout.endpoint.conversation import Conversation
 from mt_grpo.rollout.endpoint.errors import ApiError
-from mt_grpo.rollout.endpoint.options import Warnings, read_wish
+from mt_grpo.rollout.endpoint.options import Warnings, Wish, read_wish
 from mt_grpo.rollout.endpoint.retries import Attempt
 from mt_grpo.rollout.policy import ConversationPolicy
 
@@ -35,7 +36,8 @@ class Endpoint:
 
         POST http://127.0.0.1:PORT/SESSION/v1/chat/completions
 
-    or under `/v1/...` with the header `X-Session-ID: SESSION`. It is there as long as a conversation is.
+    (`/responses` and Anthropic's `/messages` too), or under `/v1/...` with the header `X-Session-ID: SESSION`. It is
+    there as long as a conversation is.
 
     Args:
         host (`str`, *optional*, defaults to `"127.0.0.1"`): Address to listen on.
@@ -88,6 +90,8 @@ class Endpoint:
         app = web.Application(client_max_size=LARGEST, middlewares=[self._guard])
         for prefix in ("", "/{session}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
+            app.router.add_post(f"{prefix}/v1/responses", self._responses)
+            app.router.add_post(f"{prefix}/v1/messages", self._messages)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
@@ -126,17 +130,40 @@ class Endpoint:
         return self._conversations[session]
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
+        name = f"chatcmpl-{uuid.uuid4().hex}"
+
+        def told(wish: Wish, choices: list[Choice]) -> Iterable[bytes]:
+            return events(name, wish, choices) if wish.stream else [completion(name, wish, choices)]
+
+        return await self._serve(request, lambda body: body, told)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, anthropic.as_chat, anthropic.answer)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        name, known = f"resp_{uuid.uuid4().hex}", self._found(request).responses
+
+        def told(wish: Wish, choices: list[Choice]) -> Iterable[bytes]:
+            known[name] = [*wish.messages, choices[0].message]
+            return responses.answer(wish, choices, name)
+
+        return await self._serve(request, lambda body: responses.as_chat(body, known), told)
+
+    async def _serve(
+        self,
+        request: web.Request,
+        as_chat: Callable[[Any], Any],
+        told: Callable[[Wish, list[Choice]], Iterable[bytes]],
+    ) -> web.StreamResponse:
+        """Answers a request: read as one for a chat completion, and written in the client's own form."""
         content = await request.read()
         conversation = self._found(request)
-        wish = read_wish(_decoded(content), conversation.fixed, self._warnings)
+        wish = read_wish(as_chat(_decoded(content)), conversation.fixed, self._warnings)
 
         async def answer() -> tuple[bytes, ...]:
-            choices = await conversation.choices(wish)
-            name = f"chatcmpl-{uuid.uuid4().hex}"
-            return tuple(events(name, wish, choices)) if wish.stream else (completion(name, wish, choices),)
+            return tuple(told(wish, await conversation.choices(wish)))
 
-        attempt = conversation.attempt(content, request.headers, answer)
-        return await self._send(request, attempt, wish.stream)
+        return await self._send(request, conversation.attempt(content, request.headers, answer), wish.stream)
 
     async def _send(self, request: web.Request, attempt: Attempt, stream: bool) -> web.StreamResponse:
         """Answers a request, as far as its client is still there."""
