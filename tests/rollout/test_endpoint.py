@@ -136,6 +136,20 @@ def test_a_rewritten_past_a_sub_agent_and_a_summary_fork():
     assert sum(row.mask) == sampled(trajectory)
 
 
+def test_a_call_that_a_sub_agent_answers_has_its_result():
+    async def agent(row, client):
+        asking = client.openai().chat.completions
+        first = (await asking.create(model="m", messages=user("Q1"), tools=[LOOKUP])).choices[0].message
+        aid = await asking.create(model="m", messages=user("What about Lima?"))
+        result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": aid.choices[0].message.content}
+        await asking.create(model="m", messages=[*user("Q1"), first, result], tools=[LOOKUP])
+
+    (trajectory,), _ = run_agent(agent, [call("Lima"), f"It is a city{END}", f"A city{END}"])
+    assert trajectory.error is None and trajectory.tree.num_sequences == 2
+    assert [turn.has_result for turn in trajectory.turns] == [True, False, False]
+    assert trajectory.turns[0].replies[0]["content"] == "It is a city"
+
+
 @pytest.mark.parametrize(
     ("choice", "calls"), [("auto", 1), ("none", 0), ("required", 1), ({"function": {"name": "lookup"}}, 1)]
 )

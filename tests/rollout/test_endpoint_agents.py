@@ -21,7 +21,7 @@ from support.agents import END, run_agent, sampled
 from support.conversations import user
 
 from mt_grpo.rollout import EngineError
-from mt_grpo.rollout.endpoint import Command
+from mt_grpo.rollout.endpoint import Command, conversation
 from mt_grpo.trajectory import StopReason
 
 
@@ -102,11 +102,11 @@ def test_an_agent_that_blocks_for_good_is_left_behind():
         await client.openai().chat.completions.create(model="m", messages=user("Q1"))
         go.wait()
 
-    (trajectory,), _ = run_agent(stuck, answers, idle_timeout=0.2)
+    (trajectory,), _ = run_agent(stuck, answers, idle_timeout=1.5)
     assert trajectory.stop_reason is StopReason.ENV_ERROR and len(trajectory.turns) == 1
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:  # its loop is given up once it has been silent for long enough
-        (trajectory,), _ = run_agent(once(1.0), answers, idle_timeout=0.3)
+        (trajectory,), _ = run_agent(once(1.0), answers, idle_timeout=1.0)
         if trajectory.env_rewards:
             break
     go.set()
@@ -133,7 +133,7 @@ def test_an_agent_that_hangs_is_ended():
         finally:
             cancelled.set()
 
-    (trajectory,), runner = run_agent(agent, answers, idle_timeout=0.3)
+    (trajectory,), runner = run_agent(agent, answers, idle_timeout=1.0)
     assert trajectory.stop_reason is StopReason.ENV_ERROR and "between two turns" in trajectory.error
     assert cancelled.wait(10.0)
     check_whole(trajectory, runner)
@@ -144,7 +144,7 @@ def test_the_time_of_a_conversation_bounds_its_agent():
         while True:
             await once(None)(row, client)
 
-    (trajectory,), runner = run_agent(agent, answers, rollout_timeout=0.5, latency=0.05)
+    (trajectory,), runner = run_agent(agent, answers, rollout_timeout=1.5, latency=0.05)
     assert trajectory.stop_reason is StopReason.TIMEOUT and trajectory.turns
     check_whole(trajectory, runner)
 
@@ -210,10 +210,23 @@ def test_a_flood_of_requests_is_sampled_one_by_one_or_refused():
         return 1.0
 
     (trajectory,), runner = run_agent(agent, answers, latency=0.002, context_length=100_000)
-    assert len(statuses) == 400 and set(statuses) == {200, 429}
+    assert len(statuses) == 400 and set(statuses) <= {200, 429}
     assert len(trajectory.turns) == statuses.count(200) >= 256
     assert [turn.index for turn in trajectory.turns] == list(range(len(trajectory.turns)))
     check_whole(trajectory, runner)
+
+
+def test_who_asks_too_much_at_once_is_told_to_come_again(monkeypatch):
+    monkeypatch.setattr(conversation, "MOST_REQUESTS", 0)
+    seen = []
+
+    async def agent(row, client):
+        with pytest.raises(openai.RateLimitError) as error:
+            await client.openai(max_retries=0).chat.completions.create(model="m", messages=user("Q1"))
+        seen.append(error.value.response.headers)
+
+    (trajectory,), _ = run_agent(agent, answers)
+    assert (seen[0]["x-should-retry"], seen[0]["retry-after"]) == ("true", "1") and trajectory.error is None
 
 
 @pytest.mark.parametrize(("size", "status"), [(10 << 20, 400), (40 << 20, 413)])
@@ -238,23 +251,26 @@ HEADERS = [{"x-stainless-retry-count": "1"}, {"Idempotency-Key": "one"}, {}]
 @pytest.mark.parametrize("headers", HEADERS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_retry_gets_the_first_answer(headers, stream):
-    """The first attempt is dropped while it is sampled, and once more with the answer on its way."""
-    told = []
+    """The first attempt is dropped while it is sampled; the second and the third are told the same."""
+    told, sampling = [], threading.Event()
+
+    def seconds(session, turn):
+        sampling.set()
+        return 0.3
 
     async def agent(row, client):
         key = {"Authorization": f"Bearer {client.api_key}"}
         first = {**key, **({"x-stainless-retry-count": "0"} if "x-stainless-retry-count" in headers else headers)}
         body = {"messages": user("Q1"), "stream": stream}
-        async with httpx.AsyncClient(base_url=client.base_url, trust_env=False) as web:
-            with pytest.raises(httpx.ReadTimeout):
-                await web.post("/chat/completions", json=body, headers=first, timeout=0.1)
-            for _ in range(2):
+        async with httpx.AsyncClient(base_url=client.base_url, trust_env=False, timeout=60.0) as web:
+            dropped = asyncio.ensure_future(web.post("/chat/completions", json=body, headers=first))
+            await asyncio.to_thread(sampling.wait)
+            dropped.cancel()
+            for _ in range(2 if headers else 1):  # without a word about it, a delivered answer is not asked for again
                 answer = await web.post("/chat/completions", json=body, headers={**key, **headers})
                 told.append(answer.text)
-                if not headers:  # without a word about it, a delivered answer is not asked for again
-                    break
 
-    (trajectory,), runner = run_agent(agent, answers, latency=0.4)
+    (trajectory,), runner = run_agent(agent, answers, latency=seconds)
     assert trajectory.error is None and len(trajectory.turns) == 1 and len(set(told)) == 1
     assert "A0" in told[0] and len(runner.engine.requests) == 1
 
@@ -434,7 +450,7 @@ STUBBORN = (
 def test_no_process_outlives_its_conversation(end):
     start = f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {STUBBORN!r}])\n"
     before = {process.pid for process in psutil.process_iter()}
-    (trajectory,), _ = run_agent(script(start + end), answers, idle_timeout=1.5)
+    (trajectory,), _ = run_agent(script(start + end), answers, idle_timeout=1.5 if "sleep" in end else 60.0)
     gc.collect()
     left = [process for process in psutil.process_iter(["pid", "cmdline"]) if process.pid not in before]
     assert not [process for process in left if STUBBORN in (process.info["cmdline"] or [])]

@@ -7,9 +7,15 @@ import json
 import httpx
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.agents import END, LOOKUP, call, calling_tokenizer, run_agent, sampled
 from support.conversations import user
 
+from mt_grpo.rollout.endpoint import anthropic, responses
+from mt_grpo.rollout.endpoint.errors import ApiError
+from mt_grpo.rollout.endpoint.messages import Told
+from mt_grpo.rollout.endpoint.options import Warnings, read_request
 from mt_grpo.trajectory import StopReason
 
 FUNCTION = {"type": "function", **LOOKUP["function"], "strict": True}
@@ -131,7 +137,7 @@ def test_a_loop_over_anthropics_messages_is_one_sequence(stream):
     check_loop(trajectory, runner)
 
 
-def test_a_stop_sequence_and_errors_are_told_as_anthropic_tells_them():
+def test_stop_sequences_and_errors_are_told_in_anthropics_form():
     seen = []
 
     async def agent(row, client):
@@ -152,3 +158,30 @@ def test_a_stop_sequence_and_errors_are_told_as_anthropic_tells_them():
     assert [error["type"] for error in errors] == ["error"] * 3
     assert [error["error"]["type"] for error in errors] == ["invalid_request_error"] * 3
     assert trajectory.stop_reason is StopReason.CONTEXT_FULL
+
+
+SCALAR = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "user", "assistant", "tool", "auto"])
+KEYS = """messages role content type text tool_calls id function name arguments tools parameters tool_choice stop n
+max_tokens stream stream_options include_usage response_format logprobs input instructions call_id output
+max_output_tokens previous_response_id system tool_result tool_use input_schema stop_sequences temperature""".split()
+JSON = st.recursive(
+    SCALAR | st.sampled_from(KEYS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON, JSON, st.sampled_from(["chat", "responses", "messages"]))
+def test_a_request_is_read_or_refused(body, messages, dialect):
+    if isinstance(body, dict):
+        body = {**body, "input" if dialect == "responses" else "messages": messages}
+    readers = {"chat": lambda body: body, "messages": anthropic.as_chat}
+    reader = readers.get(dialect, lambda body: responses.as_chat(body, {}))
+    try:
+        wish = read_request(body, reader, {"temperature": 1.0}, Warnings())
+    except ApiError as error:
+        assert error.status in (400, 404) and error.body["error"]["message"]
+    else:
+        assert all(isinstance(message["content"], str) for message in wish.messages)
+        assert Told().restore(wish.messages) == (wish.messages, *Told().restore(wish.messages)[1:])

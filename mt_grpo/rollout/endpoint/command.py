@@ -61,11 +61,13 @@ class Command:
             _kill(transport, signal.SIGKILL)  # what it left behind
             await _within(process.closed)
         finally:
-            if not process.exited.is_set():
-                _kill(transport, signal.SIGTERM)
-                await asyncio.shield(_within(process.exited))
-            _kill(transport, signal.SIGKILL)
-            transport.close()
+            try:
+                if not process.exited.is_set():
+                    _kill(transport, signal.SIGTERM)
+                    await _within(process.exited)
+            finally:  # even where this is cancelled once more
+                _kill(transport, signal.SIGKILL)
+                transport.close()
         if transport.get_returncode() != 0:
             said = process.written[2].decode(errors="replace").strip()[-2000:]
             raise CommandError(f"{self.arguments[0]} ended with exit code {transport.get_returncode()}: {said}")

@@ -87,10 +87,14 @@ class Conversation:
             ApiError: If there is no turn to be had.
         """
         asked = self._calls.asked(wish)
-        restored, key = self._told.restore(wish.messages)
+        restored, key, before = self._told.restore(wish.messages)
         self._calls.note_results(wish.messages)
         messages = self._calls.written(restored, wish)
-        return [await self._choose(wish, messages, asked, key) for _ in range(wish.n)]
+        choices = [await self._choose(wish, messages, asked, key) for _ in range(wish.n)]
+        if before is not None and not before.replies:  # sub-agents took turns since: the policy does not know of it
+            said = next(index for index in range(len(messages))[::-1] if messages[index]["role"] == "assistant")
+            before.replies = messages[said + 1 :]
+        return choices
 
     async def _choose(self, wish: Wish, messages: list[Any], asked: dict[str, Any], key: int) -> Choice:
         try:

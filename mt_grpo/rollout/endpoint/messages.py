@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from mt_grpo.rollout.endpoint.errors import ApiError
 from mt_grpo.rollout.said import identity
+from mt_grpo.tools.results import too_deep
 from mt_grpo.trajectory import Message, Turn
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -69,7 +70,10 @@ def _read_call(call: Any, place: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(place, "has a call without the name of a function")
-    read = {"type": "function", "function": {"name": function["name"], "arguments": _parsed(function)}}
+    arguments = _parsed(function)
+    if too_deep(arguments):
+        raise wrong(place, "has arguments whose brackets are too deep")
+    read = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return read | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
 
@@ -92,14 +96,18 @@ class Told:
     def __init__(self) -> None:
         self._turns: dict[int, Turn] = {}
 
-    def restore(self, messages: Iterable[Message]) -> tuple[list[Message], int]:
-        """The messages, those that the model said in its own words, and a key of the whole."""
-        key, restored = 0, []
+    def restore(self, messages: Sequence[Message]) -> tuple[list[Message], int, Turn | None]:
+        """
+        The messages, those that the model said in its own words; a key of the whole; and the turn that the last
+        messages answer, where nothing but answers to it follows.
+        """
+        key, restored, latest = 0, [], None
         for message in messages:
             key = hash((key, identity(message)))
-            turn = self._turns.get(key) if message["role"] == "assistant" else None
-            restored.append(message if turn is None else turn.message)
-        return restored, key
+            if message["role"] == "assistant":
+                latest = self._turns.get(key)
+            restored.append(latest.message if latest is not None and message["role"] == "assistant" else message)
+        return restored, key, latest
 
     def note(self, key: int, told: Message, turn: Turn) -> None:
         """Takes note of what the client is told of a turn that was sampled after the messages with this key."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,21 @@ class Warnings:
         if field not in self._named:
             self._named.add(field)
             logger.warning("The agent's requests set `%s`: %s.", field, why)
+
+
+def read_request(body: Any, as_chat: Callable[[Any], Any], fixed: dict[str, Any], warnings: Warnings) -> Wish:
+    """
+    Reads a request that `as_chat` makes one for a chat completion of; see `read_wish`.
+
+    Raises:
+        ApiError: If it cannot be honoured, or has anything in a place where another type belongs.
+    """
+    try:
+        return read_wish(as_chat(body), fixed, warnings)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ApiError(
+            400, f"A field of the request has another type than it should: {error}.", "invalid_type"
+        ) from error
 
 
 def read_wish(body: Any, fixed: dict[str, Any], warnings: Warnings) -> Wish:

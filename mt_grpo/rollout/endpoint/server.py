@@ -19,7 +19,7 @@ from mt_grpo.rollout.endpoint import anthropic, responses
 from mt_grpo.rollout.endpoint.answers import Choice, completion, events
 from mt_grpo.rollout.endpoint.conversation import Conversation
 from mt_grpo.rollout.endpoint.errors import ApiError
-from mt_grpo.rollout.endpoint.options import Warnings, Wish, read_wish
+from mt_grpo.rollout.endpoint.options import Warnings, Wish, read_request
 from mt_grpo.rollout.endpoint.retries import Attempt
 from mt_grpo.rollout.policy import ConversationPolicy
 
@@ -109,7 +109,7 @@ class Endpoint:
                 raise ApiError(403, f"This server is for {self.host} alone.", "wrong_host")
             scheme, _, key = request.headers.get("Authorization", "").partition(" ")
             key = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-            if not secrets.compare_digest(key.encode(), self.key.encode()):
+            if not secrets.compare_digest(key.encode(errors="replace"), self.key.encode()):
                 raise ApiError(401, "The API key is missing or wrong.", "invalid_api_key")
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
@@ -158,7 +158,7 @@ class Endpoint:
         """Answers a request: read as one for a chat completion, and written in the client's own form."""
         content = await request.read()
         conversation = self._found(request)
-        wish = read_wish(as_chat(_decoded(content)), conversation.fixed, self._warnings)
+        wish = read_request(_decoded(content), as_chat, conversation.fixed, self._warnings)
 
         async def answer() -> tuple[bytes, ...]:
             return tuple(told(wish, await conversation.choices(wish)))
