@@ -2,7 +2,7 @@
 The embedded agent brought in other forms than ours, trained as the quickstart trains it: its exact match before and
 after.
 
-    python benchmarks/bring_your_own.py [factory] [mcp] [scheduler] [--quick]
+    python benchmarks/bring_your_own.py [factory] [mcp] [scheduler] [openai] [program] [--quick]
 
 Trains each form that is named, all where none is. Prints a table and writes `benchmarks/results/bring_your_own.json`,
 in which the rows of other forms stay.
@@ -13,9 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,10 @@ FORMS: dict[str, dict[str, Any]] = {
         "multi_turn_scheduler": "searcher",
         "max_turns": 5,
     },
+    "openai": {"agent": f"{AGENTS / 'openai_loop.py'}:solve", "call_protocol": "tags"},
+    "program": {"agent": {"command": f"node {shlex.quote(str(AGENTS / 'agent.mjs'))}"}, "call_protocol": "tags"},
 }
-"""What each form puts into the recipe in the place of `tools` and `max_env_steps`."""
+"""What each form puts into the recipe in the place of `tools` and `max_env_steps`; an agent brings its own prompt."""
 
 SERVER = {"command": sys.executable, "args": [str(AGENTS / "mcp_server.py")], "env": {"PYTHONPATH": str(ROOT)}}
 SERVERS = {"mcpServers": {"encyclopedia": SERVER}}
@@ -54,18 +59,30 @@ SMALL = {
 }
 
 
+@contextmanager
+def search_server() -> Iterator[str]:
+    """URL of the embedded search, for agents in other languages, while the context lasts."""
+    command = [sys.executable, str(AGENTS / "search_server.py")]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}/"
+        finally:
+            process.terminate()
+
+
 def train(form: str, quick: bool) -> dict[str, Any]:
     """Trains one form; what `summary.json` says about it."""
     recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
-    for name in ("tools", "max_env_steps"):
+    for name in ("tools", "max_env_steps", *(["system_prompt"] if "agent" in FORMS[form] else [])):
         del recipe[name]
-    with tempfile.TemporaryDirectory() as folder:
+    with search_server() as url, tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         recipe |= {**FORMS[form], **(SMALL if quick else {}), "output_dir": str(output)}
         for name, content in (("recipe.yaml", recipe), ("servers.json", SERVERS), ("tools.yaml", TOOLS)):
             (Path(folder) / name).write_text(json.dumps(content))  # which is YAML too
         command = [sys.executable, "-m", "mt_grpo", "train", "--config", "recipe.yaml"]
-        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "SEARCH_URL": url}
         subprocess.run(command, cwd=folder, check=True, stdout=sys.stderr, env=variables)
         summary = json.loads((output / "summary.json").read_text())
     return {name: summary[name] for name in ("before", "after", "seconds", "steps", "seed")}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,11 +14,12 @@ from mt_grpo.imports import choose, did_you_mean
 LOSS_SCALES = ("all", "last_round")
 """Which of a scheduler's responses are trained."""
 
-PARTNERS = ("simulated_user", "interaction_config_file", "env", "environment_factory")
+PARTNERS = ("simulated_user", "interaction_config_file", "env", "environment_factory", "agent")
 """Options of which one at most says who answers the model's words."""
 
-BRANCH_RULE = "branch_to_go"
-"""The credit rule of conversations that branch."""
+
+AGENT_OPTIONS = ("function", "command", "host")
+"""Keys of `agent` as a mapping; it has one of the first two."""
 
 USER_OPTIONS: dict[str, tuple[type, ...]] = {
     "base_url": (str,),
@@ -47,60 +50,6 @@ def check_partner(options: Mapping[str, Any], place: str = "") -> None:
     if len(given) > 1:
         raise ConfigError(
             f"{place}`{given[0]}` and `{given[1]}` both say who answers the model: leave one of them out."
-        )
-
-
-def check_branches(options: Mapping[str, Any], rule: str) -> None:
-    """
-    Whether conversations can branch as the options say.
-
-    Args:
-        options (`Mapping`): With `branch_at`, `num_branches` and `num_generations` among them.
-        rule (`str`): Name of the credit rule.
-
-    Raises:
-        ConfigError: If they cannot, or the credit rule is not the one for branches.
-    """
-    at, number, group = options["branch_at"], options["num_branches"], options["num_generations"]
-    if at is None and rule == BRANCH_RULE:
-        raise ConfigError(
-            f"`advantage_estimator: {rule}` is the rule of conversations that branch: set `branch_at`, or choose "
-            "`reward_to_go`."
-        )
-    if at is None:
-        return
-    if at < 1:
-        raise ConfigError(f"`branch_at` is {at}; it counts the turns that branches share, so set 1 or more.")
-    if number < 2:
-        raise ConfigError(f"`num_branches` is {number}; set 2 or more, or leave `branch_at` out.")
-    if group % number or group == number:
-        raise ConfigError(
-            f"`num_generations: {group}` does not make two conversations or more of `num_branches: {number}` each: "
-            f"set it to {2 * number} or a larger multiple of {number}."
-        )
-    if rule != BRANCH_RULE:
-        raise ConfigError(
-            f"`branch_at` needs `advantage_estimator: {BRANCH_RULE}`: {rule!r} does not know which members of a group "
-            "share turns, and would be biased."
-        )
-
-
-def check_trunks(options: Mapping[str, Any], rows: int) -> None:
-    """
-    Whether all branches of a conversation are on one process.
-
-    Args:
-        options (`Mapping`): With `branch_at` and `num_branches` among them.
-        rows (`int`): Conversations that a process samples at once.
-
-    Raises:
-        ConfigError: If they are not.
-    """
-    if options["branch_at"] is not None and rows % options["num_branches"]:
-        raise ConfigError(
-            f"`num_branches: {options['num_branches']}` does not divide the {rows} conversations that a process "
-            "samples at once, and a conversation branches on one process: change it, or "
-            "`per_device_train_batch_size`."
         )
 
 
@@ -149,6 +98,69 @@ def parse_user(user: Any) -> dict[str, Any]:
     if user.get("timeout") is not None and not user["timeout"] > 0:
         raise ConfigError(f"`simulated_user: timeout` is {user['timeout']}: set seconds above 0.")
     return {name: value for name, value in user.items() if value is not None}
+
+
+def parse_agent(agent: Any, key: str = "agent") -> dict[str, str]:
+    """
+    An agent as a recipe, a command line (the mapping as JSON) or a script gives it.
+
+    Args:
+        agent (`str` or `Mapping`): A path of a function, or a mapping of `AGENT_OPTIONS`.
+        key (`str`, *optional*): Where it stands, for errors.
+
+    Raises:
+        ConfigError: If it is neither, or its command names no program.
+    """
+    if isinstance(agent, str) and agent.lstrip().startswith("{"):
+        try:
+            agent = json.loads(agent)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"`{key}` is {agent!r}, which is not a JSON mapping.") from error
+    if isinstance(agent, str):
+        agent = {"function": agent}
+    forms = 'the path of a function, such as `my_agent.solve`, or `{command: "node agent.js"}`'
+    if not isinstance(agent, Mapping):
+        raise ConfigError(f"`{key}` is {agent!r}: give {forms}.")
+    for name, value in agent.items():
+        if name not in AGENT_OPTIONS:
+            raise ConfigError(f"`{key}` has an unknown key {name!r}{did_you_mean(name, AGENT_OPTIONS)}.")
+        if not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"`{key}: {name}` is {value!r}: give text.")
+    if ("function" in agent) == ("command" in agent):
+        raise ConfigError(f"`{key}` has to name one thing that runs: {forms}.")
+    if "command" in agent:
+        try:
+            program = shlex.split(agent["command"])[0]
+        except ValueError as error:
+            raise ConfigError(f"`{key}: command` cannot be split into words ({error}): close its quotes.") from error
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"`{key}: command` begins with {program!r}, which is no program here: install it, or give its path."
+            )
+    return dict(agent)
+
+
+def check_agent(options: Mapping[str, Any], key: str = "") -> None:
+    """
+    Holds the options of one environment that may be an agent's against each other.
+
+    Args:
+        options (`Mapping`): `agent`, and what stands beside it.
+        key (`str`, *optional*): Where it stands, for errors.
+
+    Raises:
+        ConfigError: If they contradict each other.
+    """
+    if options["agent"] is None:
+        return
+    parse_agent(options["agent"], f"{key}: agent" if key else "agent")
+    place = f" of `{key}`" if key else ""
+    for name in ("tools", "tools_config_file", "system_prompt", "max_env_steps"):
+        if options[name]:
+            raise ConfigError(
+                f"`{name}` and `agent`{place} are both set, and an agent brings its own tools, messages and end: "
+                f"leave `{name}` out."
+            )
 
 
 def check_scheduler(options: Mapping[str, Any], key: str = "") -> None:

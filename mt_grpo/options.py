@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mt_grpo.agent_options import LOSS_SCALES, check_branches, check_partner, check_scheduler, check_trunks, parse_user
-from mt_grpo.credit_options import check_signalless
+from mt_grpo.agent_options import LOSS_SCALES, check_agent, check_partner, check_scheduler, parse_user
+from mt_grpo.credit_options import check_branches, check_signalless, check_trunks, parse_reward, parse_rule, rule_name
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 
@@ -95,6 +94,7 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
     check_signalless(options)
     if options["environments"] is None:  # else each may have options of its own
         check_scheduler(options)
+        check_agent(options)
     if not isinstance(options["scale_rewards"], bool):
         choose("scale_rewards", options["scale_rewards"], SCALES)
     rule = rule_name(parse_rule(options["advantage_estimator"]))
@@ -236,31 +236,6 @@ def check_names(options: Mapping[str, Any], tools: Iterable[str], rewards: Itera
                 raise ConfigError(unknown_reward(name, kind, rewards))
 
 
-def parse_reward(entry: Any) -> tuple[Any, dict[str, Any]]:
-    """
-    A reward as a recipe, a command line (the mapping as JSON) or a script lists it: its name, path or object, and the
-    options that it is made with.
-
-    Raises:
-        ConfigError: If it is a mapping without a `name`, or JSON that cannot be read.
-    """
-    if isinstance(entry, str) and entry.lstrip().startswith("{"):
-        try:
-            entry = json.loads(entry)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"The reward {entry!r} is not valid JSON ({error.msg} at character {error.pos})."
-            ) from error
-    if not isinstance(entry, Mapping):
-        return entry, {}
-    if not isinstance(entry.get("name"), str):
-        raise ConfigError(
-            f"The reward {dict(entry)!r} has no name: give the name or the path of a reward class and its options, "
-            "such as `{name: information_gain, column: answer}`."
-        )
-    return entry["name"], {name: value for name, value in entry.items() if name != "name"}
-
-
 def is_bare(name: str) -> bool:
     """Whether it is a name in a registry, and no path of a module or a file."""
     return "." not in name and ":" not in name
@@ -287,35 +262,6 @@ def check_history(policy: str, compact_every: int | None) -> None:
     choose("history", policy, HISTORIES)
     if policy == "compact" and (compact_every is None or compact_every < 1):
         raise ConfigError("`history: compact` needs `compact_every`, the number of turns between two compactions.")
-
-
-def parse_rule(rule: Any) -> str | dict[str, Any]:
-    """
-    A credit rule as a recipe, a command line (the mapping as JSON) or a script gives it.
-
-    Raises:
-        ConfigError: If it is neither a name nor a mapping with one.
-    """
-    if isinstance(rule, str) and rule.lstrip().startswith("{"):
-        try:
-            rule = json.loads(rule)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"`advantage_estimator` is {rule!r}, which is not valid JSON ({error.msg} at character {error.pos})."
-            ) from error
-    if isinstance(rule, Mapping) and isinstance(rule.get("name"), str):
-        return dict(rule)
-    if isinstance(rule, str):
-        return rule
-    raise ConfigError(
-        f"`advantage_estimator` is {rule!r}: give the name of a rule, or a mapping of its `name` and its options, "
-        'such as `{"name": "mt_grpo", "turn_coef": 0.5}`.'
-    )
-
-
-def rule_name(rule: str | Mapping[str, Any]) -> str:
-    """The name of a rule that `parse_rule` returned."""
-    return rule if isinstance(rule, str) else rule["name"]
 
 
 def _check_lengths(turn: int | None, whole: int | None) -> None:

@@ -12,10 +12,10 @@ from mt_grpo.app.schema import kinds, load_schema
 
 GROUPS = {
     "Model and data": "model_name_or_path dtype dataset_name dataset_train_split dataset_test_split column_mapping",
-    "Agent": """tools tools_config_file env environment_factory environments simulated_user interaction_config_file
-        multi_turn_scheduler max_turns call_protocol system_prompt max_env_steps max_turn_length max_completion_length
-        tool_timeout rollout_timeout max_concurrent_rollouts history compact_every tokenization_sanity_check_mode
-        external_plugins""",
+    "Agent": """tools tools_config_file env environment_factory agent environments simulated_user
+        interaction_config_file multi_turn_scheduler max_turns call_protocol system_prompt max_env_steps
+        max_turn_length max_completion_length tool_timeout rollout_timeout max_concurrent_rollouts history
+        compact_every tokenization_sanity_check_mode external_plugins""",
     "Rewards and credit": """turn_reward_funcs outcome_reward_funcs reward_weights state_score advantage_estimator
         turn_advantage_coef scale_rewards groups_without_signal max_resample_times branch_at num_branches env_mask
         loss_scale""",

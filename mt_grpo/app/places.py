@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.agent_options import parse_agent
+from mt_grpo.credit_options import parse_reward
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import check_place
-from mt_grpo.options import is_bare, parse_reward
+from mt_grpo.options import is_bare
 from mt_grpo.paths import FORMATS, looks_like_path
 
 KINDS = {"tools": "tool", "turn_reward_funcs": "turn reward", "outcome_reward_funcs": "outcome reward"}
@@ -36,6 +38,8 @@ def check_places(values: Mapping[str, Any], command: str) -> None:
         _check_dataset(values["dataset_name"])
     if values.get("external_plugins"):  # a plugin may change where modules are found
         return
+    if values.get("agent") and "function" in (agent := parse_agent(values["agent"])):
+        check_place(agent["function"], "agent")
     for option, what in KINDS.items():
         listed = values.get(option) or []
         for entry in [listed] if isinstance(listed, str) else listed:

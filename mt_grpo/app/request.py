@@ -10,9 +10,10 @@ from typing import Any
 
 from mt_grpo.app.recipe_file import read_file
 from mt_grpo.app.schema import Schema, check_value, from_text, kinds, load_schema, wanted
+from mt_grpo.credit_options import parse_reward
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.options import check_batches, check_names, check_options, check_trainable, is_bare, parse_reward
+from mt_grpo.options import check_batches, check_names, check_options, check_trainable, is_bare
 
 OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "train": {
@@ -268,7 +269,7 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
         if isinstance(whole[name], str):  # one name stands for a list of one
             whole[name] = [whole[name]]
     listed = [parse_reward(entry)[0] for name in IMPORTING for entry in whole[name] or []]
-    plugins = whole["external_plugins"] or whole["env"] or whole["environment_factory"]
+    plugins = whole["external_plugins"] or whole["env"] or whole["environment_factory"] or whole["agent"]
     names = {} if plugins else {name: schema.properties[name]["examples"] for name in NAMED}
     check_options(whole, names)
     if not plugins and all(is_bare(entry) or entry.startswith("mt_grpo.") for entry in listed):

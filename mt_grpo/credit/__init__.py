@@ -20,7 +20,7 @@ from mt_grpo.credit.estimators import (
 from mt_grpo.credit.returns import gdpo, gtpo, leave_one_out, mt_grpo_discounted, reward_to_go, turn_gae
 from mt_grpo.credit.rule import Rule, bind_rule, rule_label
 from mt_grpo.credit.state_baseline import state_baseline
-from mt_grpo.options import parse_rule, rule_name
+from mt_grpo.credit_options import parse_rule, rule_name
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from mt_grpo.credit.estimators import AdvantageEstimator, get_estimator
+from mt_grpo.credit_options import rule_name
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.options import rule_name
 
 Rule = str | Mapping[str, Any]
 """`"mt_grpo"`, or `{"name": "mt_grpo", "turn_coef": 0.5}`."""

@@ -40,6 +40,7 @@ class ConversationPolicy:
 
     Attributes:
         session (`str`): The trajectory's.
+        sampling (`SamplingParams`): As it was given.
         exhausted (`StopReason`, *optional*): The limit that cut off the latest turn.
         tokenizer: The engine's.
         sampled (`tuple[list[int], list[float]]`): Token ids of the latest turn, and their log-probabilities.
@@ -51,7 +52,7 @@ class ConversationPolicy:
     """
 
     def __init__(self, sampler: Sampler, trajectory: Trajectory, sampling: SamplingParams, seed: int) -> None:
-        self._sampler, self._trajectory, self._sampling, self._seed = sampler, trajectory, sampling, seed
+        self._sampler, self._trajectory, self.sampling, self._seed = sampler, trajectory, sampling, seed
         self._lock = asyncio.Lock()
         self._last = time.perf_counter()
         self._said = Said()
@@ -234,7 +235,7 @@ class ConversationPolicy:
             raise ConversationEnded(exhausted)
         start, asked = time.perf_counter(), time.time()
         drawing = replace(
-            self._sampling,
+            self.sampling,
             max_tokens=budget,
             stop=stop,
             stop_token_ids=(self.renderer.end_id,),  # a base model may not know it as an end of its own

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from trl import GRPOConfig
 
-from mt_grpo.agent_options import parse_user
+from mt_grpo.agent_options import parse_agent, parse_user
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, bind_rule, parse_rule, rule_name, splits_turns
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
@@ -48,8 +48,11 @@ class MTGRPOConfig(GRPOConfig):
             `MultiTurnToolEnv` where none is given.
         environment_factory (`str` or `dict`, *optional*): Dotted path of a factory in TRL's form, see `TRLEnv`; or a
             mapping of such paths, by the names in the dataset's column `environment`.
+        agent (`str` or `dict`, *optional*): Anybody's agent, which asks the policy over HTTP as it would ask OpenAI:
+            the dotted path of a function `solve(row, client)`, or `{command: ...}`, a program that runs once for each
+            conversation; see docs/any_agent.md.
         environments (`dict`, *optional*): Several environments in one run, by the names in the dataset's column
-            `environment`: each a dotted path, or a mapping of its own `env`, `environment_factory`, `tools`,
+            `environment`: each a dotted path, or a mapping of its own `env`, `environment_factory`, `agent`, `tools`,
             `system_prompt`, `simulated_user`, `interaction_config_file`, `max_env_steps`, `call_protocol`,
             `env_mask`, `tool_timeout`, `multi_turn_scheduler`, `max_turns` and `loss_scale`.
         simulated_user (`dict`, *optional*): A user whom an OpenAI-compatible endpoint plays: `base_url`, `model`,
@@ -123,6 +126,10 @@ class MTGRPOConfig(GRPOConfig):
     env: str | None = field(default=None, metadata={"help": "Dotted path of an environment class or factory."})
     environment_factory: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Dotted path of a factory in TRL's form, or a mapping of them by name."}
+    )
+    agent: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "An agent of any kind: the path of a function, or a mapping of `command`."},
     )
     environments: dict[str, Any] | str | None = field(
         default=None,
@@ -226,6 +233,8 @@ class MTGRPOConfig(GRPOConfig):
             self.environments = yaml.safe_load(self.environments)
         if isinstance(self.environment_factory, str) and self.environment_factory.lstrip().startswith("{"):
             self.environment_factory = yaml.safe_load(self.environment_factory)
+        if self.agent is not None:
+            self.agent = parse_agent(self.agent)
         if self.simulated_user is not None:
             self.simulated_user = parse_user(self.simulated_user)
         self.advantage_estimator = parse_rule(self.advantage_estimator)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from itertools import chain
 from typing import Any
@@ -11,8 +11,7 @@ from typing import Any
 from datasets import Dataset
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
-from mt_grpo.agent_options import PARTNERS, check_partner, check_scheduler, parse_user
-from mt_grpo.compat.swift import MultiTurnScheduler, SchedulerSource, multi_turns
+from mt_grpo.agent_options import PARTNERS, check_agent, check_partner, check_scheduler, parse_user
 from mt_grpo.compat.trl_env import TRLEnv
 from mt_grpo.compat.verl import InteractionEnv, load_interactions
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
@@ -21,10 +20,10 @@ from mt_grpo.envs.simulated_user import SimulatedUser, SimulatedUserEnv
 from mt_grpo.envs.source import COLUMN, check_rows, check_source, close_environments, prototypes
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
-from mt_grpo.options import is_bare
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
 from mt_grpo.rollout.background import run
 from mt_grpo.tools import load_tools, load_tools_file
+from mt_grpo.training.agents import build_agent, build_scheduler, for_agents
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.factories import Factory, environments_of, import_factory, warn_of_unused
 from mt_grpo.training.reward_columns import Rows
@@ -61,8 +60,9 @@ def build_env(args: MTGRPOConfig, factory: Factory | None = None) -> EnvSource:
             "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
             "`{environment_factory: its path}`."
         )
-    if args.env is not None:
-        raise ConfigError("`env` and `environments` are both set: name a single environment in `environments` too.")
+    for name in ("env", "agent"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"`{name}` and `environments` are both set: name a single one in `environments` too.")
     if not isinstance(args.environments, dict) or not args.environments:
         raise ConfigError("`environments` is a mapping from the names in the column `environment` to environments.")
     return {name: _build_named(name, given, args) for name, given in args.environments.items()}
@@ -84,6 +84,8 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
     if any(name in given for name in (*PARTNERS, "tools", "tools_config_file", "multi_turn_scheduler")):
         defaults = {field.name: field.default for field in fields(args)}
         others = ("tools", "tools_config_file", *PARTNERS) if "multi_turn_scheduler" in given else scheduler
+        if "agent" in given:
+            others = (*others, "tools", "tools_config_file", "system_prompt", "max_env_steps", "call_protocol")
         options |= {name: defaults[name] for name in others}
     options |= given
     check_scheduler(options, key)
@@ -100,7 +102,10 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
 def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
     check_partner(options, "" if key == "env" else f"In `{key}`, ")
     if options["multi_turn_scheduler"] is not None:
-        return _build_scheduler(options)
+        return build_scheduler(options)
+    check_agent(options, "" if key == "env" else key)
+    if options["agent"] is not None:
+        return build_agent(options)
     path = options["env"]
     if options["environment_factory"] is not None:
         return _from_factory(options["environment_factory"], options, args)
@@ -144,28 +149,6 @@ def _from_factory(factory: Any, options: dict[str, Any], args: MTGRPOConfig) -> 
 
 def _tools(named: list[Any] | None, file: str | None) -> list[Any]:
     return [*(named or []), *([] if file is None else load_tools_file(file))]
-
-
-def _build_scheduler(options: dict[str, Any]) -> SchedulerSource:
-    name = options["multi_turn_scheduler"]
-    if not is_bare(name):
-        found = import_object(name, what="scheduler")
-    elif name in multi_turns:
-        found = multi_turns[name]
-    else:
-        raise ConfigError(
-            f"There is no scheduler {name!r}{did_you_mean(name, multi_turns)}: choose one of "
-            f"{', '.join(multi_turns)}, name the file that adds it to `multi_turns` in "
-            "`external_plugins`, or give a dotted path."
-        )
-    if not (isinstance(found, type) and issubclass(found, MultiTurnScheduler)):
-        raise ConfigError(
-            f"`multi_turn_scheduler: {name}` leads to {found!r}: give a subclass of `MultiTurnScheduler`, which is in "
-            "`mt_grpo.compat.swift`."
-        )
-    tags = PROTOCOLS[options["call_protocol"] or "tags"]().tags
-    limits = options["max_turns"], options["loss_scale"], options["system_prompt"], tags, options["tool_timeout"]
-    return SchedulerSource(found, *limits)
 
 
 def check_env(
@@ -254,6 +237,9 @@ def prepare_tokenizer(tokenizer: Any, env: EnvSource) -> None:
         ConfigError: If the template cannot show tool calls, or nothing can read them back.
     """
     if not any(one.protocol is not None and one.protocol.native_tools for one in prototypes(env)):
+        if for_agents(env) and tokenizer.response_template is None and supports_tool_calling(tokenizer):
+            with suppress(ValueError):  # of an agent it is not known whether it will ask for tools
+                add_response_schema(tokenizer)
         return
     if not supports_tool_calling(tokenizer):
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 from support.marks import needs_server
 from support.models import CPU_RUN, build_model, build_tokenizer
 from support.servers import ROOT, RealServer
-from support.trainers import Letters
+from support.trainers import Letters, batch
 from transformers import AutoTokenizer
 
 from mt_grpo.app.doctor.shape import read_shape
@@ -28,6 +29,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.forward.truncation import Truncation
 from mt_grpo.rewards import InformationGain
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.rollout.endpoint import AgentSource
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl, ServerGoneError, ServerSetupError, find_key
 from mt_grpo.runlog import open_run, read_trajectories
@@ -144,6 +146,34 @@ def test_sampled_tokens_and_log_probs_are_those_of_the_model(tied, temperature):
     samples = generate(client, contexts, SamplingParams(max_tokens=40, temperature=temperature, seed=11))
     assert largest_difference(tied.model, contexts, samples, temperature) < TOLERANCE
     assert len({tuple(sample.ids) for sample in samples}) > 1
+
+
+async def openai_loop(row, client):
+    """Three turns of a plain loop over an OpenAI client."""
+    asking, messages = client.openai().chat.completions, list(row["prompt"])
+    for number in range(3):
+        said = await asking.create(model="policy", messages=messages, stop=["e", "a", "i"], max_tokens=12)
+        messages += [said.choices[0].message, {"role": "user", "content": f"More {number}"}]
+
+
+def test_an_openai_loop_is_trained_with_the_servers_log_probs(tied, tmp_path):
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"What is {number}"}]} for number in range(2)])
+    args = MTGRPOConfig(str(tmp_path), max_completion_length=300, **CPU_RUN)
+    rest = {"train_dataset": rows, "engine": tied.client(), "processing_class": tied.tokenizer}
+    trainer = MTGRPOEnvTrainer(copy.deepcopy(tied.model), AgentSource(openai_loop), [], [Letters()], args, **rest)
+    inputs = batch(trainer)
+    trajectories = trainer._batch.trajectories
+    assert [trajectory.error for trajectory in trajectories] == [None] * 4
+    assert all(len(trajectory.turns) == 3 and trajectory.tree.num_sequences == 1 for trajectory in trajectories)
+    logps, _, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model,
+        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        inputs["completion_ids"].shape[1],
+    )
+    mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+    assert mask.sum() == sum(turn.num_tokens for trajectory in trajectories for turn in trajectory.turns)
+    assert (logps - inputs["sampling_per_token_logps"])[mask].abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize(
