@@ -181,6 +181,11 @@ class TokenTree:
         return sequence
 
     @property
+    def tip(self) -> int:
+        """Index of the node that the latest timestep ends with; -1 where there is none."""
+        return self._tip
+
+    @property
     def num_tokens(self) -> int:
         """Number of unique tokens, each of which a forward computes once."""
         return sum(len(node.tokens) for node in self.nodes)

@@ -53,6 +53,7 @@ class ToolCall:
         seconds (`float`): Wall time of the tool.
         id (`str`, *optional*): Identifier the model gave the call.
         data (`dict`, *optional*): What the tool returned beside its text, for rewards; JSON, never shown to the model.
+        start (`float`, *optional*): When the tool was called, in seconds since 1970 (UTC); `None` if it did not run.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ToolCall:
     seconds: float = 0.0
     id: str | None = None
     data: dict[str, Any] | None = None
+    start: float | None = None
 
 
 @dataclass
@@ -87,6 +89,7 @@ class Turn:
         reward (`float`, *optional*): Reward that the environment or a stateful tool gave for this turn.
         mask (`list[int]`, *optional*): 1 for each sampled token that is trained, 0 for one that the environment took
             out; `None` where all are trained.
+        start (`float`, *optional*): When the engine was asked, in seconds since 1970 (UTC).
     """
 
     index: int
@@ -104,6 +107,7 @@ class Turn:
     answer: str | None = None
     reward: float | None = None
     mask: list[int] | None = None
+    start: float | None = None
 
     @property
     def text(self) -> str:
@@ -146,6 +150,7 @@ class Trajectory:
         seconds (`float`): Wall time of the whole conversation.
         env_rewards (`dict`): Rewards of the whole conversation that its environment gave, by name.
         info (`dict`): What else the environment tells about it.
+        start (`float`, *optional*): When it began, in seconds since 1970 (UTC).
         environment (*optional*): The environment, while rewards may look at it; it is written nowhere.
     """
 
@@ -162,6 +167,7 @@ class Trajectory:
     seconds: float = 0.0
     env_rewards: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    start: float | None = None
     environment: Any = field(default=None, repr=False, compare=False)
 
     @property

@@ -61,7 +61,7 @@ async def _run(calls: list[tuple[Tool, ToolCall]], timeout: float | None) -> Non
     unfinished = "did not finish before the conversation ended."
     try:
         for tool, call in calls:
-            call.executed = True
+            call.executed, call.start = True, time.time()
             future = _begin(tool, call.arguments)
             future.add_done_callback(lambda done: ended.setdefault(done, time.perf_counter()))
             running[future] = tool, call

@@ -218,7 +218,7 @@ class ConversationPolicy:
         budget, exhausted = self._budget(length, used, max_tokens)
         if budget < 1:
             raise ConversationEnded(exhausted)
-        start = time.perf_counter()
+        start, asked = time.perf_counter(), time.time()
         drawing = replace(
             self._sampling,
             max_tokens=budget,
@@ -246,6 +246,7 @@ class ConversationPolicy:
             fork_cause=None if rewritten is None else self._cause,
             seconds=time.perf_counter() - start,
             weight_version=sample.weight_version,
+            start=asked,
         )
         self._cause = self._sampler.history
         trajectory.turns.append(turn)

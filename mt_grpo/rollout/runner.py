@@ -150,7 +150,7 @@ class RolloutRunner:
         prompt = [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else request.prompt
         trajectory = Trajectory(prompt, session=request.session, row=request.row)
         policy = ConversationPolicy(self.sampler, trajectory, sampling, request.seed)
-        finished, start = False, time.perf_counter()
+        finished, start, trajectory.start = False, time.perf_counter(), time.time()
         self.under_way[request.session] = trajectory
         try:
             running = asyncio.ensure_future(guarded(self._hold(request, policy, trajectory)))

@@ -1,0 +1,183 @@
+"""One conversation, put together from the files of a run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from mt_grpo.token_tree import Node, TokenTree
+from mt_grpo.trajectory import Trajectory
+
+
+def conversation(
+    row: dict[str, Any],
+    rollout: dict[str, Any],
+    credit: dict[str, Any] | None,
+    updates: list[dict[str, Any]],
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:
+    """
+    A conversation for people: JSON, in which NaN is `None`.
+
+    Args:
+        row (`dict`): Its row of the index.
+        rollout, credit, updates: Its rows of the files; `credit` is `None` where it is not written.
+        tokenizer (`Tokenizer`, *optional*): Decodes its tokens.
+
+    Returns:
+        `dict`: The fields of `Trajectory` except `tree`, as `Trajectory.to_dict` names them, and
+
+        - `index` (`dict`): the row of the index;
+        - `weights` (`dict`): weight of each reward;
+        - `turns[i]["advantage"]` (`float`): where credit is written;
+        - `nodes` (`list[dict]`): the token tree in depth-first order: `parent` (node, -1: none), `turn` (-1: context),
+          `begin` and `end` (tokens `begin:end`), `subtree_end` (the first node that does not follow from it);
+        - `tokens` (`dict` of lists, an entry per token of the tree, depth first): `ids`, `texts` (`None` without a
+          tokenizer; a token that ends no character has ""), `turn` (-1: context), `parent` (token that it follows, -1:
+          none), `subtree_end` (as of nodes), `logprobs` (the engine's), `trainer` (the trainer's, before the first
+          update), `entropies`, `advantages` (of the token's turn); the last four are `None` where there is no such
+          number, `trainer` and `entropies` for tokens that are not trained;
+        - `updates` (`list[dict]`): per update `step`, `ratios` and `clipped`, lists with an entry per token likewise.
+    """
+    tree = token_tree(rollout)
+    record = json.loads(rollout["record"])
+    nodes, order = _layout(tree)
+    ids = [token for index in order for token in tree.nodes[index].tokens]
+    turn = [node["turn"] for node in nodes for _ in range(node["begin"], node["end"])]
+    advantages = None if credit is None else credit["advantages"]
+    for position, each in enumerate(record["turns"]):
+        each["advantage"] = None if advantages is None else advantages[position]
+    tokens = {
+        "ids": ids,
+        "texts": None if tokenizer is None else token_texts(ids, nodes, tokenizer),
+        "turn": turn,
+        "parent": _parents(nodes),
+        "subtree_end": _subtree_ends(nodes),
+        "logprobs": _engine(tree, order),
+        "trainer": [None] * len(ids),
+        "entropies": [None] * len(ids),
+        "advantages": [None if advantages is None or t < 0 else advantages[t] for t in turn],
+    }
+    begin = prompt_length(nodes)
+    shown = []
+    for number, update in enumerate(updates):
+        at = [begin + column for column in update["columns"]]
+        if not number:
+            tokens["entropies"] = _spread(update["entropies"], at, len(ids))
+            differences = _spread(update["difference"], at, len(ids))
+            tokens["trainer"] = [
+                None if engine is None or difference is None else engine + difference
+                for engine, difference in zip(tokens["logprobs"], differences, strict=True)
+            ]
+        shown.append(
+            {
+                "step": update["updated_step"],
+                "ratios": _spread(update["ratios"], at, len(ids)),
+                "clipped": _spread(update["clipped"], at, len(ids)),
+            }
+        )
+    return {
+        "index": row,
+        **record,
+        "weights": json.loads(rollout["weights"]),
+        "nodes": nodes,
+        "tokens": tokens,
+        "updates": shown,
+    }
+
+
+def plain_trajectory(rollout: dict[str, Any]) -> dict[str, Any]:
+    """`Trajectory.to_dict()` of a row of the file of rollouts."""
+    record = json.loads(rollout["record"])
+    messages = [*record["prompt"], *(m for turn in record["turns"] for m in (turn["message"], *turn["replies"]))]
+    whole = {**record, "tree": token_tree(rollout).to_dict()}
+    names = [name for name in Trajectory.__dataclass_fields__ if name in whole]
+    return {**{name: whole[name] for name in names}, "messages": messages}
+
+
+def token_tree(rollout: dict[str, Any]) -> TokenTree:
+    """The token tree of a row of the file of rollouts."""
+    nodes, at, sampled = [], 0, 0
+    for parent, turn, size in zip(rollout["node_parent"], rollout["node_turn"], rollout["node_size"], strict=True):
+        logprobs = [] if turn < 0 else rollout["logprobs"][sampled : sampled + size]
+        nodes.append(vars(Node(parent, rollout["tokens"][at : at + size], turn, logprobs)))
+        at, sampled = at + size, sampled + len(logprobs)
+    return TokenTree.from_dict({"num_turns": rollout["num_turns"], "tip": rollout["tip"], "nodes": nodes})
+
+
+def prompt_length(nodes: list[dict[str, Any]]) -> int:
+    """Tokens before the first turn's, of nodes in depth-first order; as `mt_grpo.rollout.token_row` has it."""
+    first = next((index for index, node in enumerate(nodes) if node["turn"] == 0), None)
+    return 0 if first is None else nodes[first]["begin"]
+
+
+def _layout(tree: TokenTree) -> tuple[list[dict[str, Any]], list[int]]:
+    order = tree.depth_first()
+    place = {-1: -1} | {index: number for number, index in enumerate(order)}
+    nodes, begin = [], 0
+    for index in order:
+        node = tree.nodes[index]
+        end = begin + len(node.tokens)
+        nodes.append({"parent": place[node.parent], "turn": node.turn, "begin": begin, "end": end})
+        begin = end
+    for number in range(len(nodes) - 1, -1, -1):
+        node = nodes[number]
+        node.setdefault("subtree_end", number + 1)
+        if node["parent"] >= 0:
+            parent = nodes[node["parent"]]
+            parent["subtree_end"] = max(parent.get("subtree_end", 0), node["subtree_end"])
+    return nodes, order
+
+
+def _parents(nodes: list[dict[str, Any]]) -> list[int]:
+    parents = []
+    for node in nodes:
+        before = nodes[node["parent"]]["end"] - 1 if node["parent"] >= 0 else -1
+        parents += [before, *range(node["begin"], node["end"] - 1)]
+    return parents
+
+
+def _subtree_ends(nodes: list[dict[str, Any]]) -> list[int]:
+    ends = [node["end"] for node in nodes]
+    return [ends[node["subtree_end"] - 1] for node in nodes for _ in range(node["begin"], node["end"])]
+
+
+def _engine(tree: TokenTree, order: list[int]) -> list[float | None]:
+    values: list[float] = []
+    for index in order:
+        node = tree.nodes[index]
+        values += node.logprobs if node.turn >= 0 else [float("nan")] * len(node.tokens)
+    return _without_nan(values)
+
+
+def _spread(values: list[float], at: list[int], size: int) -> list[float | None]:
+    spread: list[float | None] = [None] * size
+    for place, value in zip(at, _without_nan(values), strict=True):
+        spread[place] = value
+    return spread
+
+
+def _without_nan(values: list[float]) -> list[float | None]:
+    return [float(value) if np.isfinite(value) else None for value in values]
+
+
+def token_texts(ids: list[int], nodes: list[dict[str, Any]], tokenizer: Tokenizer) -> list[str]:
+    """
+    The text of each token, special ones shown. The texts of a path make up its text; a character of several tokens is
+    in the last of them.
+
+    Args:
+        ids (`list[int]`): Tokens of the tree, depth first.
+        nodes (`list[dict]`): Its nodes, as `conversation` returns them.
+        tokenizer (`Tokenizer`): Decodes them.
+    """
+    texts: list[str] = []
+    for number, node in enumerate(nodes):
+        if number == 0 or node["parent"] != number - 1:  # another branch: words go on from its own past
+            stream = DecodeStream(skip_special_tokens=False)
+        texts += [stream.step(tokenizer, token) or "" for token in ids[node["begin"] : node["end"]]]
+    return texts

@@ -1,0 +1,216 @@
+"""Conversations as columns of the Parquet files, and as lines of the index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.schema import ROLLOUTS, rollouts_file, session_id
+from mt_grpo.trajectory import Trajectory
+
+SHOWN = 80
+"""Characters of a prompt, an answer or an error in the index."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """
+    Conversations that are sampled and scored together on one process.
+
+    Args:
+        mode (`str`): `"train"` or `"eval"`.
+        step (`int`): Optimiser steps that were taken before.
+        k (`int`): Tells batches of one step apart.
+        group_size (`int`): Conversations of a prompt.
+        numbers (`list[int]`): Row of each conversation in the batch of all processes.
+        trajectories (`list[Trajectory]`): The conversations.
+        rewards (`list[dict]`): The rewards: `name`, `kind` (`"turn"` or `"outcome"`), `weight` and `maximum`.
+    """
+
+    mode: str
+    step: int
+    k: int
+    group_size: int
+    numbers: list[int]
+    trajectories: list[Trajectory]
+    rewards: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def sessions(self) -> list[str]:
+        """Name of each conversation in the run."""
+        return [session_id(self.mode, self.step, self.k, number) for number in self.numbers]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each reward by name."""
+        return {reward["name"]: reward["weight"] for reward in self.rewards}
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """
+    The weighted rewards of a conversation, `None` where none applies.
+
+    Args:
+        total (`float`, *optional*): Of the whole conversation.
+        turns (`list[float | None]`): Of turn rewards, per turn.
+        by_name (`dict[str, float | None]`): Each reward without its weight; turn rewards are summed over turns.
+    """
+
+    total: float | None
+    turns: list[float | None]
+    by_name: dict[str, float | None]
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, weights: dict[str, float]) -> Weighted:
+        """The rewards that were scored; a conversation that was not scored has none."""
+        turn_rewards = trajectory.rewards.get("turn", {})
+        outcomes = trajectory.rewards.get("outcome", {})
+        turns = [
+            _sum(_times(weights[name], values[index]) for name, values in turn_rewards.items())
+            for index in range(len(trajectory.turns))
+        ]
+        total = _sum([*turns, *(_times(weights[name], value) for name, value in outcomes.items())])
+        return cls(total, turns, {name: _sum(values) for name, values in turn_rewards.items()} | outcomes)
+
+
+def _times(weight: float, value: float | None) -> float | None:
+    return None if value is None else weight * value
+
+
+def _sum(values: Any) -> float | None:
+    present = [value for value in values if value is not None]
+    return sum(present) if present else None
+
+
+def rollout_table(batch: Batch, rank: int) -> pa.Table:
+    """The conversations of a batch with the columns of `ROLLOUTS`."""
+    weights = batch.weights
+    weighted = [Weighted.of(trajectory, weights) for trajectory in batch.trajectories]
+    nodes = [trajectory.tree.nodes for trajectory in batch.trajectories]
+    trees = [trajectory.tree for trajectory in batch.trajectories]
+    size = len(batch.trajectories)
+    columns: dict[str, Any] = {
+        "session": batch.sessions,
+        "mode": [batch.mode] * size,
+        "step": [batch.step] * size,
+        "k": [batch.k] * size,
+        "rank": [rank] * size,
+        "group": [number // batch.group_size for number in batch.numbers],
+        "member": [number % batch.group_size for number in batch.numbers],
+        "stop": [trajectory.stop_reason and trajectory.stop_reason.value for trajectory in batch.trajectories],
+        "reward": [each.total for each in weighted],
+        "turn_rewards": [each.turns for each in weighted],
+        "weights": [to_json(weights)] * size,
+        "record": [record(trajectory) for trajectory in batch.trajectories],
+        "tokens": lists([[node.tokens for node in each] for each in nodes], np.int32),
+        "logprobs": lists([[node.logprobs for node in each if node.turn >= 0] for each in nodes], np.float32),
+        "node_parent": [[node.parent for node in each] for each in nodes],
+        "node_turn": [[node.turn for node in each] for each in nodes],
+        "node_size": [[len(node.tokens) for node in each] for each in nodes],
+        "num_turns": [tree.num_turns for tree in trees],
+        "tip": [tree.tip for tree in trees],
+    }
+    return pa.table(columns, schema=ROLLOUTS)
+
+
+def lists(rows: Sequence[Sequence[Sequence[Any]]], kind: type) -> pa.Array:
+    """A column of lists, each given in parts. Much faster than pyarrow's way from Python's lists."""
+    sizes = [sum(map(len, parts)) for parts in rows]
+    values = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), dtype=kind, count=sum(sizes))
+    offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def record(trajectory: Trajectory) -> bytes:
+    """A conversation as JSON, without its tokens, and its messages once."""
+    fields = {
+        name: getattr(trajectory, name)
+        for name in Trajectory.__dataclass_fields__
+        if name not in ("environment", "tree", "turns", "stop_reason")
+    }
+    fields["turns"] = [{**vars(turn), "tool_calls": list(map(vars, turn.tool_calls))} for turn in trajectory.turns]
+    fields["stop_reason"] = trajectory.stop_reason and trajectory.stop_reason.value
+    # half a character, which an environment may write, as the escape that JSON has for it
+    return to_json(fields).encode("utf-8", "backslashreplace")
+
+
+def rollout_lines(batch: Batch, rank: int) -> list[dict[str, Any]]:
+    """The index's lines of a batch."""
+    file = rollouts_file(batch.mode, batch.step, batch.k, rank)
+    lines = []
+    for row, (session, number, trajectory) in enumerate(
+        zip(batch.sessions, batch.numbers, batch.trajectories, strict=True)
+    ):
+        weighted = Weighted.of(trajectory, batch.weights)
+        turns = trajectory.turns
+        lines.append(
+            {
+                "kind": "rollout",
+                "session": session,
+                "mode": batch.mode,
+                "step": batch.step,
+                "k": batch.k,
+                "rank": rank,
+                "group": number // batch.group_size,
+                "member": number % batch.group_size,
+                "prompt": _short(_question(trajectory)),
+                "stop": trajectory.stop_reason and trajectory.stop_reason.value,
+                "error": trajectory.error and _short(trajectory.error),
+                "answer": trajectory.answer and _short(str(trajectory.answer)),
+                "right": _right(batch, weighted),
+                "turns": len(turns),
+                "tokens": [turn.num_tokens for turn in turns],
+                "context": max((turn.context_length for turn in turns), default=0),
+                "unique": trajectory.tree.num_tokens,
+                "forks": max(0, trajectory.tree.num_sequences - 1),
+                "reward": _rounded(weighted.total),
+                "rewards": {name: _rounded(value) for name, value in weighted.by_name.items()},
+                "turn_rewards": list(map(_rounded, weighted.turns)),
+                "calls": sum(len(turn.tool_calls) for turn in turns),
+                "errors": [turn.num_failures for turn in turns],
+                "start": _rounded(trajectory.start, 3),
+                "seconds": _rounded(trajectory.seconds, 3),
+                "turn_seconds": [_rounded(turn.seconds, 3) for turn in turns],
+                "tool_seconds": [
+                    _rounded(max((call.seconds for call in turn.tool_calls), default=0.0), 3) for turn in turns
+                ],
+                "file": file,
+                "row": row,
+            }
+        )
+    return lines
+
+
+def _right(batch: Batch, weighted: Weighted) -> bool | None:
+    outcomes = [reward for reward in batch.rewards if reward["kind"] == "outcome"]
+    exact = [reward for reward in outcomes if "exact_match" in reward["name"]]
+    for reward in [*exact, *outcomes][:1]:
+        value = weighted.by_name.get(reward["name"])
+        return None if value is None else value >= reward["maximum"]
+    return None
+
+
+def _question(trajectory: Trajectory) -> str:
+    messages = trajectory.prompt if isinstance(trajectory.prompt, list) else [{"content": trajectory.prompt}]
+    asked = [message for message in messages if message.get("role", "user") == "user"] or messages
+    content = asked[-1].get("content") if asked else ""
+    if isinstance(content, list):  # content in parts
+        content = " ".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return str(content or "")
+
+
+def _short(text: str) -> str:
+    text = " ".join(text[: 4 * SHOWN].split())
+    text = text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _rounded(value: float | None, digits: int = 6) -> float | None:
+    return None if value is None else round(value, digits)

@@ -1,0 +1,153 @@
+"""Writes the files of a run. A file is whole or absent, and the index speaks of whole files only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mt_grpo.errors import UserError
+from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.rows import Batch, rollout_lines, rollout_table
+from mt_grpo.runlog.schema import CREDIT, FOLDER, INDEX, ROW_GROUP, UPDATES, credit_file, rollouts_file, updates_file
+
+Line = dict[str, Any]
+
+
+class RunLogError(UserError):
+    """A run cannot write what it leaves. The message is one sentence with the file and the reason."""
+
+
+class RunWriter:
+    """
+    Writes the files of one process. What it returns are lines for the index, which the first process appends once all
+    processes have written theirs.
+
+    Args:
+        folder (`str` or `Path`): The run's `output_dir`.
+        rank (`int`): The process.
+
+    Raises:
+        RunLogError: By its methods, if the disk is full, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, rank: int = 0) -> None:
+        self.folder = Path(folder) / FOLDER
+        self.rank = rank
+        self._mended: set[Path] = set()
+
+    def write(self, batch: Batch) -> list[Line]:
+        """Writes the conversations of a batch of this process. Returns their lines."""
+        if not batch.trajectories:
+            return []
+        self._write(rollouts_file(batch.mode, batch.step, batch.k, self.rank), rollout_table(batch, self.rank))
+        return rollout_lines(batch, self.rank)
+
+    def write_credit(self, batch: Batch, advantages: Sequence[Sequence[float]]) -> list[Line]:
+        """
+        Writes the advantage of each turn of a batch's conversations. Returns their lines.
+
+        Args:
+            batch (`Batch`): As it was written.
+            advantages (`list[list[float]]`): Per conversation and turn.
+        """
+        if not batch.trajectories:
+            return []
+        size = len(batch.trajectories)
+        columns = {
+            "session": batch.sessions,
+            "mode": [batch.mode] * size,
+            "step": [batch.step] * size,
+            "k": [batch.k] * size,
+            "advantages": [list(values) for values in advantages],
+        }
+        file = credit_file(batch.mode, batch.step, batch.k, self.rank)
+        self._write(file, pa.table(columns, schema=CREDIT))
+        return [
+            {
+                "kind": "credit",
+                "session": session,
+                "advantages": [round(value, 6) for value in values],
+                "file": file,
+                "row": row,
+            }
+            for row, (session, values) in enumerate(zip(batch.sessions, advantages, strict=True))
+        ]
+
+    def write_updates(self, step: int, rows: list[dict[str, Any]], summaries: list[dict[str, Any]]) -> list[Line]:
+        """
+        Writes what the trainer computed in an optimiser step. Returns the lines.
+
+        Args:
+            step (`int`): The step, from 0.
+            rows (`list[dict]`): Rows with the columns of `UPDATES`, except `updated_step`.
+            summaries (`list[dict]`): Of each row `mismatch`, `entropy` and `clipped`, as the index has them.
+        """
+        if not rows:
+            return []
+        file = updates_file(step, self.rank)
+        columns = {name: [row[name] for row in rows] for name in UPDATES.names if name != "updated_step"}
+        self._write(file, pa.table({**columns, "updated_step": [step] * len(rows)}, schema=UPDATES))
+        return [
+            {"kind": "update", "session": row["session"], "step": step, **summary, "file": file, "row": number}
+            for number, (row, summary) in enumerate(zip(rows, summaries, strict=True))
+        ]
+
+    def append(self, lines: Sequence[Line], rank: int = 0) -> None:
+        """
+        Appends lines to the index.
+
+        Args:
+            lines (`list[dict]`): Of files that are whole.
+            rank (`int`, *optional*, defaults to 0): Whose index; only a batch that failed has lines in another's.
+        """
+        path = self.folder / (INDEX if rank == 0 else f"index.rank{rank}.jsonl")
+        with self._refusing(path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if path not in self._mended:
+                _end_with_a_line(path)
+                self._mended.add(path)
+            with path.open("ab") as file:
+                file.write("".join(to_json(line, separators=(",", ":")) + "\n" for line in lines).encode())
+
+    def _write(self, name: str, table: pa.Table) -> None:
+        path = self.folder / name
+        partial = path.with_suffix(".partial")
+        with self._refusing(path):
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                pq.write_table(table, partial, compression="zstd", row_group_size=ROW_GROUP)
+                partial.replace(path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+
+    @contextmanager
+    def _refusing(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunLogError(
+                f"The run's conversations cannot be written to {path}: {error.strerror or error}. Free space or mend "
+                "the folder, or choose another `output_dir`."
+            ) from error
+
+
+def _end_with_a_line(path: Path) -> None:
+    """Removes half a line, which a run that was killed may leave at the end."""
+    if path.exists():
+        data = path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            with path.open("r+b") as file:
+                file.truncate(whole)
+
+
+def finite(value: float) -> float | None:
+    """A number for the index; `None` where it is NaN or infinite."""
+    return round(value, 6) if math.isfinite(value) else None
