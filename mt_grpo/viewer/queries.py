@@ -51,7 +51,7 @@ class Queries:
             "overview": self._overview,
             "find": self._find,
             "group": self._group,
-            "trajectory": lambda asked: conversations.trajectory(self.run, self.columns, _needed(asked, "session")),
+            "trajectory": self._trajectory,
             "compare": self._compare,
         }
 
@@ -127,9 +127,19 @@ class Queries:
         spread = float(self.columns.numbers(SPREAD)[place])
         return {**shown, "member": row["member"] + 1, "tokens": sum(row["tokens"]), "errors": sum(row["errors"]), SPREAD: spread}
 
+    def _trajectory(self, asked: Parameters) -> dict[str, Any]:
+        session = asked.get("session") or self._first()["session"]
+        return conversations.trajectory(self.run, self.columns, session)
+
+    def _first(self) -> dict[str, Any]:
+        """The row that is shown where none is asked for."""
+        if not self.columns.rows:
+            raise BadQuestion("No conversation is written yet.")
+        return self.columns.rows[next(iter(self.select("mode=train").tolist()), 0)]
+
     def _group(self, asked: Parameters) -> dict[str, Any]:
-        if "step" not in asked:  # the first one there is
-            row = self.columns.rows[0]
+        if "step" not in asked:
+            row = self._first()
             return conversations.group(self.run, self.columns, row["mode"], row["step"], row["k"], row["group"])
         step, k, number = (_whole(asked, name) for name in ("step", "k", "group"))
         return conversations.group(self.run, self.columns, asked.get("mode", "train"), step, k, number)
@@ -137,12 +147,6 @@ class Queries:
     def _compare(self, asked: Parameters) -> dict[str, Any]:
         before, after = (_whole(asked, name) if name in asked else None for name in ("from", "to"))
         return compare(self.columns, before, after)
-
-
-def _needed(asked: Parameters, name: str) -> str:
-    if name not in asked:
-        raise BadQuestion(f"The question lacks `{name}`.")
-    return asked[name]
 
 
 def _whole(asked: Parameters, name: str, default: int | None = None) -> int:
