@@ -8,28 +8,36 @@ from mt_grpo.app.shipped import accelerate_configs, shipped
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 
-WORD_COMMANDS = {"recipes": ("ls", "cp"), "completion": ("bash", "zsh", "fish"), "env": (), "schema": ()}
+WORD_COMMANDS = {"recipes": ("ls", "cp"), "completion": ("bash", "zsh", "fish"), "env": (), "schema": (), "view": ()}
 """The commands that take no recipe, with the words that may follow them."""
 
 COMMANDS = (*OWN_OPTIONS, *WORD_COMMANDS)
 
+VIEW = ("--port", "--no_browser", "--export", "--filter", "--help")
+"""Options of `view`, which takes the folder of a run."""
+
 _BASH = """\
 # Completes mt-grpo in bash: source <(mt-grpo completion bash)
 _mt_grpo() {
-    local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} words="" paths=""
+    local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} words="" paths="" folders=""
     case $COMP_CWORD:${COMP_WORDS[1]}:$previous:$current in
         1:*) words="@COMMANDS@ --help --version" ;;
         *:train:--accelerate_config:*) words="@CONFIGS@" paths=yes ;;
         3:recipes:cp:*) words="@RECIPES@" ;;
 @OPTIONS@
         *:train:* | *:rollout:* | *:serve:*) paths=yes ;;
+        *:view:*:-*) words="@VIEW@" ;;
+        *:view:*) folders=yes ;;
 @WORDS@
     esac
     COMPREPLY=($(compgen -W "$words" -- "$current"))
+    local IFS=$'\\n'
     if [[ $paths ]]; then
-        local IFS=$'\\n'
+        COMPREPLY+=($(compgen -f -X '!*.yaml' -- "$current"))
+    fi
+    if [[ $paths$folders ]]; then
         compopt -o filenames 2>/dev/null
-        COMPREPLY+=($(compgen -f -X '!*.yaml' -- "$current") $(compgen -d -- "$current"))
+        COMPREPLY+=($(compgen -d -- "$current"))
     fi
 }
 complete -F _mt_grpo mt-grpo
@@ -45,6 +53,8 @@ _mt_grpo() {
         3:recipes:cp:*) compadd -- @RECIPES@ ;;
 @OPTIONS@
         *:train:* | *:rollout:* | *:serve:*) _files -g '*.yaml' ;;
+        *:view:*:-*) compadd -- @VIEW@ ;;
+        *:view:*) _files -/ ;;
 @WORDS@
     esac
 }
@@ -59,6 +69,7 @@ complete -c mt-grpo -n __fish_use_subcommand -l help
 complete -c mt-grpo -n __fish_use_subcommand -l version
 complete -c mt-grpo -n '__fish_seen_subcommand_from train rollout serve' -a '(__fish_complete_suffix .yaml)'
 complete -c mt-grpo -n '__fish_seen_subcommand_from train' -l accelerate_config -x -a '@CONFIGS@ (__fish_complete_suffix .yaml)'
+complete -c mt-grpo -n '__fish_seen_subcommand_from view' -a '(__fish_complete_directories) @VIEW@'
 complete -c mt-grpo -n '__fish_seen_subcommand_from cp' -a '@RECIPES@'
 @OPTIONS@
 @WORDS@
@@ -101,6 +112,7 @@ def _fill(script: str, options: list[str], words: list[str]) -> str:
         "COMMANDS": " ".join(COMMANDS),
         "CONFIGS": " ".join(accelerate_configs()),
         "RECIPES": " ".join(shipped()),
+        "VIEW": " ".join(VIEW),
         "OPTIONS": "\n".join(options),
         "WORDS": "\n".join(words),
     }

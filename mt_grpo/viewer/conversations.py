@@ -54,10 +54,10 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
 
     Returns:
         `dict`: `question`, `accepted`, `members`, `previous` and `next` (keys of the neighbouring groups, or `None`),
-        `number` and `of` (its place among the groups of its step), `rewards` (names in the order of the columns, and the
-        largest value of each), `notes`. A member has its row of the index, and `turns`, each with `label`, `text`,
-        `tokens`, `seconds`, `advantage`, `reward`, `entropy`, `error`, and `reply`: what the environment did until the
-        next turn, as `tokens`, `seconds`, `error` and `text`.
+        `number` and `of` (its place among the groups of its step), `rewards` (names in the order of the columns, and
+        the largest value of each), `notes`. A member has its row of the index, and `turns`, each with `label`,
+        `text`, `tokens`, `seconds`, `advantage`, `reward`, `entropy`, `error`, and `reply`: what the environment did
+        until the next turn, as `tokens`, `seconds`, `error` and `text`.
 
     Raises:
         UserError: If there is no such group.
@@ -66,7 +66,9 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
     if not len(places):
         raise UserError(f"There is no group {number} of step {step} ({mode}, batch {k}).")
     wholes = [run.trajectory(columns.rows[place]["session"]) for place in places]
-    wholes.sort(key=lambda whole: -np.inf if whole["index"]["reward"] is None else whole["index"]["reward"], reverse=True)
+    wholes.sort(
+        key=lambda whole: -np.inf if whole["index"]["reward"] is None else whole["index"]["reward"], reverse=True
+    )
     accepted = _accepted(wholes[0]["row"].get("answer"))
     keys = _keys(columns, mode)
     at = keys.index((step, k, number))
@@ -133,7 +135,9 @@ def _accepted(answer: Any) -> list[str]:
     """The right answers as the dataset has them."""
     if answer is None:
         return []
-    return [each if isinstance(each, str) else str(each) for each in (answer if isinstance(answer, list) else [answer])]
+    return [
+        each if isinstance(each, str) else str(each) for each in (answer if isinstance(answer, list) else [answer])
+    ]
 
 
 def _turns(whole: dict[str, Any]) -> list[dict[str, Any]]:
@@ -193,7 +197,12 @@ def _notes(whole: dict[str, Any], accepted: list[str]) -> list[dict[str, Any]]:
         words = text_of(turn["message"]).casefold()
         found = next((answer for answer in accepted if answer and answer.casefold() in words), None)
         if turn["error"] is not None and found:
-            return [{"session": whole["index"]["session"], "member": whole["index"]["member"] + 1,
-                     "turn": turn["index"] + 1, "answer": found}]
+            return [
+                {
+                    "session": whole["index"]["session"],
+                    "member": whole["index"]["member"] + 1,
+                    "turn": turn["index"] + 1,
+                    "answer": found,
+                }
+            ]
     return []
-

@@ -99,7 +99,9 @@ def _health(view: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
             query = f"mode=train {query}"
             yield _finding(WARN, names[name], text, "show them", view="find", q=query, sort="-step")
         elif first > 0.1 and last < first / 2:
-            strong = "Groups without signal:" if name == "groups without signal" else "Conversations with a failed call:"
+            strong = (
+                "Groups without signal:" if name == "groups without signal" else "Conversations with a failed call:"
+            )
             yield _finding(GOOD, strong, f"{first:.0%} → {last:.0%}.")
     entropy = ends(view["health"]["entropy"])
     if entropy and entropy[1] < min(EXPLORES, entropy[0] / 4):
@@ -122,9 +124,7 @@ def _bursts(view: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
         number = int(columns.where(parse_filter(asked)).sum())
         text = f"engine and trainer differ {values[run].max() / usual:.0f}× as much as usual." if usual else "differ."
         strong = f"Step {first}:" if first == last else f"Steps {first}–{last}:"
-        yield _finding(
-            WARN, strong, text, f"{number} conversations", view="find", q=asked, sort="-mismatch"
-        )
+        yield _finding(WARN, strong, text, f"{number} conversations", view="find", q=asked, sort="-mismatch")
 
 
 def _reward(view: dict[str, Any]) -> Iterator[dict[str, Any]]:

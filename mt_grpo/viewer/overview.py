@@ -108,9 +108,7 @@ def _held_out(columns: Columns) -> list[dict[str, Any]]:
     for at in np.unique(step[mask]):
         here = mask & (step == at)
         right, reward = (columns.numbers(name)[here] for name in ("right", "reward"))
-        points.append(
-            {"step": int(at), "reward": _mean(reward), "right": _mean(right), "questions": int(here.sum())}
-        )
+        points.append({"step": int(at), "reward": _mean(reward), "right": _mean(right), "questions": int(here.sum())})
     return points
 
 
@@ -130,4 +128,3 @@ def _points(values: np.ndarray) -> list[float | None]:
         edges = np.linspace(0, len(values), POINTS + 1).astype(int)
         values = _means(values, np.repeat(np.arange(POINTS), np.diff(edges)), POINTS)
     return [None if np.isnan(value) else float(value) for value in values]
-

@@ -10,6 +10,7 @@ import numpy as np
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
+from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.viewer import conversations
 from mt_grpo.viewer.columns import SPREAD, Columns, short_name
 from mt_grpo.viewer.comparison import compare, evaluations
@@ -20,7 +21,21 @@ from mt_grpo.viewer.overview import overview
 MOST_ROWS = 500
 """Rows of one answer."""
 
-SHOWN = ("session", "mode", "step", "k", "group", "prompt", "stop", "reward", "right", "turns", "mismatch", "seconds", "answer")
+SHOWN = (
+    "session",
+    "mode",
+    "step",
+    "k",
+    "group",
+    "prompt",
+    "stop",
+    "reward",
+    "right",
+    "turns",
+    "mismatch",
+    "seconds",
+    "answer",
+)
 """Fields of a row of the table."""
 
 Parameters = dict[str, str]
@@ -98,6 +113,7 @@ class Queries:
             "conversations": len(self.columns.rows),
             "steps": max(steps, default=0),
             "seconds": seconds,
+            "written": (self.run.folder / FOLDER / INDEX).stat().st_mtime,
             "evaluations": evaluations(self.columns),
             "rewards": [short_name(name) for name in self.columns.rewards],
         }
@@ -125,7 +141,13 @@ class Queries:
         row = self.columns.rows[place]
         shown = {name: row[name] for name in SHOWN}
         spread = float(self.columns.numbers(SPREAD)[place])
-        return {**shown, "member": row["member"] + 1, "tokens": sum(row["tokens"]), "errors": sum(row["errors"]), SPREAD: spread}
+        return {
+            **shown,
+            "member": row["member"] + 1,
+            "tokens": sum(row["tokens"]),
+            "errors": sum(row["errors"]),
+            SPREAD: spread,
+        }
 
     def _trajectory(self, asked: Parameters) -> dict[str, Any]:
         session = asked.get("session") or self._first()["session"]

@@ -60,7 +60,7 @@ async function look() {
     return
   }
   document.querySelector('#name').textContent = run.name
-  const state = run.seconds === null ? 'goes on, or was ended' : `finished in ${number(run.seconds, 0)} s`
+  const state = run.seconds === null ? `last written at ${new Date(1000 * run.written).toLocaleTimeString()}` : `finished in ${number(run.seconds, 0)} s`
   document.querySelector('#state').textContent = [`step ${run.steps}`, plural(run.conversations, 'conversation'), state].join(' · ')
   if (version !== null && run.version !== version) await shown.refresh?.()
   version = run.version

@@ -1,6 +1,6 @@
 // Curves over steps, drawn as SVG at the width that they have on the page.
 
-import { h, s, number } from './dom.js'
+import { h, s, short } from './dom.js'
 
 const HEIGHT = 200
 const SMOOTH = 0.25
@@ -20,7 +20,7 @@ function smoothed(values) {
  * `steps`: the x of each value. `curves`: `[name, values]`, null where there is none. `stacked`: areas on top of each
  * other instead of lines. `points`: `[step, value]`, drawn as circles. `text`: a value as text.
  */
-export function chart(title, note, { steps, curves, stacked = false, points = [], text = x => number(x, 1), top = null }) {
+export function chart(title, note, { steps, curves, stacked = false, points = [], text = short, top = null }) {
   const drawing = h('div', { class: 'chart' })
   const spoken = curves.map(([name, values]) => `${name} ${text(values.findLast(v => v !== null) ?? 0)}`).join(', ')
   const draw = () => {
@@ -33,9 +33,8 @@ export function chart(title, note, { steps, curves, stacked = false, points = []
 
 function plot(width, { steps, curves, stacked, points, text, top, label }) {
   const names = curves.map(([name]) => name)
-  const right = Math.min(150, 16 + 6.4 * Math.max(0, ...names.map(name => name.length)))
-  const left = 38, upper = 8, lower = 20
-  const w = width - left - right, y0 = HEIGHT - lower
+  const right = Math.min(150, 22 + 6.4 * Math.max(0, ...names.map(name => name.length)))
+  const upper = 8, lower = 20
   const base = steps.map(() => 0)
   const layers = curves.map(([name, values], place) => {
     const from = base.slice()
@@ -44,7 +43,9 @@ function plot(width, { steps, curves, stacked, points, text, top, label }) {
   })
   const known = [...layers.flatMap(layer => layer.to), ...points.map(([, value]) => value)].filter(v => v !== null)
   const bottom = Math.min(0, ...known)
-  const high = top ?? (Math.max(...known, bottom + 1e-9) * 1.06)
+  const high = top ?? bottom + round((Math.max(...known, bottom + 1e-9) - bottom) * 1.001)
+  const left = 12 + 6.4 * Math.max(...[0, 0.5, 1].map(share => text(bottom + share * (high - bottom)).length))
+  const w = width - left - right, y0 = HEIGHT - lower
   const first = Math.min(steps[0], ...points.map(([step]) => step))
   const last = Math.max(steps.at(-1), ...points.map(([step]) => step))
   const x = step => left + (last === first ? w / 2 : (step - first) / (last - first) * w)
@@ -63,8 +64,14 @@ function plot(width, { steps, curves, stacked, points, text, top, label }) {
     else svg.append(line(layer.to, steps, x, y, `${layer.colour} faint`), line(smoothed(layer.to), steps, x, y, layer.colour))
   }
   for (const [step, value] of points) svg.append(s('circle', { class: 'point', cx: x(step), cy: y(value), r: 4.5 }))
-  svg.append(...labels(layers, stacked, y, left + w + 7, upper + 4, y0))
+  svg.append(...labels(layers, stacked, y, left + w + (points.length ? 14 : 7), upper + 4, y0))
   return svg
+}
+
+/** The next number that reads well. */
+function round(x) {
+  const unit = 10 ** Math.floor(Math.log10(x))
+  return unit * [1, 1.2, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10].find(step => step * unit >= x * 0.999)
 }
 
 function line(values, steps, x, y, kind) {

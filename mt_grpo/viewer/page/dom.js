@@ -45,7 +45,7 @@ export function short(x) {
   if (x === null || x === undefined) return '–'
   const size = Math.abs(x)
   if (size && (size < 0.001 || size >= 1e6)) return minus(x.toExponential(1))
-  return number(x, size < 0.1 ? 4 : size < 10 ? 2 : size < 100 ? 1 : 0)
+  return number(x, size && size < 0.1 ? 4 : size < 10 ? 2 : size < 100 ? 1 : 0)
 }
 
 /** A number of tokens: 74 k. */

@@ -51,7 +51,7 @@ function table(view, chosen) {
   const columns = view.rewards.length
   const heat = h('span', { class: 'heat', css: { '--columns': columns } }, view.rewards.map(reward =>
     h('span', { title: reward.name }, reward.short.split('_').slice(0, 2).join(' '))))
-  return h('section', { class: 'card group', css: { '--heat': `${Math.max(46, columns * 42)}px` } },
+  return h('section', { class: 'card group', css: { '--heat': `${Math.max(60, columns * 46)}px` } },
     h('div', { class: 'member th' }, h('span', {}, ''), h('span', {}, 'reward · stop'), legend, h('span', {}, 'answer'), heat,
       h('span', { class: 'n' }, 'time')),
     view.members.map(member => line(view, member, { size, longest, highest, colour: chosen.colour })))
