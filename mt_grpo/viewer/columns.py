@@ -65,7 +65,8 @@ class Columns:
             for name in TEXTS:
                 self._texts[name][place] = row[name] or ""
             self._searched[place] = f"{row['prompt']}\n{row['answer'] or ''}".casefold()
-        for name in {REWARD + name for row in rows for name in row["rewards"]}.union(NUMBERS, self._numbers):
+        names = {REWARD + name: None for row in rows for name in row["rewards"]}
+        for name in {**dict.fromkeys(NUMBERS), **self._numbers, **names}:
             get = NUMBERS.get(name)
             key = name.removeprefix(REWARD)
             values = [row["rewards"].get(key) if get is None else get(row) for row in rows]

@@ -16,7 +16,7 @@ BAD, WARN, GOOD = "bad", "warn", "ok"
 LIMITS = {
     "groups without signal": 0.5,
     "tokens clipped": 0.2,
-    "conversations with a failed call": 0.3,
+    "with a failed call": 0.3,
 }
 """Shares above which a curve is worth a look."""
 
@@ -25,6 +25,13 @@ TIMES_USUAL = 4
 
 EXPLORES = 0.02
 """Nats per token below which a policy hardly explores."""
+
+
+SHARES = {
+    "groups without signal": ("All members earned the same:", "groups", "spread=0"),
+    "with a failed call": ("A call failed:", "conversations", "errors>0"),
+}
+"""Curves of shares: what they say, of what they are shares, and the filter that finds them."""
 
 
 def limits(view: dict[str, Any]) -> dict[str, float]:
@@ -85,24 +92,16 @@ def _stops(view: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _health(view: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
-    asked = {"groups without signal": "spread=0", "conversations with a failed call": "errors>0"}
-    names = {"groups without signal": "Groups without signal", "conversations with a failed call": "Failed calls in"}
-    for name, query in asked.items():
+    for name, (strong, of, query) in SHARES.items():
         both = ends(view["health"][name])
         if both is None:
             continue
         first, last = both
-        text = f"{last:.0%} of the last steps ({first:.0%} of the first)."
-        if name.startswith("conversations"):
-            text = f"{last:.0%} of the conversations of the last steps ({first:.0%} of the first)."
         if last > LIMITS[name]:
-            query = f"mode=train {query}"
-            yield _finding(WARN, names[name], text, "show them", view="find", q=query, sort="-step")
+            text = f"{last:.0%} of the {of} of the last steps, {first:.0%} of the first."
+            yield _finding(WARN, strong, text, "show them", view="find", q=f"mode=train {query}", sort="-step")
         elif first > 0.1 and last < first / 2:
-            strong = (
-                "Groups without signal:" if name == "groups without signal" else "Conversations with a failed call:"
-            )
-            yield _finding(GOOD, strong, f"{first:.0%} → {last:.0%}.")
+            yield _finding(GOOD, strong, f"{first:.0%} → {last:.0%} of the {of}.")
     entropy = ends(view["health"]["entropy"])
     if entropy and entropy[1] < min(EXPLORES, entropy[0] / 4):
         yield _finding(WARN, f"Entropy {entropy[0]:.2g} → {entropy[1]:.2g}", "nats: exploration is nearly gone.")

@@ -56,7 +56,7 @@ def overview(columns: Columns, steps: list[dict[str, Any]], metrics: list[dict[s
         "tokens clipped": mean(columns.numbers("clipped")[train]),
         "entropy": mean(number["entropy"]),
         "gradient norm": _of_metrics(metrics, "grad_norm", axis),
-        "conversations with a failed call": mean((number["errors"] > 0).astype(float)),
+        "with a failed call": mean((number["errors"] > 0).astype(float)),
     }
     return {
         "step": _points(axis),

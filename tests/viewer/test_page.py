@@ -26,17 +26,29 @@ def browser():
         yield browser
 
 
-@pytest.fixture
-def page(browser, server):
-    """The page, at its start; nothing may go wrong in it."""
+@pytest.fixture(scope="module")
+def window(browser, server):
     with watched(browser, viewport={"width": 1400, "height": 860}) as page:
         page.goto(server.url)
         shown(page, "overview")
         yield page
 
 
+@pytest.fixture
+def page(window):
+    """The page, which all tests share; nothing may go wrong in it."""
+    yield window
+    assert not window.wrong
+
+
 def shown(page, view):
     page.wait_for_function("name => performance.getEntriesByName('shown ' + name).length", arg=view)
+
+
+def counted(page, matched):
+    """Waits until the table says that so many conversations match."""
+    says = "n => document.querySelector('#said').textContent.startsWith(`${n.toLocaleString('en')} of `)"
+    page.wait_for_function(says, arg=matched)
 
 
 def go(page, where):
@@ -71,6 +83,7 @@ def test_a_narrow_window_is_not_too_narrow(browser, server):
 
 
 def test_a_finding_leads_to_its_conversations(page):
+    go(page, "overview")
     page.click("text=compare")
     shown(page, "compare")
     assert page.get_attribute(".kinds button:has-text('broken')", "aria-pressed") == "true"
@@ -93,10 +106,10 @@ def test_the_table_counts_what_a_loop_counts(page, queries, text):
     wanted = sum(map(rules[text], queries.run.rows))
     go(page, "find")
     page.fill("#filter", text)
-    page.wait_for_function("n => document.querySelector('#said').textContent.startsWith(n + ' of ')", arg=str(wanted))
+    counted(page, wanted)
     assert page.evaluate("new URLSearchParams(location.hash.split('?')[1]).get('q')") == text
     page.reload()
-    page.wait_for_function("n => document.querySelector('#said').textContent.startsWith(n + ' of ')", arg=str(wanted))
+    counted(page, wanted)
     assert page.input_value("#filter") == text
 
 
@@ -138,11 +151,11 @@ def test_a_group_leads_to_its_neighbours_and_members(page):
     page.click("button:has-text('seconds')")
     assert "colour=entropy" in page.url and "width=seconds" in page.url
     page.click("text=next ▶")
-    page.wait_for_function("document.title.startsWith('Group 3 of step 3')")
+    page.wait_for_function("() => document.title.startsWith('Group 3 of step 3')")
     page.locator("a.member").first.click()
     shown(page, "trajectory")
     page.click("text=◀ group")
-    page.wait_for_function("document.title.startsWith('Group 3 of step 3')")
+    page.wait_for_function("() => document.title.startsWith('Group 3 of step 3')")
 
 
 def test_a_token_is_pointed_at_kept_and_left(page, queries):
@@ -167,13 +180,13 @@ def test_a_token_is_pointed_at_kept_and_left(page, queries):
     assert page.locator(".tokens .at").count() == 0
 
 
-@pytest.mark.parametrize("shade", ["log-prob", "engine − trainer", "ratio", "entropy", "advantage"])
-def test_tokens_are_shaded_by_each_number(page, queries, shade):
+def test_tokens_are_shaded_by_each_number(page, queries):
     row = next(row for row in queries.run.rows if row["turns"] == 3 and row["mode"] == "train")
-    go(page, f"trajectory?session={row['session']}&shade={shade}")
-    assert page.get_attribute(f".choice button:text-is('{shade}')", "aria-pressed") == "true"
-    classes = page.evaluate("[...document.querySelectorAll('.tokens span')].map(span => span.className)")
-    assert any(classes) and all(re.fullmatch(r"[pmvtg]\d|", each) for each in classes)
+    for shade in ("log-prob", "engine − trainer", "ratio", "entropy", "advantage"):
+        go(page, f"trajectory?session={row['session']}&shade={shade}")
+        assert page.get_attribute(f".choice button:text-is('{shade}')", "aria-pressed") == "true"
+        classes = page.evaluate("[...document.querySelectorAll('.tokens span')].map(span => span.className)")
+        assert any(classes) and all(re.fullmatch(r"[pmvtg]\d|", each) for each in classes)
 
 
 def test_a_fork_is_drawn_in_a_lane_of_its_own(page, queries):
@@ -215,7 +228,7 @@ def test_a_run_is_followed_while_it_goes_on(browser, tmp_path):
         before = page.inner_text("#said")
         index.write_bytes(lines)
         total = len(open_run(whole).rows)
-        page.wait_for_function(f"document.querySelector('#said').textContent.startsWith('{total} of {total}')")
+        counted(page, total)
         assert not before.startswith(f"{total} ") and f"{total} conversations" in page.inner_text("#state")
 
 
@@ -237,9 +250,11 @@ def test_the_exported_file_opens_offline_and_says_the_same(browser, run_folder, 
         page.goto(server.url)
         shown(page, "overview")
         assert page.inner_text("main") == texts["overview"]
-        for view in ("group", "trajectory", "compare"):
+        for view in ("group", "trajectory"):
             go(page, view)
             assert page.inner_text("main") == texts[view]
+        go(page, "compare")
+        assert texts["compare"].startswith(page.inner_text("main section >> nth=0"))
         go(page, "find?q=mode%3Dtrain+step%3C%3D2&sort=-reward")
         assert page.inner_text("#said").startswith("48 of ") and page.inner_text(".rows .col-reward >> nth=0") == best
 

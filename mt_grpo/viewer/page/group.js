@@ -9,6 +9,7 @@ const WIDTHS = [['tokens', 'tokens'], ['seconds', 'seconds']]
 const FULL_ADVANTAGE = 2
 const SPARE = 0.97
 const ROOM_FOR_WORDS = 5
+const LEAST = 50, MOST_OF_LEAST = 400
 
 export async function group(main, asked) {
   const view = await ask('group', Object.fromEntries(['mode', 'step', 'k', 'group'].map(name => [name, asked.get(name)])))
@@ -50,11 +51,21 @@ function table(view, chosen) {
     h('span', { class: 'key reply' }, 'environment'), h('span', { class: 'key reply wrong' }, 'error'))
   const columns = view.rewards.length
   const heat = h('span', { class: 'heat', css: { '--columns': columns } }, view.rewards.map(reward =>
-    h('span', { title: reward.name }, reward.short.split('_').slice(0, 2).join(' '))))
-  return h('section', { class: 'card group', css: { '--heat': `${Math.max(60, columns * 46)}px` } },
+    h('span', { title: reward.name }, brieflyNamed(reward.short, view.rewards))))
+  return h('section', { class: 'card group', css: { '--heat': `${Math.max(60, columns * 42)}px` } },
     h('div', { class: 'member th' }, h('span', {}, ''), h('span', {}, 'reward · stop'), legend, h('span', {}, 'answer'), heat,
       h('span', { class: 'n' }, 'time')),
     view.members.map(member => line(view, member, { size, longest, highest, colour: chosen.colour })))
+}
+
+/** The first words of a name, as many as tell it apart from the others. */
+function brieflyNamed(name, rewards) {
+  const words = name.split('_')
+  for (let n = 1; n < words.length; n++) {
+    const start = words.slice(0, n).join('_')
+    if (rewards.filter(other => other.short === start || other.short.startsWith(start + '_')).length === 1) return words.slice(0, n).join(' ')
+  }
+  return words.join(' ')
 }
 
 function meanings(colour) {
@@ -71,7 +82,7 @@ function line(view, member, { size, longest, highest, colour }) {
     h('span', { class: 'dim' }, String(row.member + 1)),
     h('span', {}, h('b', { class: 'reward' }, number(row.reward)), ' ', chip(row.stop),
       h('span', { class: 'gauge' }, h('span', { css: { width: `${Math.max(0, (row.reward ?? 0) / highest) * 100}%` } }))),
-    h('span', { class: 'turns' }, turns.flatMap(turn => segments(turn, size, longest, colour))),
+    h('span', { class: 'turns' }, turns.flatMap(turn => segments(turn, size, longest, colour, turns.length))),
     h('span', { class: `mono answer ${kind}`, title: row.answer ?? '' }, mark + (row.answer ?? '–')),
     h('span', { class: 'heat' }, view.rewards.map(reward => {
       const value = row.rewards[reward.name]
@@ -82,14 +93,15 @@ function line(view, member, { size, longest, highest, colour }) {
 
 const brief = x => (Number.isInteger(x) ? String(x) : number(x)).replace(/^(−?)0\./, '$1.')
 
-function segments(turn, size, longest, colour) {
+function segments(turn, size, longest, colour, count) {
   const share = part => size(part) / longest * SPARE * 100
   const value = turn[colour]
   const shade = { advantage: () => diverging(value, FULL_ADVANTAGE), reward: () => diverging(value, 1),
     entropy: () => growing(value, 1.5, 't') }[colour]()
-  const wide = share(turn) > ROOM_FOR_WORDS
+  const least = Math.min(LEAST, MOST_OF_LEAST / count)  // of many turns none shows words
+  const wide = least === LEAST || share(turn) > ROOM_FOR_WORDS
   const text = colour === 'advantage' ? signed(value) : number(value)
-  const drawn = [h('span', { class: `turn-part ${shade} ${wide ? '' : 'thin'}`, css: { width: `${share(turn)}%` },
+  const drawn = [h('span', { class: `turn-part ${shade} ${wide ? '' : 'thin'}`, css: { width: `${share(turn)}%`, 'min-width': `${least}px` },
     title: `${text}\n${turn.text}` }, wide && [h('em', {}, text), turn.label])]
   if (turn.reply) {
     const wrong = turn.reply.error !== null

@@ -93,7 +93,7 @@ function health(view) {
     const last = values.findLast(value => value !== null)
     const limit = view.limits[name]
     const odd = last !== undefined && limit !== undefined && (name === 'entropy' ? last < limit : last > limit)
-    const share = /groups|clipped|conversations/.test(name)
+    const share = /groups|clipped|failed/.test(name)
     const value = last === undefined ? '–' : share ? percent(last, last && last < 0.1 ? 1 : 0) : short(last)
     const unit = { entropy: ', nats', 'engine − trainer': ', nats' }[name] ?? ''
     return h('tr', {}, h('th', { scope: 'row' }, dot(odd ? 'warn' : 'ok'), name + unit),

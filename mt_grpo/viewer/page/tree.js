@@ -87,9 +87,10 @@ function ofTurn(turn, number) {
 function ofContext(whole, i, box) {
   const node = whole.nodes[i]
   if (node.parent < 0) return ['prompt', 'context', 'prompt']
-  const parent = whole.nodes[node.parent]
   if (!box.follows) return ['past', 'context', 'the past, written otherwise']
-  if (parent.turn < 0) return ['prompt', 'context', 'prompt']
+  let parent = whole.nodes[node.parent]
+  while (parent && parent.turn < 0) parent = whole.nodes[parent.parent]
+  if (!parent) return ['prompt', 'context', 'prompt']
   const turn = whole.turns[parent.turn]
   const wrong = turn.error !== null || turn.tool_calls.some(call => call.error !== null)
   return wrong ? ['error', 'context wrong', 'error'] : ['result', 'context', 'result']
