@@ -45,7 +45,7 @@ class Columns:
         self.rows: list[Row] = []
         self.positions: dict[str, int] = {}
         """Where each session's row is."""
-        self._numbers: dict[str, np.ndarray] = {}
+        self._numbers = {name: np.zeros(0) for name in NUMBERS}
         self._texts: dict[str, list[str]] = {name: [] for name in TEXTS}
         self._searched: list[str] = []
         self._made: dict[str, np.ndarray] = {}
@@ -93,12 +93,25 @@ class Columns:
     def texts(self, name: str) -> np.ndarray:
         """A column of text as the rank of each value among the sorted values; of the shape `(rows,)`."""
         if name not in self._made:
-            self._made[name] = np.unique(np.array(self._texts[name], dtype=object), return_inverse=True)[1]
+            texts = self._texts[name]
+            ranks = {text: rank for rank, text in enumerate(sorted(set(texts)))}
+            self._made[name] = np.fromiter(map(ranks.__getitem__, texts), np.int64, len(texts))
         return self._made[name]
 
     def is_text(self, name: str, value: str) -> np.ndarray:
         """Whether a column of text has this value; of the shape `(rows,)`, of bool."""
         return np.fromiter((text == value for text in self._texts[name]), bool, len(self.rows))
+
+    @property
+    def groups(self) -> np.ndarray:
+        """A whole number per row, the same for the members of a group, and growing as groups are sampled."""
+        if "groups" not in self._made:
+            key = np.zeros(len(self.rows), np.int64)
+            parts = [self.texts("mode"), *map(self.numbers, ("step", "k", "group"))]
+            for part in parts:
+                key = key * (int(part.max(initial=0)) + 1) + part.astype(np.int64)
+            self._made["groups"] = key
+        return self._made["groups"]
 
     def resolve(self, name: str) -> str:
         """
@@ -169,8 +182,7 @@ class Columns:
     def _spread(self) -> np.ndarray:
         if not self.rows:
             return np.zeros(0)
-        keys = np.stack([*map(self.numbers, ("step", "k", "group")), self.texts("mode")], axis=1)
-        groups = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+        groups = np.unique(self.groups, return_inverse=True)[1]
         reward = self.numbers("reward")
         there = ~np.isnan(reward)
         count = np.bincount(groups, there)

@@ -70,18 +70,22 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
         key=lambda whole: -np.inf if whole["index"]["reward"] is None else whole["index"]["reward"], reverse=True
     )
     accepted = _accepted(wholes[0]["row"].get("answer"))
-    keys = _keys(columns, mode)
-    at = keys.index((step, k, number))
-    here = [key for key in keys if key[0] == step]
+    keys, firsts = np.unique(columns.groups, return_index=True)
+    first = columns.rows[places[0]]
+    at = int(np.searchsorted(keys, columns.groups[places[0]]))
+    keys = [_key(columns.rows[place]) for place in firsts.tolist()]
+    here = [key for key in keys if (key["mode"], key["step"]) == (mode, step)]
+    around = [keys[place] if 0 <= place < len(keys) else None for place in (at - 1, at + 1)]
+    around = [key if key and key["mode"] == mode else None for key in around]
     names = sorted({name for whole in wholes for name in whole["index"]["rewards"]}, key=_order(wholes[0]))
     return {
-        "key": {"mode": mode, "step": step, "k": k, "group": number},
+        "key": _key(first),
         "question": question(wholes[0]["prompt"]),
         "accepted": accepted,
-        "number": here.index((step, k, number)) + 1,
+        "number": here.index(_key(first)) + 1,
         "of": len(here),
-        "previous": _key(mode, keys[at - 1]) if at else None,
-        "next": _key(mode, keys[at + 1]) if at + 1 < len(keys) else None,
+        "previous": around[0],
+        "next": around[1],
         "rewards": [{"name": name, "short": short_name(name), "largest": _largest(columns, name)} for name in names],
         "members": [{"row": whole["index"], "turns": _turns(whole)} for whole in wholes],
         "notes": [note for whole in wholes for note in _notes(whole, accepted)],
@@ -109,15 +113,8 @@ def _members(columns: Columns, mode: str, step: int, k: int, number: int) -> np.
     return places[np.argsort(columns.numbers("member")[places], kind="stable")]
 
 
-def _keys(columns: Columns, mode: str) -> list[tuple[int, int, int]]:
-    """All groups of a mode, in the order in which they were sampled."""
-    mask = columns.is_text("mode", mode)
-    keys = np.stack([columns.numbers(name)[mask] for name in ("step", "k", "group")], axis=1)
-    return [tuple(map(int, key)) for key in np.unique(keys, axis=0)]
-
-
-def _key(mode: str, key: tuple[int, int, int]) -> dict[str, Any]:
-    return {"mode": mode, **dict(zip(("step", "k", "group"), key, strict=True))}
+def _key(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("mode", "step", "k", "group")}
 
 
 def _order(whole: dict[str, Any]):

@@ -41,6 +41,7 @@ def export(queries: Queries, path: Path, filter: str) -> int:
     Raises:
         UserError: If the filter cannot be read, lets through none or too many, or the file cannot be written.
     """
+    queries.answer("run", {})
     places = queries.select(filter).tolist()
     if not places:
         raise ExportError(f"No conversation fulfils the filter {filter!r}, so that there is nothing to write.")

@@ -56,7 +56,6 @@ class Queries:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.columns = Columns()
-        self.columns.put(run.rows)
         self.version = 1
         """Grows with what the run writes."""
         self._lock = threading.Lock()
@@ -88,11 +87,13 @@ class Queries:
             return self._questions[question](asked)
 
     def select(self, text: str) -> np.ndarray:
-        """Positions of the rows that a filter lets through, as they were written."""
+        """Positions of the rows that a filter lets through, as they were written when the run was last asked."""
         return np.flatnonzero(self.columns.where(parse_filter(text)))
 
     def _refresh(self) -> None:
         changed, written = self.run.refresh(), self._written()
+        if not self.columns.rows:  # the first question
+            changed = range(len(self.run.rows))
         if changed or written != self._metrics:
             self.columns.put([self.run.rows[place] for place in changed])
             self._metrics = written

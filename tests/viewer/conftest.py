@@ -20,7 +20,9 @@ def run_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def queries(run_folder):
-    return Queries(open_run(run_folder))
+    queries = Queries(open_run(run_folder))
+    queries.answer("run", {})
+    return queries
 
 
 @contextmanager
