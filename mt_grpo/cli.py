@@ -26,6 +26,7 @@ COMMANDS = {
     "rollout": ("show what the agent does on a few prompts; trains nothing", "mt_grpo.cli:rollout"),
     "serve": ("start the vLLM server that the recipe's trainer needs", "mt_grpo.cli:serve"),
     "view": ("show a run's conversations and their credit in the browser", "mt_grpo.app.view:run"),
+    "export": ("write a run's conversations for other programs", "mt_grpo.app.export:run"),
     "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.shipped:run"),
     "env": ("print versions and devices, for a bug report", "mt_grpo.app.env:run"),
     "schema": ("print the JSON schema of recipes, for editors", "mt_grpo.app.schema_command:main"),

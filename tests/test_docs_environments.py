@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from mt_grpo.cli import main
+from mt_grpo.runlog import read_trajectories
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -50,7 +51,7 @@ def test_the_example_of_the_page_trains(page, module, rows, rewards, tmp_path, m
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("recipe.yaml").write_text(yaml.safe_dump(options | yaml.safe_load(recipe) | {"dataset_name": "rows.jsonl"}))
     assert main(["train", "recipe.yaml", *SHORT, "--output_dir", "run"]) == 0
-    [*_, last] = [json.loads(line) for line in Path("run/trajectories.jsonl").read_text().splitlines()]
+    [*_, last] = read_trajectories("run")
     assert last["stop_reason"] != "env_error", last["error"]
     assert rewards == [] or last["rewards"]["outcome"].keys() == set(rewards)
     assert rewards or last["rewards"]["outcome"].keys() == {"Counter"}

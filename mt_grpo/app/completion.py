@@ -8,7 +8,14 @@ from mt_grpo.app.shipped import accelerate_configs, shipped
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 
-WORD_COMMANDS = {"recipes": ("ls", "cp"), "completion": ("bash", "zsh", "fish"), "env": (), "schema": (), "view": ()}
+WORD_COMMANDS = {
+    "export": (),
+    "recipes": ("ls", "cp"),
+    "completion": ("bash", "zsh", "fish"),
+    "env": (),
+    "schema": (),
+    "view": (),
+}
 """The commands that take no recipe, with the words that may follow them."""
 
 COMMANDS = (*OWN_OPTIONS, *WORD_COMMANDS)
@@ -24,6 +31,9 @@ _mt_grpo() {
         1:*) words="@COMMANDS@ --help --version" ;;
         *:train:--accelerate_config:*) words="@CONFIGS@" paths=yes ;;
         3:recipes:cp:*) words="@RECIPES@" ;;
+        *:export:--to:*) words="@FORMS@" ;;
+        *:export:*:-*) words="--to --output" ;;
+        *:export:*) paths=yes ;;
 @OPTIONS@
         *:train:* | *:rollout:* | *:serve:*) paths=yes ;;
         *:view:*:-*) words="@VIEW@" ;;
@@ -51,6 +61,9 @@ _mt_grpo() {
         1:*) compadd -- @COMMANDS@ --help --version ;;
         *:train:--accelerate_config:*) compadd -- @CONFIGS@; _files -g '*.yaml' ;;
         3:recipes:cp:*) compadd -- @RECIPES@ ;;
+        *:export:--to:*) compadd -- @FORMS@ ;;
+        *:export:*:-*) compadd -- --to --output ;;
+        *:export:*) _files ;;
 @OPTIONS@
         *:train:* | *:rollout:* | *:serve:*) _files -g '*.yaml' ;;
         *:view:*:-*) compadd -- @VIEW@ ;;
@@ -71,6 +84,9 @@ complete -c mt-grpo -n '__fish_seen_subcommand_from train rollout serve' -a '(__
 complete -c mt-grpo -n '__fish_seen_subcommand_from train' -l accelerate_config -x -a '@CONFIGS@ (__fish_complete_suffix .yaml)'
 complete -c mt-grpo -n '__fish_seen_subcommand_from view' -a '(__fish_complete_directories) @VIEW@'
 complete -c mt-grpo -n '__fish_seen_subcommand_from cp' -a '@RECIPES@'
+complete -c mt-grpo -n '__fish_seen_subcommand_from export' -a '(__fish_complete_directories)'
+complete -c mt-grpo -n '__fish_seen_subcommand_from export' -l to -x -a '@FORMS@'
+complete -c mt-grpo -n '__fish_seen_subcommand_from export' -l output -r
 @OPTIONS@
 @WORDS@
 """  # noqa: E501
@@ -113,6 +129,7 @@ def _fill(script: str, options: list[str], words: list[str]) -> str:
         "CONFIGS": " ".join(accelerate_configs()),
         "RECIPES": " ".join(shipped()),
         "VIEW": " ".join(VIEW),
+        "FORMS": "jsonl dataset trackio openinference",
         "OPTIONS": "\n".join(options),
         "WORDS": "\n".join(words),
     }

@@ -14,12 +14,13 @@ from mt_grpo.training.config import MTGRPOConfig
 CONTENTS = {
     "config.yaml": "every option with its value; a recipe",
     "metrics.jsonl": "the metrics of each log step",
-    "trajectories*.jsonl": "every conversation",
+    "rollouts": "every conversation",
     "learning_curve.png": "mean rewards over training",
     "summary.json": "the agent before and after training",
     "completions": "what `log_completions` writes",
     "checkpoint-*": "to resume from",
     "*model*.safetensors": "the trained weights",
+    "tokenizer": "to show the tokens of conversations",
     "runs": "for TensorBoard",
 }
 MERGE = (

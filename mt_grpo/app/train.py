@@ -51,8 +51,8 @@ def leave_group(accelerator: Accelerator) -> None:
 
 def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Console) -> None:
     """
-    Trains, and writes to the output folder `config.yaml` (the resolved options), `metrics.jsonl`,
-    `trajectories.jsonl`, `learning_curve.png`, the model, and `summary.json`.
+    Trains, and writes to the output folder `config.yaml` (the resolved options), `metrics.jsonl`, conversations
+    (`rollouts/`), `tokenizer/`, `learning_curve.png`, the model, and `summary.json`.
 
     Args:
         trainer (`MTGRPOEnvTrainer`): Ready to train; it is measured before and after where it has an evaluation set.

@@ -93,10 +93,22 @@ def conversation(
 def plain_trajectory(rollout: dict[str, Any]) -> dict[str, Any]:
     """`Trajectory.to_dict()` of a row of the file of rollouts."""
     record = json.loads(rollout["record"])
-    messages = [*record["prompt"], *(m for turn in record["turns"] for m in (turn["message"], *turn["replies"]))]
     whole = {**record, "tree": token_tree(rollout).to_dict()}
     names = [name for name in Trajectory.__dataclass_fields__ if name in whole]
-    return {**{name: whole[name] for name in names}, "messages": messages}
+    return {**{name: whole[name] for name in names}, "messages": messages_of(record)}
+
+
+def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The whole conversation of a `record`."""
+    return [*record["prompt"], *(part for turn in record["turns"] for part in (turn["message"], *turn["replies"]))]
+
+
+def words(message: dict[str, Any]) -> str:
+    """The text of a message; of content in parts, the parts that are text."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text") or "" for part in content if isinstance(part, dict))
 
 
 def token_tree(rollout: dict[str, Any]) -> TokenTree:

@@ -12,7 +12,7 @@ Every line has `kind`. A line of a kind or with a field that is not listed here 
 | | `rewards` | list | of `{"name", "kind": "turn" or "outcome", "weight", "maximum"}` |
 | | `estimator` | str or dict | the credit rule |
 | | `model` | str | name or folder of the model |
-| `rollout` | `session` | str | unique in the run; a later line of the same session replaces this one and its credit and updates |
+| `rollout` | `session` | str | unique in the run; a later line replaces this one and its credit and updates |
 | | `mode`, `step`, `k`, `rank` | | see `schema` |
 | | `group`, `member` | int | group in the batch (unique with `mode`, `step`, `k`), place in the group |
 | | `prompt` | str | last user message, the first 80 characters |
@@ -26,7 +26,7 @@ Every line has `kind`. A line of a kind or with a field that is not listed here 
 | | `unique` | int | tokens of the tree, each once |
 | | `forks` | int | root-to-leaf sequences less one |
 | | `reward` | float or null | weighted total; null where no reward applies |
-| | `rewards` | dict | each reward by name, not weighted; turn rewards summed over turns; null where it does not apply |
+| | `rewards` | dict | each by name, not weighted; turn rewards summed over turns; null where it does not apply |
 | | `turn_rewards` | list of float or null | weighted sum of turn rewards, per turn |
 | | `calls` | int | tool calls |
 | | `errors` | list of int | failed attempts at calls, per turn |
@@ -74,6 +74,23 @@ _LATER = {
     "entropy": None,
     "clipped": None,
 }
+
+
+def _add_credit(row: dict[str, Any], line: dict[str, Any]) -> None:
+    row["advantages"], row["credit_file"], row["credit_row"] = line["advantages"], line["file"], line["row"]
+
+
+def _add_update(row: dict[str, Any], line: dict[str, Any]) -> None:
+    # a step that is taken again replaces the updates of it and of later ones
+    updates = [update for update in row["updates"] if update["step"] < line["step"]]
+    if not updates:
+        row["mismatch"], row["entropy"] = line["mismatch"], line["entropy"]
+    row["clipped"] = line["clipped"]
+    row["updates"] = [*updates, {name: line[name] for name in ("step", "file", "row")}]
+
+
+_ADDED = {"credit": _add_credit, "update": _add_update}
+"""What lines add to the row of their session, by kind."""
 
 
 @dataclass
@@ -129,15 +146,8 @@ class Index:
                 self.run = line
             elif kind == "rollout":
                 yield self._add_rollout(line)
-            elif (place := self._places.get(line["session"])) is not None:
-                if kind == "credit":
-                    self.rows[place] |= {
-                        "advantages": line["advantages"],
-                        "credit_file": line["file"],
-                        "credit_row": line["row"],
-                    }
-                elif kind == "update":
-                    self._add_update(self.rows[place], line)
+            elif kind in _ADDED and (place := self._places.get(line["session"])) is not None:
+                _ADDED[kind](self.rows[place], line)
                 yield place
 
     def _add_rollout(self, line: dict[str, Any]) -> int:
@@ -149,15 +159,6 @@ class Index:
         else:
             self.rows[place] = line
         return place
-
-    @staticmethod
-    def _add_update(row: dict[str, Any], line: dict[str, Any]) -> None:
-        # a step that is taken again replaces the updates of it and of later ones
-        updates = [update for update in row["updates"] if update["step"] < line["step"]]
-        if not updates:
-            row["mismatch"], row["entropy"] = line["mismatch"], line["entropy"]
-        row["clipped"] = line["clipped"]
-        row["updates"] = [*updates, {name: line[name] for name in ("step", "file", "row")}]
 
     def _add_step(self, line: dict[str, Any]) -> None:
         while self.steps and self.steps[-1]["step"] >= line["step"]:  # a resumed run takes them again

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import schema
-from mt_grpo.runlog.conversation import conversation, plain_trajectory
+from mt_grpo.runlog.conversation import conversation, messages_of, plain_trajectory, words
 from mt_grpo.runlog.index import Index
 
 NUMBERS = {
@@ -149,13 +149,13 @@ class Run:
 
     def texts(self, start: int = 0) -> Iterator[tuple[str, str]]:
         """The session and the words of each conversation from `rows[start]` on, to search in; file by file."""
+        for row, record in self.records(start):
+            yield row["session"], "\n".join(words(message) for message in messages_of(record))
+
+    def records(self, start: int = 0) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """The rows from `rows[start]` on, each with its `record`: the conversation without its tokens."""
         for row, data in self._in_files(self.rows[start:], ["record"]):
-            record = json.loads(data["record"])
-            messages = [
-                *record["prompt"],
-                *(m for turn in record["turns"] for m in (turn["message"], *turn["replies"])),
-            ]
-            yield row["session"], "\n".join(words(message) for message in messages)
+            yield row, json.loads(data["record"])
 
     def trajectories(self) -> Iterator[dict[str, Any]]:
         """
@@ -186,14 +186,6 @@ class Run:
             raise UserError(
                 f"{path} is gone, which the index speaks of: bring it back, or look at another conversation."
             ) from None
-
-
-def words(message: dict[str, Any]) -> str:
-    """The text of a message; of content in parts, the parts that are text."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.get("text") or "" for part in content if isinstance(part, dict))
 
 
 def read_trajectories(folder: str | Path) -> Iterator[dict[str, Any]]:

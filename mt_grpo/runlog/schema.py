@@ -10,9 +10,9 @@ The files of a run's conversations: their names, columns, types and units.
         updates-{step}.rank{r}.parquet             UPDATES: what the trainer computed per token in an optimiser step
       tokenizer/                           the tokenizer, as `save_pretrained` writes it
 
-`mode` is `train` or `eval`. `step` counts optimiser steps from 0: the number of steps that were taken before. `k` tells
-batches of one step apart: for `train` the micro-batch of the step at which it was sampled, for `eval` the batch of the
-evaluation. `r` is the process.
+`mode` is `train` or `eval`. `step` counts optimiser steps from 0: the number of steps that were taken before. `k`
+tells batches of one step apart: for `train` the micro-batch of the step at which it was sampled, for `eval` the batch
+of the evaluation. `r` is the process.
 
 A session, `{mode}-{step:06d}-{k:06d}-{number:06d}`, names a conversation in all of these files; `number` is its row in
 the batch of all processes. `number // group_size` is its group, `number % group_size` its place in the group. Where a
@@ -72,14 +72,16 @@ A row per conversation.
 | `reward` | weighted | sum of all rewards times their weights; null where none applies |
 | `turn_rewards` | weighted | the same of turn rewards, per turn; null where none applies to a turn |
 | `weights` | JSON | weight of each reward by name |
-| `record` | JSON | `Trajectory.to_dict()` without `tree` and `messages`: prompt, turns, calls, rewards by name, row, info ... |
+| `record` | JSON | `Trajectory.to_dict()` without `tree` and `messages` |
 | `tokens` | ids | token ids of all nodes of the token tree, in the order of the nodes |
 | `logprobs` | nats | the engine's log-probs, exact, of the nodes whose `node_turn` is not -1, in their order |
-| `node_parent`, `node_turn`, `node_size` | | per node: its parent (-1: none), its turn (-1: context), its number of tokens |
+| `node_parent` | | node that each node continues; -1: none |
+| `node_turn` | | turn that sampled each node; -1: context |
+| `node_size` | tokens | of each node |
 | `num_turns`, `tip` | | turns in the tree; node of the latest token |
 
-`record` has times in seconds: `start` of the conversation, of each turn and of each call since 1970 (UTC), and `seconds`
-that each took.
+`record` has the prompt, turns with their calls and replies, rewards by name, the dataset row and more. Its times are
+in seconds: `start` of the conversation, of each turn and of each call since 1970 (UTC), and `seconds` that each took.
 """
 
 CREDIT = pa.schema([*_SESSION, pa.field("advantages", _list(pa.float32()), nullable=False)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,12 @@ class RunWriter:
                 self._mended.add(path)
             with path.open("ab") as file:
                 file.write("".join(to_json(line, separators=(",", ":")) + "\n" for line in lines).encode())
+
+    def save(self, name: str, write: Callable[[Path], Any]) -> None:
+        """Writes what lies beside the conversations: calls `write` with its path in the run's folder."""
+        path = self.folder.parent / name
+        with self._refusing(path):
+            write(path)
 
     def _write(self, name: str, table: pa.Table) -> None:
         path = self.folder / name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,9 +15,15 @@ T = TypeVar("T")
 
 
 class Activity:
-    """What is being waited for: `forward and backward`, where nobody says otherwise."""
+    """
+    What is being waited for: `forward and backward`, where nobody says otherwise.
+
+    Attributes:
+        seconds (`dict[str, float]`): Time that was waited for each thing since somebody cleared it.
+    """
 
     def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
         self._waits_for = "forward and backward"
         self._batch: RolloutBatch | None = None
         self._under_way: Mapping[str, Trajectory] = {}
@@ -24,10 +32,12 @@ class Activity:
     def of(self, what: str) -> Iterator[None]:
         """`what` is waited for in the block."""
         before, self._waits_for = self._waits_for, what
+        start = time.perf_counter()
         try:
             yield
         finally:
             self._waits_for = before
+            self.seconds[what] += time.perf_counter() - start
 
     @contextmanager
     def sampling(self, batch: RolloutBatch, under_way: Mapping[str, Trajectory]) -> Iterator[None]:
@@ -40,7 +50,8 @@ class Activity:
         """
         self._batch, self._under_way = batch, under_way
         try:
-            yield
+            with self.of("sampling"):
+                yield
         finally:
             self._batch, self._under_way = None, {}
 

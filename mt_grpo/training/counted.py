@@ -47,7 +47,7 @@ class CountedTrainer(FiniteTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
-        Trains as TRL does. If the folder has records of an earlier run that is not resumed, warns and appends to them.
+        Trains as TRL does. If the folder has records of an earlier run that is not resumed, warns and adds to them.
 
         Raises:
             ConfigError: If the options or the rows do not suffice for one step, or a stream ends before it.
@@ -61,8 +61,8 @@ class CountedTrainer(FiniteTrainer):
         earlier = [path.name for path in self._earlier if path.exists()]
         if earlier and not resume_from_checkpoint and self.is_world_process_zero():
             logger.warning(
-                "`output_dir: %s` holds an earlier run (%s), to whose records this one appends: give each run an "
-                "`output_dir` of its own.",
+                "`output_dir: %s` holds an earlier run (%s), to whose records this one adds, in place of "
+                "conversations of the same steps: give each run an `output_dir` of its own.",
                 self.args.output_dir,
                 ", ".join(earlier[:3]),
             )

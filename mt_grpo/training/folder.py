@@ -10,19 +10,28 @@ from accelerate.utils import broadcast_object_list
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.training.checkpoint import is_whole
 from mt_grpo.training.config import MTGRPOConfig
 
 RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_curve.png")
 MODEL = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "adapter_config.json")
+ROLLOUTS = ("index*.jsonl", "*.rank*.parquet", "*.rank*.partial")
+"""What a run leaves in its folder of conversations."""
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
 def left_by_runs(output_dir: str) -> list[Path]:
     """Records, checkpoints and models in a folder."""
     folder = Path(output_dir)
-    found = [path for pattern in (*RECORDS, *MODEL) for path in sorted(folder.glob(pattern))]
-    return found + [path for path in sorted(folder.glob("checkpoint-*")) if _is_checkpoint(path)]
+    records, models = ([path for name in names for path in sorted(folder.glob(name))] for names in (RECORDS, MODEL))
+    conversations = [folder / FOLDER] if _conversations(folder / FOLDER) else []
+    checkpoints = [path for path in sorted(folder.glob("checkpoint-*")) if _is_checkpoint(path)]
+    return [*records, *conversations, *models, *checkpoints]
+
+
+def _conversations(folder: Path) -> list[Path]:
+    return [path for pattern in ROLLOUTS for path in folder.glob(pattern)]
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -83,7 +92,10 @@ def clear_folder(args: MTGRPOConfig) -> None:
         return
     saved = Path(args.output_dir, TRAINING_ARGS_NAME).exists()
     for path in left_by_runs(args.output_dir):
-        if path.is_dir() and not path.is_symlink():
+        if path.name == FOLDER:
+            for file in _conversations(path):
+                file.unlink()
+        elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         elif saved or not any(path.match(pattern) for pattern in MODEL):
             path.unlink()

@@ -17,11 +17,21 @@ from mt_grpo.rollout import EngineError, RolloutError
 from mt_grpo.rollout.background import run
 from mt_grpo.rollout.engines.transformers import on_device
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
+from mt_grpo.runlog import RunLogError
 from mt_grpo.weights.update_calls import WeightSyncError
 
 T = TypeVar("T")
 
-_SENTENCES = (ServerGoneError, ServerSetupError, WeightSyncError, RolloutError, RewardError, ConfigError, EngineError)
+_SENTENCES = (
+    ServerGoneError,
+    ServerSetupError,
+    WeightSyncError,
+    RolloutError,
+    RewardError,
+    ConfigError,
+    EngineError,
+    RunLogError,
+)
 """Failures whose message is enough. Others are shown with their traceback."""
 
 

@@ -32,6 +32,7 @@ from mt_grpo.training.metrics import credit_metrics, mismatch_metrics, reward_me
 from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.policy import opened
 from mt_grpo.training.processes import everywhere, run_here
+from mt_grpo.training.records import RunRecords
 from mt_grpo.training.reference import check_reference, load_reference, save_reference
 from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
 from mt_grpo.training.reward_columns import check_reward_columns
@@ -45,7 +46,6 @@ from mt_grpo.training.servers import (
     weight_sync,
     without_client_of_trl,
 )
-from mt_grpo.training.trajectory_writer import MetricsCallback, TrajectoryWriter
 from mt_grpo.training.watch import RewardWatch
 from mt_grpo.trajectory import Trajectory, visible
 from mt_grpo.weights.transport import WeightSync
@@ -118,15 +118,14 @@ class MTGRPOEnvTrainer(CountedTrainer):
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
                 processing_class=processing_class,
-                callbacks=[*(callbacks or []), MetricsCallback(), self._watch],
+                callbacks=[*(callbacks or []), self._watch],
                 optimizers=optimizers,
             )
         self._prepare_models()
         self._prepare_credit(rewards)
         self._prepare_rollouts(engine)
-        self._batch: RolloutBatch | None = (
-            None  # sampled and scored, or last so: TRL's methods have no argument for it
-        )
+        self._batch: RolloutBatch | None = None
+        """What is sampled and scored, or was last: TRL's methods have no argument for it."""
         self._loss_columns: TokenColumns | None = None
         """Columns of the micro-batch whose loss is being computed, for the forward that TRL calls."""
         self.eval_trajectories: list[Trajectory] = []  # of this process, in the latest evaluation
@@ -176,7 +175,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self._sampling = sampling_params(args)
         engine = engine or own_engine(args, self._tokenizer, self.model, self.accelerator)
         self.runner = build_runner(self.env, engine, args)
-        self._writer = TrajectoryWriter(args.output_dir, self.accelerator.process_index)
+        self.records = RunRecords(self)
         self._failed_batches = 0
 
     # A step of training, in the order in which TRL calls: rows in, sampled, scored, credited, and the loss
@@ -206,9 +205,9 @@ class MTGRPOEnvTrainer(CountedTrainer):
             with open_environments(batch):
                 output = super()._generate_and_score_completions(shown)
         except BaseException:  # whatever fails, conversations that were finished before are not lost
-            self._writer.write(batch.counted, mode, self.state.global_step)
+            self.records.rescue(batch)
             raise
-        everywhere(lambda: self._writer.write(batch.counted, mode, self.state.global_step))
+        self.records.write(batch)
         if mode == "eval":
             self.eval_trajectories += batch.counted
         return self._credit(batch, output)
@@ -294,6 +293,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
         self.conversations.observe(batch, advantages[rows])
         columns = TokenColumns.of_rollouts(batch.token_rows, output["completion_ids"])
         output["group_ids"] = rows // batch.rewards.group_size
+        output["row_ids"] = self.records.credit(batch, advantages[rows], rows)
         output["turn_ids"], output["advantages"] = columns.turn_ids, advantages[rows].gather(1, columns.turn_ids)
         if columns.parent is not None:
             output["parent"] = columns.parent
@@ -313,7 +313,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self._loss_columns = TokenColumns.of_inputs(inputs)
         try:
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            with self.records.loss_of(inputs):
+                return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
             self._loss_columns = None
 
@@ -330,9 +331,8 @@ class MTGRPOEnvTrainer(CountedTrainer):
         """TRL's, `(B, T)`, 0 where a token is not trained. Old and reference log-probs have no dropout."""
         with without_dropout(model, self._loss_columns is None):
             if self.args.forward == "padded":
-                return super()._get_per_token_logps_and_entropies(
-                    model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
-                )
+                given = model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy
+                return self.records.observed(super()._get_per_token_logps_and_entropies(*given, **kwargs))
             columns = self._loss_columns or TokenColumns.of_rollouts(
                 self._batch.token_rows, input_ids[:, -logits_to_keep:]
             )
@@ -340,7 +340,7 @@ class MTGRPOEnvTrainer(CountedTrainer):
                 logps, entropies = completion_logps(
                     model, input_ids, attention_mask, columns, self.args, self._distribution, batch_size
                 )
-        return logps, entropies if compute_entropy else None, None
+        return self.records.observed((logps, entropies if compute_entropy else None, None))
 
     # Without training
 

@@ -14,6 +14,7 @@ from support.registered import keep_estimators
 
 from mt_grpo.cli import main
 from mt_grpo.rewards import RewardError
+from mt_grpo.runlog import read_trajectories
 
 
 def test_train_leaves_everything_it_promises(recipe, tmp_path, capsys):
@@ -26,7 +27,7 @@ def test_train_leaves_everything_it_promises(recipe, tmp_path, capsys):
     assert summary["versions"]["trl"]
     assert yaml.safe_load((folder / "config.yaml").read_text())["advantage_estimator"] == "grpo_mr"
     assert len((folder / "metrics.jsonl").read_text().splitlines()) >= 2
-    assert len((folder / "trajectories.jsonl").read_text().splitlines()) == 4 + 2 * 4 + 4
+    assert len(list(read_trajectories(folder))) == 4 + 2 * 4 + 4
     assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "model.safetensors").exists()
     printed = capsys.readouterr().out
@@ -47,7 +48,7 @@ def test_the_same_seed_gives_the_same_run(recipe, tmp_path):
     for name in ("one", "two"):
         assert main(["train", *recipe(output_dir=str(tmp_path / name), learning_rate=1e-2)]) == 0
         summary = json.loads((tmp_path / name / "summary.json").read_text())
-        trajectories = [json.loads(line) for line in (tmp_path / name / "trajectories.jsonl").open()]
+        trajectories = list(read_trajectories(tmp_path / name))
         runs.append((summary["before"], summary["after"], [row["tree"] for row in trajectories]))
     assert runs[0] == runs[1]
 
@@ -67,7 +68,7 @@ def test_a_reward_that_raises_later_leaves_a_checkpoint(recipe, tmp_path):
     with pytest.raises(RewardError, match="gold.*--resume_from_checkpoint"):
         main(["train", *broken, "--do_eval", "false"])
     assert (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
-    assert len((tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()) == 2 * 4
+    assert len(list(read_trajectories(tmp_path / "run"))) == 2 * 4
 
 
 def test_rollout_shows_conversations_and_trains_nothing(recipe, tmp_path, capsys):

@@ -14,6 +14,7 @@ from support.models import CPU_RUN
 
 from mt_grpo.app.ending import next_steps
 from mt_grpo.cli import main
+from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import MTGRPOConfig
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "do_eval": False}
@@ -28,7 +29,7 @@ def commands(printed: str, program: str) -> list[list[str]]:
 def test_a_finished_run_says_how_to_go_on(recipe, tmp_path, capsys):
     assert main(["train", *recipe(**SAVE, overwrite_output_dir=True)]) == 0
     printed = capsys.readouterr().out
-    assert f"{tmp_path}/run/trajectories.jsonl  (every conversation)" in printed
+    assert f"{tmp_path}/run/rollouts  (every conversation)" in printed
     view, rollout, resume = commands(printed.split("What to do next:")[1], "mt-grpo")
     assert view == ["view", f"{tmp_path}/run"]
     assert rollout == f"rollout --config {tmp_path}/run/config.yaml --model_name_or_path {tmp_path}/run".split()
@@ -108,7 +109,7 @@ def test_a_signal_in_a_step_says_what_is_kept(recipe, tmp_path, capsys, signals,
         f"Metrics and conversations so far are in {folder}. Go on with: "
     )
     assert "Traceback" not in errors
-    assert len((folder / "trajectories.jsonl").read_text().splitlines()) == 3 * 4  # those of the third step too
+    assert len(list(read_trajectories(folder))) == 3 * 4  # those of the third step too
     plugin.write_text("")
     (resume,) = commands(said, "mt-grpo")
     assert main(resume) == 0

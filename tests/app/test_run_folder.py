@@ -122,13 +122,17 @@ def test_the_model_that_a_run_begins_with_is_not_overwritten(recipe, model_folde
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "trajectories.rank1.jsonl", "summary.json", "model.safetensors", "checkpoint-3"]
+    "name", ["metrics.jsonl", "trajectories.jsonl", "rollouts", "summary.json", "model.safetensors", "checkpoint-3"]
 )
 def test_what_counts_as_used(tmp_path, name):
     if name.startswith("checkpoint"):
         (tmp_path / name).mkdir()
         assert not left_by_runs(str(tmp_path))
         (tmp_path / name / "trainer_state.json").touch()
+    elif name == "rollouts":
+        (tmp_path / name).mkdir()
+        assert not left_by_runs(str(tmp_path))
+        (tmp_path / name / "train-0-0.rank1.parquet").touch()
     else:
         (tmp_path / name).touch()
     assert [path.name for path in left_by_runs(str(tmp_path))] == [name]
@@ -140,7 +144,7 @@ def test_from_python_records_are_appended_with_a_warning(build, tmp_path, caplog
     first.train()  # the same run to its caller
     assert "holds an earlier run" not in caplog.text
     build(max_steps=1).train()
-    assert "holds an earlier run (metrics.jsonl, trajectories.jsonl), to whose records this one appends" in caplog.text
+    assert "holds an earlier run (metrics.jsonl, rollouts), to whose records this one adds" in caplog.text
     assert steps(tmp_path) == [1, 1, 1]
 
 

@@ -19,6 +19,7 @@ from trl.chat_template_utils import add_response_schema
 from mt_grpo.compat.verl import BaseInteraction, Gsm8kInteraction, InteractionEnv, load_interactions
 from mt_grpo.errors import UserError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.environment import check_env
 from mt_grpo.trajectory import StopReason
@@ -347,7 +348,7 @@ def test_training_learns_from_an_interaction(tmp_path):
         processing_class=tokenizer,
     )
     trainer.train()
-    written = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
+    written = list(read_trajectories(tmp_path))
     assert sorted(line["env_rewards"]["gsm8k"] for line in written) == [0.0] * 4 + [1.0] * 4
     assert sorted(len(line["turns"]) for line in written) == [1] * 4 + [2] * 4
     assert not trainer.env.interactions["gsm8k"]._golds

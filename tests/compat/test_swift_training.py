@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from mt_grpo.compat.swift import ORM, Accuracy, MultiTurnScheduler, SchedulerSou
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import REWARDS, load_rewards
 from mt_grpo.rollout import ScriptedEngine
+from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.environment import build_env
 from mt_grpo.training.reward_columns import check_reward_columns
@@ -165,7 +165,7 @@ def test_what_has_no_form_in_a_file_does_not_end_the_run(tmp_path, tokenizer, qu
         engine=ScriptedEngine(tokenizer, lambda session, turn: f"A{END}"), processing_class=tokenizer,
     )  # fmt: skip
     trainer.train()
-    lines = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
+    lines = list(read_trajectories(tmp_path))
     assert [line["stop_reason"] for line in lines] == ["max_steps", "env_error"] * 2
     assert lines[0]["info"]["bytes"] == "b'x'" and lines[1]["messages"][-1]["content"] == "\ud800 half"
 

@@ -21,6 +21,7 @@ from support.trainers import Letters
 from mt_grpo.envs.simulated_user import GREETING, SimulatedUser, SimulatedUserEnv
 from mt_grpo.errors import UserError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.environment import build_env, check_env
 from mt_grpo.trajectory import StopReason
@@ -287,7 +288,7 @@ def test_training_logs_what_the_user_said(endpoint, tmp_path):
         processing_class=tokenizer,
     )
     trainer.train()
-    written = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
+    written = list(read_trajectories(tmp_path))
     assert len(written) == 8
     for line in written:
         assert [turn["replies"] for turn in line["turns"]] == [user("Go on."), []]

@@ -24,6 +24,7 @@ from mt_grpo.cli import main
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl
+from mt_grpo.runlog import read_trajectories
 from mt_grpo.token_tree import TokenTree
 
 pytestmark = [needs_server, pytest.mark.server]
@@ -46,7 +47,7 @@ def options(url: str, folder: Path, *more: str, recipe: str = "quickstart_vllm")
 
 
 def trajectories(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "trajectories.jsonl").open()]
+    return list(read_trajectories(folder))
 
 
 def sampled(folder: Path, *steps: int) -> dict[str, list]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from mt_grpo.forward.truncation import Truncation
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl, ServerGoneError, ServerSetupError, find_key
+from mt_grpo.runlog import open_run, read_trajectories
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, token_logps
 from mt_grpo.trajectory import StopReason, Trajectory
@@ -447,13 +447,16 @@ def test_two_ranks_learn_from_the_server_what_one_learns(trained, tmp_path):
         assert done.returncode == 0, done.stderr
         result = torch.load(folder / "result.pt")
         steps[processes], weights[processes] = torch.tensor(result["steps"]), result["weights"]
-        ranks = [[json.loads(line) for line in path.open()] for path in sorted(folder.glob("*.jsonl"))]
-        assert len(ranks) == processes + 1  # the metrics are the first
-        records = [record for rank in ranks[1:] for record in rank]
+        records = list(read_trajectories(folder))
+        wrote = open_run(folder).column("rank")
+        assert set(wrote) == set(range(processes))
         trees = {record["session"]: TokenTree.from_dict(record["tree"]) for record in records}
         sampled[processes] = {session: tree.path() for session, tree in trees.items()}
         turns[processes] = [
-            [sum(len(record["turns"]) for record in rank if record["step"] == step) for rank in ranks[1:]]
+            [
+                sum(len(each["turns"]) for each, by in zip(records, wrote, strict=True) if (each["step"], by) == which)
+                for which in ((step, rank) for rank in range(processes))
+            ]
             for step in range(3)
         ]
     assert all(first != second for first, second in turns[2])
@@ -610,7 +613,7 @@ def test_a_served_model_plays_the_user(tied, tmp_path, monkeypatch):
         processing_class=tied.tokenizer,
     )
     trainer.train()
-    lines = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
+    lines = list(read_trajectories(tmp_path))
     whole = [line for line in lines if line["stop_reason"] != "env_error"]  # a random model may say nothing at all
     assert whole
     for line in whole:

@@ -53,7 +53,7 @@ def on_finish_raises(trainer, rank):
 
 def writer_fails(trainer, rank):
     if rank == 1:
-        trainer._writer.path = Path("/dev/null/trajectories.jsonl")
+        trainer.records._writer.folder = Path("/dev/null/rollouts")
 
 
 def reward_raises(trainer, rank):

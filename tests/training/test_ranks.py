@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mt_grpo.runlog import open_run
+
 pytestmark = pytest.mark.slow
 SUPPORT = Path(__file__).parents[1] / "support"
 SHARDED = {
@@ -59,7 +61,9 @@ def alone(tmp_path_factory):
 
 def test_two_ranks_learn_what_one_learns(tmp_path, alone):
     assert_the_same_is_learnt(alone, run(tmp_path, 2))
-    assert (tmp_path / "trajectories.rank1.jsonl").exists()
+    run_log = open_run(tmp_path)
+    assert set(run_log.column("rank")) == {0, 1}
+    assert all((tmp_path / "rollouts" / name).exists() for name in run_log.column("file"))
 
 
 def test_two_ranks_with_sharded_weights_learn_what_one_learns(tmp_path, alone):
@@ -125,8 +129,7 @@ def test_rows_that_only_fill_up_the_last_batch_are_not_counted(tmp_path):
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in "12"]
     assert [summary[moment]["questions"] for summary in summaries for moment in ("before", "after")] == [10] * 4
     assert summaries[0]["before"] == pytest.approx(summaries[1]["before"])
-    lines = [json.loads(line) for path in (tmp_path / "2").glob("trajectories*.jsonl") for line in path.open()]
-    assert sum(line["mode"] == "eval" for line in lines) == 4 * 10
+    assert open_run(tmp_path / "2").column("mode").count("eval") == 4 * 10
 
 
 @pytest.mark.parametrize("scenario", ["outcomes", "turns"])
@@ -149,7 +152,7 @@ def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
         "engine_fails": ("RankError", "Local"),
         "memory_ends": ("RankError", "MemoryError"),
         "on_finish_raises": ("RankError", "OSError"),
-        "writer_fails": ("RankError", "FileExistsError"),
+        "writer_fails": ("RunLogError", "RunLogError"),
         "reward_raises": ("RewardError", "RewardError"),
         "reward_exits": ("RankError", "SystemExit"),
         "both_fail_differently": ("RewardError", "RewardError"),

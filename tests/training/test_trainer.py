@@ -16,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, RewardError
 from mt_grpo.rollout import EngineError, RolloutError, ScriptedEngine
+from mt_grpo.runlog import open_run
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.checkpoint import batch_options, check_checkpoint, load_rollouts, save_rollouts
 from mt_grpo.training.environment import build_env
@@ -267,7 +268,7 @@ def test_two_batches_of_failed_conversations_end_the_run(build, tmp_path):
     trainer = build(lambda session, turn: EngineError("HTTP 400: too many stop strings"))
     with pytest.raises(RolloutError, match="Every conversation.*too many stop strings"):
         trainer.train()
-    assert len((tmp_path / "trajectories.jsonl").read_text().splitlines()) == 8
+    assert len(open_run(tmp_path).rows) == 8
 
 
 def test_a_reward_that_raises_is_named_and_loses_no_trajectory(build, tmp_path):
@@ -278,8 +279,7 @@ def test_a_reward_that_raises_is_named_and_loses_no_trajectory(build, tmp_path):
     trainer = build(rewards=((), (Broken(),)))
     with pytest.raises(RewardError, match="Broken.*KeyError"):
         trainer.train()
-    lines = (tmp_path / "trajectories.jsonl").read_text().splitlines()
-    assert len(lines) == 4
+    assert len(list(open_run(tmp_path).trajectories())) == 4
 
 
 def test_the_table_of_completions_shows_the_trained_advantage(build):

@@ -1,0 +1,176 @@
+"""What a trainer leaves of its conversations: as they are sampled, credited and trained, on every process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import TrainerCallback
+
+from mt_grpo.runlog import Batch, RunWriter
+from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.schema import TOKENIZER, VERSION
+from mt_grpo.training.processes import everywhere
+from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.training.updates import Outputs, number_rows, update_rows
+
+Lines = list[dict[str, Any]]
+
+
+class RunRecords(TrainerCallback):
+    """
+    Writes the files of `mt_grpo.runlog`, and what the trainer logs to `metrics.jsonl`. Each process writes its own
+    files; the main process writes the index, once all have written theirs.
+
+    Args:
+        trainer (`MTGRPOEnvTrainer`): Whose conversations they are. It calls this also as a callback.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._main = trainer.accelerator.is_main_process
+        self._writer = RunWriter(trainer.args.output_dir, trainer.accelerator.process_index)
+        self._rewards: Lines = [
+            {"name": reward.name, "kind": kind, "weight": round(weight, 6), "maximum": reward.maximum}
+            for (kind, reward), weight in zip(
+                [("turn", reward) for reward in trainer.turn_reward_funcs]
+                + [("outcome", reward) for reward in trainer.outcome_reward_funcs],
+                trainer.reward_weights.tolist(),
+                strict=True,
+            )
+        ]
+        self._begun = False
+        self._evaluated = (-1, -1)  # step and number of the latest batch of an evaluation
+        self._latest: Batch | None = None
+        self._inputs: dict[str, Any] | None = None
+        self._outputs: list[Outputs] = []
+        self._start = (0.0, 0.0)
+        trainer.add_callback(self)
+
+    # Conversations, and their credit
+
+    def write(self, batch: RolloutBatch) -> None:
+        """Writes the conversations of a batch. This is a collective call."""
+        self._latest = self._described(batch)
+        self._commit(lambda: self._writer.write(self._latest))
+
+    def rescue(self, batch: RolloutBatch) -> None:
+        """Writes those conversations of a batch that are finished, after this process failed or another did."""
+        lines = [*self._begin(), *self._writer.write(self._described(batch))]
+        if lines:
+            self._writer.append(lines, self._trainer.accelerator.process_index)
+
+    def credit(self, batch: RolloutBatch, advantages: Tensor, rows: Tensor) -> Tensor:
+        """
+        Writes the advantages of the batch that was written last. This is a collective call.
+
+        Args:
+            batch (`RolloutBatch`): The batch.
+            advantages (`Tensor`): Of its rows, per turn, `(B, K)`.
+            rows (`Tensor`): Numbers of its rows among those of all processes, `(B,)`.
+
+        Returns:
+            `Tensor`: `(B,)`, names the conversations in the batches that are trained on.
+        """
+        latest = self._latest
+        ran = [index for index, each in enumerate(batch.trajectories) if each.stop_reason is not None]
+        values = [advantages[index, : len(batch.trajectories[index].turns)].tolist() for index in ran]
+        self._commit(lambda: self._writer.write_credit(latest, values))
+        return number_rows(latest.step, latest.k, rows)
+
+    def _described(self, batch: RolloutBatch) -> Batch:
+        trainer, step = self._trainer, self._trainer.state.global_step
+        if batch.mode == "train":
+            k, group_size = trainer._step % trainer.args.gradient_accumulation_steps, trainer.num_generations
+        else:
+            k = self._evaluated[1] + 1 if self._evaluated[0] == step else 0
+            self._evaluated, group_size = (step, k), trainer.num_generations_eval
+        counted = list(batch.counted)
+        numbers = [int(trajectory.session.rsplit("-", 1)[1]) for trajectory in counted]
+        return Batch(batch.mode, step, k, group_size, numbers, counted, self._rewards)
+
+    def _commit(self, write: Callable[[], Lines]) -> None:
+        """Every process writes files, then the main process their lines."""
+        lines = gather_object(everywhere(write))
+
+        def append() -> None:
+            if self._main and lines:
+                self._writer.append([*self._begin(), *lines])
+
+        everywhere(append)
+
+    def _begin(self) -> Lines:
+        """Saves the tokenizer, with which tokens can be shown later, and describes the run; once."""
+        if self._begun or not self._main:
+            return []
+        self._begun = True
+        trainer, args = self._trainer, self._trainer.args
+        self._writer.save(TOKENIZER, trainer._tokenizer.save_pretrained)
+        return [
+            {
+                "kind": "run",
+                "version": VERSION,
+                "started": round(time.time(), 3),
+                "group_size": trainer.num_generations,
+                "group_size_eval": trainer.num_generations_eval,
+                "processes": trainer.accelerator.num_processes,
+                "rewards": self._rewards,
+                "estimator": args.advantage_estimator,
+                "model": str(Path(trainer.model.config.name_or_path)),
+            }
+        ]
+
+    # Optimiser steps
+
+    @contextmanager
+    def loss_of(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Forwards in the block compute the loss of a micro-batch."""
+        self._inputs = inputs if self._trainer.model.training else None
+        try:
+            yield
+        finally:
+            self._inputs = None
+
+    def observed(self, results: tuple[Tensor, Tensor | None, Any]) -> tuple[Tensor, Tensor | None, Any]:
+        """Takes note of log-probs and entropies, `(B, T)`, of the micro-batch of `loss_of`. Returns all of it."""
+        if self._inputs is not None and "row_ids" in self._inputs:  # a checkpoint may hold rows without a number
+            self._outputs.append(Outputs.of(self._inputs, *results[:2], self._trainer))
+        return results
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._start, self._outputs = (time.time(), time.perf_counter()), []
+        self._trainer.activity.seconds.clear()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        step = state.global_step - 1
+        outputs, self._outputs = self._outputs, []
+        rows, summaries = update_rows(outputs)
+
+        def write() -> Lines:
+            return self._writer.write_updates(step, rows, summaries) + ([self._step(step)] if self._main else [])
+
+        self._commit(write)
+
+    def _step(self, step: int) -> dict[str, Any]:
+        began, start = self._start
+        whole, parts = time.perf_counter() - start, self._trainer.activity.seconds
+        spent = {
+            "sampling": parts.get("sampling", 0.0),
+            "rewards": parts.get("rewards", 0.0),
+            "sync": parts.get("weight sync", 0.0),
+        }
+        spent["training"] = whole - sum(spent.values())
+        line = {"kind": "step", "step": step, "start": round(began, 3), "seconds": round(whole, 4)}
+        return line | {name: round(seconds, 4) for name, seconds in spent.items()}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        if self._main:
+            path = Path(args.output_dir) / "metrics.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(to_json({"step": state.global_step, **logs}) + "\n")
