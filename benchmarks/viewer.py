@@ -4,7 +4,7 @@ Measures `mt-grpo view` in a real browser, on a run of 50,000 conversations that
     python benchmarks/viewer.py
 
 Prints a table and writes `benchmarks/results/viewer.json`. It needs playwright and chromium-headless-shell.
-`--quick` takes 2,000 conversations and one repetition, and writes nothing.
+`--conversations 2000` takes fewer, once, and writes nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 TURNS, TOKENS = 10, 1000
 """Of the conversation of 10,000 tokens."""
+
+ALL = 50_000
 
 GROUP, GROUPS = 8, 16
 """Conversations of a group, and groups of a step."""
@@ -164,9 +166,9 @@ TARGETS = {"start": 1500, "first paint": 1000, "sort": 100, "filter": 100, "10,0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
-    conversations, repetitions = (2_000, 1) if quick else (50_000, 5)
+    parser.add_argument("--conversations", type=int, default=ALL)
+    conversations = parser.parse_args().conversations
+    repetitions = 5 if conversations == ALL else 1
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         make_run(run, conversations)
@@ -190,7 +192,7 @@ def main() -> None:
         table.add_row(name, f"{statistics.median(values):.0f}", f"{min(values):.0f} to {max(values):.0f}", target)
         results.append({"label": name, "unit": "ms", **({"target": target} if target else {}), "values": values})
     Console().print(table)
-    if not quick:
+    if conversations == ALL:
         write("viewer", {"conversations": rows, "repetitions": repetitions, "tokens": TURNS * TOKENS}, results)
 
 

@@ -65,7 +65,7 @@ def test_every_view_is_shown_without_an_error(browser, server, scheme):
         shown(page, "overview")
         for view in VIEWS:
             go(page, view)
-            assert len(page.inner_text("main")) > 100
+            assert len(page.inner_text("main")) > 100 and "[object" not in page.inner_text("main")
             assert page.locator("nav a[aria-current]").count() == 1
             wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
             assert wide == 0, view
@@ -156,6 +156,23 @@ def test_a_group_leads_to_its_neighbours_and_members(page):
     shown(page, "trajectory")
     page.click("text=◀ group")
     page.wait_for_function("() => document.title.startsWith('Group 3 of step 3')")
+
+
+def test_a_member_that_had_the_answer_is_named(page, queries):
+    """The run has no such member: the server's answer gets one."""
+    row = queries.run.rows[20]
+
+    def add_note(route):
+        note = {"session": row["session"], "member": 3, "turn": 2, "answer": "<b>Lima</b>"}
+        route.fulfill(json={**route.fetch().json(), "notes": [note]})
+
+    page.route("**/api/group*", add_note)
+    go(page, "group?mode=train&step=2&k=0&group=0")
+    page.unroute("**/api/group*")
+    assert page.inner_text(".note").startswith("Member 3 had it: turn 2 has <b>Lima</b>")
+    page.click(".note a")
+    shown(page, "trajectory")
+    assert row["session"] in page.url
 
 
 def test_a_token_is_pointed_at_kept_and_left(page, queries):

@@ -4,6 +4,7 @@ import { h, s, short } from './dom.js'
 
 const HEIGHT = 200
 const SMOOTH = 0.25
+const LONGEST = 20
 
 /** A running mean that a curve's own noise does not hide. */
 function smoothed(values) {
@@ -32,7 +33,7 @@ export function chart(title, note, { steps, curves, stacked = false, points = []
 }
 
 function plot(width, { steps, curves, stacked, points, text, top, label }) {
-  const names = curves.map(([name]) => name)
+  const names = curves.map(([name]) => cut(name))
   const right = Math.min(150, 22 + 6.4 * Math.max(0, ...names.map(name => name.length)))
   const upper = 8, lower = 20
   const base = steps.map(() => 0)
@@ -67,6 +68,9 @@ function plot(width, { steps, curves, stacked, points, text, top, label }) {
   svg.append(...labels(layers, stacked, y, left + w + (points.length ? 14 : 7), upper + 4, y0))
   return svg
 }
+
+/** A name that fits beside a chart. */
+const cut = name => (name.length > LONGEST ? name.slice(0, LONGEST - 1) + '…' : name).replaceAll('_', ' ')
 
 /** The next number that reads well. */
 function round(x) {
@@ -106,7 +110,7 @@ function labels(layers, stacked, y, x, upper, lower) {
   for (let i = found.length - 1; i >= 0; i--) {
     found[i].y = Math.min(found[i].y, i + 1 < found.length ? found[i + 1].y - gap : lower)
   }
-  return found.map(each => s('text', { class: `label ${each.colour}`, x, y: each.y + 3.5 }, each.name))
+  return found.map(each => s('text', { class: `label ${each.colour}`, x, y: each.y + 3.5 }, s('title', {}, each.name), cut(each.name)))
 }
 
 /** A small curve; `limit` is dashed. */

@@ -93,6 +93,6 @@ function side(whole, step) {
   const tokens = whole.index.tokens.reduce((a, b) => a + b, 0)
   return h('section', { 'aria-label': `step ${step}` }, h('p', { class: 'side-head' }, h('b', {}, `step ${step}`),
     h('span', {}, 'reward ', h('b', {}, number(whole.index.reward))), chip(whole.stop_reason),
-    h('span', { class: 'mono' }, whole.answer ?? '–'),
+    h('span', { class: 'mono', title: whole.answer }, whole.answer ?? '–'),
     h('a', { href: link('trajectory', { session: whole.index.session }) }, `${plural(whole.turns.length, 'turn')} · ${plural(tokens, 'token')}`)), cards)
 }

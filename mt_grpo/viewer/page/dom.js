@@ -76,7 +76,7 @@ export function choice(label, values, chosen, choose) {
 /** A table of two columns. */
 export function facts(rows) {
   return h('table', { class: 'facts' }, h('tbody', {}, rows.filter(Boolean).map(([name, value, kind = 'dim']) =>
-    h('tr', {}, h('th', { scope: 'row', class: kind }, name), h('td', {}, value)))))
+    h('tr', {}, h('th', { scope: 'row', class: kind }, name), h('td', { class: typeof value === 'string' && value.length < 22 ? 'fit' : null }, value)))))
 }
 
 /** What stands where there is nothing to show. */

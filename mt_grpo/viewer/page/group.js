@@ -8,6 +8,7 @@ const COLOURS = [['advantage', 'advantage'], ['reward', 'turn reward'], ['entrop
 const WIDTHS = [['tokens', 'tokens'], ['seconds', 'seconds']]
 const FULL_ADVANTAGE = 2
 const SPARE = 0.97
+const REPLY = 0.5
 const ROOM_FOR_WORDS = 5
 const LEAST = 50, MOST_OF_LEAST = 400
 
@@ -17,7 +18,7 @@ export async function group(main, asked) {
   const show = () => {
     const extra = { colour: chosen.colour === 'advantage' ? '' : chosen.colour, width: chosen.width === 'tokens' ? '' : chosen.width }
     history.replaceState(null, '', link('group', { ...view.key, ...extra }))
-    main.replaceChildren(head(view, chosen, show), table(view, chosen), notes(view.notes))
+    main.replaceChildren(head(view, chosen, show), table(view, chosen), ...notes(view.notes))
   }
   show()
   return { title: `Group ${view.number} of step ${view.key.step}`, nav: 'group' }
@@ -36,7 +37,7 @@ function head(view, chosen, show) {
       h('p', { class: 'dim' }, `${where}step ${view.key.step} · group ${view.number} of ${view.of} · `,
         step(view.previous, '◀ previous'), ' ', step(view.next, 'next ▶')),
       h('h2', {}, view.question),
-      h('p', { class: 'dim' }, view.accepted.length > 0 && ['accepted: ', h('b', { class: 'mono ink' }, view.accepted.join(' · ')), '   '],
+      h('p', { class: 'dim' }, view.accepted.length > 0 && ['accepted: ', h('b', { class: 'mono ink' }, view.accepted.join(' · ')), ' · '],
         `${plural(view.members.length, 'conversation')}, reward ${number(mean)} ± ${number(spread)}, ${plural(answers, 'answer')}`)),
     h('div', { class: 'choices' }, choice('colour', COLOURS, chosen.colour, set('colour')),
       choice('width', WIDTHS, chosen.width, set('width'))))
@@ -44,11 +45,11 @@ function head(view, chosen, show) {
 
 function table(view, chosen) {
   const size = part => (part === null ? 0 : chosen.width === 'tokens' ? part.tokens : part.seconds)
-  const length = member => member.turns.reduce((sum, turn) => sum + size(turn) + size(turn.reply), 0)
+  const length = member => member.turns.reduce((sum, turn) => sum + size(turn) + REPLY * size(turn.reply), 0)
   const longest = Math.max(...view.members.map(length), 1e-9)
   const highest = Math.max(...view.members.map(member => member.row.reward ?? 0), 1e-9)
   const legend = h('span', { class: 'legend' }, 'turns, left to right', ...meanings(chosen.colour),
-    h('span', { class: 'key reply' }, 'environment'), h('span', { class: 'key reply wrong' }, 'error'))
+    h('span', { class: 'key reply' }, 'environment, at half width'), h('span', { class: 'key reply wrong' }, 'error'))
   const columns = view.rewards.length
   const heat = h('span', { class: 'heat', css: { '--columns': columns } }, view.rewards.map(reward =>
     h('span', { title: reward.name }, brieflyNamed(reward.short, view.rewards))))
@@ -105,7 +106,7 @@ function segments(turn, size, longest, colour, count) {
     title: `${text}\n${turn.text}` }, wide && [h('em', {}, text), turn.label])]
   if (turn.reply) {
     const wrong = turn.reply.error !== null
-    drawn.push(h('span', { class: `reply ${wrong ? 'wrong' : ''}`, css: { width: `${share(turn.reply)}%` },
+    drawn.push(h('span', { class: `reply ${wrong ? 'wrong' : ''}`, css: { width: `${REPLY * share(turn.reply)}%` },
       title: turn.reply.text }))
   }
   return drawn

@@ -101,7 +101,7 @@ function outcome(whole) {
     [names[name].replaceAll('_', ' '), values.map(value => number(value)).join('  ')])
   const mean = whole.group.sessions.length > 1 ? ` (group ${number(whole.group.mean)})` : ''
   return h('section', { class: 'card' }, h('h3', {}, 'Outcome'), facts([
-    ['reward', [h('b', {}, number(index.reward)), mean], 'ink'],
+    ['reward', h('span', { class: 'fit' }, h('b', {}, number(index.reward)), mean), 'ink'],
     ['stop', chip(whole.stop_reason), 'ink'],
     ['answer', h('span', { class: 'mono' }, whole.answer ?? '–'), 'ink'],
     whole.accepted.length > 0 && ['accepted', h('span', { class: 'mono' }, whole.accepted.join(' · ')), 'ink'],
@@ -120,7 +120,7 @@ function turnList(whole, go) {
       : turn.error !== null ? h('span', { class: 'problem' }, 'malformed') : n + 1 === whole.turns.length ? 'answer' : 'message'
     const side = turn.advantage > 0 ? 'above' : turn.advantage < 0 ? 'below' : ''
     return h('tr', {}, h('th', { scope: 'row' }, h('button', { type: 'button', class: 'as-link', onclick: () => go(n) }, String(n + 1)), ' ', what),
-      h('td', {}, h('b', { class: side }, signed(turn.advantage))))
+      h('td', { class: 'fit' }, h('b', { class: side }, signed(turn.advantage))))
   }))))
 }
 
