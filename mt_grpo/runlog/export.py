@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog.conversation import messages_of, words
-from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.jsonl import to_json, whole
 from mt_grpo.runlog.openinference import trace
 from mt_grpo.runlog.reader import Run, open_run
 from mt_grpo.runlog.schema import ROW_GROUP
@@ -157,11 +157,6 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
         "tool_calls": whole(to_json(calls)) if calls else None,
         "tool_call_id": message.get("tool_call_id"),
     }
-
-
-def whole(text: str) -> str:
-    """Text without half characters, which Parquet cannot hold."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _log_to_trackio(run: Run, output: str | Path | None) -> str:

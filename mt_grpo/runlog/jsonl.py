@@ -23,6 +23,11 @@ def to_json(record: dict[str, Any], **options: Any) -> str:
         return json.dumps(_finite(record), allow_nan=False, **options)
 
 
+def whole(text: str) -> str:
+    """Text without half characters, which no encoding has; a question mark stands for each."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}

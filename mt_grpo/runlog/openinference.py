@@ -9,7 +9,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from mt_grpo.runlog.conversation import words
-from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.jsonl import to_json, whole
 
 if TYPE_CHECKING:
     from mt_grpo.runlog.reader import Run
@@ -121,7 +121,7 @@ class _Spans(list[dict[str, Any]]):
             "startTimeUnixNano": str(int(start * 1e9)),
             "endTimeUnixNano": str(int((start + seconds) * 1e9)),
             "attributes": _attributes({"openinference.span.kind": kind, **attributes}),
-            "status": {"code": OK} if error is None else {"code": ERROR, "message": error},
+            "status": {"code": OK} if error is None else {"code": ERROR, "message": whole(error)},
         }
         self.append(span if parent is None else {**span, "parentSpanId": parent})
         return span["spanId"]
@@ -155,4 +155,4 @@ def _attributes(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
-    return {"intValue": str(value)} if isinstance(value, int) else {"stringValue": str(value)}
+    return {"intValue": str(value)} if isinstance(value, int) else {"stringValue": whole(str(value))}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.jsonl import to_json, whole
 from mt_grpo.runlog.schema import ROLLOUTS, rollouts_file, session_id
 from mt_grpo.trajectory import Trajectory
 
@@ -209,7 +209,7 @@ def _question(trajectory: Trajectory) -> str:
 def _short(text: str) -> str:
     text = " ".join(text[: 4 * SHOWN].split())
     text = text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return whole(text)
 
 
 def _rounded(value: float | None, digits: int = 6) -> float | None:

@@ -1,0 +1,216 @@
+"""What is exported is read back by the programs that it is for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from base64 import b64encode
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from datasets import load_dataset
+from support.runs import HOSTILE, REWARDS, write_run
+
+from mt_grpo.cli import main
+from mt_grpo.runlog import Batch, RunWriter, open_run
+from mt_grpo.trajectory import StopReason, Trajectory
+
+TRACKIO = """
+import sys
+from trackio.sqlite_storage import SQLiteStorage
+for name in SQLiteStorage.get_runs("mt-grpo"):
+    for entry in SQLiteStorage.get_logs("mt-grpo", name):
+        for key in entry:
+            if key.endswith("/conversations"):
+                print(name, key, entry["step"], len(entry[key]["_value"]), sorted(entry[key]["_value"][0]))
+        if "train/loss" in entry:
+            print(name, "loss", entry["step"], entry["train/loss"])
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "run")
+
+
+def export(folder: Path, form: str, output: Path) -> Path:
+    assert main(["export", str(folder), "--to", form, f"--output={output}"]) == 0
+    return output
+
+
+def test_jsonl_holds_whole_trajectories(folder, tmp_path, capsys):
+    lines = export(folder, "jsonl", tmp_path / "a" / "all.jsonl").read_text().splitlines()
+    assert capsys.readouterr().out == f"56 conversations in {tmp_path}/a/all.jsonl\n"
+    assert [json.loads(line) for line in lines] == list(open_run(folder).trajectories())
+    record = json.loads(lines[-1])
+    assert (record.pop("step"), record.pop("mode")) == (3, "eval")
+    assert Trajectory.from_dict(record).to_dict() == record
+
+
+def test_datasets_loads_a_data_set_of_it(folder, tmp_path):
+    path = export(folder, "dataset", tmp_path / "set")
+    loaded = load_dataset(str(path), cache_dir=str(tmp_path / "cache"))
+    run = open_run(folder)
+    assert {name: len(split) for name, split in loaded.items()} == {"train": 48, "eval": 8}
+    rows = [row for row in run.rows if row["mode"] == "train"]
+    for row, example in zip(rows, loaded["train"], strict=True):
+        for name in ("session", "step", "member", "reward", "rewards", "turn_rewards", "advantages"):
+            assert example[name] == row[name], name
+        whole = run.trajectory(row["session"])
+        said = [message["content"] for message in (*example["prompt"], *example["completion"])]
+        assert said == [message["content"] for message in (*whole["prompt"], *_after(whole))]
+        assert json.loads(example["row"]) == whole["row"] and example["stop_reason"] == whole["stop_reason"]
+    assert len({example["group"] for example in loaded["train"]}) == 12
+
+
+def _after(whole: dict) -> list[dict]:
+    return [message for turn in whole["turns"] for message in (turn["message"], *turn["replies"])]
+
+
+def test_otlp_reads_traces_with_the_names_of_openinference(folder, tmp_path):
+    from google.protobuf import json_format
+    from openinference.semconv.trace import (
+        MessageAttributes,
+        OpenInferenceSpanKindValues,
+        SpanAttributes,
+        ToolCallAttributes,
+    )
+    from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
+
+    names = {
+        value
+        for kind in (SpanAttributes, MessageAttributes, ToolCallAttributes)
+        for key, value in vars(kind).items()
+        if key.isupper()
+    }
+    run = open_run(folder)
+    lines = export(folder, "openinference", tmp_path / "traces.jsonl").read_text().splitlines()
+    traces = set()
+    for row, line in zip(run.rows, lines, strict=True):
+        data = json.loads(line)
+        (spans,) = (scope["spans"] for scope in data["resourceSpans"][0]["scopeSpans"])
+        for span in spans:  # OTLP's JSON has ids in hexadecimal, protobuf's in base 64
+            for key in {"traceId", "spanId", "parentSpanId"} & span.keys():
+                span[key] = b64encode(bytes.fromhex(span[key])).decode()
+        agent, *rest = json_format.ParseDict(data, TracesData()).resource_spans[0].scope_spans[0].spans
+        whole = run.trajectory(row["session"])
+        traces.add(agent.trace_id)
+        kinds = []
+        for span in (agent, *rest):
+            values = {each.key: each.value for each in span.attributes}
+            for key in values:
+                parts = [part for part in key.split(".") if not part.isdigit()]
+                assert key in names or ".".join(parts[:2]) in names and ".".join(parts[2:4]) in names, key
+            kinds.append(OpenInferenceSpanKindValues(values[SpanAttributes.OPENINFERENCE_SPAN_KIND].string_value).name)
+            assert span is agent or (span.parent_span_id == agent.span_id and span.trace_id == agent.trace_id)
+            assert len(span.span_id) == 8 and len(span.trace_id) == 16
+            assert agent.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+            if kinds[-1] == "LLM":
+                turn = whole["turns"][kinds.count("LLM") - 1]
+                assert values[SpanAttributes.LLM_TOKEN_COUNT_COMPLETION].int_value == turn["num_tokens"]
+                said = f"{SpanAttributes.LLM_OUTPUT_MESSAGES}.0.{MessageAttributes.MESSAGE_CONTENT}"
+                assert values[said].string_value == turn["message"]["content"]
+            if kinds[-1] == "TOOL":
+                assert (span.status.code == Status.STATUS_CODE_ERROR) == (
+                    "Error" in values["output.value"].string_value
+                )
+                assert HOSTILE in values["output.value"].string_value
+        turns = whole["turns"]
+        assert kinds == ["AGENT", *(kind for turn in turns for kind in ("LLM", *["TOOL"] * len(turn["tool_calls"])))]
+        values = {each.key: each.value.string_value for each in agent.attributes}
+        assert json.loads(values["metadata"])["advantages"] == row["advantages"]
+        assert (values["session.id"], values["output.value"]) == (row["session"], whole["answer"])
+    assert len(traces) == 56
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed; see tests/app/test_trackers.py")
+def test_trackio_has_metrics_and_conversations(folder, tmp_path):
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "mt_grpo", "export", folder, "--to", "trackio", "--output", tmp_path / "trackio"]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    read = subprocess.run([sys.executable, "-c", TRACKIO], env=environment, capture_output=True, text=True, check=True)
+    lines = read.stdout.splitlines()
+    assert sorted(line.split()[1:4] for line in lines if "conversations" in line) == [
+        ["eval/conversations", "0", "4"],
+        ["eval/conversations", "3", "4"],
+        *(["train/conversations", str(step), "16"] for step in (1, 2, 3)),
+    ]
+    assert [line.split()[2] for line in lines if " loss " in line] == ["1", "2", "3"]
+    table = next(line for line in lines if "conversations" in line)
+    assert all(name in table for name in ("conversation", "exact_match", "advantages", "stop_reason"))
+
+
+def test_words_that_no_file_can_hold_do_not_end_an_export(tmp_path):
+    made = Trajectory([{"role": "user", "content": "half \ud800"}], stop_reason=StopReason.ENV_ERROR, error="\udc00")
+    writer = RunWriter(tmp_path)
+    writer.append(writer.write(Batch("train", 0, 0, 1, [0], [made], REWARDS)))
+    assert json.loads(export(tmp_path, "jsonl", tmp_path / "a.jsonl").read_text())["error"] == "\udc00"
+    assert "half" in export(tmp_path, "openinference", tmp_path / "b.jsonl").read_text()
+    loaded = load_dataset(str(export(tmp_path, "dataset", tmp_path / "c")), cache_dir=str(tmp_path / "cache"))
+    assert loaded["train"][0]["prompt"][0]["content"] == "half ?" and loaded["train"][0]["error"] == "?"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            "RUN --to jsnl",
+            "The form 'jsnl' is unknown: give one of jsonl, dataset, trackio, openinference; the nearest",
+        ),
+        ("RUN --too jsonl", "`mt-grpo export` has no option --too; the nearest is '--to'."),
+        ("RUN --to", "`mt-grpo export` needs a value after `--to`."),
+        ("RUN", "Write `mt-grpo export RUN --to FORM`, where FORM is one of jsonl, dataset, trackio, openinference."),
+        ("RUN RUN --to jsonl", "Write `mt-grpo export RUN --to FORM`"),
+        ("RUN --to jsonl --output RUN", "is there already: remove it, or give another place with `--output`."),
+        ("nowhere --to jsonl", "There is no folder nowhere: name the `output_dir` of a run."),
+        (". --to jsonl", ". is not the folder of a run: name its `output_dir`, which has `metrics.jsonl`."),
+        ("RUN --to jsonl --output /dev/null/a", "/dev/null/a cannot be written: "),
+        pytest.param(
+            "RUN --to trackio",
+            "`--to trackio` needs the package trackio: `pip install trackio`.",
+            marks=pytest.mark.skipif(find_spec("trackio") is not None, reason="it is installed"),
+        ),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(folder, tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", *arguments.replace("RUN", str(folder)).split()]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mt-grpo: ") and words in line
+
+
+def test_help_names_every_form(capsys):
+    assert main(["export", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n  {form}" in printed for form in ("jsonl", "dataset", "trackio", "openinference"))
+
+
+RECORDS = (Path(__file__).parents[2] / "docs" / "records.md").read_text()
+
+
+def test_documented_commands_work(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "runs" / "NAME", steps=1)
+    monkeypatch.chdir(tmp_path)
+    commands = [line.strip() for line in RECORDS.splitlines() if line.startswith("    mt-grpo export ")]
+    assert [command.split()[4] for command in commands] == ["jsonl", "dataset", "openinference", "trackio"]
+    for command in commands[:3]:  # trackio's has a test of its own
+        assert main(command.split()[1:]) == 0
+        assert Path(capsys.readouterr().out.split(" in ")[1].strip()).exists()
+
+
+def test_the_documented_reader_finds_the_worst_conversation(folder):
+    namespace = {}
+    exec(RECORDS.split("```python\n")[1].split("```")[0], namespace)
+    pairs = [(engine, trainer) for _, engine, trainer in namespace["worst"](folder) if trainer is not None]
+    largest = max(row["mismatch"] or 0.0 for row in open_run(folder).rows)
+    assert max(abs(engine - trainer) for engine, trainer in pairs) == pytest.approx(largest, rel=1e-3)
+
+
+def test_documented_fields_are_those_of_a_row(folder):
+    row = open_run(folder).rows[0]
+    for name in row.keys() - {"credit_file", "credit_row"}:
+        assert f"`{name}`" in RECORDS, name

@@ -1,0 +1,173 @@
+"""What a trainer leaves of its conversations: credit, what it computed per token, and where the time went."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from support.trainers import Letters, batch
+
+from mt_grpo.credit import estimate
+from mt_grpo.runlog import RunLogError, open_run
+from mt_grpo.runlog.writer import RunWriter
+from mt_grpo.token_tree import TokenTree
+from mt_grpo.training.updates import _row_of, number_rows, update_rows
+from mt_grpo.trajectory import Trajectory
+
+
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory, tokenizer, questions):
+    """Two batches, each trained in two passes, of what the model itself sampled."""
+    from support.trainers import trainer_builder
+
+    folder = tmp_path_factory.mktemp("passes")
+    trainer = trainer_builder(folder, tokenizer, questions)(
+        None, rewards=((), (Letters(),)), max_steps=4, num_iterations=2, max_turn_length=12, epsilon=0.02
+    )
+    start = time.time()
+    trainer.train()
+    return open_run(folder), start, time.time()
+
+
+def test_every_update_of_a_conversation_is_kept(passes):
+    run, *_ = passes
+    assert [row["step"] for row in run.rows] == [0] * 4 + [2] * 4
+    for row in run.rows:
+        assert [update["step"] for update in row["updates"]] == [row["step"], row["step"] + 1]
+        whole = run.trajectory(row["session"])
+        first, second = (update["ratios"] for update in whole["updates"])
+        sampled = [place for place, turn in enumerate(whole["tokens"]["turn"]) if turn >= 0]
+        assert [place for place, ratio in enumerate(first) if ratio is not None] == sampled
+        assert all(first[place] == pytest.approx(1, abs=2e-3) for place in sampled)
+        assert any(abs(second[place] - 1) > 0.01 for place in sampled) or not any(row["advantages"])
+
+
+def test_the_trainer_computes_what_its_engine_sampled(passes):
+    run, *_ = passes
+    for row in run.rows:
+        tokens = run.trajectory(row["session"])["tokens"]
+        pairs = [pair for pair in zip(tokens["trainer"], tokens["logprobs"], strict=True) if None not in pair]
+        assert len(pairs) == sum(row["tokens"])
+        assert max(abs(trainer - engine) for trainer, engine in pairs) < 1e-3 and row["mismatch"] < 1e-3
+
+
+def test_clipped_tokens_are_those_of_the_loss(passes):
+    run, *_ = passes
+    logged = [line["clip_ratio/region_mean"] for line in run.metrics() if "loss" in line]
+    wholes = [run.trajectory(row["session"]) for row in run.rows]
+    for step, share in enumerate(logged):
+        flags = [
+            flag
+            for whole in wholes
+            for update in whole["updates"]
+            if update["step"] == step
+            for flag in update["clipped"]
+            if flag is not None
+        ]
+        assert sum(flags) / len(flags) == pytest.approx(share, abs=1e-6)
+    assert any(logged)
+
+
+def test_entropies_are_those_that_are_logged(passes):
+    run, *_ = passes
+    logged = [line["entropy"] for line in run.metrics() if "loss" in line]
+    for row in run.rows:
+        assert row["entropy"] == pytest.approx(logged[row["step"]], rel=0.3)
+
+
+def test_times_are_absolute_and_parts_of_a_step_add_up(passes):
+    run, start, end = passes
+    assert [line["step"] for line in run.steps()] == [0, 1, 2, 3]
+    for line in run.steps():
+        parts = [line[name] for name in ("sampling", "rewards", "sync", "training")]
+        assert sum(parts) == pytest.approx(line["seconds"], abs=1e-3) and min(parts) >= 0
+        assert start - 1 <= line["start"] <= end
+    assert run.steps()[0]["sampling"] > 0 and run.steps()[1]["sampling"] == 0  # the second pass samples nothing
+    for row in run.rows:
+        assert start - 1 <= row["start"] <= run.trajectory(row["session"])["turns"][0]["start"] <= end
+
+
+def test_the_tokenizer_is_saved_and_shows_the_tokens(passes, tokenizer):
+    run, *_ = passes
+    tokens = run.trajectory(run.rows[0]["session"])["tokens"]
+    assert "".join(tokens["texts"]) == tokenizer.decode(tokens["ids"])
+
+
+def test_credit_and_weights_are_those_that_are_trained(build, tmp_path):
+    trainer = build(reward_weights=[3.0, 0.5], max_steps=1)
+    trainer.train()
+    run = open_run(tmp_path)
+    expected = estimate("mt_grpo", trainer._batch.rewards, turn_coef=1.0, scale_rewards="group")
+    for row, wanted in zip(run.rows, expected, strict=True):
+        assert row["advantages"] == pytest.approx(wanted[: row["turns"]].tolist(), abs=1e-5)
+    totals = trainer._batch.rewards.outcome_rewards + trainer._batch.rewards.turn_rewards.nansum(dim=1)
+    torch.testing.assert_close(torch.tensor([row["reward"] for row in run.rows]), totals)
+    weights = {reward["name"]: reward["weight"] for reward in run.about["rewards"]}
+    assert weights == {"Calls": 3.0, "Answered": 0.5} == run.trajectory(run.rows[0]["session"])["weights"]
+    assert {row["group"] for row in run.rows} == {0} and [row["member"] for row in run.rows] == [0, 1, 2, 3]
+    called = run.trajectory(run.rows[0]["session"])["turns"][0]["tool_calls"][0]
+    assert called["start"] >= run.trajectory(run.rows[0]["session"])["turns"][0]["start"]
+
+
+def test_an_exported_trajectory_is_the_one_that_was_sampled(build, tmp_path):
+    trainer = build(max_steps=1)
+    trainer.train()
+    for made, data in zip(trainer._batch.trajectories, open_run(tmp_path).trajectories(), strict=True):
+        data = {name: value for name, value in data.items() if name not in ("step", "mode")}
+        assert list(data) == list(made.to_dict())
+        read = Trajectory.from_dict(data)
+        for node, other in zip(read.tree.nodes, made.tree.nodes, strict=True):
+            assert node.tokens == other.tokens and node.logprobs == pytest.approx(other.logprobs, rel=1e-6)
+        read.tree = made.tree = TokenTree()
+        made.environment = None
+        assert read == made
+
+
+def test_evaluations_of_a_step_stay_apart(build, tmp_path, questions):
+    trainer = build(per_device_eval_batch_size=4)
+    trainer.evaluate(questions.select(range(1)))
+    trainer.evaluate(questions.select(range(1)))
+    run = open_run(tmp_path)
+    assert run.column("mode") == ["eval"] * 8 and run.column("k").tolist() == [0] * 4 + [1] * 4
+    assert all(row["advantages"] is not None for row in run.rows)
+
+
+def test_a_sequence_level_ratio_clips_whole_conversations(build):
+    trainer = build(importance_sampling_level="sequence", epsilon=0.1, advantage_estimator="grpo_or")
+    inputs = batch(trainer)
+    logps = torch.zeros(inputs["completion_ids"].shape)
+    inputs["old_per_token_logps"] = logps - 1.0
+    with trainer.records.loss_of(inputs):
+        trainer.records.observed((logps, logps, None))
+    rows, summaries = update_rows(trainer.records._outputs)
+    for row, summary, advantages in zip(rows, summaries, inputs["advantages"], strict=True):
+        assert len(set(row["clipped"].tolist())) == 1
+        assert summary["clipped"] == pytest.approx(
+            (advantages[torch.tensor(row["columns"], dtype=torch.long)] > 0).float().mean().item()
+        )
+
+
+def test_row_numbers_name_conversations():
+    numbers = number_rows(70_000, 65_000, torch.tensor([0, 9_000_000]))
+    assert [_row_of(number) for number in numbers.tolist()] == [(70_000, 65_000, 0), (70_000, 65_000, 9_000_000)]
+
+
+def test_a_folder_that_cannot_be_written_ends_a_run(build, tmp_path):
+    trainer = build()
+    trainer.records._writer = RunWriter("/dev/null")
+    with pytest.raises(RunLogError, match="The run's conversations cannot be written to /dev/null/rollouts"):
+        trainer.train()
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_in_the_same_index(build, tmp_path):
+    build(max_steps=2, save_strategy="steps", save_steps=1).train()
+    build(max_steps=3, save_strategy="steps", save_steps=1).train(str(tmp_path / "checkpoint-1"))
+    run = open_run(tmp_path)
+    assert [row["step"] for row in run.rows] == [step for step in range(3) for _ in range(4)]
+    assert [line["step"] for line in run.steps()] == [0, 1, 2]
+    assert all(row["advantages"] is not None and len(row["updates"]) == 1 for row in run.rows)
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "rollouts/index.jsonl").read_text().splitlines()]
+    assert kinds.count("run") == 2
