@@ -98,7 +98,7 @@ function outcome(whole) {
   const { index, rewards, short: names } = whole
   const each = Object.entries(rewards.outcome ?? {}).map(([name, value]) => [names[name].replaceAll('_', ' '), number(value)])
   const turns = Object.entries(rewards.turn ?? {}).map(([name, values]) =>
-    [names[name].replaceAll('_', ' '), values.map(value => number(value)).join('  ')])
+    [names[name].replaceAll('_', ' '), h('span', { title: `per turn: ${values.map(value => number(value)).join('  ')}` }, number(index.rewards[name]))])
   const mean = whole.group.sessions.length > 1 ? ` (group ${number(whole.group.mean)})` : ''
   return h('section', { class: 'card' }, h('h3', {}, 'Outcome'), facts([
     ['reward', h('span', { class: 'fit' }, h('b', {}, number(index.reward)), mean), 'ink'],

@@ -18,13 +18,13 @@ export function promptCard(whole) {
 /** The card of a turn, and what followed it; `spans` gets the element of each token. */
 export function turnCard(whole, number_, places, spans) {
   const turn = whole.turns[number_]
-  const advantage = turn.advantage
+  const advantage = whole.index.mode === 'eval' ? null : turn.advantage  // nothing is trained there
   const side = advantage === null || advantage === undefined ? '' : advantage > 0 ? 'above' : advantage < 0 ? 'below' : ''
   const reward = whole.index.turn_rewards[number_]
   const bit = (name, value) => h('span', {}, name + ' ', h('b', {}, value))
   const head = h('h4', {}, h('b', {}, `turn ${number_ + 1}`),
     side || advantage === 0 ? bit('advantage', signed(advantage)) : null,
-    bit('turn reward', number(reward)),
+    h('span', { title: byName(whole, number_) }, 'turn reward ', h('b', {}, number(reward))),
     h('span', {}, `${plural(turn.num_tokens, 'token')} after ${turn.context_length.toLocaleString('en')}`),
     h('span', {}, `${number(turn.seconds)} s`),
     turn.finish_reason === 'length' && h('span', { class: 'chip cut' }, 'length'),
@@ -33,6 +33,9 @@ export function turnCard(whole, number_, places, spans) {
   return [h('article', { class: `turn ${side}`, id: `turn-${number_ + 1}`, 'aria-label': `turn ${number_ + 1}` },
     head, text(whole, turn, places, spans)), reply(turn)]
 }
+
+/** The turn rewards of a turn, unweighted. */
+const byName = (whole, n) => Object.entries(whole.rewards.turn ?? {}).map(([name, values]) => `${name}: ${number(values[n])}`).join('\n')
 
 function text(whole, turn, places, spans) {
   const block = document.createElement('div')
