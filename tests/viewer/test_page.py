@@ -237,16 +237,20 @@ def test_a_run_is_followed_while_it_goes_on(browser, tmp_path):
     whole, folder = write_run(tmp_path / "whole", steps=2), tmp_path / "run"
     shutil.copytree(whole, folder)
     index = folder / "rollouts" / "index.jsonl"
-    lines = index.read_bytes()
-    index.write_bytes(b"".join(lines.splitlines(keepends=True)[:30]))
-    with serving(Queries(open_run(folder))) as server, watched(browser) as page:
-        page.goto(f"{server.url}#/find")
-        shown(page, "find")
-        before = page.inner_text("#said")
-        index.write_bytes(lines)
-        total = len(open_run(whole).rows)
-        counted(page, total)
-        assert not before.startswith(f"{total} ") and f"{total} conversations" in page.inner_text("#state")
+    lines = index.read_bytes().splitlines(keepends=True)
+    first = next(place for place, line in enumerate(lines) if b'"credit"' in line and b'"train-' in line)
+    index.write_bytes(b"".join(lines[:first]))  # the first batch is sampled, and not credited yet
+    with serving(Queries(open_run(folder))) as server, watched(browser) as page, watched(browser) as table:
+        page.goto(f"{server.url}#/trajectory")
+        table.goto(f"{server.url}#/find")
+        shown(page, "trajectory")
+        shown(table, "find")
+        assert "No advantage is written" in page.inner_text("main")
+        index.write_bytes(b"".join(lines))
+        counted(table, len(open_run(whole).rows))
+        page.wait_for_selector(".turn.above, .turn.below")
+        assert "No advantage" not in page.inner_text("main")
+        assert f"{len(open_run(whole).rows)} conversations" in page.inner_text("#state")
 
 
 def test_the_exported_file_opens_offline_and_says_the_same(browser, run_folder, server, tmp_path):

@@ -67,7 +67,7 @@ export async function compare(main, asked) {
   filter()
   const chosen = view.rows.find(row => row.sessions[0] === state.session) ?? rows[0] ?? view.rows[0]
   if (chosen) await choose(chosen)
-  return { title: 'Before / after', nav: 'compare' }
+  return { title: 'Before / after' }
 }
 
 function summary(view, state, show) {

@@ -21,7 +21,11 @@ export async function group(main, asked) {
     main.replaceChildren(head(view, chosen, show), table(view, chosen), ...notes(view.notes))
   }
   show()
-  return { title: `Group ${view.number} of step ${view.key.step}`, nav: 'group' }
+  const refresh = async () => {
+    const now = await ask('group', view.key)
+    if (JSON.stringify(now.members) !== JSON.stringify(view.members)) dispatchEvent(new Event('hashchange'))
+  }
+  return { title: `Group ${view.number} of step ${view.key.step}`, refresh }
 }
 
 function head(view, chosen, show) {

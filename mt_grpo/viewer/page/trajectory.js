@@ -14,7 +14,7 @@ export async function trajectory(main, asked) {
   const places = placesByTurn(whole)
   const spans = []
   const state = { shade: NAMES.includes(asked.get('shade')) ? asked.get('shade') : 'advantage', at: null, pinned: false }
-  const tokenCard = h('section', { class: 'card', 'aria-live': 'polite' })
+  const tokenCard = h('section', { class: 'card' })
   const bar = h('div', { class: 'choices' })
   const session = whole.index.session
 
@@ -39,6 +39,7 @@ export async function trajectory(main, asked) {
     state.at = i
     state.pinned = pinned
     if (i !== null) spans[i].classList.add('at')
+    tokenCard.setAttribute('aria-live', pinned ? 'polite' : 'off')
     tokenCard.replaceChildren(...ofToken(whole, shades, i, state.pinned))
   }
   const jump = direction => {
@@ -68,7 +69,11 @@ export async function trajectory(main, asked) {
     h('aside', {}, outcome(whole), tokenCard, turnList(whole, go)), cards))
   point(null, false)
   paint()
-  return { title: session, nav: 'trajectory', keys: {
+  const refresh = async () => {
+    const now = await ask('trajectory', { session })
+    if (JSON.stringify(now.index) !== JSON.stringify(whole.index)) dispatchEvent(new Event('hashchange'))
+  }
+  return { title: session, refresh, keys: {
     n: () => jump(1), p: () => jump(-1), Escape: () => point(null, false),
     ArrowRight: () => step(1), ArrowLeft: () => step(-1) } }
 
