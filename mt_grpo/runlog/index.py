@@ -112,7 +112,8 @@ class Index:
 
     def read(self, folder: Path) -> list[int]:
         """
-        Reads what was added to the index files of a folder.
+        Reads what was added to the index files of a folder. Where another run has taken the folder's place, it begins
+        anew.
 
         Returns:
             `list[int]`: Positions in `rows` of the sessions that are added or changed.
@@ -121,7 +122,10 @@ class Index:
             UserError: If a whole line is no JSON.
         """
         changed: set[int] = set()
-        for path in sorted(folder.glob("index*.jsonl")):
+        paths = sorted(folder.glob("index*.jsonl"))
+        if any(path not in paths or path.stat().st_size < offset for path, offset in self._offsets.items()):
+            self.rows, self.steps, self.run, self._places, self._offsets = [], [], {}, {}, {}
+        for path in paths:
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
                 added = file.read()

@@ -91,8 +91,9 @@ class Run:
 
     def refresh(self) -> list[int]:
         """Reads what was added since. Returns the positions in `rows` that are added or changed."""
+        number = len(self.rows)
         changed = self._index.read(self._rollouts)
-        if changed:
+        if changed or len(self.rows) != number:
             self._columns = {}
         return changed
 

@@ -214,6 +214,16 @@ def test_a_live_run_is_read_on(tmp_path):
     assert run.refresh() == [0] and run.column("advantages")[0] == [0.5, -1.0]
 
 
+def test_a_run_that_begins_anew_replaces_the_one_that_was_read(tmp_path):
+    written(tmp_path, batch(talk(), talk()), batch(talk(), step=1))
+    run = open_run(tmp_path)
+    assert len(run.column("step")) == 3
+    (tmp_path / "rollouts" / "index.jsonl").unlink()
+    assert run.refresh() == [] and len(run.column("step")) == 0
+    written(tmp_path, batch(talk(answer="another")))
+    assert run.refresh() == [0] and run.column("answer") == ["another"]
+
+
 def test_two_processes_write_into_one_index(tmp_path):
     run = open_run(write_run(tmp_path / "run", steps=1, ranks=2))
     assert set(run.column("rank")) == {0, 1} and (tmp_path / "run/rollouts/train-0-0.rank1.parquet").exists()
