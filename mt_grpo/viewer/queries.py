@@ -60,6 +60,7 @@ class Queries:
         """Grows with what the run writes."""
         self._lock = threading.Lock()
         self._metrics = self._written()
+        self._rows: list[dict[str, Any]] | None = None
         self._questions: dict[str, Callable[[Parameters], dict[str, Any]]] = {
             "run": self._about,
             "overview": self._overview,
@@ -92,8 +93,9 @@ class Queries:
 
     def _refresh(self) -> None:
         changed, written = self.run.refresh(), self._written()
-        if not self.columns.rows:  # the first question
-            changed = range(len(self.run.rows))
+        if self._rows is not self.run.rows:  # the first question, or another run in the same folder
+            self.columns, self._rows = Columns(), self.run.rows
+            changed = range(len(self._rows))
         if changed or written != self._metrics:
             self.columns.put([self.run.rows[place] for place in changed])
             self._metrics = written

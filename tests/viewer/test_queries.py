@@ -159,6 +159,17 @@ def test_a_run_that_goes_on_is_seen(tmp_path):
     assert credited == {row["session"]: row["advantages"] for row in open_run(whole).rows}
 
 
+def test_another_run_in_the_same_folder_is_read_anew(tmp_path):
+    folder = write_run(tmp_path / "run", steps=3)
+    queries = Queries(open_run(folder))
+    before = queries.answer("run", {})
+    shutil.rmtree(folder)
+    write_run(folder, steps=1, seed=1)
+    after = queries.answer("run", {})
+    assert after["conversations"] == len(open_run(folder).rows) < before["conversations"]
+    assert after["version"] > before["version"]
+
+
 def test_an_empty_run_has_answers(tmp_path):
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "index.jsonl").touch()
