@@ -9,6 +9,10 @@ import numpy as np
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
 from mt_grpo.viewer.columns import Columns, short_name
+from mt_grpo.viewer.filters import parse_filter
+
+MOST_READ = 200
+"""Conversations that are read to find answers that were lost."""
 
 LABEL = 80
 """Characters of a turn's label."""
@@ -90,6 +94,21 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
         "members": [{"row": whole["index"], "turns": _turns(whole)} for whole in wholes],
         "notes": [note for whole in wholes for note in _notes(whole, accepted)],
     }
+
+
+def lost_answers(run: Run, columns: Columns) -> dict[str, Any]:
+    """
+    Training conversations that had the right answer in a turn that could not be read, and ended with another one. The
+    latest `MOST_READ` that may be such are read.
+
+    Returns:
+        `dict`: `sessions`, and `read`, how many were read.
+    """
+    places = np.flatnonzero(columns.where(parse_filter("mode=train right=0 errors>0")))[-MOST_READ:]
+    sessions = [columns.rows[place]["session"] for place in places]
+    wholes = map(run.trajectory, sessions)
+    lost = [whole["index"]["session"] for whole in wholes if _notes(whole, _accepted(whole["row"].get("answer")))]
+    return {"sessions": lost, "read": len(sessions)}
 
 
 def question(prompt: list[dict[str, Any]]) -> str:

@@ -121,7 +121,8 @@ def as_data(data: dict[str, Any]) -> str:
 def _data(queries: Queries, places: list[int], filter: str) -> dict[str, Any]:
     rows = [queries.table_row(place) for place in places]
     answers: dict[str, dict[str, Any]] = {"run": {"": queries.answer("run", {})}}
-    answers["overview"] = {"": queries.answer("overview", {})}
+    for name in ("overview", "lost"):
+        answers[name] = {"": queries.answer(name, {})}
     for name, keys in (("trajectory", ("session",)), ("group", ("mode", "step", "k", "group"))):
         answers[name] = {}
         for row in rows:

@@ -68,6 +68,7 @@ class Queries:
             "group": self._group,
             "trajectory": self._trajectory,
             "compare": self._compare,
+            "lost": lambda asked: conversations.lost_answers(self.run, self.columns),
         }
 
     def answer(self, question: str, asked: Parameters) -> dict[str, Any]:

@@ -175,6 +175,16 @@ def test_a_member_that_had_the_answer_is_named(page, queries):
     assert row["session"] in page.url
 
 
+def test_answers_that_were_lost_are_in_the_overview(page, queries):
+    """The run has none: the server's answer gets some."""
+    sessions = [row["session"] for row in queries.run.rows[30:33]]
+    page.route("**/api/lost*", lambda route: route.fulfill(json={"sessions": sessions, "read": 9}))
+    go(page, "overview")
+    page.click(".findings li:has-text('3 conversations') a")
+    page.unroute("**/api/lost*")
+    counted(page, 3)
+
+
 def test_a_token_is_pointed_at_kept_and_left(page, queries):
     row = next(row for row in queries.run.rows if (row["mismatch"] or 0) > 0.3)
     whole = queries.answer("trajectory", {"session": row["session"]})

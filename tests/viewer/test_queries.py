@@ -9,10 +9,12 @@ import statistics
 
 import orjson
 import pytest
-from support.runs import write_run
+from support.runs import REWARDS, write_run
 
 from mt_grpo.errors import UserError
-from mt_grpo.runlog import open_run
+from mt_grpo.runlog import Batch, RunWriter, open_run
+from mt_grpo.token_tree import TokenTree
+from mt_grpo.trajectory import StopReason, Trajectory, Turn
 from mt_grpo.viewer.columns import Columns
 from mt_grpo.viewer.findings import findings
 from mt_grpo.viewer.overview import POINTS, overview
@@ -142,6 +144,27 @@ def test_findings_name_what_is_wrong_and_lead_there(queries):
     )
 
 
+def test_answers_that_were_lost_are_found(tmp_path):
+    folder = write_run(tmp_path / "run", steps=1)
+    queries = Queries(open_run(folder))
+    assert queries.answer("lost", {})["sessions"] == []
+    prompt = [{"role": "user", "content": "What is the capital of Peru?"}]
+    turns = [
+        Turn(0, {"role": "assistant", "content": "<answer>Lima"}, error="The answer is not closed.", num_tokens=2)
+    ]
+    turns.append(Turn(1, {"role": "assistant", "content": "<answer>Paris</answer>"}, num_tokens=1, answer="Paris"))
+    tree = TokenTree()
+    tree.add_turn([1], [2, 3], [-0.1, -0.1])
+    tree.add_turn([1, 2, 3, 4], [5], [-0.1])
+    lost = Trajectory(prompt, turns, tree, "Paris", StopReason.ANSWERED, row={"answer": ["Lima"]}, start=0.0)
+    lost.rewards = {"turn": {"tool_execution": [0.0, None]}, "outcome": {"exact_match": 0.0, "format": 1.0}}
+    writer, batch = RunWriter(folder), Batch("train", 9, 0, 1, [0], [lost], REWARDS)
+    writer.append(writer.write(batch))
+    assert queries.answer("lost", {})["sessions"] == batch.sessions
+    (note,) = queries.answer("group", {"mode": "train", "step": "9", "k": "0", "group": "0"})["notes"]
+    assert (note["member"], note["turn"], note["answer"]) == (1, 1, "Lima")
+
+
 def test_a_run_that_goes_on_is_seen(tmp_path):
     whole, folder = write_run(tmp_path / "whole", steps=3), tmp_path / "run"
     shutil.copytree(whole, folder)
@@ -194,6 +217,6 @@ def test_what_is_not_there_is_said(queries, question, asked, words):
         queries.answer(question, asked)
 
 
-@pytest.mark.parametrize("question", ["run", "overview", "find", "group", "trajectory", "compare"])
+@pytest.mark.parametrize("question", ["run", "overview", "find", "group", "trajectory", "compare", "lost"])
 def test_every_answer_is_json(queries, question):
     json.loads(orjson.dumps(queries.answer(question, {})))

@@ -52,13 +52,14 @@ async function show() {
 }
 
 async function look() {
-  let run
   try {
-    run = await ask('run')
+    await follow(await ask('run'))
   } catch (error) {
-    document.querySelector('#state').textContent = 'not connected'
-    return
+    document.querySelector('#state').textContent = error.message
   }
+}
+
+async function follow(run) {
   document.querySelector('#name').textContent = run.name
   const state = run.seconds === null ? `last written at ${new Date(1000 * run.written).toLocaleTimeString()}` : `finished in ${number(run.seconds, 0)} s`
   document.querySelector('#state').textContent = [`step ${run.steps}`, plural(run.conversations, 'conversation'), state].join(' · ')

@@ -2,9 +2,10 @@
 
 import { ask } from './api.js'
 import { chart, spark } from './charts.js'
-import { h, link, many, nothing, number, percent, short } from './dom.js'
+import { h, link, many, nothing, number, percent, plural, short } from './dom.js'
 
 const FEW = 5
+const MOST_LINKED = 40
 const LEVELS = { bad: 'bad', warn: 'worth a look', ok: 'fine' }
 
 /** Means of the first and of the last steps. */
@@ -21,6 +22,7 @@ export async function overview(main) {
     const view = await ask('overview')
     if (!view.step.length && !view.held_out.length) return main.replaceChildren(nothing('No conversation is written yet.'))
     main.replaceChildren(h('div', { class: 'tiles' }, tiles(view)), h('div', { class: 'charts' }, cards(view)))
+    showLost(main).catch(() => {})  // where the server has ended, the line above says so
   }
   await show()
   return { title: 'Overview', refresh: show }
@@ -105,12 +107,25 @@ function health(view) {
 
 const dot = level => h('span', { class: `dot ${level}`, role: 'img', 'aria-label': LEVELS[level] })
 
+/** Conversations have to be read for this one, so that it comes after the others. */
+async function showLost(main) {
+  const { sessions, read } = await ask('lost')
+  const list = main.querySelector('.findings')
+  if (!sessions.length || !list) return
+  const q = `session=${sessions.slice(0, MOST_LINKED).join(',')}`
+  const fine = [...list.children].find(each => each.querySelector('.dot.ok')) ?? null
+  list.insertBefore(item({ level: 'warn', strong: plural(sessions.length, 'conversation'), label: 'show them', link: { view: 'find', q },
+    text: `of the latest ${read} with a failed call and a wrong answer had the right one in a turn that could not be read.` }), fine)
+}
+
+function item(finding) {
+  const { view, ...parameters } = finding.link ?? {}
+  return h('li', {}, dot(finding.level), h('span', {}, h('b', {}, finding.strong), ' ', finding.text, ' ',
+    finding.link && h('a', { href: link(view, parameters) }, finding.label)))
+}
+
 function lookAt(findings) {
-  const items = findings.map(each => {
-    const { view, ...parameters } = each.link ?? {}
-    return h('li', {}, dot(each.level), h('span', {}, h('b', {}, each.strong), ' ', each.text, ' ',
-      each.link && h('a', { href: link(view, parameters) }, each.label)))
-  })
+  const items = findings.map(item)
   return h('section', { class: 'card' }, h('h3', {}, 'Look at'),
-    items.length ? h('ul', { class: 'findings' }, items) : nothing('Nothing stands out.'))
+    h('ul', { class: 'findings' }, items), h('p', { class: 'dim quiet' }, 'Nothing stands out.'))
 }
