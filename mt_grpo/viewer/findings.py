@@ -65,6 +65,10 @@ def _finding(level: str, strong: str, text: str, label: str = "", **link: Any) -
     return {"level": level, "strong": strong, "text": text, "label": label, "link": link or None}
 
 
+def _conversations(number: int) -> str:
+    return "1 conversation" if number == 1 else f"{number} conversations"
+
+
 def _broken(compared: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     if compared and compared["counts"]["broken"]:
         number, all_ = compared["counts"]["broken"], sum(compared["counts"].values())
@@ -77,7 +81,7 @@ def _failed(columns: Columns) -> Iterator[dict[str, Any]]:
     number = int(columns.where(parse_filter(asked)).sum())
     if number:
         text = "ended because the engine or the environment failed; nothing is learnt from them."
-        yield _finding(BAD, f"{number} conversations", text, "show them", view="find", q=asked)
+        yield _finding(BAD, _conversations(number), text, "show them", view="find", q=asked)
 
 
 def _stops(view: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -123,7 +127,7 @@ def _bursts(view: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
         number = int(columns.where(parse_filter(asked)).sum())
         text = f"engine and trainer differ {values[run].max() / usual:.0f}× as much as usual." if usual else "differ."
         strong = f"Step {first}:" if first == last else f"Steps {first}–{last}:"
-        yield _finding(WARN, strong, text, f"{number} conversations", view="find", q=asked, sort="-mismatch")
+        yield _finding(WARN, strong, text, _conversations(number), view="find", q=asked, sort="-mismatch")
 
 
 def _reward(view: dict[str, Any]) -> Iterator[dict[str, Any]]:

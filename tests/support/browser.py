@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from mt_grpo.viewer.queries import Queries
+from mt_grpo.viewer.server import Server
 
 CHROMIUM = Path("/usr/bin/chromium-headless-shell")
 
@@ -51,3 +55,12 @@ def watched(browser, **options) -> Iterator:
 
 def _is_elsewhere(url: str) -> bool:
     return not url.startswith(("http://127.0.0.1:", "file://", "data:"))
+
+
+@contextmanager
+def serving(queries: Queries) -> Iterator[Server]:
+    """The page of a run, on a free port."""
+    with Server(queries, 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield server
+        server.shutdown()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
-
 import pytest
+from support.browser import serving
 from support.runs import write_run
 
 from mt_grpo.runlog import open_run
 from mt_grpo.viewer.queries import Queries
-from mt_grpo.viewer.server import Server
 
 
 @pytest.fixture(scope="session")
@@ -23,14 +20,6 @@ def queries(run_folder):
     queries = Queries(open_run(run_folder))
     queries.answer("run", {})
     return queries
-
-
-@contextmanager
-def serving(queries):
-    with Server(queries, 0) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        yield server
-        server.shutdown()
 
 
 @pytest.fixture(scope="session")

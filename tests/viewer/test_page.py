@@ -7,12 +7,12 @@ import shutil
 
 import orjson
 import pytest
-from support.browser import missing, open_browser, watched
-from support.runs import HOSTILE, write_run
-from viewer.conftest import serving
+from support.browser import missing, open_browser, serving, watched
+from support.runs import HOSTILE, REWARDS, write_run
 
 from mt_grpo.cli import main
-from mt_grpo.runlog import open_run
+from mt_grpo.runlog import Batch, RunWriter, open_run
+from mt_grpo.trajectory import StopReason, Trajectory
 from mt_grpo.viewer.queries import Queries
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
@@ -235,6 +235,24 @@ def test_hostile_text_stays_text(page, queries):
         assert page.locator("main script, main img").count() == 0
     go(page, f"trajectory?session={row['session']}")
     assert HOSTILE in page.inner_text(".said:not(.prompt)")
+
+
+def test_a_conversation_that_failed_at_once_is_shown(browser, tmp_path):
+    folder = write_run(tmp_path / "run", steps=1)
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "What is <b>it</b>?"}, {"type": "image"}]}]
+    failed = Trajectory(prompt, stop_reason=StopReason.ENGINE_ERROR, error="The engine <i>failed</i>.", start=0.0)
+    writer, batch = RunWriter(folder), Batch("train", 5, 0, 1, [0], [failed], REWARDS)
+    writer.append(writer.write(batch))
+    with serving(Queries(open_run(folder))) as server, watched(browser) as page:
+        page.goto(f"{server.url}#/trajectory?session={batch.sessions[0]}")
+        shown(page, "trajectory")
+        text = page.inner_text("main")
+        assert "What is <b>it</b>?" in text and "[image]" in text and "The engine <i>failed</i>." in text
+        go(page, "group?mode=train&step=5&k=0&group=0")
+        assert "no reward" in page.inner_text("main")
+        go(page, "overview")
+        page.click("text=show them >> nth=0")
+        counted(page, 1)
 
 
 def test_what_is_not_there_is_said(page):

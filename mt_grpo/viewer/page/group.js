@@ -42,7 +42,7 @@ function head(view, chosen, show) {
         step(view.previous, '◀ previous'), ' ', step(view.next, 'next ▶')),
       h('h2', {}, view.question),
       h('p', { class: 'dim' }, view.accepted.length > 0 && ['accepted: ', h('b', { class: 'mono ink' }, view.accepted.join(' · ')), ' · '],
-        `${plural(view.members.length, 'conversation')}, reward ${number(mean)} ± ${number(spread)}, ${plural(answers, 'answer')}`)),
+        `${plural(view.members.length, 'conversation')}, ${rewards.length ? `reward ${number(mean)} ± ${number(spread)}` : 'no reward'}, ${plural(answers, 'answer')}`)),
     h('div', { class: 'choices' }, choice('colour', COLOURS, chosen.colour, set('colour')),
       choice('width', WIDTHS, chosen.width, set('width'))))
 }
