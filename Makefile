@@ -2,17 +2,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-BENCHMARKS := architectures head history methods packing parity prefix_cache rollout step tree_row weight_sync
+BENCHMARKS := architectures head history methods packing parity prefix_cache rollout step tree_row viewer weight_sync
 
 TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
-.PHONY: quickstart test check lint bench server-cpu trl-oldest interop interop-games warm-start clean
+.PHONY: quickstart test check lint bench browser server-cpu trl-oldest interop interop-games warm-start clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
 
-test: lint server-cpu trl-oldest
+test: lint server-cpu trl-oldest browser
 	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --max-worker-restart=0 --cov=mt_grpo.trajectory --cov=mt_grpo.token_tree \
 		--cov=mt_grpo.credit --cov=mt_grpo.rewards --cov-branch --cov-report=term-missing --cov-fail-under=100
 
@@ -71,6 +71,10 @@ server-cpu: .venv-vllm/.installed
 .venv-vllm/.installed: pyproject.toml scripts/install_server_cpu.sh
 	PYTHON=$(PYTHON) scripts/install_server_cpu.sh .venv-vllm
 	touch $@
+
+# A browser for the tests of `mt-grpo view`, where it can be installed.
+browser:
+	scripts/install_browser.sh
 
 warm-start: $(VENV)/.installed
 	$(BIN)/python scripts/warm_start.py

@@ -25,6 +25,7 @@ COMMANDS = {
     "train": ("train an agent", "mt_grpo.cli:train"),
     "rollout": ("show what the agent does on a few prompts; trains nothing", "mt_grpo.cli:rollout"),
     "serve": ("start the vLLM server that the recipe's trainer needs", "mt_grpo.cli:serve"),
+    "view": ("show a run's conversations and their credit in the browser", "mt_grpo.app.view:run"),
     "export": ("write a run's conversations for other programs", "mt_grpo.app.export:run"),
     "doctor": ("tell whether a run can begin and fits, and how long a step takes", "mt_grpo.cli:doctor"),
     "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.shipped:run"),

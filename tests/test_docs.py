@@ -10,6 +10,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from support.models import build_model
 from support.recipes import RECIPES
 from support.registered import keep, keep_estimators
+from support.runs import write_run
 
 from mt_grpo.app import request
 from mt_grpo.app.recipe import parse_recipe
@@ -75,7 +77,8 @@ SERVE = [command for command in starting("mt-grpo") if words(command)[1] == "ser
 LAUNCHED = [each for each in starting("mt-grpo") if "--accelerate_config" in each and words(each)[1] == "train"]
 RUN = [each for each in starting("mt-grpo") if words(each)[1] in SMALL and each not in LAUNCHED]
 DOCTOR = [command for command in starting("mt-grpo") if words(command)[1] == "doctor"]
-QUICK = [command for command in starting("mt-grpo") if words(command)[1] not in (*SMALL, "serve", "doctor")]
+VIEW = [command for command in starting("mt-grpo") if words(command)[1] == "view"]
+QUICK = [command for command in starting("mt-grpo") if words(command)[1] not in (*SMALL, "serve", "doctor", "view")]
 
 
 @pytest.mark.parametrize("command", SERVE)
@@ -124,9 +127,7 @@ def test_benchmark_exists(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", [each for each in starting("mt-grpo") if words(each)[1] in SMALL and each not in LAUNCHED]
-)
+@pytest.mark.parametrize("command", RUN)
 def test_mt_grpo_command_works(command, tmp_path):
     name, *arguments = words(command)[1:]
     arguments += [*shlex.split(SMALL[name]), "--output_dir", str(tmp_path / "run")]
@@ -150,6 +151,23 @@ def test_command_without_a_trainer_works(command, tmp_path):
         [sys.executable, "-m", "mt_grpo", *words(command)[1:]], cwd=tmp_path, capture_output=True, text=True
     )
     assert (run.returncode, run.stderr) == (0, "") and run.stdout
+
+
+@pytest.mark.parametrize("command", VIEW)
+def test_view_command_shows_a_run(command, tmp_path):
+    folder = words(command)[2]
+    write_run(tmp_path / folder, steps=1)
+    arguments = [sys.executable, "-m", "mt_grpo", *words(command)[1:]]
+    arguments += [] if "--export" in command else ["--no_browser"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        said = process.stdout.readline()
+        if "--export" in command:
+            assert process.wait(20) == 0 and (tmp_path / said.split(":")[0]).exists()
+            return
+        with urllib.request.urlopen(said.split(" is at ")[1].split()[0], timeout=5) as page:
+            assert page.status == 200
+        process.terminate()
 
 
 @pytest.mark.parametrize("command", LAUNCHED)

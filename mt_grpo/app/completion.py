@@ -14,15 +14,19 @@ WORD_COMMANDS = {
     "completion": ("bash", "zsh", "fish"),
     "env": (),
     "schema": (),
+    "view": (),
 }
 """The commands that take no recipe, with the words that may follow them."""
 
 COMMANDS = (*OWN_OPTIONS, *WORD_COMMANDS)
 
+VIEW = ("--port", "--no_browser", "--export", "--filter", "--help")
+"""Options of `view`, which takes the folder of a run."""
+
 _BASH = """\
 # Completes mt-grpo in bash: source <(mt-grpo completion bash)
 _mt_grpo() {
-    local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} words="" paths=""
+    local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} words="" paths="" folders=""
     case $COMP_CWORD:${COMP_WORDS[1]}:$previous:$current in
         1:*) words="@COMMANDS@ --help --version" ;;
         *:train:--accelerate_config:* | *:doctor:--accelerate_config:*) words="@CONFIGS@" paths=yes ;;
@@ -32,13 +36,18 @@ _mt_grpo() {
         *:export:*) paths=yes ;;
 @OPTIONS@
         *:train:* | *:rollout:* | *:serve:* | *:doctor:*) paths=yes ;;
+        *:view:*:-*) words="@VIEW@" ;;
+        *:view:*) folders=yes ;;
 @WORDS@
     esac
     COMPREPLY=($(compgen -W "$words" -- "$current"))
+    local IFS=$'\\n'
     if [[ $paths ]]; then
-        local IFS=$'\\n'
+        COMPREPLY+=($(compgen -f -X '!*.yaml' -- "$current"))
+    fi
+    if [[ $paths$folders ]]; then
         compopt -o filenames 2>/dev/null
-        COMPREPLY+=($(compgen -f -X '!*.yaml' -- "$current") $(compgen -d -- "$current"))
+        COMPREPLY+=($(compgen -d -- "$current"))
     fi
 }
 complete -F _mt_grpo mt-grpo
@@ -57,6 +66,8 @@ _mt_grpo() {
         *:export:*) _files ;;
 @OPTIONS@
         *:train:* | *:rollout:* | *:serve:* | *:doctor:*) _files -g '*.yaml' ;;
+        *:view:*:-*) compadd -- @VIEW@ ;;
+        *:view:*) _files -/ ;;
 @WORDS@
     esac
 }
@@ -71,6 +82,7 @@ complete -c mt-grpo -n __fish_use_subcommand -l help
 complete -c mt-grpo -n __fish_use_subcommand -l version
 complete -c mt-grpo -n '__fish_seen_subcommand_from train rollout serve doctor' -a '(__fish_complete_suffix .yaml)'
 complete -c mt-grpo -n '__fish_seen_subcommand_from train doctor' -l accelerate_config -x -a '@CONFIGS@ (__fish_complete_suffix .yaml)'
+complete -c mt-grpo -n '__fish_seen_subcommand_from view' -a '(__fish_complete_directories) @VIEW@'
 complete -c mt-grpo -n '__fish_seen_subcommand_from cp' -a '@RECIPES@'
 complete -c mt-grpo -n '__fish_seen_subcommand_from export' -a '(__fish_complete_directories)'
 complete -c mt-grpo -n '__fish_seen_subcommand_from export' -l to -x -a '@FORMS@'
@@ -116,6 +128,7 @@ def _fill(script: str, options: list[str], words: list[str]) -> str:
         "COMMANDS": " ".join(COMMANDS),
         "CONFIGS": " ".join(accelerate_configs()),
         "RECIPES": " ".join(shipped()),
+        "VIEW": " ".join(VIEW),
         "FORMS": "jsonl dataset trackio openinference",
         "OPTIONS": "\n".join(options),
         "WORDS": "\n".join(words),

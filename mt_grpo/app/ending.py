@@ -62,6 +62,7 @@ def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
     arguments = ["--config", _config(args), "--model_name_or_path", trained, *options]
     if args.use_vllm:
         steps.append(("end the run's vLLM server, and start one of the trained model", _command("serve", *arguments)))
+    steps.append(("see what the agent did, and the credit it got", _command("view", folder)))
     steps.append(("see what the trained agent does", _command("rollout", *arguments)))
     checkpoint = latest_checkpoint(folder)
     if checkpoint is not None:

@@ -167,7 +167,7 @@ def test_wrong_words_are_one_sentence(arguments, message, tmp_path, monkeypatch,
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["recipes", "env", "completion"])
+@pytest.mark.parametrize("command", ["recipes", "env", "completion", "view"])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_each_command_shows_its_usage(command, flag, capsys):
     assert main([command, flag]) == 0

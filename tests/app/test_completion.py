@@ -93,6 +93,7 @@ def test_words_of_the_other_commands_are_completed(complete):
     assert complete("recipes", "cp", "Qwen/g") == ["Qwen/gsm8k.yaml"]
     assert complete("completion", "b") == ["bash"]
     assert complete("env", "") == []
+    assert complete("view", "r") == ["runs"] and complete("view", "runs", "--p") == ["--port"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

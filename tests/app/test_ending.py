@@ -30,7 +30,8 @@ def test_a_finished_run_says_how_to_go_on(recipe, tmp_path, capsys):
     assert main(["train", *recipe(**SAVE, overwrite_output_dir=True)]) == 0
     printed = capsys.readouterr().out
     assert f"{tmp_path}/run/rollouts  (every conversation)" in printed
-    rollout, resume = commands(printed.split("What to do next:")[1], "mt-grpo")
+    view, rollout, resume = commands(printed.split("What to do next:")[1], "mt-grpo")
+    assert view == ["view", f"{tmp_path}/run"]
     assert rollout == f"rollout --config {tmp_path}/run/config.yaml --model_name_or_path {tmp_path}/run".split()
     assert main([*rollout, "--num_prompts", "1"]) == 0
     assert "conversation 1" in capsys.readouterr().out
@@ -44,7 +45,7 @@ def test_an_adapter_is_put_into_its_model_first(recipe, tmp_path, capsys):
     adapter = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"], "do_eval": False}
     assert main(["train", *recipe(**adapter)]) == 0
     printed = capsys.readouterr().out.split("What to do next:")[1]
-    (merge,), (rollout,) = commands(printed, "python"), commands(printed, "mt-grpo")
+    (merge,), (_, rollout) = commands(printed, "python"), commands(printed, "mt-grpo")
     subprocess.run([sys.executable, *merge[1:]], check=True)
     assert (tmp_path / "run" / "merged" / "model.safetensors").exists()
     assert main([*rollout, "--num_prompts", "1"]) == 0
@@ -53,15 +54,15 @@ def test_an_adapter_is_put_into_its_model_first(recipe, tmp_path, capsys):
 def test_a_run_with_a_server_serves_the_trained_model(tmp_path):
     options = {**CPU_RUN, "report_to": ["tensorboard", "trackio"]}
     args = MTGRPOConfig(str(tmp_path), **options, use_vllm=True, weight_sync="lora")
-    served, rolled, board, track = [command for _, command in next_steps(args, adapter=False)]
+    served, _, rolled, board, track = [command for _, command in next_steps(args, adapter=False)]
     model = f"--config {tmp_path}/config.yaml --model_name_or_path {tmp_path} --weight_sync auto"
     assert served.endswith(f" serve {model}") and rolled.endswith(f" rollout {model}")
     assert board == f"tensorboard --logdir {tmp_path}" and track == "trackio show --project huggingface"
 
 
 def test_what_cannot_be_resumed_is_not_said_to_be(tmp_path):
-    ((what, _),) = next_steps(MTGRPOConfig(str(tmp_path), **CPU_RUN), adapter=False)
-    assert what == "see what the trained agent does"
+    (_, view), (what, _) = next_steps(MTGRPOConfig(str(tmp_path), **CPU_RUN), adapter=False)
+    assert view.endswith(f" view {tmp_path}") and what == "see what the trained agent does"
 
 
 # Ctrl-C and SIGTERM

@@ -1,0 +1,194 @@
+"""The index of a run as columns, so that 50,000 conversations are filtered and sorted at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from mt_grpo.imports import did_you_mean
+from mt_grpo.viewer.filters import Condition, FilterError
+
+Row = dict[str, Any]
+"""A conversation in the index, see `mt_grpo.runlog.index`."""
+
+NUMBERS: dict[str, Callable[[Row], float | None]] = {
+    **{name: itemgetter(name) for name in ("step", "k", "group", "turns", "calls", "context", "unique", "forks")},
+    **{name: itemgetter(name) for name in ("seconds", "reward", "right", "mismatch", "entropy", "clipped")},
+    "member": lambda row: row["member"] + 1,
+    "tokens": lambda row: sum(row["tokens"]),
+    "errors": lambda row: sum(row["errors"]),
+}
+"""Columns of numbers, each with where it comes from. Rewards have one each beside them, and groups their spread."""
+
+TEXTS = ("mode", "stop", "prompt", "answer", "error", "session")
+"""Columns of text."""
+
+SPREAD = "spread"
+"""Standard deviation of the reward within the group: 0 where the group teaches nothing."""
+
+REWARD = "rewards/"
+"""Stands before the name of a reward, where that is the name of a column too."""
+
+
+def short_name(reward: str) -> str:
+    """The name of a reward without the endings that say it is one."""
+    return reward.removesuffix("_func").removesuffix("_reward") or reward
+
+
+class Columns:
+    """Conversations in the order in which they were written, by column. Rows may be added and replaced."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.positions: dict[str, int] = {}
+        """Where each session's row is."""
+        self._numbers = {name: np.zeros(0) for name in NUMBERS}
+        self._texts: dict[str, list[str]] = {name: [] for name in TEXTS}
+        self._searched: list[str] = []
+        self._made: dict[str, np.ndarray] = {}
+
+    def put(self, rows: list[Row]) -> None:
+        """Adds rows; one of a session that is there already replaces that."""
+        rows = list({row["session"]: row for row in rows}.values())
+        places = []
+        for row in rows:
+            place = self.positions.setdefault(row["session"], len(self.rows))
+            if place == len(self.rows):
+                self.rows.append(row)
+                for values in (*self._texts.values(), self._searched):
+                    values.append("")
+            self.rows[place] = row
+            places.append(place)
+            for name in TEXTS:
+                self._texts[name][place] = row[name] or ""
+            self._searched[place] = f"{row['prompt']}\n{row['answer'] or ''}".casefold()
+        names = {REWARD + name: None for row in rows for name in row["rewards"]}
+        for name in {**dict.fromkeys(NUMBERS), **self._numbers, **names}:
+            get = NUMBERS.get(name)
+            key = name.removeprefix(REWARD)
+            values = [row["rewards"].get(key) if get is None else get(row) for row in rows]
+            column = np.full(len(self.rows), np.nan)
+            old = self._numbers.get(name, column[:0])
+            column[: len(old)] = old
+            column[places] = np.array([np.nan if value is None else value for value in values], dtype=float)
+            self._numbers[name] = column
+        self._made.clear()
+
+    @property
+    def rewards(self) -> list[str]:
+        """Names of the rewards that any row has."""
+        return [name.removeprefix(REWARD) for name in self._numbers if name.startswith(REWARD)]
+
+    def numbers(self, name: str) -> np.ndarray:
+        """A column of numbers, NaN where there is none; of the shape `(rows,)`."""
+        if name != SPREAD:
+            return self._numbers[name]
+        if name not in self._made:
+            self._made[name] = self._spread()
+        return self._made[name]
+
+    def texts(self, name: str) -> np.ndarray:
+        """A column of text as the rank of each value among the sorted values; of the shape `(rows,)`."""
+        if name not in self._made:
+            texts = self._texts[name]
+            ranks = {text: rank for rank, text in enumerate(sorted(set(texts)))}
+            self._made[name] = np.fromiter(map(ranks.__getitem__, texts), np.int64, len(texts))
+        return self._made[name]
+
+    def is_text(self, name: str, value: str) -> np.ndarray:
+        """Whether a column of text has this value; of the shape `(rows,)`, of bool."""
+        return np.fromiter((text == value for text in self._texts[name]), bool, len(self.rows))
+
+    @property
+    def groups(self) -> np.ndarray:
+        """A whole number per row, the same for the members of a group, and growing as groups are sampled."""
+        if "groups" not in self._made:
+            key = np.zeros(len(self.rows), np.int64)
+            parts = [self.texts("mode"), *map(self.numbers, ("step", "k", "group"))]
+            for part in parts:
+                key = key * (int(part.max(initial=0)) + 1) + part.astype(np.int64)
+            self._made["groups"] = key
+        return self._made["groups"]
+
+    def resolve(self, name: str) -> str:
+        """
+        The column that a name in a filter means; rewards may be written short.
+
+        Raises:
+            FilterError: If there is none.
+        """
+        if name in NUMBERS or name in TEXTS or name in self._numbers or name == SPREAD:
+            return name
+        for known in self.rewards:
+            if name in (known, short_name(known)):
+                return REWARD + known
+        known = [*NUMBERS, SPREAD, *TEXTS, *map(short_name, self.rewards)]
+        near = did_you_mean(name, known)
+        raise FilterError(f"There is no column {name!r}{near or ': there are ' + ', '.join(known)}.")
+
+    def where(self, conditions: list[Condition]) -> np.ndarray:
+        """
+        Which rows fulfil all conditions.
+
+        Returns:
+            `np.ndarray` of shape `(rows,)`, of bool.
+
+        Raises:
+            FilterError: For a column that is not there, or a comparison that makes no sense for it.
+        """
+        mask = np.ones(len(self.rows), dtype=bool)
+        for condition in conditions:
+            mask &= self._holds(condition)
+        return mask
+
+    def order(self, places: np.ndarray, name: str, descending: bool) -> np.ndarray:
+        """Sorts rows by a column, rows without a value last, and equal ones as they were written."""
+        name = self.resolve(name)
+        values = self.texts(name)[places].astype(float) if name in TEXTS else self.numbers(name)[places]
+        return places[np.argsort(-values if descending else values, kind="stable")]
+
+    def _holds(self, condition: Condition) -> np.ndarray:
+        if not condition.name:
+            wanted = condition.value.casefold()
+            return np.fromiter((wanted in text for text in self._searched), bool, len(self.rows))
+        name = self.resolve(condition.name)
+        if name in TEXTS:
+            return self._is_text(name, condition)
+        values = self.numbers(name)
+        try:
+            asked = [float(part) for part in condition.value.split(",")]
+        except ValueError:
+            raise FilterError(f"`{condition.written}` compares with no number: {condition.name} is one.") from None
+        if condition.sign in ("=", "!="):
+            equal = np.isclose(values[:, None], np.array(asked), rtol=1e-6, atol=1e-9).any(axis=1)
+            return equal if condition.sign == "=" else ~equal & ~np.isnan(values)
+        if len(asked) > 1:
+            raise FilterError(f"`{condition.written}` compares with several numbers: give one.")
+        compare = {"<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal}[condition.sign]
+        return compare(values, asked[0])
+
+    def _is_text(self, name: str, condition: Condition) -> np.ndarray:
+        if condition.sign not in ("=", "!="):
+            raise FilterError(f"`{condition.written}` makes no sense: {name} is text, compare it with `=` or `!=`.")
+        values = {part.strip().casefold() for part in condition.value.split(",")}
+        whole = condition.value.casefold()
+        texts = self._texts[name]
+        equal = np.fromiter(((low := text.casefold()) in values or low == whole for text in texts), bool, len(texts))
+        return equal if condition.sign == "=" else ~equal
+
+    def _spread(self) -> np.ndarray:
+        if not self.rows:
+            return np.zeros(0)
+        groups = np.unique(self.groups, return_inverse=True)[1]
+        reward = self.numbers("reward")
+        there = ~np.isnan(reward)
+        count = np.bincount(groups, there)
+        total = np.bincount(groups, np.where(there, reward, 0.0))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = total / count
+            square = np.bincount(groups, np.where(there, (reward - mean[groups]) ** 2, 0.0))
+            spread = np.sqrt(square / count)
+        return np.where(spread < 1e-9, 0.0, spread)[groups]

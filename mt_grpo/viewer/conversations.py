@@ -1,0 +1,224 @@
+"""Conversations for the page: one token by token, and the members of a group side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mt_grpo.errors import UserError
+from mt_grpo.runlog import Run
+from mt_grpo.viewer.columns import Columns, short_name
+from mt_grpo.viewer.filters import parse_filter
+
+MOST_READ = 200
+"""Conversations that are read to find answers that were lost."""
+
+LABEL = 80
+"""Characters of a turn's label."""
+
+
+def trajectory(run: Run, columns: Columns, session: str) -> dict[str, Any]:
+    """
+    One conversation, as `Run.trajectory` has it, with what the page shows beside it.
+
+    Returns:
+        `dict`: As `Run.trajectory`, and `question`, `accepted` (the column `answer` of the dataset's row), `group`:
+        the mean reward, the sessions of all members, and the key of the group.
+
+    Raises:
+        UserError: If there is no such conversation.
+    """
+    whole = run.trajectory(session)
+    row = columns.rows[columns.positions[session]]
+    members = [columns.rows[place] for place in _members(columns, row["mode"], row["step"], row["k"], row["group"])]
+    rewards = [member["reward"] for member in members if member["reward"] is not None]
+    accepted = whole.pop("row").get("answer")
+    return {
+        **whole,
+        "question": question(whole["prompt"]),
+        "accepted": _accepted(accepted),
+        "group": {
+            "mean": float(np.mean(rewards)) if rewards else None,
+            "sessions": [member["session"] for member in members],
+            **{name: row[name] for name in ("mode", "step", "k", "group")},
+        },
+        "short": {name: short_name(name) for kind in whole["rewards"].values() for name in kind},
+    }
+
+
+def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int) -> dict[str, Any]:
+    """
+    The conversations that answer one prompt, the best first.
+
+    Args:
+        run (`Run`): The run.
+        columns (`Columns`): Its conversations.
+        mode, step, k, number: The key of the group.
+
+    Returns:
+        `dict`: `question`, `accepted`, `members`, `previous` and `next` (keys of the neighbouring groups, or `None`),
+        `number` and `of` (its place among the groups of its step), `rewards` (names in the order of the columns, and
+        the largest value of each), `notes`. A member has its row of the index, and `turns`, each with `label`,
+        `text`, `tokens`, `seconds`, `advantage`, `reward`, `entropy`, `error`, and `reply`: what the environment did
+        until the next turn, as `tokens`, `seconds`, `error` and `text`.
+
+    Raises:
+        UserError: If there is no such group.
+    """
+    places = _members(columns, mode, step, k, number)
+    if not len(places):
+        raise UserError(f"There is no group {number} of step {step} ({mode}, batch {k}).")
+    wholes = [run.trajectory(columns.rows[place]["session"]) for place in places]
+    wholes.sort(
+        key=lambda whole: -np.inf if whole["index"]["reward"] is None else whole["index"]["reward"], reverse=True
+    )
+    accepted = _accepted(wholes[0]["row"].get("answer"))
+    keys, firsts = np.unique(columns.groups, return_index=True)
+    first = columns.rows[places[0]]
+    at = int(np.searchsorted(keys, columns.groups[places[0]]))
+    keys = [_key(columns.rows[place]) for place in firsts.tolist()]
+    here = [key for key in keys if (key["mode"], key["step"]) == (mode, step)]
+    around = [keys[place] if 0 <= place < len(keys) else None for place in (at - 1, at + 1)]
+    around = [key if key and key["mode"] == mode else None for key in around]
+    names = sorted({name for whole in wholes for name in whole["index"]["rewards"]}, key=_order(wholes[0]))
+    return {
+        "key": _key(first),
+        "question": question(wholes[0]["prompt"]),
+        "accepted": accepted,
+        "number": here.index(_key(first)) + 1,
+        "of": len(here),
+        "previous": around[0],
+        "next": around[1],
+        "rewards": [{"name": name, "short": short_name(name), "largest": _largest(columns, name)} for name in names],
+        "members": [{"row": whole["index"], "turns": _turns(whole)} for whole in wholes],
+        "notes": [note for whole in wholes for note in _notes(whole, accepted)],
+    }
+
+
+def lost_answers(run: Run, columns: Columns) -> dict[str, Any]:
+    """
+    Training conversations that had the right answer in a turn that could not be read, and ended with another one. The
+    latest `MOST_READ` that may be such are read.
+
+    Returns:
+        `dict`: `sessions`, and `read`, how many were read.
+    """
+    places = np.flatnonzero(columns.where(parse_filter("mode=train right=0 errors>0")))[-MOST_READ:]
+    sessions = [columns.rows[place]["session"] for place in places]
+    wholes = map(run.trajectory, sessions)
+    lost = [whole["index"]["session"] for whole in wholes if _notes(whole, _accepted(whole["row"].get("answer")))]
+    return {"sessions": lost, "read": len(sessions)}
+
+
+def question(prompt: list[dict[str, Any]]) -> str:
+    """The last message of the user in a prompt, or its last message."""
+    asked = [message for message in prompt if message["role"] == "user"] or prompt
+    return text_of(asked[-1]) if asked else ""
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """The words of a message; of content in parts, those of its text."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
+
+
+def _members(columns: Columns, mode: str, step: int, k: int, number: int) -> np.ndarray:
+    mask = columns.numbers("step") == step
+    mask &= (columns.numbers("k") == k) & (columns.numbers("group") == number) & columns.is_text("mode", mode)
+    places = np.flatnonzero(mask)
+    return places[np.argsort(columns.numbers("member")[places], kind="stable")]
+
+
+def _key(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("mode", "step", "k", "group")}
+
+
+def _order(whole: dict[str, Any]):
+    """Turn rewards first, each kind as the run has them."""
+    names = [name for kind in ("turn", "outcome") for name in whole["rewards"].get(kind, {})]
+    return lambda name: (names.index(name) if name in names else len(names), name)
+
+
+def _largest(columns: Columns, name: str) -> float:
+    values = columns.numbers(f"rewards/{name}")
+    return float(np.nanmax(values, initial=0.0))
+
+
+def _accepted(answer: Any) -> list[str]:
+    """The right answers as the dataset has them."""
+    if answer is None:
+        return []
+    return [
+        each if isinstance(each, str) else str(each) for each in (answer if isinstance(answer, list) else [answer])
+    ]
+
+
+def _turns(whole: dict[str, Any]) -> list[dict[str, Any]]:
+    turns, tokens = whole["turns"], whole["tokens"]
+    entropies: dict[int, list[float]] = {}
+    for turn, entropy in zip(tokens["turn"], tokens["entropies"], strict=True):
+        if turn >= 0 and entropy is not None:
+            entropies.setdefault(turn, []).append(entropy)
+    shown = []
+    for number, turn in enumerate(turns):
+        after = turns[number + 1] if number + 1 < len(turns) else None
+        known = entropies.get(number)
+        shown.append(
+            {
+                "label": label(turn, last=after is None),
+                "text": text_of(turn["message"]),
+                "tokens": turn["num_tokens"],
+                "seconds": turn["seconds"],
+                "advantage": turn["advantage"],
+                "reward": whole["index"]["turn_rewards"][number],
+                "entropy": float(np.mean(known)) if known else None,
+                "error": turn["error"],
+                "reply": _reply(turn, after),
+            }
+        )
+    return shown
+
+
+def label(turn: dict[str, Any], last: bool) -> str:
+    """A turn in a few words: what its call was given, or what it was."""
+    for call in turn["tool_calls"]:
+        words = next((value for value in call["arguments"].values() if isinstance(value, str) and value), call["name"])
+        return words[:LABEL]
+    if turn["error"] is not None:
+        return "malformed"
+    return "answer" if last or turn["answer"] is not None else "message"
+
+
+def _reply(turn: dict[str, Any], after: dict[str, Any] | None) -> dict[str, Any] | None:
+    if not turn["replies"]:
+        return None
+    errors = [call["error"] for call in turn["tool_calls"] if call["error"] is not None]
+    return {
+        "tokens": after["observation_length"] if after else 0,
+        "seconds": max((call["seconds"] for call in turn["tool_calls"]), default=0.0),
+        "error": turn["error"] or next(iter(errors), None),
+        "text": "\n".join(text_of(message) for message in turn["replies"]),
+    }
+
+
+def _notes(whole: dict[str, Any], accepted: list[str]) -> list[dict[str, Any]]:
+    """A member that had the right answer in a turn that could not be read, and ended with another one."""
+    right = whole["index"]["right"]
+    if right is None or right or not accepted:
+        return []
+    for turn in whole["turns"]:
+        words = text_of(turn["message"]).casefold()
+        found = next((answer for answer in accepted if answer and answer.casefold() in words), None)
+        if turn["error"] is not None and found:
+            return [
+                {
+                    "session": whole["index"]["session"],
+                    "member": whole["index"]["member"] + 1,
+                    "turn": turn["index"] + 1,
+                    "answer": found,
+                }
+            ]
+    return []

@@ -1,0 +1,46 @@
+// Questions to the server; in an exported file, to the data inside it.
+
+const inside = document.getElementById('data')
+const data = inside ? JSON.parse(inside.textContent) : null
+
+/** Whether the page is an exported file: what it has of the run, or null. */
+export const exported = data && { filter: data.filter, conversations: data.rows.length }
+
+/** The answer to a question; throws an Error whose message is a sentence for people. */
+export async function ask(question, parameters = {}) {
+  const known = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== '')
+  if (data) return fromFile(question, Object.fromEntries(known))
+  let response
+  try {
+    response = await fetch(`api/${question}?${new URLSearchParams(known)}`)
+  } catch {
+    throw new Error('`mt-grpo view` does not answer: it has ended, or its machine cannot be reached.')
+  }
+  const answer = await response.json().catch(() => ({ error: `The server failed (status ${response.status}).` }))
+  if (!response.ok) throw new Error(answer.error)
+  return answer
+}
+
+function fromFile(question, asked) {
+  if (question === 'find') return findInFile(asked)
+  const keys = { group: ['mode', 'step', 'k', 'group'], trajectory: ['session'], compare: ['from', 'to'] }[question] ?? []
+  const key = keys.map(name => asked[name] ?? '').join(' ').trim()
+  const answers = data.answers[question] ?? {}
+  const answer = key in answers ? answers[key] : key ? undefined : Object.values(answers)[0]
+  if (!answer) throw new Error('This is not in the exported file: its filter leaves it out.')
+  if (answer.error) throw new Error(answer.error)
+  return answer
+}
+
+/** The rows of the file, sorted; its filter was fixed when it was written. */
+function findInFile(asked) {
+  const rows = data.rows.slice()
+  const name = (asked.sort ?? '').replace(/^-/, '')
+  const sign = (asked.sort ?? '').startsWith('-') ? -1 : 1
+  if (name) {
+    const missing = row => row[name] === null || row[name] === undefined
+    rows.sort((a, b) => missing(a) - missing(b) || (missing(a) ? 0 : sign * (a[name] < b[name] ? -1 : +(a[name] > b[name]))))
+  }
+  const offset = +(asked.offset ?? 0)
+  return { total: data.total, matched: rows.length, offset, rows: rows.slice(offset, offset + +(asked.limit ?? 100)) }
+}

@@ -1,0 +1,131 @@
+// The run at a glance.
+
+import { ask } from './api.js'
+import { chart, spark } from './charts.js'
+import { h, link, many, nothing, number, percent, plural, short } from './dom.js'
+
+const FEW = 5
+const MOST_LINKED = 40
+const LEVELS = { bad: 'bad', warn: 'worth a look', ok: 'fine' }
+
+/** Means of the first and of the last steps. */
+function ends(values) {
+  const known = values.filter(value => value !== null)
+  if (!known.length) return null
+  const few = Math.max(1, Math.min(FEW, Math.floor(known.length / 3)))
+  const mean = part => part.reduce((a, b) => a + b, 0) / part.length
+  return { first: mean(known.slice(0, few)), last: mean(known.slice(-few)), few }
+}
+
+export async function overview(main) {
+  const show = async () => {
+    const view = await ask('overview')
+    if (!view.step.length && !view.held_out.length) return main.replaceChildren(nothing('No conversation is written yet.'))
+    main.replaceChildren(h('div', { class: 'tiles' }, tiles(view)), h('div', { class: 'charts' }, cards(view)))
+    showLost(main).catch(() => {})  // where the server has ended, the line above says so
+  }
+  await show()
+  return { title: 'Overview', refresh: show }
+}
+
+function tile(name, value, note, change = null) {
+  const kind = change > 0 ? 'up' : 'down'
+  return h('div', { class: 'card tile' }, h('small', {}, name), h('b', {}, value),
+    h('small', {}, change ? h('span', { class: kind }, `${change > 0 ? '▲' : '▼'} ${number(Math.abs(change))} `) : null, note))
+}
+
+function tiles(view) {
+  const found = []
+  const reward = ends(view.reward)
+  if (reward) {
+    const where = reward.few === 1 ? 'last step' : `last ${reward.few} steps`
+    found.push(tile(`reward, ${where}`, number(reward.last), `from ${number(reward.first)}`, reward.last - reward.first))
+  }
+  const [before, after] = [view.held_out[0], view.held_out.at(-1)]
+  if (after?.right !== null && after?.right !== undefined) {
+    const more = view.held_out.length > 1
+    found.push(tile(`right, ${after.questions.toLocaleString('en')} held-out`, number(after.right),
+      more ? `from ${number(before.right)}` : `at step ${after.step}`, more ? after.right - before.right : null))
+  }
+  const turns = ends(view.turns)
+  if (turns) found.push(tile('turns per conversation', number(turns.last, 1), `${number(turns.first, 1)} at first`))
+  const dead = view.health['groups without signal'].filter(value => value !== null)
+  if (dead.length) {
+    const some = dead.filter(value => value > 0).length
+    found.push(tile('groups without signal', percent(dead.at(-1)),
+      some ? `at most ${percent(Math.max(...dead))}, in ${some} of ${dead.length} steps` : 'at no step'))
+  }
+  const parts = Object.entries(view.time).filter(([name]) => name !== 'step').map(([, values]) => total(values))
+  const seconds = total(parts)
+  if (seconds) {
+    found.push(tile('seconds per step', number(seconds / view.time.step.length), `${percent(parts[0] / seconds)} of it sampling`))
+  }
+  if (view.tokens.tokens) {
+    found.push(tile('trained tokens', many(view.tokens.tokens), `of ${many(view.tokens.unique)} computed`))
+  }
+  return found
+}
+
+const total = values => values.reduce((a, b) => a + (b ?? 0), 0)
+
+function cards(view) {
+  const found = []
+  const steps = view.step
+  if (steps.length) {
+    const points = view.held_out.filter(each => each.reward !== null).map(each => [each.step, each.reward])
+    found.push(chart('Reward', points.length ? '○ held-out' : '', { steps, curves: [['training batch', view.reward]], points }))
+    found.push(chart('Reward components', 'unweighted', { steps, curves: Object.entries(view.rewards) }))
+    const stops = Object.entries(view.stops)
+    const early = stops.length ? steps.map((_, i) => total(stops.map(([, shares]) => shares[i]))) : [0]
+    const words = `${percent(early[0])} at step ${steps[0]}, ${percent(early.at(-1))} at step ${steps.at(-1)}`
+    found.push(chart('Cut off or failed', words, { steps, curves: stops, stacked: true,
+      text: x => percent(x, 1), top: stops.length ? null : 0.1 }))
+  }
+  if (view.time.step.length) {
+    const { step, ...parts } = view.time
+    found.push(chart('Where a step’s time goes, s', '', { steps: step, stacked: true, curves: Object.entries(parts)
+      .map(([name, values]) => [name === 'sync' ? 'weight sync' : name, values]) }))
+  }
+  found.push(health(view), lookAt(view.findings))
+  return found
+}
+
+function health(view) {
+  const rows = Object.entries(view.health).map(([name, values]) => {
+    const last = values.findLast(value => value !== null)
+    const limit = view.limits[name]
+    const odd = last !== undefined && limit !== undefined && (name === 'entropy' ? last < limit : last > limit)
+    const share = /groups|clipped|failed/.test(name)
+    const value = last === undefined ? '–' : share ? percent(last, last && last < 0.1 ? 1 : 0) : short(last)
+    const unit = { entropy: ', nats', 'engine − trainer': ', nats' }[name] ?? ''
+    return h('tr', {}, h('th', { scope: 'row' }, dot(odd ? 'warn' : 'ok'), name + unit),
+      h('td', {}, last !== undefined && spark(values, limit, `${name}, at the end ${value}`)), h('td', {}, h('b', {}, value)))
+  })
+  return h('section', { class: 'card' }, h('h3', {}, 'Health', h('span', { class: 'dim' }, ' · dashed: where to look')),
+    h('table', { class: 'health' }, h('tbody', {}, rows)))
+}
+
+const dot = level => h('span', { class: `dot ${level}`, role: 'img', 'aria-label': LEVELS[level] })
+
+/** Conversations have to be read for this one, so that it comes after the others. */
+async function showLost(main) {
+  const { sessions, read } = await ask('lost')
+  const list = main.querySelector('.findings')
+  if (!sessions.length || !list) return
+  const q = `session=${sessions.slice(0, MOST_LINKED).join(',')}`
+  const fine = [...list.children].find(each => each.querySelector('.dot.ok')) ?? null
+  list.insertBefore(item({ level: 'warn', strong: plural(sessions.length, 'conversation'), label: 'show them', link: { view: 'find', q },
+    text: `of the latest ${read} with a failed call and a wrong answer had the right one in a turn that could not be read.` }), fine)
+}
+
+function item(finding) {
+  const { view, ...parameters } = finding.link ?? {}
+  return h('li', {}, dot(finding.level), h('span', {}, h('b', {}, finding.strong), ' ', finding.text, ' ',
+    finding.link && h('a', { href: link(view, parameters) }, finding.label)))
+}
+
+function lookAt(findings) {
+  const items = findings.map(item)
+  return h('section', { class: 'card' }, h('h3', {}, 'Look at'),
+    h('ul', { class: 'findings' }, items), h('p', { class: 'dim quiet' }, 'Nothing stands out.'))
+}

@@ -1,0 +1,164 @@
+// One conversation: its token tree, its turns with every token shaded, and a card for the token that is pointed at.
+
+import { ask } from './api.js'
+import { chip, choice, facts, groupLink, h, link, number, signed } from './dom.js'
+import { large, shadesOf } from './shades.js'
+import { treeCard } from './tree.js'
+import { placesByTurn, promptCard, turnCard } from './turns.js'
+
+const NAMES = ['advantage', 'log-prob', 'engine − trainer', 'ratio', 'entropy']
+
+export async function trajectory(main, asked) {
+  const whole = await ask('trajectory', { session: asked.get('session') })
+  const shades = shadesOf(whole.tokens, whole.updates)
+  const places = placesByTurn(whole)
+  const spans = []
+  const state = { shade: NAMES.includes(asked.get('shade')) ? asked.get('shade') : 'advantage', at: null, pinned: false }
+  const tokenCard = h('section', { class: 'card' })
+  const bar = h('div', { class: 'choices' })
+  const session = whole.index.session
+
+  const paint = () => {
+    const shade = shades[state.shade]
+    performance.mark('shade')
+    for (const turn of places) {
+      for (const i of turn) {
+        const kind = shade.shade(shade.values[i])
+        if (spans[i].className !== kind) spans[i].className = kind
+      }
+    }
+    if (state.at !== null) spans[state.at].classList.add('at')
+    bar.replaceChildren(choice('shade tokens by', NAMES.map(name => [name, name]), state.shade, name => {
+      state.shade = name
+      history.replaceState(null, '', link('trajectory', { session, shade: name === 'advantage' ? '' : name }))
+      paint()
+    }), legend(shade))
+  }
+  const point = (i, pinned) => {
+    if (state.at !== null) spans[state.at].classList.remove('at')
+    state.at = i
+    state.pinned = pinned
+    if (i !== null) spans[i].classList.add('at')
+    tokenCard.setAttribute('aria-live', pinned ? 'polite' : 'off')
+    tokenCard.replaceChildren(...ofToken(whole, shades, i, state.pinned))
+  }
+  const jump = direction => {
+    const stops = large(shades[state.shade], places.flat())
+    const from = state.at ?? (direction > 0 ? -1 : Infinity)
+    const next = direction > 0 ? stops.find(i => i > from) ?? stops[0] : stops.findLast(i => i < from) ?? stops.at(-1)
+    if (next === undefined) return
+    point(next, true)
+    spans[next].scrollIntoView({ block: 'center' })
+  }
+  const go = number => {
+    const card = main.querySelector(`#turn-${number + 1}`)
+    card.scrollIntoView({ block: 'start' })
+  }
+
+  const cards = h('div', { class: 'talk' }, promptCard(whole), whole.turns.map((_, n) => turnCard(whole, n, places[n], spans)),
+    whole.error && h('div', { class: 'said wrong' }, whole.error))
+  cards.addEventListener('mouseover', event => {
+    const i = event.target.closest('.tokens span')?.place
+    if (i !== undefined && !state.pinned) point(i, false)
+  })
+  cards.addEventListener('click', event => {
+    const i = event.target.closest('.tokens span')?.place
+    if (i !== undefined) point(i, !(state.pinned && state.at === i))
+  })
+  main.replaceChildren(head(whole, bar), treeCard(whole, go), h('div', { class: 'reading' },
+    h('aside', {}, outcome(whole), tokenCard, turnList(whole, go)), cards))
+  point(null, false)
+  paint()
+  const refresh = async () => {
+    const now = await ask('trajectory', { session })
+    if (JSON.stringify(now.index) !== JSON.stringify(whole.index)) dispatchEvent(new Event('hashchange'))
+  }
+  return { title: session, refresh, keys: {
+    n: () => jump(1), p: () => jump(-1), Escape: () => point(null, false),
+    ArrowRight: () => step(1), ArrowLeft: () => step(-1) } }
+
+  function step(by) {
+    const all = places.flat()
+    const next = all[all.indexOf(state.at) + by]
+    if (state.at !== null && next !== undefined) point(next, true)
+  }
+}
+
+function head(whole, bar) {
+  const { sessions } = whole.group
+  const here = sessions.indexOf(whole.index.session)
+  const other = (n, text) => sessions[n] && h('a', { href: link('trajectory', { session: sessions[n] }) }, text)
+  return h('div', { class: 'bar' }, h('div', { class: 'words' },
+    h('p', { class: 'dim' }, `${whole.index.session} · member ${whole.index.member + 1} of ${sessions.length} · `,
+      h('a', { href: groupLink(whole.group) }, '◀ group'), ' ', other(here - 1, 'previous'), ' ', other(here + 1, 'next')),
+    h('h2', {}, whole.question)), bar)
+}
+
+function legend(shade) {
+  if (shade.empty) return h('span', { class: 'dim' }, shade.missing)
+  return h('span', { class: 'scale' }, shade.ends[0], h('span', { class: `ramp ${shade.kind}` }), shade.ends[1])
+}
+
+function outcome(whole) {
+  const { index, rewards, short: names } = whole
+  const each = Object.entries(rewards.outcome ?? {}).map(([name, value]) => [names[name].replaceAll('_', ' '), number(value)])
+  const turns = Object.entries(rewards.turn ?? {}).map(([name, values]) =>
+    [names[name].replaceAll('_', ' '), h('span', { title: `per turn: ${values.map(value => number(value)).join('  ')}` }, number(index.rewards[name]))])
+  const mean = whole.group.sessions.length > 1 ? ` (group ${number(whole.group.mean)})` : ''
+  return h('section', { class: 'card' }, h('h3', {}, 'Outcome'), facts([
+    ['reward', h('span', { class: 'fit' }, h('b', {}, number(index.reward)), mean), 'ink'],
+    ['stop', chip(whole.stop_reason), 'ink'],
+    ['answer', h('span', { class: 'mono' }, whole.answer ?? '–'), 'ink'],
+    whole.accepted.length > 0 && ['accepted', h('span', { class: 'mono' }, whole.accepted.join(' · ')), 'ink'],
+    ...each,
+    ...turns,
+    ['seconds', number(whole.seconds)],
+    whole.render_mismatch && ['tokenised otherwise', whole.render_mismatch],
+  ]))
+}
+
+function turnList(whole, go) {
+  return h('section', { class: 'card' }, h('h3', {}, 'Turns'), h('table', { class: 'facts' }, h('tbody', {}, whole.turns.map((turn, n) => {
+    const call = turn.tool_calls[0]
+    const first = call && Object.values(call.arguments).find(value => typeof value === 'string')
+    const what = call ? [call.name, ' ', h('span', { class: 'dim' }, first ?? '')]
+      : turn.error !== null ? h('span', { class: 'problem' }, 'malformed') : n + 1 === whole.turns.length ? 'answer' : 'message'
+    const side = turn.advantage > 0 ? 'above' : turn.advantage < 0 ? 'below' : ''
+    return h('tr', {}, h('th', { scope: 'row' }, h('button', { type: 'button', class: 'as-link', onclick: () => go(n) }, String(n + 1)), ' ', what),
+      h('td', { class: 'fit' }, h('b', { class: side }, signed(turn.advantage))))
+  }))))
+}
+
+function ofToken(whole, shades, i, pinned) {
+  const title = h('h3', {}, 'Token', h('span', { class: 'dim' }, pinned ? ' · kept; Esc lets go' : ''))
+  if (i === null) {
+    return [title, h('p', { class: 'dim' }, 'Point at one. A click keeps it; ', h('kbd', {}, 'n'), ' and ', h('kbd', {}, 'p'),
+      ' go to the next with a large value.')]
+  }
+  const { tokens, updates, nodes } = whole
+  const update = updates.at(-1)
+  const depth = depthOf(nodes, i)
+  const clipped = update?.clipped[i] ? ' · clipped' : ''
+  const rows = [
+    ['text', h('span', { class: 'mono' }, tokens.texts ? JSON.stringify(tokens.texts[i]) : '–')],
+    ['id · position', `${tokens.ids[i]} · ${depth}, turn ${tokens.turn[i] + 1}`],
+    ['advantage', h('b', {}, signed(tokens.advantages[i]))],
+    ['log-prob, engine', number(tokens.logprobs[i], 4)],
+    ['log-prob, trainer', number(tokens.trainer[i], 4)],
+    ['engine − trainer', signed(shades['engine − trainer'].values[i], 4)],
+    ['ratio new / old', update ? number(update.ratios[i], 3) + clipped : '–'],
+    ['entropy', number(tokens.entropies[i], 3)],
+  ]
+  return [title, facts(rows)]
+}
+
+/** How many tokens the model had before this one. */
+function depthOf(nodes, i) {
+  let place = nodes.findIndex(node => node.begin <= i && i < node.end)
+  let depth = i - nodes[place].begin
+  while (nodes[place].parent >= 0) {
+    place = nodes[place].parent
+    depth += nodes[place].end - nodes[place].begin
+  }
+  return depth
+}

@@ -1,0 +1,79 @@
+// A conversation as cards: what the model wrote, token by token, and what it was answered.
+
+import { h, number, plural, signed } from './dom.js'
+
+/** Places of the tokens of each turn in the list of all tokens. */
+export function placesByTurn(whole) {
+  const places = whole.turns.map(() => [])
+  whole.tokens.turn.forEach((turn, i) => { if (turn >= 0) places[turn].push(i) })
+  return places
+}
+
+/** What stands before the first turn. */
+export function promptCard(whole) {
+  return h('div', { class: 'said prompt' }, whole.prompt.map(message =>
+    h('p', {}, h('b', {}, message.role), ' ', words(message))))
+}
+
+/** The card of a turn, and what followed it; `spans` gets the element of each token. */
+export function turnCard(whole, number_, places, spans) {
+  const turn = whole.turns[number_]
+  const advantage = whole.index.mode === 'eval' ? null : turn.advantage  // nothing is trained there
+  const side = advantage === null || advantage === undefined ? '' : advantage > 0 ? 'above' : advantage < 0 ? 'below' : ''
+  const reward = whole.index.turn_rewards[number_]
+  const bit = (name, value) => h('span', {}, name + ' ', h('b', {}, value))
+  const head = h('h4', {}, h('b', {}, `turn ${number_ + 1}`),
+    side || advantage === 0 ? bit('advantage', signed(advantage)) : null,
+    h('span', { title: byName(whole, number_) }, 'turn reward ', h('b', {}, number(reward))),
+    h('span', {}, `${plural(turn.num_tokens, 'token')} after ${turn.context_length.toLocaleString('en')}`),
+    h('span', {}, `${number(turn.seconds)} s`),
+    turn.finish_reason === 'length' && h('span', { class: 'chip cut' }, 'length'),
+    turn.fork_cause && h('span', { class: 'chip cut', title: 'why its context does not extend the one before' }, turn.fork_cause),
+    turn.weight_version !== null && h('span', { class: 'right-end' }, `weights of step ${turn.weight_version}`))
+  return [h('article', { class: `turn ${side}`, id: `turn-${number_ + 1}`, 'aria-label': `turn ${number_ + 1}` },
+    head, text(whole, turn, places, spans)), reply(turn)]
+}
+
+/** The turn rewards of a turn, unweighted. */
+const byName = (whole, n) => Object.entries(whole.rewards.turn ?? {}).map(([name, values]) => `${name}: ${number(values[n])}`).join('\n')
+
+function text(whole, turn, places, spans) {
+  const block = document.createElement('div')
+  block.className = 'tokens'
+  const { texts, ids } = whole.tokens
+  for (const i of places) {
+    const span = document.createElement('span')
+    const words_ = texts ? texts[i] : `⟨${ids[i]}⟩`
+    if (words_.includes('\n')) span.append(...withBreaks(words_))
+    else span.textContent = words_ === '' ? '·' : words_
+    span.place = i
+    spans[i] = span
+    block.append(span)
+  }
+  if (!places.length) block.append(h('span', { class: 'dim' }, turn.message.content || 'No token was sampled.'))
+  return block
+}
+
+/** Line breaks with a sign, so that they can be pointed at. */
+function withBreaks(words_) {
+  return words_.split('\n').flatMap((part, n) => (n ? [h('i', {}, '⏎'), '\n', part] : [part])).filter(part => part !== '')
+}
+
+function reply(turn) {
+  const wrong = turn.error !== null || turn.tool_calls.some(call => call.error !== null)
+  if (!turn.replies.length && !wrong) return null
+  const calls = turn.tool_calls.map(call => h('p', {}, h('b', {}, call.name), `(${JSON.stringify(call.arguments)})`,
+    ` · ${milliseconds(call.seconds)}`, call.error !== null && h('span', { class: 'problem' }, ` · ${call.error}`)))
+  const none = !calls.length && turn.error !== null && h('p', {}, h('b', {}, 'no call ran'))
+  return h('div', { class: `said ${wrong ? 'wrong' : ''}` }, calls, none,
+    turn.replies.length ? turn.replies.map(message => h('p', {}, words(message))) : h('p', {}, turn.error))
+}
+
+const milliseconds = seconds => (seconds < 1 ? `${(1000 * seconds).toFixed(0)} ms` : `${number(seconds)} s`)
+
+/** The words of a message; of content in parts, its text. */
+function words(message) {
+  const content = message.content ?? ''
+  if (typeof content === 'string') return content
+  return content.map(part => (typeof part === 'string' ? part : part.text ?? `[${part.type}]`)).join('\n')
+}

@@ -1,0 +1,182 @@
+"""What the page may ask of a run, each question by its name; the server and the exported file answer the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mt_grpo.errors import UserError
+from mt_grpo.runlog import Run
+from mt_grpo.runlog.schema import FOLDER, INDEX
+from mt_grpo.viewer import conversations
+from mt_grpo.viewer.columns import SPREAD, Columns, short_name
+from mt_grpo.viewer.comparison import compare, evaluations
+from mt_grpo.viewer.filters import parse_filter
+from mt_grpo.viewer.findings import findings, limits
+from mt_grpo.viewer.overview import overview
+
+MOST_ROWS = 500
+"""Rows of one answer."""
+
+SHOWN = (
+    "session",
+    "mode",
+    "step",
+    "k",
+    "group",
+    "prompt",
+    "stop",
+    "reward",
+    "right",
+    "turns",
+    "mismatch",
+    "seconds",
+    "answer",
+)
+"""Fields of a row of the table."""
+
+Parameters = dict[str, str]
+
+
+class BadQuestion(UserError, ValueError):
+    """The page asks for what cannot be asked. The message is one sentence fit for the user."""
+
+
+class Queries:
+    """
+    Answers about a run, which may still go on. Threads may ask at the same time.
+
+    Args:
+        run (`Run`): The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.columns = Columns()
+        self.version = 1
+        """Grows with what the run writes."""
+        self._lock = threading.Lock()
+        self._metrics = self._written()
+        self._rows: list[dict[str, Any]] | None = None
+        self._questions: dict[str, Callable[[Parameters], dict[str, Any]]] = {
+            "run": self._about,
+            "overview": self._overview,
+            "find": self._find,
+            "group": self._group,
+            "trajectory": self._trajectory,
+            "compare": self._compare,
+            "lost": lambda asked: conversations.lost_answers(self.run, self.columns),
+        }
+
+    def answer(self, question: str, asked: Parameters) -> dict[str, Any]:
+        """
+        Answers one question.
+
+        Args:
+            question (`str`): Its name.
+            asked (`dict`): Its parameters, as text.
+
+        Raises:
+            UserError: If it cannot be answered; says why.
+        """
+        if question not in self._questions:
+            raise BadQuestion(f"There is nothing at {question!r}: ask for one of {', '.join(self._questions)}.")
+        with self._lock:
+            self._refresh()
+            return self._questions[question](asked)
+
+    def select(self, text: str) -> np.ndarray:
+        """Positions of the rows that a filter lets through, as they were written when the run was last asked."""
+        return np.flatnonzero(self.columns.where(parse_filter(text)))
+
+    def _refresh(self) -> None:
+        changed, written = self.run.refresh(), self._written()
+        if self._rows is not self.run.rows:  # the first question, or another run in the same folder
+            self.columns, self._rows = Columns(), self.run.rows
+            changed = range(len(self._rows))
+        if changed or written != self._metrics:
+            self.columns.put([self.run.rows[place] for place in changed])
+            self._metrics = written
+            self.version += 1
+
+    def _written(self) -> tuple[int, int]:
+        """How much there is of metrics and steps."""
+        path = self.run.folder / "metrics.jsonl"
+        return path.stat().st_size if path.is_file() else 0, len(self.run.steps())
+
+    def _about(self, asked: Parameters) -> dict[str, Any]:
+        metrics = self.run.metrics()
+        seconds = next((row["train_runtime"] for row in reversed(metrics) if "train_runtime" in row), None)
+        steps = [row["step"] for row in metrics]
+        return {
+            "name": self.run.folder.resolve().name,
+            "version": self.version,
+            "conversations": len(self.columns.rows),
+            "steps": max(steps, default=0),
+            "seconds": seconds,
+            "written": (self.run.folder / FOLDER / INDEX).stat().st_mtime,
+            "evaluations": evaluations(self.columns),
+            "rewards": [short_name(name) for name in self.columns.rewards],
+        }
+
+    def _overview(self, asked: Parameters) -> dict[str, Any]:
+        view = overview(self.columns, self.run.steps(), self.run.metrics())
+        compared = compare(self.columns) if len(evaluations(self.columns)) > 1 else None
+        return {
+            **view,
+            "limits": limits(view),
+            "findings": findings(view, self.columns, compared),
+        }
+
+    def _find(self, asked: Parameters) -> dict[str, Any]:
+        places = self.select(asked.get("q", ""))
+        sort = asked.get("sort", "")
+        if sort:
+            places = self.columns.order(places, sort.removeprefix("-"), sort.startswith("-"))
+        offset, limit = _whole(asked, "offset", 0), min(_whole(asked, "limit", 100), MOST_ROWS)
+        rows = [self.table_row(place) for place in places[offset : offset + limit].tolist()]
+        return {"total": len(self.columns.rows), "matched": len(places), "offset": offset, "rows": rows}
+
+    def table_row(self, place: int) -> dict[str, Any]:
+        """A row of the table."""
+        row = self.columns.rows[place]
+        shown = {name: row[name] for name in SHOWN}
+        spread = float(self.columns.numbers(SPREAD)[place])
+        return {
+            **shown,
+            "member": row["member"] + 1,
+            "tokens": sum(row["tokens"]),
+            "errors": sum(row["errors"]),
+            SPREAD: spread,
+        }
+
+    def _trajectory(self, asked: Parameters) -> dict[str, Any]:
+        session = asked.get("session") or self._first()["session"]
+        return conversations.trajectory(self.run, self.columns, session)
+
+    def _first(self) -> dict[str, Any]:
+        """The row that is shown where none is asked for."""
+        if not self.columns.rows:
+            raise BadQuestion("No conversation is written yet.")
+        return self.columns.rows[next(iter(self.select("mode=train").tolist()), 0)]
+
+    def _group(self, asked: Parameters) -> dict[str, Any]:
+        if "step" not in asked:
+            row = self._first()
+            return conversations.group(self.run, self.columns, row["mode"], row["step"], row["k"], row["group"])
+        step, k, number = (_whole(asked, name) for name in ("step", "k", "group"))
+        return conversations.group(self.run, self.columns, asked.get("mode", "train"), step, k, number)
+
+    def _compare(self, asked: Parameters) -> dict[str, Any]:
+        before, after = (_whole(asked, name) if name in asked else None for name in ("from", "to"))
+        return compare(self.columns, before, after)
+
+
+def _whole(asked: Parameters, name: str, default: int | None = None) -> int:
+    text = asked.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise BadQuestion(f"`{name}` is a whole number; {text!r} is none.")
+    return int(text)

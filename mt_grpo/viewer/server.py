@@ -1,0 +1,135 @@
+"""Serves the page and its questions on this machine, from the standard library alone."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import orjson
+
+from mt_grpo.errors import UserError
+from mt_grpo.viewer.queries import Queries
+
+HOST = "127.0.0.1"
+
+PORT = 8431
+"""The first port that is tried."""
+
+TRIES = 50
+"""Ports that are tried where none is asked for."""
+
+NAMES = ("127.0.0.1", "localhost", "[::1]")
+"""Names of this machine that a browser may call the page by. Any other one is of a page of somebody else."""
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+
+
+class PortError(UserError, OSError):
+    """No port could be had. The message is one sentence fit for the user."""
+
+
+def page_files() -> dict[str, bytes]:
+    """The page's files by name."""
+    folder = files("mt_grpo.viewer") / "page"
+    return {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.name.endswith(tuple(TYPES))}
+
+
+class Server(ThreadingHTTPServer):
+    """
+    Serves the page of a run.
+
+    Args:
+        queries (`Queries`): Answers its questions.
+        port (`int`, *optional*): The port; where it is left out, the first free one from `PORT` on.
+
+    Raises:
+        PortError: If the port is taken.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+
+    def __init__(self, queries: Queries, port: int | None = None) -> None:
+        self.queries = queries
+        self.files = page_files()
+        ports = [port] if port is not None else range(PORT, PORT + TRIES)
+        for each in ports:
+            try:
+                super().__init__((HOST, each), _Handler)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+        if port is None:
+            raise PortError(f"No port from {PORT} to {PORT + TRIES - 1} is free: name another one with `--port`.")
+        raise PortError(f"Port {port} is taken: name another one with `--port`, or leave it out.")
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{HOST}:{self.server_port}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in the middle of an answer is no error; any other error shows its traceback."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    server_version = "mt-grpo"
+    sys_version = ""
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        host = self.headers.get("Host", "")
+        if host.rsplit(":", 1)[0] not in NAMES and host not in NAMES:
+            words = f"The page is called {' or '.join(NAMES[:2])}, and not {host!r}."
+            return self._send(HTTPStatus.FORBIDDEN, "text/plain", words.encode(errors="replace"))
+        if asked.path.startswith("/api/"):
+            return self._answer(asked.path.removeprefix("/api/"), dict(parse_qsl(asked.query, True)))
+        name = asked.path.removeprefix("/") or "index.html"
+        if name not in self.server.files:
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"There is nothing here.")
+        kind = TYPES[name[name.rindex(".") :]]
+        self._send(HTTPStatus.OK, kind, self.server.files[name])
+
+    def _answer(self, question: str, asked: dict[str, str]) -> None:
+        try:
+            status, answer = HTTPStatus.OK, self.server.queries.answer(question, asked)
+        except UserError as error:
+            status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
+        self._send(status, "application/json", orjson.dumps(answer))
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the terminal has the address, and keeps it."""

@@ -1,0 +1,66 @@
+"""A real browser for tests of the page, and what is missing where there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mt_grpo.viewer.queries import Queries
+from mt_grpo.viewer.server import Server
+
+CHROMIUM = Path("/usr/bin/chromium-headless-shell")
+
+
+def missing() -> str | None:
+    """What a browser test lacks on this machine, and how to get it; `None` where all is there."""
+    if importlib.util.find_spec("playwright") is None:
+        return "playwright is not installed: pip install 'mt-grpo[test]'"
+    if not CHROMIUM.exists():
+        return f"{CHROMIUM} is not there: `make browser`, or apt-get install chromium-headless-shell"
+    return None
+
+
+@contextmanager
+def open_browser() -> Iterator:
+    """Debian's Chromium without a window, driven by playwright."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def watched(browser, **options) -> Iterator:
+    """
+    A page of which everything that goes wrong is kept in `page.wrong`: errors of scripts, refusals by the content
+    security policy, requests to other places. Nothing must have gone wrong at the end.
+    """
+    page = browser.new_page(**options)
+    page.wrong = []
+    page.on("pageerror", lambda error: page.wrong.append(f"error: {error}"))
+    page.on("console", lambda said: said.type in ("error", "warning") and page.wrong.append(said.text))
+    page.on("dialog", lambda dialog: (page.wrong.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on("request", lambda asked: _is_elsewhere(asked.url) and page.wrong.append(f"request: {asked.url}"))
+    page.set_default_timeout(20_000)
+    yield page
+    wrong = page.wrong
+    page.close()
+    assert not wrong
+
+
+def _is_elsewhere(url: str) -> bool:
+    return not url.startswith(("http://127.0.0.1:", "file://", "data:"))
+
+
+@contextmanager
+def serving(queries: Queries) -> Iterator[Server]:
+    """The page of a run, on a free port."""
+    with Server(queries, 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield server
+        server.shutdown()
