@@ -43,7 +43,11 @@ class ServerProcess:
                 self.command, cwd=ROOT, env=self._environment, stdout=log, stderr=log, start_new_session=True
             )
         if wait:
-            self.wait()
+            try:
+                self.wait()
+            except BaseException:  # nobody has it yet, to stop it
+                self.stop(signal.SIGKILL)
+                raise
         return self
 
     def wait(self) -> None:
