@@ -1,12 +1,12 @@
 """
-The paper's comparison of credit rules on the embedded task, and on its two-hop questions alone. docs/ablation.md says
-what is compared, and what came out.
+The paper's comparison of credit rules on the embedded task, and on its two-hop questions alone; see docs/ablation.md.
 
     python benchmarks/ablation.py              # runs what has not run, then writes results, table and curves
-    python benchmarks/ablation.py --report     # the last step alone
+    python benchmarks/ablation.py --report     # tables and curves alone, from benchmarks/results/ablation.json
 
-Every run (variant, arm, seed) leaves one file in `runs/ablation` and is skipped where that is there, so the command can
-be interrupted and given again. Runs are in the order of seeds: after any of them, what has run is a paired comparison.
+Every run (variant, arm, seed) leaves one file in `runs/ablation` and is skipped where that is there, so the command
+can be interrupted and given again. Runs are in the order of seeds: after any of them, what has run is a paired
+comparison, of which `--seeds` writes the results. A part (some arms, other settings) writes none.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-
 import datasets
 import torch
 from ablation_arms import ARMS, RECIPE, VARIANTS
+from ablation_report import draw, text, write_page
+from common import RESULTS, machine
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from mt_grpo.app.recipe import parse_recipe
@@ -36,8 +36,10 @@ from mt_grpo.data.embedded.tool import search
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
 FOLDER = Path(__file__).parent.parent / "runs" / "ablation"
+RESULT = RESULTS / "ablation.json"
 SEEDS = 12
-STEPS = 20
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Of the processes that run."""
 PATIENCE = 600.0
 """Seconds in which a busy machine does not change what is sampled."""
 START = "start"
@@ -47,7 +49,7 @@ START = "start"
 class Settings(NamedTuple):
     """What all runs of a folder have in common."""
 
-    steps: int = STEPS
+    steps: int = 20
     batch: int = 48
     questions: int = 240
 
@@ -150,6 +152,7 @@ def work(job: Job, settings: Settings, folder: Path) -> Job:
 def run_all(waiting: list[Job], settings: Settings, folder: Path, workers: int) -> None:
     """Runs jobs in processes that take one after another."""
     folder.mkdir(parents=True, exist_ok=True)
+    os.environ.update(ENVIRONMENT)
     began = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=prepare) as pool:
@@ -174,8 +177,27 @@ def waiting(given: list[Job], settings: Settings, folder: Path) -> list[Job]:
     return [job for job in given if not job.file(folder).exists()]
 
 
+def write_results(given: list[Job], settings: Settings, folder: Path) -> None:
+    """Puts the measures of all runs into one file, a line each."""
+    rows = [json.loads(job.file(folder).read_text()) for job in given]
+    for row in rows:
+        del row["settings"]
+    lines = ",\n".join("    " + json.dumps(row) for row in rows)
+    head = json.dumps({"machine": machine(), "settings": settings._asdict()}, indent=2)
+    RESULT.write_text(f'{head[:-2]},\n  "rows": [\n{lines}\n  ]\n}}\n')
+
+
+def report() -> None:
+    """Tables and curves of the committed results."""
+    rows = json.loads(RESULT.read_text())["rows"]
+    write_page(rows)
+    draw(rows)
+    print(text(rows))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where runs leave their files (runs/ablation)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
@@ -184,10 +206,16 @@ def main(argv: list[str] | None = None) -> None:
     for name, value in Settings._field_defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"of every run ({value})")
     options = parser.parse_args(argv)
+    if options.report:
+        return report()
     settings = Settings(*(getattr(options, name) for name in Settings._fields))
-    left = waiting(jobs(options.variants, options.arms, options.seeds), settings, options.folder)
+    given = jobs(options.variants, options.arms, options.seeds)
+    left = waiting(given, settings, options.folder)
     if left:
         run_all(left, settings, options.folder, options.workers)
+    if (options.variants, options.arms, settings) == (list(VARIANTS), list(ARMS), Settings()):
+        write_results(given, settings, options.folder)
+        report()
 
 
 if __name__ == "__main__":

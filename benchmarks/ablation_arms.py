@@ -45,7 +45,7 @@ def _found(turns: list[Turn]) -> set[str]:
 
 @dataclass(frozen=True)
 class Variant:
-    """A task to compare rules on: which of the embedded questions, and what rewards turns; `None`: as in the recipe."""
+    """A task to compare rules on: which embedded questions, and its turn rewards; `None`: those of the recipe."""
 
     hops: tuple[int, ...]
     turn_rewards: tuple[TurnReward, ...] | None
