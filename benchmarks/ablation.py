@@ -6,7 +6,7 @@ The paper's comparison of credit rules on the embedded task, and on its two-hop 
 
 Every run (variant, arm, seed) leaves one file in `runs/ablation` and is skipped where that is there, so the command
 can be interrupted and given again. Runs are in the order of seeds: after any of them, what has run is a paired
-comparison, of which `--seeds` writes the results. A part (some arms, other settings) writes none.
+comparison, whose results `--so-far` writes. A part (some arms, other settings) writes none.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def waiting(given: list[Job], settings: Settings, folder: Path) -> list[Job]:
 
 
 def write_results(given: list[Job], settings: Settings, folder: Path) -> None:
-    """Puts the measures of all runs into one file, a line each."""
-    rows = [json.loads(job.file(folder).read_text()) for job in given]
+    """Puts the measures of the runs that have a file into one, a line each."""
+    rows = [json.loads(job.file(folder).read_text()) for job in given if job.file(folder).exists()]
     for row in rows:
         del row["settings"]
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
@@ -197,7 +197,8 @@ def report() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--report", action="store_true", help="run nothing, and read committed results")
+    parser.add_argument("--so-far", action="store_true", help="run nothing, and write the results of what has run")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where runs leave their files (runs/ablation)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
@@ -211,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = Settings(*(getattr(options, name) for name in Settings._fields))
     given = jobs(options.variants, options.arms, options.seeds)
     left = waiting(given, settings, options.folder)
-    if left:
+    if left and not options.so_far:
         run_all(left, settings, options.folder, options.workers)
     if (options.variants, options.arms, settings) == (list(VARIANTS), list(ARMS), Settings()):
         write_results(given, settings, options.folder)

@@ -133,25 +133,32 @@ def test_only_seeds_that_every_arm_has_are_compared():
     assert {arm: [row["seed"] for row in runs] for arm, runs in found.items()} == {"a": [1, 2], "b": [1, 2]}
 
 
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a process of runs
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.slow
-def test_runs_are_skipped_where_they_ran_and_leave_no_trace_in_the_next(tmp_path, monkeypatch, capsys):
+def test_runs_are_skipped_where_they_ran_and_leave_no_trace_in_the_next(tmp_path, monkeypatch, capsys, one_thread):
     import ablation
 
     for name in ablation.ENVIRONMENT:
         monkeypatch.setenv(name, "")  # put back afterwards
+    settings = ablation.Settings(2, 8, 4)
+    first, last = ablation.Job("two_hops", "mt_grpo", 1), ablation.Job("two_hops", "shuffled", 1)
+    ablation.work(first, settings, tmp_path)
+    written = first.file(tmp_path).stat().st_mtime_ns
     command = ["--folder", str(tmp_path), "--variants", "two_hops", "--arms", "mt_grpo", "shuffled", "--seeds", "1"]
     command += ["--workers", "1", "--steps", "2", "--batch", "8", "--questions"]
     ablation.main([*command, "4"])
-    files = {path.stem: path for path in tmp_path.iterdir()}
-    assert set(files) == {"two_hops-start-1", "two_hops-mt_grpo-1", "two_hops-shuffled-1"}
-    last, kept = files["two_hops-shuffled-1"], files["two_hops-mt_grpo-1"]
-    before, written = json.loads(last.read_text()), kept.stat().st_mtime_ns
-    assert list(before["held_out"]) == ["1", "2"] and len(before["train"]["exact_match"]) == 2
-    last.unlink()
-    ablation.main([*command, "4"])
-    assert kept.stat().st_mtime_ns == written
-    after = json.loads(last.read_text())  # alone in its process; before, it was the third
-    assert {**after, "seconds": None} == {**before, "seconds": None}
-    assert "1 of 1" in capsys.readouterr().out
+    assert first.file(tmp_path).stat().st_mtime_ns == written
+    assert "2 of 2" in capsys.readouterr().out  # the other arm, and what is measured without training
+    theirs = json.loads(last.file(tmp_path).read_text())
+    assert list(theirs["held_out"]) == ["1", "2"] and len(theirs["train"]["exact_match"]) == 2
+    ours = json.loads(json.dumps(ablation.run(last, settings)))  # here after another run, there in a fresh process
+    assert {**ours, "seconds": None} == {**theirs, "seconds": None}
     with pytest.raises(SystemExit, match="name another --folder"):
         ablation.main([*command, "8"])
