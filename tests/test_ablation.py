@@ -133,6 +133,31 @@ def test_only_seeds_that_every_arm_has_are_compared():
     assert {arm: [row["seed"] for row in runs] for arm, runs in found.items()} == {"a": [1, 2], "b": [1, 2]}
 
 
+def test_what_has_run_becomes_a_file_a_page_and_curves(tmp_path, monkeypatch):
+    import ablation
+    from ablation_report import BEGIN, END, draw, text, write_page
+
+    monkeypatch.setattr(ablation, "RESULT", tmp_path / "ablation.json")
+    given = ablation.jobs(["two_hops"], ["mt_grpo", "reward_to_go", "shuffled"], 3)
+    for number, job in enumerate(given[:9]):  # the last one has not run
+        trained = {"exact_match": [number / 10, 0.5] if job.arm != "start" else []}
+        steps = ("1", "2") if job.arm != "start" else ("0",)
+        held_out = {step: {"exact_match": 0.25} for step in steps}
+        row = {**job._asdict(), "held_out": held_out, "train": trained, "settings": {}}
+        job.file(tmp_path).write_text(json.dumps(row))
+    ablation.write_results(given, ablation.Settings(), tmp_path)
+    rows = json.loads(ablation.RESULT.read_text())["rows"]
+    assert [(row["arm"], row["seed"]) for row in rows] == [(job.arm, job.seed) for job in given[:9]]
+    page = tmp_path / "page.md"
+    page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
+    write_page(rows, page)
+    assert page.read_text() == f"above\n{BEGIN}\n\n{text(rows)}\n\n{END}\nbelow\n"
+    assert "2 seeds, 0.250 before training." in page.read_text()
+    assert "| `shuffled` | +0.050 ± 0.000 |" in page.read_text().replace("**", "")  # to `reward_to_go`
+    draw(rows, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
 @pytest.fixture
 def one_thread():
     threads = torch.get_num_threads()
