@@ -187,3 +187,22 @@ def test_runs_are_skipped_where_they_ran_and_leave_no_trace_in_the_next(tmp_path
     assert {**ours, "seconds": None} == {**theirs, "seconds": None}
     with pytest.raises(SystemExit, match="name another --folder"):
         ablation.main([*command, "8"])
+
+
+def committed() -> list[dict]:
+    return json.loads((BENCHMARKS / "results" / "ablation.json").read_text())["rows"]
+
+
+def test_the_page_has_the_committed_results():
+    from ablation_report import text
+
+    assert text(committed()) in (ROOT / "docs" / "ablation.md").read_text()
+
+
+def test_arms_of_a_seed_begin_with_the_same_batch():
+    first: dict[tuple[str, int], set[float]] = {}
+    for row in committed():
+        if row["arm"] != "start":
+            first.setdefault((row["variant"], row["seed"]), set()).add(row["train"]["reward"][0])
+    assert first and {len(rewards) for rewards in first.values()} == {1}
+    assert len({reward for (rewards) in first.values() for reward in rewards}) > len(first) / 2
