@@ -7,7 +7,7 @@ BENCHMARKS := architectures head history methods packing parity prefix_cache rol
 TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
-.PHONY: quickstart test check lint bench browser server-cpu trl-oldest interop interop-games warm-start clean
+.PHONY: quickstart test check lint bench browser server-cpu trl-oldest ablation interop interop-games warm-start clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
@@ -64,6 +64,10 @@ interop-games: .venv-interop/games/.installed .venv-interop/openenv/.installed
 bench: $(VENV)/.installed server-cpu
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py; done
 	$(BIN)/python benchmarks/compare.py
+
+# Credit rules compared over many runs, in about an hour on two cores; goes on where it was interrupted.
+ablation: $(VENV)/.installed
+	$(BIN)/python benchmarks/ablation.py
 
 # The environment of a vLLM server that runs on a CPU; tests and `mt-grpo serve` use it where it is there.
 server-cpu: .venv-vllm/.installed
