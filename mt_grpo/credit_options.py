@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,12 +34,33 @@ def check_signalless(options: Mapping[str, Any]) -> None:
             )
 
 
+def check_rule(options: Mapping[str, Any], rule: str) -> None:
+    """
+    Whether the options have what a credit rule needs.
+
+    Args:
+        options (`Mapping`): With `turn_advantage_coef` and `state_score` among them.
+        rule (`str`): Name of the credit rule.
+
+    Raises:
+        ConfigError: If not.
+    """
+    coef = options["turn_advantage_coef"]
+    if coef is not None and not math.isfinite(coef):
+        raise ConfigError(f"`turn_advantage_coef` is {coef}: give a finite number.")
+    if rule == "state_baseline" and options["state_score"] is None:
+        raise ConfigError(
+            "`advantage_estimator: state_baseline` needs a score of states: name a `StateScore` in `state_score`."
+        )
+
+
 def check_branches(options: Mapping[str, Any], rule: str) -> None:
     """
     Whether conversations can branch as the options say.
 
     Args:
-        options (`Mapping`): With `branch_at`, `num_branches` and `num_generations` among them.
+        options (`Mapping`): With `branch_at`, `num_branches`, `num_generations`, `max_env_steps` and
+            `environments` among them.
         rule (`str`): Name of the credit rule.
 
     Raises:
@@ -60,6 +82,12 @@ def check_branches(options: Mapping[str, Any], rule: str) -> None:
         raise ConfigError(
             f"`num_generations: {group}` does not make two conversations or more of `num_branches: {number}` each: "
             f"set it to {2 * number} or a larger multiple of {number}."
+        )
+    steps = options["max_env_steps"]
+    if steps is not None and at > steps and options["environments"] is None:  # else each may have its own number
+        raise ConfigError(
+            f"`branch_at: {at}` is never reached, since a conversation has {steps + 1} turns at most with "
+            f"`max_env_steps: {steps}`: lower the first, or raise the second."
         )
     if rule != BRANCH_RULE:
         raise ConfigError(

@@ -6,7 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mt_grpo.agent_options import LOSS_SCALES, check_agent, check_partner, check_scheduler, parse_user
-from mt_grpo.credit_options import check_branches, check_signalless, check_trunks, parse_reward, parse_rule, rule_name
+from mt_grpo.credit_options import (
+    check_branches,
+    check_rule,
+    check_signalless,
+    check_trunks,
+    parse_reward,
+    parse_rule,
+    rule_name,
+)
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 
@@ -102,6 +110,7 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
         value = rule if name == "advantage_estimator" else options[name]
         if value is not None:  # `call_protocol` may be left to the kind of environment
             choose(name, value, known)
+    check_rule(options, rule)
     check_branches(options, rule)
     for name in NO_EFFECT:
         if options[name]:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from mt_grpo.credit.estimators import RewardBatch, advantage_estimator
-from mt_grpo.credit.normalisation import EPSILON, Scale, deviation, normalize
+from mt_grpo.credit.normalisation import EPSILON, Scale, Share, deviation, normalize
 from mt_grpo.credit.returns import to_go, with_outcome
 
 
 @advantage_estimator("gigpo")
 def gigpo(
-    batch: RewardBatch, *, turn_coef: float = 1.0, gamma: float = 0.95, scale_rewards: Scale = "group"
+    batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 0.95, scale_rewards: Scale = "group"
 ) -> Tensor:
     """
     The advantage of the whole trajectory, plus that of the turn among all turns of the group that begin in its state.

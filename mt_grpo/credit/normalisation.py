@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 Scale = Literal["group", "batch", "none"]
+
+
+@dataclass(frozen=True)
+class Between:
+    """In an annotation: the least and the greatest value of a rule's option."""
+
+    least: float
+    greatest: float
+
+
+Share = Annotated[float, Between(0, 1)]
+"""A discount, or the λ of an average of returns."""
 
 EPSILON = 1e-4
 """Added to the standard deviation before dividing, as TRL does."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mt_grpo.credit.estimators import RewardBatch, advantage_estimator
-from mt_grpo.credit.normalisation import Scale, largest_deviation, normalize, normalize_turns
+from mt_grpo.credit.normalisation import Scale, Share, largest_deviation, normalize, normalize_turns
 
 
 @advantage_estimator("reward_to_go")
@@ -96,7 +96,7 @@ def leave_one_out(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: 
 
 
 @advantage_estimator("gtpo")
-def gtpo(batch: RewardBatch, *, turn_coef: float = 1.0, gamma: float = 0.9, scale_rewards: Scale = "group") -> Tensor:
+def gtpo(batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 0.9, scale_rewards: Scale = "group") -> Tensor:
     """
     Each turn gets its discounted return; the outcome is a reward of the last turn.
 
@@ -116,7 +116,7 @@ def gtpo(batch: RewardBatch, *, turn_coef: float = 1.0, gamma: float = 0.9, scal
 
 @advantage_estimator("mt_grpo_discounted")
 def mt_grpo_discounted(
-    batch: RewardBatch, *, turn_coef: float = 1.0, gamma: float = 1.0, scale_rewards: Scale = "group"
+    batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 1.0, scale_rewards: Scale = "group"
 ) -> Tensor:
     """
     Each turn gets the outcome advantage and the discounted sum of the turn advantages from it on.
@@ -142,8 +142,8 @@ def turn_gae(
     batch: RewardBatch,
     *,
     turn_coef: float = 1.0,
-    gamma: float = 1.0,
-    lam: float = 0.95,
+    gamma: Share = 1.0,
+    lam: Share = 0.95,
     scale_rewards: Scale = "group",
 ) -> Tensor:
     """

@@ -6,11 +6,13 @@ rule's signature.
 from __future__ import annotations
 
 import inspect
+import math
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from mt_grpo.credit.estimators import AdvantageEstimator, get_estimator
+from mt_grpo.credit.normalisation import Between
 from mt_grpo.credit_options import rule_name
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
@@ -99,12 +101,23 @@ def _check_types(name: str, function: AdvantageEstimator, options: dict[str, Any
         ) from error
     for option, value in options.items():
         hint = parameters[option].annotation if option in parameters else Any
+        hint, *more = get_args(hint) if get_origin(hint) is Annotated else [hint]
         if not _fits(value, hint):
             wanted = inspect.formatannotation(hint).removeprefix("typing.")
             near = did_you_mean(value, get_args(hint)) if get_origin(hint) is Literal else ""
             raise ConfigError(
                 f"The option {option!r} of the advantage estimator {name!r} is {value!r}{near}: its type is {wanted}."
             )
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError(
+                f"The option {option!r} of the advantage estimator {name!r} is {value!r}: give a number."
+            )
+        for allowed in [each for each in more if isinstance(each, Between)]:
+            if not allowed.least <= value <= allowed.greatest:
+                raise ConfigError(
+                    f"The option {option!r} of the advantage estimator {name!r} is {value!r}: give a number from "
+                    f"{allowed.least} to {allowed.greatest}."
+                )
 
 
 def _fits(value: Any, hint: Any) -> bool:

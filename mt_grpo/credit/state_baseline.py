@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mt_grpo.credit.estimators import RewardBatch, advantage_estimator
-from mt_grpo.credit.normalisation import Scale
+from mt_grpo.credit.normalisation import Scale, Share
 from mt_grpo.credit.returns import gae, group_values, scaled, to_go, with_outcome
 
 
@@ -17,7 +17,7 @@ def state_baseline(
     batch: RewardBatch,
     *,
     turn_coef: float = 1.0,
-    lam: float = 1.0,
+    lam: Share = 1.0,
     fit: Literal["line", "table"] = "line",
     scale_rewards: Scale = "group",
 ) -> Tensor:

@@ -128,6 +128,8 @@ def _copied(trajectory: Trajectory, request: RolloutRequest, env: Any) -> Trajec
         row=request.row,
         env_rewards=dict(trajectory.env_rewards),
         info=dict(trajectory.info),
+        rewards={},
+        answer_logprobs={},
         branch_of=trajectory.session,
         environment=env,
     )

@@ -10,6 +10,7 @@ from trl import GRPOConfig
 
 from mt_grpo.agent_options import parse_agent, parse_user
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, bind_rule, parse_rule, rule_name, splits_turns
+from mt_grpo.credit_options import check_rule
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.kernels import KERNELS
@@ -260,10 +261,7 @@ class MTGRPOConfig(GRPOConfig):
         """
         bind_rule(self.advantage_estimator, turn_coef=self.turn_advantage_coef, scale_rewards=self.scale_rewards)
         name = rule_name(self.advantage_estimator)
-        if name == "state_baseline" and self.state_score is None:
-            raise ConfigError(
-                "`advantage_estimator: state_baseline` needs a score of states: name a `StateScore` in `state_score`."
-            )
+        check_rule(vars(self), name)
         lost = self.importance_sampling_level == "sequence" and self.loss_type not in KEEPS_TURNS
         if lost and splits_turns(name):
             another = ", choose another `loss_type`" if self.loss_type == "luspo" else ""

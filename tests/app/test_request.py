@@ -165,6 +165,11 @@ REFUSED = [
         "The turn reward 'mine.py:Mine' does not import: there is no file 'mine.py' (from ",
     ),
     ([*GOOD, "--outcome_reward_funcs", '{"column": "a"}'], "The reward {'column': 'a'} has no name: give the name or"),
+    (
+        [*GOOD, "--advantage_estimator", "state_baseline"],
+        "`advantage_estimator: state_baseline` needs a score of states",
+    ),
+    ([*GOOD, "--turn_advantage_coef", "nan"], "`turn_advantage_coef` is nan: give a finite number."),
     ([*GOOD, "--turn_reward_funcs", "exact"], "The turn reward 'exact' is neither a built-in name nor a path such as"),
     *(([*GOOD[:1], f"value{n}.yaml"], f"in value{n}.yaml, line 3, {said}") for n, said in enumerate(VALUES.values())),
 ]

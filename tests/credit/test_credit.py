@@ -366,6 +366,26 @@ def test_options_the_rule_does_not_take_are_refused(decayed, options, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            {"name": "gtpo", "gamma": 1.5},
+            "'gamma' of the advantage estimator 'gtpo' is 1.5: give a number from 0 to",
+        ),
+        ({"name": "gigpo", "gamma": -0.1}, "'gamma' .* is -0.1: give a number from 0 to 1."),
+        ({"name": "turn_gae", "lam": 95}, "'lam' .* is 95: give a number from 0 to 1."),
+        ({"name": "gtpo", "gamma": float("nan")}, "'gamma' .* is nan: give a number."),
+        ({"name": "gtpo", "gamma": "high"}, "'gamma' .* is 'high': its type is float."),
+    ],
+)
+def test_a_discount_is_from_0_to_1(rule, message):
+    with pytest.raises(ConfigError, match=message):
+        bind_rule(rule, turn_coef=None, scale_rewards="group")
+    for gamma in (0, 0.5, 1):
+        bind_rule({"name": "gtpo", "gamma": gamma}, turn_coef=None, scale_rewards="group")
+
+
 def test_what_is_said_twice_or_in_vain_is_refused(decayed):
     with pytest.raises(ConfigError, match="`turn_coef: 0.5` of .* and `turn_advantage_coef: 1.0` contradict"):
         estimate({"name": "mt_grpo", "turn_coef": 0.5}, SMALL, turn_coef=1.0)

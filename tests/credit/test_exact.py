@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.registered import keep_estimators
 
-from mt_grpo.credit import ADVANTAGE_ESTIMATORS, advantage_estimator
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, advantage_estimator, bind_rule, without_signal
 from mt_grpo.credit.exact import Measurement, Paths, measure, sample
 from mt_grpo.credit.processes import PROCESSES, late, one_search, stopper
 
@@ -182,6 +182,25 @@ def test_scaling_bends_the_direction_less_in_larger_groups():
 
 
 # The measure itself
+
+
+@pytest.mark.parametrize("rule", ["reward_to_go", "mt_grpo", "leave_one_out", "gigpo"])
+@pytest.mark.parametrize("name", ["stopper", "one_search", "searcher"])
+def test_sampling_again_keeps_the_direction_of_a_prompt(rule, name):
+    """The group that is trained in the end is the first with signal of R + 1; without one it adds nothing."""
+    paths = Paths.of(*PROCESSES[name])
+    rows, weights = paths.groups(3)
+    function, options = bind_rule(rule, turn_coef=None, scale_rewards="group")
+    advantages = function(paths.batch(rows), **options)
+    estimates, silent = paths.estimates(advantages, rows), without_signal(advantages, 3)
+    assert 0.01 < (chance := 1 - weights[silent].sum()) < 0.99
+    rounds = 2
+    trained = torch.zeros_like(estimates[0])
+    for before in range(rounds + 1):  # so many groups without signal, then one with
+        trained += weights[silent].sum() ** before * weights[~silent] @ estimates[~silent]
+    factor = (1 - (1 - chance) ** (rounds + 1)) / chance
+    torch.testing.assert_close(trained, factor * (weights @ estimates), rtol=0, atol=1e-12)
+    assert 1 < factor < rounds + 1
 
 
 def test_every_rule_can_be_measured():

@@ -74,6 +74,7 @@ def test_an_evaluation_does_not_branch(build):
         ({"num_branches": 1}, "`num_branches` is 1; set 2 or more"),
         ({"num_branches": 4}, "`num_generations: 4` does not make two conversations .* set it to 8 or a larger"),
         ({"num_branches": 3}, "`num_generations: 4` does not make two conversations .* set it to 6 or a larger"),
+        ({"branch_at": 3, "max_env_steps": 2}, "`branch_at: 3` is never reached, since a conversation has 3 turns at"),
         ({"advantage_estimator": "reward_to_go"}, "`branch_at` needs `advantage_estimator: branch_to_go`: 'reward_to"),
         ({"branch_at": None}, "`advantage_estimator: branch_to_go` is the rule of conversations that branch"),
     ],
