@@ -14,7 +14,6 @@ from support.conversations import user
 from mt_grpo.envs.protocols import TagProtocol
 from mt_grpo.trajectory import StopReason
 
-
 SYSTEM = [{"role": "system", "content": "You hand over."}]
 
 
