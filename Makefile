@@ -7,7 +7,7 @@ BENCHMARKS := architectures head history methods packing parity prefix_cache rol
 TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
-.PHONY: quickstart test check lint bench browser server-cpu trl-oldest ablation interop interop-games warm-start clean
+.PHONY: quickstart test check lint bench browser server-cpu trl-oldest ablation interop interop-games interop-agents warm-start clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
@@ -45,6 +45,14 @@ interop: $(VENV)/.installed .venv-mcp-oldest/.installed
 interop-games: .venv-interop/games/.installed .venv-interop/openenv/.installed
 	.venv-interop/games/bin/python -m pytest tests/interop/test_games.py
 	.venv-interop/openenv/bin/python -m pytest tests/interop/test_openenv.py
+
+# Agents of frameworks, trained for real, once on a real server.
+interop-agents: .venv-interop/agents/.installed server-cpu
+	.venv-interop/agents/bin/python -m pytest tests/interop/test_agent_frameworks.py
+
+.venv-interop/agents/.installed: $(VENV)/.installed scripts/install_over.sh
+	scripts/install_over.sh $(VENV) .venv-interop/agents ".[agents]"
+	touch $@
 
 .venv-interop/games/.installed: $(VENV)/.installed scripts/install_over.sh
 	scripts/install_over.sh $(VENV) .venv-interop/games ".[textarena,reasoning-gym]"

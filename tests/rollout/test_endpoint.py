@@ -14,6 +14,8 @@ from support.conversations import user
 from mt_grpo.envs.protocols import TagProtocol
 from mt_grpo.trajectory import StopReason
 
+SYSTEM = [{"role": "system", "content": "You hand over."}]
+
 
 def ask(answers, *requests, **options):
     """What one conversation's requests are answered with; errors as they are raised."""
@@ -148,6 +150,24 @@ def test_a_call_that_a_sub_agent_answers_has_its_result():
     assert trajectory.error is None and trajectory.tree.num_sequences == 2
     assert [turn.has_result for turn in trajectory.turns] == [True, False, False]
     assert trajectory.turns[0].replies[0]["content"] == "It is a city"
+
+
+def test_a_handoff_answers_the_call_that_made_it():
+    """The Agents SDK shows the next agent the same conversation, with other instructions and tools."""
+    other = {**LOOKUP, "function": {**LOOKUP["function"], "name": "ask"}}
+
+    async def agent(row, client):
+        asking = client.openai().chat.completions
+        first = (await asking.create(model="m", messages=SYSTEM + user("Q1"), tools=[LOOKUP])).choices[0].message
+        result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": '{"assistant": "Expert"}'}
+        told = [{"role": "system", "content": "You are an expert."}, *user("Q1"), first, result]
+        await asking.create(model="m", messages=told, tools=[other])
+
+    (trajectory,), runner = run_agent(agent, [call("Lima"), f"A city{END}"])
+    assert trajectory.error is None and trajectory.tree.num_sequences == 2
+    assert [turn.has_result for turn in trajectory.turns] == [True, False]
+    assert [reply["content"] for reply in trajectory.turns[0].replies] == ['{"assistant": "Expert"}']
+    assert sum(runner.completion(trajectory).mask) == sampled(trajectory)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Calls:
         self._tokenizer = tokenizer
         self._tools: list[dict[str, Any]] | None = None
         self._count = 0
-        self._open: dict[str, ToolCall] = {}  # without a result yet, by the identifiers that the client was told
+        self._open: dict[str, tuple[Turn, ToolCall]] = {}  # without a result, by the identifiers that the client knows
 
     def asked(self, wish: Wish) -> dict[str, Any]:
         """
@@ -89,19 +89,27 @@ class Calls:
             written.insert(0, {"role": "system", "content": prompt})
         return written
 
-    def note_results(self, messages: Sequence[Message]) -> None:
-        """Writes the results that a client's messages bring into the calls that they answer."""
+    def note_results(self, messages: Sequence[Message]) -> list[tuple[Turn, list[Message]]]:
+        """
+        Writes the results that a client's messages bring into the calls that they answer.
+
+        Returns:
+            The turns that they answer, each with its results.
+        """
+        answered: dict[int, tuple[Turn, list[Message]]] = {}
         for message in messages:
             if message["role"] == "tool" and message.get("tool_call_id") in self._open:
-                call = self._open.pop(message["tool_call_id"])
+                turn, call = self._open.pop(message["tool_call_id"])
                 call.result, call.executed = message["content"], True
                 call.error = call.result.removeprefix("Error: ") if call.result.startswith("Error:") else None
+                answered.setdefault(turn.index, (turn, []))[1].append(message)
+        return list(answered.values())
 
     def name(self, turn: Turn) -> None:
         """Gives the calls of a turn identifiers that no other call of the conversation has."""
         for call in turn.tool_calls:
             call.id = f"call{self._count:05d}"  # nine letters and digits: some templates want as many
-            self._open[call.id] = call
+            self._open[call.id] = turn, call
             self._count += 1
 
 

@@ -88,12 +88,14 @@ class Conversation:
         """
         asked = self._calls.asked(wish)
         restored, key, before = self._told.restore(wish.messages)
-        self._calls.note_results(wish.messages)
+        answered = self._calls.note_results(wish.messages)
         messages = self._calls.written(restored, wish)
         choices = [await self._choose(wish, messages, asked, key) for _ in range(wish.n)]
         if before is not None and not before.replies:  # sub-agents took turns since: the policy does not know of it
             said = next(index for index in range(len(messages))[::-1] if messages[index]["role"] == "assistant")
             before.replies = messages[said + 1 :]
+        for turn, results in answered:  # of a turn whose past was rewritten, by a handoff for instance
+            turn.replies = turn.replies or results
         return choices
 
     async def _choose(self, wish: Wish, messages: list[Any], asked: dict[str, Any], key: int) -> Choice:
