@@ -9,11 +9,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from mt_grpo.agent_options import VERIFIERS
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError
 
-PREFIX = "verifiers:"
-"""What the option `env` begins with."""
 EXAMPLE, SPLIT = "example", "split"
 """Columns of a row: which example of the environment's own data it is, and of which of `SPLITS`."""
 SPLITS = ("train", "eval")
@@ -60,7 +59,7 @@ def load_environment(name: str, config: dict[str, Any]) -> Environment:
     """
     if importlib.util.find_spec("verifiers") is None:
         raise ConfigError(
-            f"`env: {PREFIX}{name}` needs verifiers, which is not installed: `pip install mt-grpo[verifiers]` for "
+            f"`env: {VERIFIERS}{name}` needs verifiers, which is not installed: `pip install mt-grpo[verifiers]` for "
             "environments with `load_environment` (0.3.1), `pip install mt-grpo[verifiers-v1]` for tasksets (0.4)."
         )
     with _loading(name), kept_signals():

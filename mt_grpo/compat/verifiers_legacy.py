@@ -40,6 +40,11 @@ class LegacyEnvironment:
                 "choose an environment whose reward functions take one `completion`."
             )
 
+    @property
+    def _has_one_turn(self) -> bool:
+        """Whether the first turn is meant to be the last, and is no limit."""
+        return isinstance(self.env, vf.MultiTurnEnv) and self.env.max_turns == 1
+
     def rows(self, split: str) -> list[Row]:
         """The environment's own rows, as it prepares them."""
         return [
@@ -65,7 +70,8 @@ class LegacyEnvironment:
             raise RuntimeError(f"verifiers: {_described(output['error'])}")
         rewards, metrics = self._rewards(output)
         condition = output["stop_condition"]
-        return Outcome(rewards, STOPPED.get(condition), info={"stop_condition": condition, "metrics": metrics})
+        reason = None if self._has_one_turn and condition == "max_turns_reached" else STOPPED.get(condition)
+        return Outcome(rewards, reason, info={"stop_condition": condition, "metrics": metrics})
 
     def _rewards(self, output: Any) -> tuple[dict[str, float], dict[str, float]]:
         """Each function's part of the reward, and what each returned."""

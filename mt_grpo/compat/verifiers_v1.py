@@ -101,7 +101,9 @@ class TasksetEnvironment:
             episode = await env.run_episode(task, context, on_trace=lambda trace: client.add_session(trace.id))
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
-            raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message}" if errors else "verifiers: no cause")
+            raise RuntimeError(
+                f"verifiers: {errors[0].type}: {errors[0].message}" if errors else "verifiers: no cause"
+            )
         return _outcome(episode)
 
     @asynccontextmanager

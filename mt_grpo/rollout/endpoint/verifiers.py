@@ -24,9 +24,7 @@ class VerifiersSource(AgentSource):
         ConfigError: If verifiers is not installed, or cannot load the environment.
     """
 
-    def __init__(
-        self, name: str, config: dict[str, Any] | None = None, protocol: CallProtocol | None = None
-    ) -> None:
+    def __init__(self, name: str, config: dict[str, Any] | None = None, protocol: CallProtocol | None = None) -> None:
         self.environment = load_environment(name, config or {})
         super().__init__(self.environment.play, protocol)
 
