@@ -84,4 +84,4 @@ class LegacyEnvironment:
 
 
 def _described(error: Any) -> str:
-    return error["error_chain_str"] if isinstance(error, dict) and "error_chain_str" in error else str(error)
+    return error["error_chain_repr"] if isinstance(error, dict) and "error_chain_repr" in error else str(error)

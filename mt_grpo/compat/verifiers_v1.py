@@ -101,9 +101,8 @@ class TasksetEnvironment:
             episode = await env.run_episode(task, context, on_trace=lambda trace: client.add_session(trace.id))
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
-            raise RuntimeError(
-                f"verifiers: {errors[0].type}: {errors[0].message}" if errors else "verifiers: no cause"
-            )
+            said = [f"{error.type}: {error.message}" for error in errors] or ["no error was recorded"]
+            raise RuntimeError(f"verifiers: {said[0]}")
         return _outcome(episode)
 
     @asynccontextmanager
@@ -181,7 +180,7 @@ def _outcome(episode: Any) -> Outcome:
                 found[f"{trace.agent.name}/{name}" if several else name].append(reward.value)
     conditions = [trace.stop_condition for trace in episode.traces]
     reason = next((STOPPED[condition] for condition in conditions if condition in STOPPED), None)
-    metrics = [{name: value for name, value in trace.metrics.items()} for trace in episode.traces]
+    metrics = [dict(trace.metrics) for trace in episode.traces]
     return Outcome(
         {name: sum(values) / len(values) for name, values in found.items()},
         reason,

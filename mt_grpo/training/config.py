@@ -55,8 +55,8 @@ class MTGRPOConfig(GRPOConfig):
             conversation; see docs/any_agent.md.
         environments (`dict`, *optional*): Several environments in one run, by the names in the dataset's column
             `environment`: each a dotted path, or a mapping of its own `env`, `env_config`, `environment_factory`,
-            `agent`, `tools`, `system_prompt`, `simulated_user`, `interaction_config_file`, `max_env_steps`, `call_protocol`,
-            `env_mask`, `tool_timeout`, `multi_turn_scheduler`, `max_turns` and `loss_scale`.
+            `agent`, `tools`, `system_prompt`, `simulated_user`, `interaction_config_file`, `max_env_steps`,
+            `call_protocol`, `env_mask`, `tool_timeout`, `multi_turn_scheduler`, `max_turns` and `loss_scale`.
         simulated_user (`dict`, *optional*): A user whom an OpenAI-compatible endpoint plays: `base_url`, `model`,
             `system_prompt` and more, see `SimulatedUser`. It answers every turn without a tool call.
         interaction_config_file (`str`, *optional*): YAML file of verl's interactions, which answer every turn without

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from support.models import CPU_RUN, build_model
-from support.trainers import batch
+from support.trainers import batch, check_log_probs
 
 from mt_grpo.cli import main
 from mt_grpo.data import load_rows
@@ -46,21 +46,6 @@ def trainer_of(agent, folder, tokenizer, questions, **options):
         train_dataset=questions,
         processing_class=tokenizer,
     )
-
-
-def check_log_probs(trainer, inputs):
-    """Every trained token has the log-probability in training that it was sampled with."""
-    logps, _, _ = trainer._get_per_token_logps_and_entropies(
-        trainer.model,
-        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-        inputs["completion_ids"].shape[1],
-        **{name: inputs[name] for name in ("parent",) if name in inputs},
-    )
-    mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-    turns = [turn for trajectory in trainer._batch.trajectories for turn in trajectory.turns]
-    assert mask.sum() == sum(turn.num_tokens for turn in turns)
-    torch.testing.assert_close(logps[mask], inputs["sampling_per_token_logps"][mask], rtol=0, atol=1e-4)
 
 
 def test_an_openai_loop_is_trained_as_it_was_sampled(tmp_path):

@@ -1,4 +1,4 @@
-"""Environments of verifiers: their own loops talk to the policy over HTTP, and their rewards are the conversation's."""
+"""Environments of verifiers: their loops talk to the policy over HTTP, and their rewards are the conversation's."""
 
 from __future__ import annotations
 
