@@ -269,17 +269,18 @@ def test_an_environment_that_is_not_there_is_refused():
 
 
 @pytest.mark.slow
-def test_a_recipe_needs_no_dataset(tmp_path, monkeypatch):
-    name, config = ("tool_test", {"num_eval_examples": 4})
-    if not LEGACY:
-        name, config = ("kuhn_poker", {"select": {"limit": 8}, "eval_select": {"skip": 8, "limit": 4}})
+def test_the_recipe_of_the_page_needs_no_dataset(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "any_agent.md").read_text()
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(env: verifiers:.*?)```", page, re.DOTALL)]
+    block = blocks[0 if LEGACY else 1]
+    name = block["env"].partition(":")[2]
     pytest.importorskip(name, reason=f"{name} is not installed: run `make interop-verifiers`")
     options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     for option in ("dataset_name", "dataset_train_split", "dataset_test_split", "tools", "system_prompt"):
         del options[option]
     del options["turn_reward_funcs"], options["max_env_steps"]
-    options |= {"env": f"verifiers:{name}", "env_config": config, "call_protocol": "tags", "max_turn_length": 12}
-    options |= {"outcome_reward_funcs": ["env_reward"], "max_steps": 1, "per_device_train_batch_size": 8}
+    options |= {"call_protocol": "tags", "max_turn_length": 12, "max_steps": 1, "per_device_train_batch_size": 8}
+    options |= block
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(yaml.safe_dump(options))
     assert main(["train", "recipe.yaml", "--output_dir", "run"]) == 0
