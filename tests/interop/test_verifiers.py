@@ -15,7 +15,9 @@ import psutil
 import pytest
 import yaml
 from support.agents import END, calling_tokenizer, sampled
+from support.marks import needs_server
 from support.models import CPU_RUN, build_model
+from support.servers import RealServer
 from support.trainers import Letters, batch, check_log_probs
 
 from mt_grpo.cli import main
@@ -68,19 +70,24 @@ def seen(trajectory):
     return [calling_tokenizer().decode(one.tokens) for one in trajectory.tree.sequences()]
 
 
-def train(source, rewards, folder, **options):
-    """Three steps on a tiny model, in the first of which every sampled token has its log-prob in training."""
+def train(source, rewards, folder, model=None, **options):
+    """Three steps on a tiny model; every sampled token has its log-prob in training."""
     tokenizer = calling_tokenizer()
     limits = {"max_turn_length": 16, "max_completion_length": 400, "learning_rate": 1e-2}
     args = MTGRPOConfig(str(folder), max_steps=3, **{**limits, **CPU_RUN, **options})
-    model = build_model(tokenizer, max_position_embeddings=4096)
+    model = model or build_model(tokenizer, max_position_embeddings=4096)
     trainer = MTGRPOEnvTrainer(model, source, [], rewards, args, processing_class=tokenizer)
-    check_log_probs(trainer, batch(trainer))
-    assert [trajectory.error for trajectory in trainer._batch.trajectories] == [None] * 4
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    if not args.use_vllm:
+        check_log_probs(trainer, batch(trainer))
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.train()
     assert trainer.state.global_step == 3
-    assert any((old != new).any() for old, new in zip(before, model.parameters(), strict=True))
+    assert any((old != new).any() for old, new in zip(before, trainer.model.parameters(), strict=True))
+    records = list(read_trajectories(folder))
+    assert len(records) >= 12 and {record["error"] for record in records} == {None}
+    if args.use_vllm:
+        gaps = [log["sampling/sampling_logp_difference/max"] for log in trainer.state.log_history if "loss" in log]
+        assert len(gaps) == 3 and max(gaps) <= 1e-4
     return trainer
 
 
@@ -210,9 +217,9 @@ def test_a_taskset_of_two_agents_has_rewards_of_each(kuhn):
     forfeit, *hands = play(kuhn, says)
     assert forfeit.env_rewards == {"player0/payoff": -1.0, "player1/payoff": 1.0} and len(forfeit.turns) == 2
     for hand in hands:
-        cards = [re.search("private card: (.)", text)[1] for text in seen(hand)]
-        payoff = float(payoff("check-bet-call", cards))
-        assert hand.env_rewards == {"player0/payoff": payoff, "player1/payoff": -payoff} and len(hand.turns) == 3
+        cards = dict(re.search("as Player (.).*private card: (.)", text, re.DOTALL).groups() for text in seen(hand))
+        chips = float(payoff("check-bet-call", [cards["0"], cards["1"]]))
+        assert hand.env_rewards == {"player0/payoff": chips, "player1/payoff": -chips} and len(hand.turns) == 3
         assert hand.tree.num_sequences == 2, "a root for each agent"
     assert kuhn.rows("eval")["example"] == [0, 1, 2, 3]
 
@@ -220,6 +227,22 @@ def test_a_taskset_of_two_agents_has_rewards_of_each(kuhn):
 @tasksets
 def test_a_taskset_trains_for_three_steps(kuhn, tmp_path):
     train(kuhn, [EnvReward("player0/payoff"), Letters()], tmp_path)
+
+
+@needs_server
+@pytest.mark.server
+@pytest.mark.slow
+def test_an_environment_trains_on_a_real_server(request, tmp_path):
+    source = request.getfixturevalue("tool_test" if LEGACY else "kuhn")
+    folder = str(tmp_path / "model")
+    build_model(calling_tokenizer(), max_position_embeddings=4096, head_dim=32).save_pretrained(folder)
+    calling_tokenizer().save_pretrained(folder)
+    server = RealServer(folder, tmp_path / "server.log", "--vllm_max_model_length", "1024").start()
+    try:
+        reward = "env_reward" if LEGACY else EnvReward("player0/payoff")
+        train(source, [reward, Letters()], tmp_path, folder, use_vllm=True, vllm_server_base_url=server.url)
+    finally:
+        server.stop()
 
 
 @tasksets
