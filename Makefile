@@ -7,7 +7,8 @@ BENCHMARKS := architectures head history methods packing parity prefix_cache rol
 TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
-.PHONY: quickstart test check lint bench browser server-cpu trl-oldest ablation interop interop-games interop-agents warm-start clean
+.PHONY: quickstart test check lint bench browser server-cpu trl-oldest warm-start clean
+.PHONY: ablation interop interop-games interop-agents interop-verifiers
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
@@ -60,6 +61,25 @@ interop-agents: .venv-interop/agents/.installed server-cpu
 
 .venv-interop/openenv/.installed: $(VENV)/.installed scripts/install_over.sh
 	scripts/install_over.sh $(VENV) .venv-interop/openenv ".[openenv]"
+	touch $@
+
+# Environments of verifiers, trained unmodified: the last version with `load_environment`, and that with tasksets.
+VERIFIERS = git+https://github.com/PrimeIntellect-ai/verifiers
+VERIFIERS_ENVIRONMENTS = a60a606ecc4d309247edf9ff92c3eabca362781f
+
+interop-verifiers: .venv-interop/verifiers/.installed .venv-interop/verifiers-v1/.installed
+	.venv-interop/verifiers/bin/python -m pytest tests/interop/test_verifiers.py
+	.venv-interop/verifiers-v1/bin/python -m pytest tests/interop/test_verifiers.py
+
+.venv-interop/verifiers/.installed: $(VENV)/.installed scripts/install_over.sh
+	scripts/install_over.sh $(VENV) .venv-interop/verifiers ".[verifiers]"
+	.venv-interop/verifiers/bin/pip install --quiet --no-deps "$(VERIFIERS)@v0.2.0#subdirectory=environments/tool_test"
+	touch $@
+
+.venv-interop/verifiers-v1/.installed: $(VENV)/.installed scripts/install_over.sh
+	scripts/install_over.sh $(VENV) .venv-interop/verifiers-v1 ".[verifiers-v1]"
+	for name in glossary kuhn_poker; do .venv-interop/verifiers-v1/bin/pip install --quiet --no-deps \
+		"$(VERIFIERS)@$(VERIFIERS_ENVIRONMENTS)#subdirectory=environments/$$name" || exit 1; done
 	touch $@
 
 # The oldest that is allowed, and what it needs beside what the newest needs.

@@ -18,6 +18,9 @@ PARTNERS = ("simulated_user", "interaction_config_file", "env", "environment_fac
 """Options of which one at most says who answers the model's words."""
 
 
+VERIFIERS = "verifiers:"
+"""What `env` begins with where it names an environment of verifiers."""
+
 AGENT_OPTIONS = ("function", "command", "host")
 """Keys of `agent` as a mapping; it has one of the first two."""
 
@@ -142,25 +145,64 @@ def parse_agent(agent: Any, key: str = "agent") -> dict[str, str]:
 
 def check_agent(options: Mapping[str, Any], key: str = "") -> None:
     """
-    Holds the options of one environment that may be an agent's against each other.
+    Holds the options of one environment that may be an agent's or of verifiers against each other.
 
     Args:
-        options (`Mapping`): `agent`, and what stands beside it.
+        options (`Mapping`): `agent`, `env` and `env_config`, and what stands beside them.
         key (`str`, *optional*): Where it stands, for errors.
 
     Raises:
         ConfigError: If they contradict each other.
     """
-    if options["agent"] is None:
-        return
-    parse_agent(options["agent"], f"{key}: agent" if key else "agent")
     place = f" of `{key}`" if key else ""
+    own = verifiers_name(options["env"]) is not None
+    if options["env_config"] is not None:
+        parse_env_config(options["env_config"], f"{key}: env_config" if key else "env_config")
+        if not own:
+            raise ConfigError(f"`env_config`{place} has an effect with `env: {VERIFIERS}NAME` only: leave it out.")
+    if options["agent"] is not None:
+        parse_agent(options["agent"], f"{key}: agent" if key else "agent")
+    elif not own:
+        return
+    what, who = ("env", "an environment of verifiers") if own else ("agent", "an agent")
     for name in ("tools", "tools_config_file", "system_prompt", "max_env_steps"):
         if options[name]:
             raise ConfigError(
-                f"`{name}` and `agent`{place} are both set, and an agent brings its own tools, messages and end: "
+                f"`{name}` and `{what}`{place} are both set, and {who} brings its own tools, messages and end: "
                 f"leave `{name}` out."
             )
+
+
+def verifiers_name(env: Any) -> str | None:
+    """
+    The name of the environment of verifiers that `env` stands for; `None` where it is none of verifiers'.
+
+    Raises:
+        ConfigError: If it names none.
+    """
+    if not isinstance(env, str) or not env.startswith(VERIFIERS):
+        return None
+    name = env.removeprefix(VERIFIERS).strip()
+    if not name:
+        raise ConfigError(f"`env: {env}` names no environment: write `{VERIFIERS}NAME`.")
+    return name
+
+
+def parse_env_config(config: Any, key: str = "env_config") -> dict[str, Any]:
+    """
+    The options of an environment as a recipe, a command line (the mapping as JSON) or a script gives them.
+
+    Raises:
+        ConfigError: If they are no mapping.
+    """
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"`{key}` is {config!r}, which is not a JSON mapping.") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"`{key}` is {config!r}: give a mapping from names of options to values.")
+    return dict(config)
 
 
 def check_scheduler(options: Mapping[str, Any], key: str = "") -> None:

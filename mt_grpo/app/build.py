@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import get_peft_config, get_quantization_config
 
+from mt_grpo.agent_options import verifiers_name
 from mt_grpo.app.dry_run import nothing_left
 from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.app.recipe import Recipe
@@ -31,7 +32,7 @@ from mt_grpo.training.checkpoint import (
 )
 from mt_grpo.training.checks import check_batch_sizes, check_surroundings, check_training
 from mt_grpo.training.environment import check_env, prepare_tokenizer
-from mt_grpo.training.factories import rows_of
+from mt_grpo.training.factories import evaluation_rows, rows_of
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.policy import resolve_base, resolve_model
 from mt_grpo.training.reward_columns import check_reward_columns
@@ -43,8 +44,8 @@ logger = logging.getLogger(__name__)
 def load_datasets(recipe: Recipe) -> tuple[Dataset | None, Dataset | None]:
     """The training rows of a recipe, and its evaluation rows where it evaluates (`do_eval`)."""
     script = recipe.script
-    if script.dataset_name is None:  # environments of a factory may bring their own prompts
-        if recipe.training.do_eval:
+    if script.dataset_name is None:  # environments of a factory or of verifiers may bring their own prompts
+        if recipe.training.do_eval and verifiers_name(recipe.training.env) is None:
             raise ConfigError("`do_eval: true` needs a dataset of questions to measure: set `dataset_name`.")
         return None, None
 
@@ -151,7 +152,7 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
     outcome_rewards = load_rewards(args.outcome_reward_funcs or [], "outcome")
     train_dataset, eval_dataset = load_datasets(recipe)
     env = check_env(None, args, train_dataset, eval_dataset)
-    train_dataset = rows_of(train_dataset, env, args)
+    train_dataset, eval_dataset = rows_of(train_dataset, env, args), evaluation_rows(eval_dataset, env, args)
     check_reward_columns([*turn_rewards, *outcome_rewards], train_dataset, eval_dataset)
     if trains:
         check_training(args, train_dataset)

@@ -12,7 +12,7 @@ from mt_grpo.app.schema import kinds, load_schema
 
 GROUPS = {
     "Model and data": "model_name_or_path dtype dataset_name dataset_train_split dataset_test_split column_mapping",
-    "Agent": """tools tools_config_file env environment_factory agent environments simulated_user
+    "Agent": """tools tools_config_file env env_config environment_factory agent environments simulated_user
         interaction_config_file multi_turn_scheduler max_turns call_protocol system_prompt max_env_steps
         max_turn_length max_completion_length tool_timeout rollout_timeout max_concurrent_rollouts history
         compact_every tokenization_sanity_check_mode external_plugins""",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.agent_options import verifiers_name
 from mt_grpo.app.recipe_file import read_file
 from mt_grpo.app.schema import Schema, check_value, from_text, kinds, load_schema, wanted
 from mt_grpo.credit_options import parse_reward
@@ -260,7 +261,8 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
             "`--dataset_name`."
         )
     for name, what in (("model_name_or_path", "model"), ("dataset_name", "dataset")):
-        if not given.get(name) and not (name == "dataset_name" and given.get("environment_factory")):
+        own = name == "dataset_name" and (given.get("environment_factory") or verifiers_name(given.get("env")))
+        if not given.get(name) and not own:
             raise ConfigError(f"The recipe names no {what}: set `{name}`.")
     if not schema.exact:  # the defaults of the installed libraries may be others
         return

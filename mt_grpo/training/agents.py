@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mt_grpo.agent_options import parse_agent
+from mt_grpo.agent_options import parse_agent, parse_env_config, verifiers_name
 from mt_grpo.compat.swift import MultiTurnScheduler, SchedulerSource, multi_turns
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.options import is_bare
-from mt_grpo.rollout.endpoint import AgentSource, Command
+from mt_grpo.rollout.endpoint import AgentSource, Command, VerifiersSource
 
 
 def build_scheduler(options: dict[str, Any]) -> SchedulerSource:
@@ -62,6 +62,18 @@ def build_agent(options: dict[str, Any]) -> AgentSource:
             )
     protocol = None if options["call_protocol"] is None else PROTOCOLS[options["call_protocol"]]()
     return AgentSource(agent, protocol, given.get("host", "127.0.0.1"))
+
+
+def build_verifiers(options: dict[str, Any]) -> VerifiersSource:
+    """
+    What makes the environments of `env: verifiers:NAME`.
+
+    Raises:
+        ConfigError: If verifiers is not installed, or cannot load the environment.
+    """
+    protocol = None if options["call_protocol"] is None else PROTOCOLS[options["call_protocol"]]()
+    config = parse_env_config(options["env_config"] or {})
+    return VerifiersSource(verifiers_name(options["env"]), config, protocol)
 
 
 def takes_two(agent: Any) -> bool:

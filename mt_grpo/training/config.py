@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from trl import GRPOConfig
 
-from mt_grpo.agent_options import parse_agent, parse_user
+from mt_grpo.agent_options import parse_agent, parse_env_config, parse_user
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, bind_rule, parse_rule, rule_name, splits_turns
 from mt_grpo.credit_options import check_rule
 from mt_grpo.envs.protocols import PROTOCOLS
@@ -46,16 +46,18 @@ class MTGRPOConfig(GRPOConfig):
 
     Args:
         env (`str`, *optional*): Dotted path of an environment: a class, a `StepEnv`, or a function from a row to one;
-            `MultiTurnToolEnv` where none is given.
+            or `verifiers:NAME`, an environment of verifiers, which brings its own rows; `MultiTurnToolEnv` where none
+            is given.
+        env_config (`dict`, *optional*): Options of an environment of verifiers; see docs/any_agent.md.
         environment_factory (`str` or `dict`, *optional*): Dotted path of a factory in TRL's form, see `TRLEnv`; or a
             mapping of such paths, by the names in the dataset's column `environment`.
         agent (`str` or `dict`, *optional*): Anybody's agent, which asks the policy over HTTP as it would ask OpenAI:
             the dotted path of a function `solve(row, client)`, or `{command: ...}`, a program that runs once for each
             conversation; see docs/any_agent.md.
         environments (`dict`, *optional*): Several environments in one run, by the names in the dataset's column
-            `environment`: each a dotted path, or a mapping of its own `env`, `environment_factory`, `agent`, `tools`,
-            `system_prompt`, `simulated_user`, `interaction_config_file`, `max_env_steps`, `call_protocol`,
-            `env_mask`, `tool_timeout`, `multi_turn_scheduler`, `max_turns` and `loss_scale`.
+            `environment`: each a dotted path, or a mapping of its own `env`, `env_config`, `environment_factory`,
+            `agent`, `tools`, `system_prompt`, `simulated_user`, `interaction_config_file`, `max_env_steps`,
+            `call_protocol`, `env_mask`, `tool_timeout`, `multi_turn_scheduler`, `max_turns` and `loss_scale`.
         simulated_user (`dict`, *optional*): A user whom an OpenAI-compatible endpoint plays: `base_url`, `model`,
             `system_prompt` and more, see `SimulatedUser`. It answers every turn without a tool call.
         interaction_config_file (`str`, *optional*): YAML file of verl's interactions, which answer every turn without
@@ -124,7 +126,12 @@ class MTGRPOConfig(GRPOConfig):
             run left in `output_dir`, instead of refusing to begin there; it has no effect on a run that is resumed.
     """
 
-    env: str | None = field(default=None, metadata={"help": "Dotted path of an environment class or factory."})
+    env: str | None = field(
+        default=None, metadata={"help": "Dotted path of an environment class or factory, or `verifiers:NAME`."}
+    )
+    env_config: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of an environment of verifiers; JSON on the command line."}
+    )
     environment_factory: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Dotted path of a factory in TRL's form, or a mapping of them by name."}
     )
@@ -236,6 +243,8 @@ class MTGRPOConfig(GRPOConfig):
             self.environment_factory = yaml.safe_load(self.environment_factory)
         if self.agent is not None:
             self.agent = parse_agent(self.agent)
+        if self.env_config is not None:
+            self.env_config = parse_env_config(self.env_config)
         if self.simulated_user is not None:
             self.simulated_user = parse_user(self.simulated_user)
         self.advantage_estimator = parse_rule(self.advantage_estimator)

@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
-from mt_grpo.agent_options import PARTNERS, check_agent, check_partner, check_scheduler, parse_user
+from mt_grpo.agent_options import PARTNERS, check_agent, check_partner, check_scheduler, parse_user, verifiers_name
 from mt_grpo.compat.trl_env import TRLEnv
 from mt_grpo.compat.verl import InteractionEnv, load_interactions
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
@@ -23,7 +23,7 @@ from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
 from mt_grpo.rollout.background import run
 from mt_grpo.tools import load_tools, load_tools_file
-from mt_grpo.training.agents import build_agent, build_scheduler, for_agents
+from mt_grpo.training.agents import build_agent, build_scheduler, build_verifiers, for_agents
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.factories import Factory, environments_of, import_factory, warn_of_unused
 from mt_grpo.training.reward_columns import Rows
@@ -31,6 +31,7 @@ from mt_grpo.training.rollout_batch import RolloutBatch
 
 OPTIONS = (
     *PARTNERS,
+    "env_config",
     *("tools", "tools_config_file", "system_prompt", "max_env_steps", "call_protocol", "env_mask", "tool_timeout"),
     *("multi_turn_scheduler", "max_turns", "loss_scale"),
 )
@@ -78,13 +79,13 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
             raise ConfigError(f"`{key}` has an unknown key {option!r}{did_you_mean(option, OPTIONS)}.")
     options = {option: getattr(args, option) for option in OPTIONS}
     if any(partner in given for partner in PARTNERS):
-        options |= dict.fromkeys(PARTNERS)
+        options |= dict.fromkeys((*PARTNERS, "env_config"))
     # of the run's own options those count that this kind of environment has
     scheduler = ("multi_turn_scheduler", "max_turns", "loss_scale")
     if any(name in given for name in (*PARTNERS, "tools", "tools_config_file", "multi_turn_scheduler")):
         defaults = {field.name: field.default for field in fields(args)}
         others = ("tools", "tools_config_file", *PARTNERS) if "multi_turn_scheduler" in given else scheduler
-        if "agent" in given:
+        if "agent" in given or verifiers_name(given.get("env")) is not None:
             others = (*others, "tools", "tools_config_file", "system_prompt", "max_env_steps", "call_protocol")
         options |= {name: defaults[name] for name in others}
     options |= given
@@ -106,6 +107,8 @@ def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
     check_agent(options, "" if key == "env" else key)
     if options["agent"] is not None:
         return build_agent(options)
+    if verifiers_name(options["env"]) is not None:
+        return build_verifiers(options)
     path = options["env"]
     if options["environment_factory"] is not None:
         return _from_factory(options["environment_factory"], options, args)

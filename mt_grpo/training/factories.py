@@ -14,6 +14,7 @@ from mt_grpo.envs.source import prototypes
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.rewards import EnvReward, RewardFunc
+from mt_grpo.rollout.endpoint import VerifiersSource
 from mt_grpo.training.config import MTGRPOConfig
 
 logger = logging.getLogger(__name__)
@@ -98,13 +99,15 @@ def rows_of(
     dataset: Dataset | IterableDataset | None, env: EnvSource, args: MTGRPOConfig
 ) -> Dataset | IterableDataset | None:
     """
-    The rows to train on. As in TRL, a single factory needs none, and rows of factories need no prompt: the
-    environment's `reset` writes it.
+    The rows to train on: those of an environment of verifiers where none are given. As in TRL, a single factory needs
+    none, and rows of factories need no prompt: the environment's `reset` writes it.
 
     Raises:
         ConfigError: If there are no rows, and either several environments or no `max_steps`; if `reset` of a class
             needs a column that there is not.
     """
+    if dataset is None and isinstance(env, VerifiersSource):
+        return env.rows("train")
     factories = all(isinstance(one, TRLEnv) for one in prototypes(env)) and any(prototypes(env))
     if dataset is None and factories:
         if isinstance(env, dict):
@@ -122,6 +125,13 @@ def rows_of(
         dataset = dataset.add_column("prompt", [NO_PROMPT] * len(dataset))
     if isinstance(dataset, Dataset):  # the columns of a stream may not be known
         _check_columns(env, dataset.column_names)
+    return dataset
+
+
+def evaluation_rows(dataset: Dataset | None, env: EnvSource, args: MTGRPOConfig) -> Dataset | None:
+    """The rows to evaluate on: those of an environment of verifiers where the run evaluates and none are given."""
+    if dataset is None and args.do_eval and isinstance(env, VerifiersSource):
+        return env.rows("eval")
     return dataset
 
 

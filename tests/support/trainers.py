@@ -60,6 +60,21 @@ def batch(trainer: MTGRPOEnvTrainer) -> dict[str, torch.Tensor]:
     return trainer._generate_and_score_completions([trainer.train_dataset[0]] * 4)
 
 
+def check_log_probs(trainer, inputs):
+    """Every trained token has the log-probability in training that it was sampled with."""
+    logps, _, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model,
+        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        inputs["completion_ids"].shape[1],
+        **{name: inputs[name] for name in ("parent",) if name in inputs},
+    )
+    mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+    turns = [turn for trajectory in trainer._batch.trajectories for turn in trajectory.turns]
+    assert mask.sum() == sum(turn.num_tokens for turn in turns)
+    torch.testing.assert_close(logps[mask], inputs["sampling_per_token_logps"][mask], rtol=0, atol=1e-4)
+
+
 class Spelling(MultiTurnToolEnv):
     """A turn ends with its first letter, so that a model that knows nothing takes several."""
 

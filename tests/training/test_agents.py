@@ -9,7 +9,7 @@ import torch
 import yaml
 from support.agents import check_log_probs
 from support.models import CPU_RUN, build_model
-from support.trainers import batch
+from support.trainers import batch, check_log_probs
 
 from mt_grpo.cli import main
 from mt_grpo.data import load_rows

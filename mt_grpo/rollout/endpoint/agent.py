@@ -54,7 +54,12 @@ class AgentEnv:
         """Lets the agent work on a row. Where a limit ended its conversation, that is the reason of the end."""
         source = self._source
         async with source.endpoint.conversation(policy, source.protocol) as conversation:
-            client = AgentClient(conversation.base_url, source.endpoint.key, policy.session)
+            client = AgentClient(
+                conversation.base_url,
+                source.endpoint.key,
+                policy.session,
+                partial(source.endpoint.add_session, conversation),
+            )
             try:
                 outcome = read_result(await self._work(conversation, row, client), _name(source.agent))
             except Exception:  # whatever the user's agent raises: that there was no turn to be had is the cause
@@ -113,12 +118,14 @@ def read_result(result: Any, name: str) -> Outcome:
 
     Args:
         result: A number (the reward), a mapping from names of rewards to numbers, in which the text `answer` is the
-            answer, text (the answer), or `None`.
+            answer, text (the answer), an `Outcome`, or `None`.
         name (`str`): Of the agent, for errors.
 
     Raises:
         TypeError: If it is something else.
     """
+    if isinstance(result, Outcome):
+        return result
     if isinstance(result, str):
         return Outcome(stop_reason=StopReason.ANSWERED, answer=result)
     if isinstance(result, numbers.Real):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,11 +17,13 @@ class AgentClient:
         base_url (`str`): OpenAI's base URL; it ends in `/v1`.
         api_key (`str`): The key for it.
         session (`str`): Name of the conversation.
+        add_session (`Callable`): Gives the conversation a further name, which requests may have in `X-Session-ID`.
     """
 
     base_url: str
     api_key: str = field(repr=False)
     session: str
+    add_session: Callable[[str], None] = field(repr=False)
     _opened: list[Any] = field(default_factory=list, repr=False)
 
     @property

@@ -43,6 +43,7 @@ class Conversation:
         limit (`StopReason`, *optional*): The limit that refused or cut off the latest answer.
         failure (`EngineError`, *optional*): What the engine answered instead of the latest turn.
         responses (`dict`): The messages of each of OpenAI's Responses, by its identifier, the answer included.
+        names (`list[str]`): What it is called beside its session.
         over (`asyncio.Event`): Set where the client goes on asking though nothing is left to sample.
     """
 
@@ -52,6 +53,7 @@ class Conversation:
         self.limit: StopReason | None = None
         self.failure: EngineError | None = None
         self.over = asyncio.Event()
+        self.names: list[str] = []
         self.responses: dict[str, list[Message]] = {}
         self._calls = Calls(protocol, policy.tokenizer)
         self._told, self._retries = Told(), Retries()

@@ -77,13 +77,26 @@ class Endpoint:
             try:
                 yield conversation
             finally:
-                del self._conversations[session]
+                for name in (session, *conversation.names):
+                    del self._conversations[name]
                 conversation.close()
         finally:
             self._entered -= 1
             if self._entered == 0:
                 self._start = None
                 await (await start)[0].cleanup()
+
+    def add_session(self, conversation: Conversation, name: str) -> None:
+        """
+        Gives a conversation a further name until it ends; called from any thread.
+
+        Raises:
+            ValueError: If one has it already.
+        """
+        if name in self._conversations:
+            raise ValueError(f"A conversation has the name {name!r} already.")
+        self._conversations[name] = conversation
+        conversation.names.append(name)
 
     async def _listen(self) -> tuple[web.AppRunner, int]:
         _allow_files()
