@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from support.agents import END, calling_tokenizer, check_log_probs, run_agent, sampled
+from support.agents import END, calling_tokenizer, run_agent, sampled
 from support.marks import needs_server
 from support.models import CPU_RUN, build_model
 from support.trainers import Length, batch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 
-import torch
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
@@ -63,18 +62,3 @@ async def tool_loop(row, client):
             return message.content
         for asked in message.tool_calls:
             messages.append({"role": "tool", "tool_call_id": asked.id, "content": f"about {asked.function.arguments}"})
-
-
-def check_log_probs(trainer, inputs):
-    """Every trained token has the log-probability in training that it was sampled with."""
-    logps, _, _ = trainer._get_per_token_logps_and_entropies(
-        trainer.model,
-        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-        inputs["completion_ids"].shape[1],
-        **{name: inputs[name] for name in ("parent",) if name in inputs},
-    )
-    mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-    turns = [turn for trajectory in trainer._batch.trajectories for turn in trajectory.turns]
-    assert mask.sum() == sum(turn.num_tokens for turn in turns)
-    torch.testing.assert_close(logps[mask], inputs["sampling_per_token_logps"][mask], rtol=0, atol=1e-4)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.agents import check_log_probs
 from support.models import CPU_RUN, build_model
 from support.trainers import batch, check_log_probs
 
