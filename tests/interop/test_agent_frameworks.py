@@ -14,7 +14,7 @@ from datasets import Dataset
 from support.agents import END, calling_tokenizer, run_agent, sampled
 from support.marks import needs_server
 from support.models import CPU_RUN, build_model
-from support.trainers import Length, batch
+from support.trainers import Length, batch, check_log_probs
 
 from mt_grpo.envs.protocols import ParsedTurn
 from mt_grpo.rollout import ScriptedEngine
