@@ -136,6 +136,7 @@ def draw(rows: Sequence[Row], path: Path = DOCS / "images" / "ablation.png") -> 
             style = "--" if arm in PLACED else "-"
             axes.plot(range(1, len(curve) + 1), curve, style, label=arm, linewidth=1.6)
         axes.set(xlabel="optimiser step", ylabel="exact match in training", title=variant)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     axes.legend(fontsize="small", frameon=False)
     figure.savefig(path, dpi=80)
