@@ -32,6 +32,17 @@ SERVER = """model_name_or_path model_revision dtype trust_remote_code use_cpu vl
 """What of a recipe the server's command is made of."""
 
 SHOWN = {
+    "environment_factory": "A factory in TRL's form, or several by name.",
+    "agent": "An agent: a function's path, or its `command`.",
+    "environments": "Several, by the names in the column `environment`.",
+    "simulated_user": "A user whom an endpoint plays.",
+    "interaction_config_file": "YAML file of what answers turns without a call.",
+    "multi_turn_scheduler": "A scheduler in the place of an environment.",
+    "call_protocol": "How calls are written: tags, native or another.",
+    "groups_without_signal": "keep, resample or leave_out.",
+    "max_resample_times": "Rounds of sampling such groups again.",
+    "branch_at": "Turns after which a conversation branches.",
+    "loss_scale": "Trained of a scheduler: all or last_round.",
     "model_name_or_path": "Model: a Hub id, a folder, or `embedded`.",
     "dtype": "Weights: float32, bfloat16, float16 or auto.",
     "dataset_name": "`embedded`, `triviaqa`, `gsm8k`, a file, a folder or a Hub id.",
