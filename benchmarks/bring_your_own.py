@@ -4,7 +4,7 @@ after.
 
     python benchmarks/bring_your_own.py [factory] [mcp] [scheduler] [openai] [program] [--quick]
 
-Trains each form that is named, all where none is. Prints a table and writes `benchmarks/results/bring_your_own.json`,
+Trains each form that is named, all where none is (`program` where Node is installed). Prints a table and writes `benchmarks/results/bring_your_own.json`,
 in which the rows of other forms stay.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -96,7 +97,8 @@ def main() -> None:
     for form in args.forms:
         if form not in FORMS:
             parser.error(f"there is no form {form!r}: name any of {', '.join(FORMS)}")
-    measured = {form: train(form, args.quick) for form in args.forms or FORMS}
+    forms = args.forms or [form for form in FORMS if form != "program" or shutil.which("node")]
+    measured = {form: train(form, args.quick) for form in forms}
     table = Table("form", "exact match before", "after", "tool execution after", "turns after", "seconds")
     quickstart = json.loads((RESULTS / "quickstart.json").read_text())
     for form, row in {"quickstart": quickstart, **measured}.items():

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from mt_grpo.cli import main
+from mt_grpo.runlog import read_trajectories
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "any_agent.md").read_text()
@@ -41,7 +42,7 @@ RECIPES = [block for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) 
 def test_the_loop_of_the_page_trains(tmp_path, monkeypatch):
     options = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--do_eval", "false"]
     assert main(["train", *prepare(RECIPES[0], tmp_path, monkeypatch), *options]) == 0
-    lines = [json.loads(line) for line in Path("run/trajectories.jsonl").read_text().splitlines()]
+    lines = list(read_trajectories("run"))
     assert len(lines) == 8 and {line["error"] for line in lines} == {None}
     assert all(line["env_rewards"].keys() == {"right"} for line in lines)
     assert all(line["prompt"] == [{"role": "user", "content": line["row"]["question"]}] for line in lines)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import shlex
+import shutil
 import sys
 import threading
 import time
@@ -421,6 +422,7 @@ def test_a_program_reaches_the_policy():
     assert [trajectory.env_rewards for trajectory in trajectories] == [{"n": float(number)} for number in range(3)]
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_a_shell_reaches_the_policy():
     line = (
         'curl -s "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" '
