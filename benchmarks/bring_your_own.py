@@ -4,8 +4,8 @@ after.
 
     python benchmarks/bring_your_own.py [factory] [mcp] [scheduler] [openai] [program] [--quick]
 
-Trains each form that is named, all where none is (`program` where Node is installed). Prints a table and writes `benchmarks/results/bring_your_own.json`,
-in which the rows of other forms stay.
+Trains each form that is named, all where none is (`program` where Node is installed). Prints a table and writes
+`benchmarks/results/bring_your_own.json`, in which the rows of other forms stay.
 """
 
 from __future__ import annotations
