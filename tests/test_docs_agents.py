@@ -54,7 +54,6 @@ def test_the_program_of_the_page_is_rolled_out(tmp_path, monkeypatch, capsys):
     assert main(["rollout", *prepare(RECIPES[1], tmp_path, monkeypatch), "--num_prompts", "2"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("outcome reward env_reward: 0") == 2 and "env_error" not in shown
-    assert json.loads(Path("answer.json").read_text())["object"] == "chat.completion"
 
 
 def test_the_page_has_the_committed_figures():

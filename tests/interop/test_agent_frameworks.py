@@ -137,13 +137,14 @@ def test_an_agent_of_a_framework_is_one_sequence(name, agent, tmp_path):
 def test_a_framework_that_rewrites_has_the_loss_of_a_forward_a_turn(agent, tmp_path):
     """smolagents: three roots, since it writes calls and results as text of its own."""
     losses, gradients = [], []
+    group = {"per_device_train_batch_size": 2, "num_generations": 2}  # its system prompt is long
     for forward in ("tree", "turn_by_turn"):
-        trainer = reciting_trainer("smolagents", agent("smolagents"), tmp_path, forward=forward)
-        inputs = batch(trainer)
-        trajectories = trainer._batch.trajectories
-        assert [trajectory.error for trajectory in trajectories] == [None] * 4
-        assert {trajectory.tree.num_sequences for trajectory in trajectories} == {3}
-        assert all([turn.fork_cause for turn in each.turns] == [None, "messages", "messages"] for each in trajectories)
+        trainer = reciting_trainer("smolagents", agent("smolagents"), tmp_path, forward=forward, **group)
+        trainer.current_gradient_accumulation_steps = 1
+        inputs = trainer._generate_and_score_completions([trainer.train_dataset[0]] * 2)
+        for trajectory in trainer._batch.trajectories:
+            assert trajectory.error is None and trajectory.tree.num_sequences == 3
+            assert [turn.fork_cause for turn in trajectory.turns] == [None, "messages", "messages"]
         if forward == "tree":
             check_log_probs(trainer, inputs)
         loss = trainer.compute_loss(trainer.model, inputs)
