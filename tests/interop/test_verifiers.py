@@ -48,7 +48,7 @@ def kuhn():
     return VerifiersSource("kuhn_poker", {"select": {"limit": 8}, "eval_select": {"skip": 8, "limit": 4}})
 
 
-def calling(name: str, **arguments) -> str:
+def calling(name: str, /, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
