@@ -48,7 +48,7 @@ def kuhn():
     return VerifiersSource("kuhn_poker", {"select": {"limit": 8}, "eval_select": {"skip": 8, "limit": 4}})
 
 
-def calling(name: str, **arguments) -> str:
+def calling(name: str, /, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -85,6 +85,7 @@ def train(source, rewards, folder, model=None, **options):
     assert any((old != new).any() for old, new in zip(before, trainer.model.parameters(), strict=True))
     records = list(read_trajectories(folder))
     assert len(records) >= 12 and {record["error"] for record in records} == {None}
+    assert all(record["turns"] for record in records)
     if args.use_vllm:
         gaps = [log["sampling/sampling_logp_difference/max"] for log in trainer.state.log_history if "loss" in log]
         assert len(gaps) == 3 and max(gaps) <= 1e-4
@@ -237,7 +238,7 @@ def test_an_environment_trains_on_a_real_server(request, tmp_path):
     folder = str(tmp_path / "model")
     build_model(calling_tokenizer(), max_position_embeddings=4096, head_dim=32).save_pretrained(folder)
     calling_tokenizer().save_pretrained(folder)
-    server = RealServer(folder, tmp_path / "server.log", "--vllm_max_model_length", "1024").start()
+    server = RealServer(folder, tmp_path / "server.log", "--vllm_max_model_length", "4096").start()
     try:
         reward = "env_reward" if LEGACY else EnvReward("player0/payoff")
         train(source, [reward, Letters()], tmp_path, folder, use_vllm=True, vllm_server_base_url=server.url)
