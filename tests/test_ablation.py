@@ -167,7 +167,7 @@ def one_thread():
 
 
 @pytest.mark.slow
-def test_runs_are_skipped_where_they_ran_and_leave_no_trace_in_the_next(tmp_path, monkeypatch, capsys, one_thread):
+def test_runs_are_skipped_where_they_ran_and_leave_no_trace(tmp_path, monkeypatch, capsys, one_thread):
     import ablation
 
     for name in ablation.ENVIRONMENT:

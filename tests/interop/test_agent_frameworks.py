@@ -134,7 +134,7 @@ def test_an_agent_of_a_framework_is_one_sequence(name, agent, tmp_path):
     check_log_probs(trainer, inputs)
 
 
-def test_a_framework_that_rewrites_has_the_loss_of_a_forward_a_turn(agent, tmp_path):
+def test_a_framework_that_rewrites_has_the_loss_of_turns_alone(agent, tmp_path):
     """smolagents: three roots, since it writes calls and results as text of its own."""
     losses, gradients = [], []
     group = {"per_device_train_batch_size": 2, "num_generations": 2}  # its system prompt is long

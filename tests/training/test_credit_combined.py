@@ -29,7 +29,7 @@ class Number(OutcomeReward):
         return 0.5 if number >= 4 and not attempt(trajectory.session) else float(number)
 
 
-def test_branches_that_are_sampled_again_have_scores_of_their_own(build, tmp_path):
+def test_branches_sampled_again_have_scores_of_their_own(build, tmp_path):
     trainer = build(
         conversation,
         rewards=((InformationGain(),), (Number(),)),

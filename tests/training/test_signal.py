@@ -152,7 +152,7 @@ def test_rounds_of_sampling_again_end_and_the_rest_is_left_out(build, tmp_path):
     assert sum(int(batch["kept"].sum()) for batch in batches) == 4
 
 
-def test_what_rewards_log_of_discarded_conversations_is_discarded(build):
+def test_what_rewards_log_of_the_discarded_is_discarded(build):
     def session(completions, trainer_state, log_extra, log_metric, **columns):
         log_extra("number", list(range(len(completions))))
         return [float(number) if number < 4 else 0.5 for number in range(len(completions))]
