@@ -332,6 +332,14 @@ class Vowels(MultiTurnToolEnv):
     stop = tuple("aeio")  # a server takes four
 
 
+def test_the_cache_has_the_tokens_that_the_doctor_plans(tied):
+    """`benchmarks/doctor.py` does the same for larger models."""
+    facts = re.search(r"cache_config_info\{([^}]*)\}", tied.server.get("/metrics").text)[1]
+    blocks, size = (int(re.search(rf'{name}="(\d+)"', facts)[1]) for name in ("num_gpu_blocks", "block_size"))
+    space = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * 2**30
+    assert space / read_shape(tied.model.config).kv_bytes(4) == pytest.approx(blocks * size, rel=0.05)
+
+
 def test_right_answers_are_scored_as_by_the_trainer(tied, tmp_path):
     """And what was sampled before them comes from the prefix cache."""
     options = {**CPU_RUN, "max_completion_length": 200}
@@ -707,11 +715,3 @@ def test_a_stopped_server_leaves_no_process(tied):
         while time.monotonic() < deadline:
             os.killpg(group, 0)
             time.sleep(0.05)
-
-
-def test_the_cache_has_the_tokens_that_the_doctor_plans(tied):
-    """`benchmarks/doctor.py` does the same for larger models."""
-    facts = re.search(r"cache_config_info\{([^}]*)\}", tied.server.get("/metrics").text)[1]
-    blocks, size = (int(re.search(rf'{name}="(\d+)"', facts)[1]) for name in ("num_gpu_blocks", "block_size"))
-    space = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * 2**30
-    assert space / read_shape(tied.model.config).kv_bytes(4) == pytest.approx(blocks * size, rel=0.05)

@@ -113,7 +113,7 @@ IMPORTS = {
     "trl.generation.vllm_generation": "VLLMGeneration",
     "trl.import_utils": "is_vllm_available",
     "trl.models": "unwrap_model_for_generation",
-    "trl.trainer.utils": "create_model_from_path",
+    "trl.trainer.utils": "create_model_from_path selective_log_softmax",
 }
 """Everything that the package imports from TRL."""
 
