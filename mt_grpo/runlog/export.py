@@ -19,7 +19,7 @@ from mt_grpo.runlog.conversation import messages_of, words
 from mt_grpo.runlog.jsonl import to_json, whole
 from mt_grpo.runlog.openinference import trace
 from mt_grpo.runlog.reader import Run, open_run
-from mt_grpo.runlog.schema import ROW_GROUP
+from mt_grpo.runlog.schema import MODES, ROW_GROUP
 
 ROWS = 256
 """Conversations that are held in memory while a data set is written."""
@@ -86,7 +86,7 @@ def _write_lines(path: Path, lines: Iterator[str]) -> None:
 
 
 def _write_dataset(run: Run, folder: Path) -> None:
-    """A folder that `datasets.load_dataset` reads, with the splits `train` and `eval`."""
+    """A folder that `datasets.load_dataset` reads, with a split for each mode."""
     names = list(dict.fromkeys(name for row in run.rows for name in row["rewards"]))
     schema = pa.schema(
         [
@@ -108,7 +108,7 @@ def _write_dataset(run: Run, folder: Path) -> None:
     )
     (folder / "data").mkdir(parents=True, exist_ok=True)
     writers: dict[str, pq.ParquetWriter] = {}
-    waiting: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
+    waiting: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
 
     def flush(split: str) -> None:
         if waiting[split]:
@@ -192,7 +192,7 @@ def _by_batch(run: Run) -> Iterator[tuple[tuple[int, str], list[dict[str, Any]]]
     """Rows of the tables, by the number of steps that were taken and the mode."""
     batches: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for row, record in run.records():
-        step = row["step"] + (row["mode"] == "train")
+        step = row["step"] + (row["mode"] != "eval")
         shown = {
             "session": row["session"],
             "prompt": row["prompt"],

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
@@ -55,7 +56,12 @@ def open_run(folder: str | Path) -> Run:
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}: name the `output_dir` of a run.")
     if not (folder / schema.FOLDER / schema.INDEX).is_file():
-        if not (folder / "metrics.jsonl").is_file() and not any(folder.glob("trajectories*.jsonl")):
+        if any(folder.glob("trajectories*.jsonl")):
+            raise UserError(
+                f"{folder} has its conversations in trajectories.jsonl, the form of earlier versions, which is not "
+                "read here: look at them with the version that wrote them."
+            )
+        if not (folder / "metrics.jsonl").is_file():
             raise UserError(f"{folder} is not the folder of a run: name its `output_dir`, which has `metrics.jsonl`.")
         raise UserError(
             f"{folder} has no conversations: the file {schema.FOLDER}/{schema.INDEX} is not there (a run writes it "
@@ -123,7 +129,10 @@ class Run:
         if not path.is_file():
             return []
         data = path.read_bytes()
-        return [orjson.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+        try:
+            return [orjson.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+        except orjson.JSONDecodeError as error:
+            raise UserError(f"{path} has a line that is not JSON ({error}): remove that line.") from None
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -177,7 +186,8 @@ class Run:
 
     def _read(self, name: str, row: int) -> dict[str, Any]:
         group, place = divmod(row, schema.ROW_GROUP)
-        return self._open(name).read_row_group(group).slice(place, 1).to_pylist()[0]
+        # one thread: handing 16 rows out to several takes longer than reading them
+        return self._open(name).read_row_group(group, use_threads=False).slice(place, 1).to_pylist()[0]
 
     def _open(self, name: str) -> pq.ParquetFile:
         path = self._rollouts / name
@@ -187,6 +197,8 @@ class Run:
             raise UserError(
                 f"{path} is gone, which the index speaks of: bring it back, or look at another conversation."
             ) from None
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{path} is damaged ({error}): bring it back, or look at another conversation.") from None
 
 
 def read_trajectories(folder: str | Path) -> Iterator[dict[str, Any]]:

@@ -27,6 +27,7 @@ import pyarrow as pa
 FOLDER = "rollouts"
 INDEX = "index.jsonl"
 TOKENIZER = "tokenizer"
+MODES = ("train", "eval", "discarded")
 VERSION = 1
 ROW_GROUP = 16
 """Rows of a row group: what is read to show one conversation."""

@@ -110,7 +110,7 @@ class RunWriter:
         with self._refusing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             if path not in self._mended:
-                _end_with_a_line(path)
+                end_with_a_line(path)
                 self._mended.add(path)
             with path.open("ab") as file:
                 file.write("".join(to_json(line, separators=(",", ":")) + "\n" for line in lines).encode())
@@ -144,14 +144,15 @@ class RunWriter:
             ) from error
 
 
-def _end_with_a_line(path: Path) -> None:
+def end_with_a_line(path: Path) -> None:
     """Removes half a line, which a run that was killed may leave at the end."""
-    if path.exists():
-        data = path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            with path.open("r+b") as file:
-                file.truncate(whole)
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        if file.read(1) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def finite(value: float) -> float | None:

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.jsonl import to_json
 from mt_grpo.runlog.schema import TOKENIZER, VERSION
+from mt_grpo.runlog.writer import end_with_a_line
 from mt_grpo.training.processes import everywhere
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.training.updates import Outputs, number_rows, update_rows
@@ -183,6 +184,7 @@ class RunRecords(TrainerCallback):
         if self._main:
             path = Path(args.output_dir) / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
+            end_with_a_line(path)
             with path.open("a", encoding="utf-8") as file:
                 file.write(to_json({"step": state.global_step, **logs}) + "\n")
 

@@ -191,4 +191,5 @@ class Columns:
             mean = total / count
             square = np.bincount(groups, np.where(there, (reward - mean[groups]) ** 2, 0.0))
             spread = np.sqrt(square / count)
-        return np.where(spread < 1e-9, 0.0, spread)[groups]
+        spread = np.where(spread < 1e-9, 0.0, spread)
+        return np.where(count < 2, np.nan, spread)[groups]  # one reward has nothing to differ from

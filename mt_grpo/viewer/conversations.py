@@ -113,7 +113,7 @@ def lost_answers(run: Run, columns: Columns) -> dict[str, Any]:
 
 def question(prompt: list[dict[str, Any]]) -> str:
     """The last message of the user in a prompt, or its last message."""
-    asked = [message for message in prompt if message["role"] == "user"] or prompt
+    asked = [message for message in prompt if message.get("role", "user") == "user"] or prompt
     return text_of(asked[-1]) if asked else ""
 
 

@@ -78,7 +78,9 @@ class Server(ThreadingHTTPServer):
                 super().__init__((HOST, each), _Handler)
                 return
             except OSError as error:
-                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                if error.errno == errno.EACCES:
+                    raise PortError(f"Port {each} may not be used by this user: name one above 1023.") from None
+                if error.errno != errno.EADDRINUSE:
                     raise
         if port is None:
             raise PortError(f"No port from {PORT} to {PORT + TRIES - 1} is free: name another one with `--port`.")

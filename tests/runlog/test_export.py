@@ -66,6 +66,16 @@ def test_datasets_loads_a_data_set_of_it(folder, tmp_path):
     assert len({example["group"] for example in loaded["train"]}) == 12
 
 
+def test_what_was_discarded_is_a_split_of_its_own(tmp_path):
+    folder = write_run(tmp_path / "run", steps=1, groups=1)
+    record = next(open_run(folder).trajectories())
+    trajectory = Trajectory.from_dict({name: record[name] for name in record if name not in ("step", "mode")})
+    writer = RunWriter(folder)
+    writer.append(writer.write(Batch("discarded", 0, 1, 4, [2], [trajectory], REWARDS)))
+    loaded = load_dataset(str(export(folder, "dataset", tmp_path / "set")), cache_dir=str(tmp_path / "cache"))
+    assert loaded["discarded"]["session"] == ["discarded-000000-000001-000002"]
+
+
 def _after(whole: dict) -> list[dict]:
     return [message for turn in whole["turns"] for message in (turn["message"], *turn["replies"])]
 

@@ -18,6 +18,7 @@ from mt_grpo.errors import UserError
 from mt_grpo.runlog import Batch, RunLogError, RunWriter, open_run, read_trajectories
 from mt_grpo.runlog.index import Index
 from mt_grpo.runlog.schema import CREDIT, ROLLOUTS, UPDATES
+from mt_grpo.runlog.writer import end_with_a_line
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 
 
@@ -287,6 +288,7 @@ def test_a_large_index_is_read(tmp_path):
         (lambda folder: folder / "no", "There is no folder .*no: name the `output_dir` of a run"),
         (lambda folder: folder, "is not the folder of a run: name its `output_dir`"),
         (lambda folder: (folder / "metrics.jsonl").touch() or folder, "has no conversations: the file rollouts/index"),
+        (lambda folder: (folder / "trajectories.jsonl").touch() or folder, "the form of earlier versions"),
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path, make, words):
@@ -325,3 +327,25 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
         RunWriter(tmp_path).write(batch(talk()))
     with pytest.raises(RunLogError):
         RunWriter("/dev/null").write(batch(talk()))
+
+
+def test_a_damaged_file_is_refused_in_a_sentence(tmp_path):
+    folder = write_run(tmp_path / "run", steps=1, groups=1)
+    run = open_run(folder)
+    row = next(row for row in run.rows if row["mode"] == "train")
+    (folder / "rollouts" / row["file"]).write_bytes(b"PAR1 half of it")
+    with pytest.raises(UserError, match="is damaged"):
+        run.trajectory(row["session"])
+
+
+def test_half_a_line_of_metrics_goes_when_the_next_is_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for text, left in (
+        ('{"step": 1}\n{"st', '{"step": 1}\n'),
+        ("", ""),
+        ('{"step": 1}\n', '{"step": 1}\n'),
+        ('{"s', ""),
+    ):
+        path.write_text(text)
+        end_with_a_line(path)
+        assert path.read_text() == left

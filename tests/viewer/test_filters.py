@@ -43,7 +43,9 @@ def test_groups_without_signal_are_found(queries):
     groups = {}
     for place, row in enumerate(queries.run.rows):
         groups.setdefault((row["mode"], row["step"], row["k"], row["group"]), []).append((place, row["reward"]))
-    dead = [place for rows in groups.values() if len({reward for _, reward in rows}) == 1 for place, _ in rows]
+    dead = [
+        place for rows in groups.values() if len(rows) > 1 == len({reward for _, reward in rows}) for place, _ in rows
+    ]
     assert queries.select("spread=0").tolist() == sorted(dead) and dead
 
 

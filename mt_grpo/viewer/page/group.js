@@ -35,7 +35,7 @@ function head(view, chosen, show) {
   const answers = new Set(view.members.map(member => member.row.answer)).size
   const set = name => value => { chosen[name] = value; show() }
   const step = (key, text) => key ? h('a', { href: groupLink(key) }, text) : h('span', { class: 'dim' }, text)
-  const where = view.key.mode === 'train' ? '' : 'evaluation at '
+  const where = { train: '', eval: 'evaluation at ', discarded: 'sampled again, at ' }[view.key.mode]
   return h('div', { class: 'bar' },
     h('div', { class: 'words' },
       h('p', { class: 'dim' }, `${where}step ${view.key.step} · group ${view.number} of ${view.of} · `,
