@@ -47,7 +47,7 @@ def sample_again(
             sample(again)
             again.scores = score(again)
         except BaseException:  # whatever fails, conversations that were finished before are not lost
-            batch.trajectories = batch.trajectories + again.counted
+            batch.discarded += [[], again.counted]  # none of the attempt before was replaced
             raise
         batch.replace(again)
         batch.sampled_again += int(silent.sum())
