@@ -70,7 +70,7 @@ def test_options_of_recipes_are_completed(complete, fields, command):
     launched = {"--accelerate_config", "--num_processes"}
     own = {
         "train": {"--dry_run", *launched},
-        "rollout": {"--num_prompts"},
+        "rollout": {"--num_prompts", "--audit"},
         "doctor": {"--gpu_memory", "--calibrate", "--probe", "--json", *launched},
     }
     assert offered - {f"--{name}" for name in fields} == {"--config", "--help", "--help-all", *own.get(command, ())}
