@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import torch
-import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -19,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.app.request import Request
-from mt_grpo.app.shipped import accelerate_configs
+from mt_grpo.app.shipped import accelerate_configs, read_accelerate_config
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 
@@ -86,12 +85,7 @@ def _check(path: Path, num_processes: int | None) -> None:
     """
     One sentence for what would otherwise be a traceback of each process that finds no device, or of a reader of YAML.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no accelerate configuration, which is a mapping: `accelerate config` makes one.")
+    read_accelerate_config(path)
     config = load_config_from_file(str(path))
     wanted, there = num_processes or config.num_processes, torch.accelerator.device_count()
     if not config.use_cpu and config.num_machines == 1 and wanted > there:

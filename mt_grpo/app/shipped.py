@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from mt_grpo.app.schema import SHIPPED
 from mt_grpo.errors import ConfigError
@@ -43,6 +46,22 @@ def accelerate_configs() -> dict[str, Traversable]:
         for name, entry in shipped().items()
         if name.startswith(_ACCELERATE)
     }
+
+
+def read_accelerate_config(path: Path) -> dict[str, Any]:
+    """
+    What a file of accelerate's says.
+
+    Raises:
+        ConfigError: If it is not YAML, or no mapping.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no accelerate configuration, which is a mapping: `accelerate config` makes one.")
+    return content
 
 
 def describe(recipe: str) -> str:

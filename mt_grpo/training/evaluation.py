@@ -48,7 +48,7 @@ class EvaluationRows:
 
 
 def counted(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """The trajectories that were run. A placeholder for a row that only fills up a batch has no stop reason."""
+    """The trajectories that were run. What stands for a row that only fills up a batch has no stop reason."""
     return [trajectory for trajectory in trajectories if trajectory.stop_reason is not None]
 
 

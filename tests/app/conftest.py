@@ -7,6 +7,7 @@ import json
 import pytest
 import yaml
 from support.models import build_model, build_tokenizer
+from support.replicas import Replica
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +17,25 @@ def model_folder(tmp_path_factory):
     tokenizer.save_pretrained(folder)
     build_model(tokenizer).save_pretrained(folder)
     return folder
+
+
+class ModelServer(Replica):
+    """Holds the model of a folder."""
+
+    folder = None
+
+    def answer(self, method, path, body):
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "it", "root": str(self.folder), "max_model_len": 64}]}
+        return super().answer(method, path, body)
+
+
+@pytest.fixture
+def server(tokenizer, model_folder):
+    replica = ModelServer(tokenizer)
+    replica.folder = model_folder
+    yield replica.http
+    replica.http.stop()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.loopback import ScriptedServer, free_port
 from support.models import build_tokenizer
-from support.replicas import Replica
 
 from mt_grpo.app.doctor import memory_plan, probe, surroundings, time_plan
 from mt_grpo.app.doctor.case import Case
@@ -165,25 +164,6 @@ def test_a_tool_of_a_server_is_called_where_it_only_reads(check, tmp_path):
     status, words = check("tools", tools=[f"{tmp_path}/tools.py:deletes", f"{tmp_path}/tools.py:reads"])
     assert status == ["ok", "ok"]
     assert "deletes is offered by its MCP server, and not called" in words and "reads() answered" in words
-
-
-class Server(Replica):
-    """Holds the model of a folder."""
-
-    folder = None
-
-    def answer(self, method, path, body):
-        if path == "/v1/models":
-            return 200, {"data": [{"id": "it", "root": str(self.folder), "max_model_len": 64}]}
-        return super().answer(method, path, body)
-
-
-@pytest.fixture
-def server(tokenizer, model_folder):
-    replica = Server(tokenizer)
-    replica.folder = model_folder
-    yield replica.http
-    replica.http.stop()
 
 
 def test_the_server_holds_the_model_or_not(check, server, tmp_path):

@@ -8,7 +8,6 @@ from contextlib import redirect_stdout
 import pytest
 import yaml
 from support.loopback import free_port
-from support.replicas import Replica
 
 from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.app.request import read_request
@@ -76,25 +75,6 @@ def test_what_training_refuses_a_dry_run_refuses(recipe, tmp_path, capsys, keys,
     assert dry_run(recipe(**keys)) == (1, "")
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "run").exists()
-
-
-class Server(Replica):
-    """Holds the model of a folder."""
-
-    folder = None
-
-    def answer(self, method, path, body):
-        if path == "/v1/models":
-            return 200, {"data": [{"id": "it", "root": str(self.folder), "max_model_len": 64}]}
-        return super().answer(method, path, body)
-
-
-@pytest.fixture
-def server(tokenizer, model_folder):
-    replica = Server(tokenizer)
-    replica.folder = model_folder
-    yield replica.http
-    replica.http.stop()
 
 
 def test_the_server_is_asked_and_neither_sampled_nor_kept(recipe, server):

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from mt_grpo.app.shipped import accelerate_configs
+from mt_grpo.app.shipped import accelerate_configs, read_accelerate_config
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 
@@ -60,13 +60,7 @@ def read_sharding(named: str) -> Sharding:
             f"The accelerate configuration {named!r} is unknown{did_you_mean(named, known)}: give one of "
             f"{', '.join(known)}, or the path of a file."
         )
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no accelerate configuration, which is a mapping: `accelerate config` makes one.")
-    return _sharding(path.name, content)
+    return _sharding(path.name, read_accelerate_config(path))
 
 
 def _sharding(name: str, content: dict[str, Any]) -> Sharding:

@@ -7,29 +7,17 @@ from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
-from mt_grpo.envs.protocols import CallProtocol, NativeProtocol, ParsedTurn
+from mt_grpo.envs.dialogue import Words
+from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
 from mt_grpo.rollout.endpoint.errors import ApiError
 from mt_grpo.rollout.endpoint.options import Wish
-from mt_grpo.tools import Tool
 from mt_grpo.trajectory import Message, ToolCall, Turn
 
 
-class Text:
-    """A call protocol that looks for no calls."""
+class Text(Words):
+    """Looks for no calls, though the chat template shows tools."""
 
-    stop: tuple[str, ...] = ()
     native_tools = True
-    tags: tuple[str, ...] = ()
-
-    def default_system_prompt(self, tools: list[Tool]) -> str | None:
-        return None
-
-    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
-        """The words as they are."""
-        return ParsedTurn({"role": "assistant", "content": text})
-
-    def replies(self, turn: Turn) -> list[Message]:
-        return []
 
 
 _TEXT, _NATIVE = Text(), NativeProtocol()
