@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from jsonschema import Draft202012Validator, SchemaError, ValidationError
-from referencing import Registry
-from referencing.exceptions import Unresolvable
+from jsonschema import ValidationError
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
@@ -20,9 +19,12 @@ from transformers.utils.chat_template_utils import (
 )
 
 from mt_grpo.errors import UserError
+from mt_grpo.tools.argument_check import ArgumentCheck, UnsoundSchema, read_schema
 from mt_grpo.tools.concurrency import ConcurrencyLimit
 from mt_grpo.tools.docstrings import in_google_style
 from mt_grpo.tools.results import render
+
+logger = logging.getLogger(__name__)
 
 JSON_TYPES = {
     str: "string",
@@ -110,15 +112,16 @@ class Tool:
         elif self.limit is None or self.limit.size != self.concurrency:
             self.limit = ConcurrencyLimit(self.concurrency)
         try:
-            Draft202012Validator.check_schema(self.parameters)
-        except SchemaError as error:
-            where = error.json_path.removeprefix("$").removeprefix(".")
+            unmatchable = read_schema(self.parameters)
+        except UnsoundSchema as error:
+            where = f" at {error.where!r}" if error.where else ""
             raise ToolDefinitionError(
-                f"The tool {self.name!r} has parameters that are no JSON schema{f' at {where!r}' if where else ''}: "
-                f"{error.message}."
+                f"The tool {self.name!r} has parameters that are no JSON schema{where}: {error}."
             ) from error
         if self.parameters.get("type") != "object":
             raise ToolDefinitionError(f"The tool {self.name!r} has parameters that are not of `type: object`.")
+        for pattern, reason in unmatchable.items():
+            _say_unmatchable(self.name, pattern, reason)
 
     @classmethod
     def from_function(cls, fn: Callable[..., Any]) -> Tool:
@@ -167,8 +170,8 @@ class Tool:
         if not isinstance(arguments, dict):
             return f"{self.name}: the arguments must be a JSON object, not {_json_type(arguments)}"
         try:
-            errors = list(self._validator.iter_errors(arguments))
-        except (ArithmeticError, ValueError, RecursionError, Unresolvable) as error:  # NaN has no remainder, say
+            errors = self._argument_check.errors(arguments)
+        except ValueError as error:
             return f"{self.name}: the arguments cannot be checked ({error})"
         if not errors:
             return None
@@ -188,15 +191,25 @@ class Tool:
             return f"{subject} must be of type {' or '.join(types)}, not {_json_type(error.instance)}"
         return f"{subject} must satisfy {self.render({error.validator: error.validator_value})}"
 
-    @cached_property
-    def _validator(self) -> Draft202012Validator:
-        schema = {"additionalProperties": False, **_with_null(self.parameters)}
-        return Draft202012Validator(schema, registry=Registry())  # which fetches no reference from the network
+    @functools.cached_property
+    def _argument_check(self) -> ArgumentCheck:
+        return ArgumentCheck({"additionalProperties": False, **_with_null(self.parameters)})
 
     @staticmethod
     def render(result: Any) -> str:
         """The text of a result for the model; see `render`."""
         return render(result)
+
+
+@functools.lru_cache(maxsize=1024)  # once, not for every conversation that makes its tools
+def _say_unmatchable(name: str, pattern: str, reason: str) -> None:
+    logger.warning(
+        "The tool %r has the pattern %r, which cannot be matched in linear time (%s): arguments are not held against "
+        "it before the call.",
+        name,
+        pattern,
+        reason,
+    )
 
 
 def _refuse_undescribed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

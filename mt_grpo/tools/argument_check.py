@@ -1,0 +1,242 @@
+"""
+Holds arguments against a JSON schema in bounded time. The schema may come from a stranger's server and the arguments
+from a model, so that neither may keep the event loop: patterns are matched by RE2, in time linear in the text, and
+whatever else takes long is given up.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import re2
+from jsonschema import Draft202012Validator, FormatChecker, ValidationError
+from jsonschema.exceptions import best_match
+from jsonschema.validators import extend
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+
+CHECK_SECONDS = 0.5
+"""Of processor time, for one check. A list of 10,000 numbers takes a tenth of it."""
+
+SCHEMA_SECONDS = 5.0
+"""Of processor time, for a schema itself, once when a tool is made."""
+
+MAX_MATCH_WORK = 10**8
+"""Characters times RE2's instructions: what RE2 may need at worst, some 0.5 s."""
+
+MAX_UNEVALUATED = 1_000
+"""Members that `unevaluatedProperties` and `unevaluatedItems` are held against; their work grows by the square."""
+
+
+class TooMuchWork(ValueError):
+    """A check that was given up. The message says why."""
+
+
+_ends_at: ContextVar[float] = ContextVar("_ends_at")
+
+
+class UnsoundSchema(ValueError):
+    """What is no JSON schema, or none that can be checked. `where` is the path to it, empty for the whole."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(what)
+        self.where = where
+
+
+def read_schema(schema: Any) -> dict[str, str]:
+    """
+    Holds a schema against the language it is written in, JSON schema 2020-12.
+
+    Returns:
+        `dict[str, str]`: The patterns that RE2 cannot match, each with its reason; no text is held against them.
+
+    Raises:
+        UnsoundSchema: If it is no schema, takes too long to read, or has `unevaluatedProperties` and
+            `patternProperties`, which together are matched by Python's expressions.
+    """
+    unmatchable: dict[str, str] = {}
+
+    def is_pattern(pattern: Any) -> bool:
+        if isinstance(pattern, str) and isinstance(compiled := _compiled(pattern), str):
+            re.compile(pattern)
+            unmatchable[pattern] = compiled
+        return True
+
+    formats = FormatChecker(formats=())
+    formats.checks("regex", raises=re.error)(is_pattern)
+    try:
+        found = best_match(_errors(_Bounded(_Bounded.META_SCHEMA, format_checker=formats), schema, SCHEMA_SECONDS))
+    except TooMuchWork as error:
+        raise UnsoundSchema("", "it takes too long to read") from error
+    except RecursionError as error:
+        raise UnsoundSchema("", "it is nested too deeply") from error
+    if found is not None:
+        raise UnsoundSchema(found.json_path.removeprefix("$").removeprefix("."), found.message)
+    if {"unevaluatedProperties", "patternProperties"} <= _names(schema):
+        raise UnsoundSchema("", "it has both `unevaluatedProperties` and `patternProperties`: leave out one of them")
+    return unmatchable
+
+
+def _names(schema: Any) -> set[str]:
+    """All that stand before a colon."""
+    names: set[str] = set()
+    left = [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            names |= value.keys()
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return names
+
+
+class ArgumentCheck:
+    """
+    Holds arguments against a schema. References to other documents are never fetched.
+
+    Args:
+        schema (`dict`): JSON schema 2020-12, read by `read_schema`. A pattern that RE2 cannot match holds for
+            every text.
+    """
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._validator = _Bounded(schema, registry=Registry())
+
+    def errors(self, arguments: Any) -> list[ValidationError]:
+        """
+        All that is wrong with the arguments.
+
+        Raises:
+            ValueError: If they cannot be checked: there is no remainder of NaN, say, a reference leads nowhere, or it
+                would take too long.
+        """
+        try:
+            return _errors(self._validator, arguments, CHECK_SECONDS)
+        except (ArithmeticError, RecursionError, Unresolvable) as error:
+            raise ValueError(str(error)) from error
+
+
+def _errors(validator: Any, instance: Any, seconds: float) -> list[ValidationError]:
+    token = _ends_at.set(time.thread_time() + seconds)
+    try:
+        return list(validator.iter_errors(instance))
+    finally:
+        _ends_at.reset(token)
+
+
+def _go_on() -> None:
+    # Of this thread's own time: a busy machine refuses no call.
+    if time.thread_time() > _ends_at.get():
+        raise TooMuchWork("it takes too long")
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> Any:
+    """A pattern for RE2, or why it cannot be one."""
+    options = re2.Options()
+    options.log_errors, options.never_capture = False, True
+    # ECMAScript writes \u00e9 and Python \Z where RE2 writes \x{00e9} and \z. A pair \\ is read first: \\u is none.
+    translated = re.sub(r"\\(?:u([0-9a-fA-F]{4})|(Z)|.)", _translated, pattern, flags=re.DOTALL)
+    try:
+        return re2.compile(translated, options)
+    except re2.error as error:
+        said = error.args[0]
+        return said.decode("utf-8", "replace") if isinstance(said, bytes) else str(said)
+    except UnicodeEncodeError as error:
+        return str(error)
+
+
+def _translated(escape: re.Match[str]) -> str:
+    if escape[1]:
+        return rf"\x{{{escape[1]}}}"
+    return r"\z" if escape[2] else escape[0]
+
+
+def _found(pattern: str, text: str) -> bool:
+    _go_on()
+    compiled = _compiled(pattern)
+    if isinstance(compiled, str):
+        return True
+    if compiled.programsize * len(text) > MAX_MATCH_WORK:
+        raise TooMuchWork("the text is too long for its pattern")
+    return compiled.search(text) is not None
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if isinstance(instance, str) and not _found(pattern, instance):
+        yield ValidationError("the text does not match the pattern")
+
+
+def _pattern_properties(validator: Any, patterns: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if not isinstance(instance, dict):
+        return
+    for pattern, subschema in patterns.items():
+        if isinstance(_compiled(pattern), str):
+            continue  # nobody knows which properties it is about
+        for name, value in instance.items():
+            if _found(pattern, name):
+                yield from validator.descend(value, subschema, path=name, schema_path=pattern)
+
+
+def _additional_properties(validator: Any, subschema: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if not isinstance(instance, dict):
+        return
+    known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    extra = [name for name in instance if name not in known and not any(_found(each, name) for each in patterns)]
+    if isinstance(subschema, dict):
+        for name in extra:
+            yield from validator.descend(instance[name], subschema, path=name)
+    elif extra and not subschema:
+        yield ValidationError("there are properties that the schema does not name")
+
+
+def _unique_items(validator: Any, unique: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if unique and isinstance(instance, list) and len({_as_key(item) for item in instance}) < len(instance):
+        yield ValidationError("there are equal items")
+
+
+def _as_key(value: Any) -> Any:
+    """Equal for equal JSON values alone: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(value, list):
+        return "list", tuple(_as_key(item) for item in value)
+    if isinstance(value, dict):
+        return "dict", frozenset((name, _as_key(item)) for name, item in value.items())
+    return ("bool", value) if isinstance(value, bool) else value
+
+
+def _few(keyword: Callable[..., Any]) -> Callable[..., Any]:
+    def check(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        if isinstance(instance, dict | list) and len(instance) > MAX_UNEVALUATED:
+            raise TooMuchWork(f"more than {MAX_UNEVALUATED:,} members")
+        yield from keyword(validator, value, instance, schema) or ()
+
+    return check
+
+
+def _counted(keyword: Callable[..., Any]) -> Callable[..., Any]:
+    """The keyword's own check, which is not begun where the time is over."""
+
+    def check(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+        _go_on()
+        return keyword(validator, value, instance, schema)
+
+    return check
+
+
+_KEYWORDS = {
+    **Draft202012Validator.VALIDATORS,
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "additionalProperties": _additional_properties,
+    "uniqueItems": _unique_items,
+    "unevaluatedProperties": _few(Draft202012Validator.VALIDATORS["unevaluatedProperties"]),
+    "unevaluatedItems": _few(Draft202012Validator.VALIDATORS["unevaluatedItems"]),
+}
+
+_Bounded = extend(Draft202012Validator, {name: _counted(keyword) for name, keyword in _KEYWORDS.items()})

@@ -1,0 +1,126 @@
+"""The check of a tool's arguments: bounded, whatever schema a server gives and whatever a model writes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+
+from mt_grpo.tools.function import Tool, ToolDefinitionError
+
+
+def tool(schema: Any, **beside: Any) -> Tool:
+    return Tool("f", "F.", {"type": "object", "properties": {"x": schema}, **beside}, lambda x: x)
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"c": value}
+    return value
+
+
+DOUBLED = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}
+TREE = {"$defs": {"a": {"type": "object", "properties": {"c": DOUBLED}, "required": ["c"]}}}
+DOUBLINGS = {f"a{n}": {"allOf": [{"$ref": f"#/$defs/a{n + 1}"}] * 2} for n in range(40)} | {"a40": {}}
+TEXT = "a" * 40 + "!"
+
+HOSTILE = {
+    "pattern": (lambda: tool({"pattern": "^(a+)+$"}), {"x": TEXT}),
+    "pattern of names": (
+        lambda: tool({"patternProperties": {"^(a+)+$": {}}, "additionalProperties": False}),
+        {"x": {TEXT: 1}},
+    ),
+    "pattern of names at the top": (lambda: tool({}, patternProperties={"^(a|a)+$": {}}), {TEXT: 1}),
+    "pattern in propertyNames": (lambda: tool({"propertyNames": {"pattern": "(.*)*b"}}), {"x": {TEXT: 1}}),
+    "pattern with many states": (lambda: tool({"pattern": "[ab]*a[ab]{999}[ab]{999}c"}), {"x": "ab" * 200_000}),
+    "many patterns and names": (
+        lambda: tool({"patternProperties": {f"^{n}$": {} for n in range(200)}, "additionalProperties": False}),
+        {"x": {f"n{n}": n for n in range(20_000)}},
+    ),
+    "unique objects": (lambda: tool({"uniqueItems": True}), {"x": [{"n": n} for n in range(30_000)]}),
+    "references that double": (lambda: tool(DOUBLED, **TREE), {"x": nested(40)}),
+    "definitions that double": (lambda: tool({"$ref": "#/$defs/a0"}, **{"$defs": DOUBLINGS}), {"x": 1}),
+    "a reference to itself": (
+        lambda: tool({"$ref": "#/$defs/a"}, **{"$defs": {"a": {"$ref": "#/$defs/a"}}}),
+        {"x": 1},
+    ),
+    "unevaluated properties": (
+        lambda: tool({"allOf": [{"additionalProperties": True}], "unevaluatedProperties": False}),
+        {"x": {f"n{n}": n for n in range(30_000)}},
+    ),
+    "long text in many branches": (lambda: tool({"allOf": [{"type": "integer"}] * 300}), {"x": "a" * 5_000_000}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_no_schema_and_argument_keep_the_loop(case: str) -> None:
+    make, arguments = HOSTILE[case]
+    subject = make()
+    start = time.thread_time()
+    subject.check(arguments)
+    assert time.thread_time() - start < 2.0
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"pattern": r"^\d{3}-[A-Z]+$"}, "123-AB", "123-ab"),
+        ({"pattern": "b"}, "abc", "ac"),
+        ({"pattern": r"^\u00e9\/$"}, "é/", "e/"),
+        ({"pattern": r"\\u00e9"}, r"\u00e9", "é"),
+        ({"pattern": r"\Aa\Z"}, "a", "a\n"),
+        ({"pattern": r"^\p{L}+$"}, "Ärger", "1"),
+        ({"pattern": "^(?<year>[0-9]{4})$"}, "2024", "24"),
+        ({"patternProperties": {"^n_": {"type": "integer"}}, "additionalProperties": False}, {"n_a": 1}, {"n_a": "1"}),
+        ({"patternProperties": {"^n_": {}}, "additionalProperties": False}, {"n_a": 1}, {"m": 1}),
+        ({"patternProperties": {"^n_": {}}, "additionalProperties": {"type": "string"}}, {"m": "1"}, {"m": 1}),
+        ({"uniqueItems": True}, [1, True, "1", [1], [True], {"a": 1}], [{"a": [1]}, {"a": [1.0]}]),
+        ({"uniqueItems": False}, [1, 1], None),
+        ({"properties": {"a": {}}, "unevaluatedProperties": False}, {"a": 1}, {"b": 1}),
+    ],
+)
+def test_keywords_mean_what_json_schema_says(schema: Any, good: Any, bad: Any) -> None:
+    subject = tool({"type": ["string", "array", "object"], **schema})
+    assert subject.check({"x": good}) is None
+    assert "argument 'x" in subject.check({"x": bad})
+
+
+def test_a_long_list_of_plain_values_is_checked() -> None:
+    subject = tool({"type": "array", "items": {"type": "integer", "minimum": 0}, "uniqueItems": True})
+    assert subject.check({"x": list(range(10_000))}) is None
+    assert subject.check({"x": [*range(10_000), -1]}).startswith("f: argument 'x[10000]' must satisfy")
+
+
+@pytest.mark.parametrize("pattern", ["(?=.*[0-9])a", r"(a)\1", "^.{1,2000}$"])
+def test_an_unmatchable_pattern_is_told_once_and_left_out(pattern: str, caplog: pytest.LogCaptureFixture) -> None:
+    parameters = {"type": "object", "properties": {"x": {"pattern": pattern}, "n": {"type": "integer"}}}
+    with caplog.at_level(logging.WARNING):
+        subject, _ = (Tool(f"f{len(pattern)}", "F.", parameters, lambda x: x) for _ in range(2))
+    [record] = caplog.records
+    assert repr(pattern) in record.getMessage() and "arguments are not held against it" in record.getMessage()
+    assert subject.check({"x": "zz"}) is None
+    assert "'n' must be of type integer" in subject.check({"x": "zz", "n": "1"})
+
+
+def deep(depth: int) -> Any:
+    schema: Any = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"pattern": "(["}, "no JSON schema at 'properties.x.pattern': '([' is not a 'regex'"),
+        (deep(5_000), "it is nested too deeply"),
+        ({"unevaluatedProperties": False, "patternProperties": {"a": {}}}, "leave out one of them"),
+    ],
+)
+def test_a_schema_that_cannot_be_checked_is_refused(schema: Any, said: str) -> None:
+    with pytest.raises(ToolDefinitionError) as refusal:
+        tool(schema)
+    assert said in str(refusal.value) and "\n" not in str(refusal.value)
