@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mt_grpo.credit.estimators import RewardBatch, advantage_estimator
-from mt_grpo.credit.normalisation import EPSILON, Scale, Share, deviation, normalize
-from mt_grpo.credit.returns import to_go, with_outcome
+from mt_grpo.credit.normalisation import EPSILON, Scale, Share, deviation, normalize, to_go, without_rounding
+from mt_grpo.credit.returns import with_outcome
 
 
 @advantage_estimator("gigpo")
@@ -21,7 +21,9 @@ def gigpo(
 
     R_i is the sum of all rewards, D_ik the discounted return from turn k on, with the outcome at the last turn. The
     means and deviations of the second term are over the turns whose `state_ids` are those of turn k (with
-    `scale_rewards: batch` the deviation is that of all turns of the batch). A state that occurs once adds 0.
+    `scale_rewards: batch` the deviation is that of all turns of the batch). A state that occurs once adds 0. A
+    state to which a trajectory comes back counts at each visit. With `gamma` below 1 the visit nearer to the reward
+    has the larger return, so that a group whose members all earn the same can have a signal, as the paper defines it.
 
     Bias: slight in direction. Each term alone would do, so the gradient is about 1 + `turn_coef` times as long. The
     second is discounted, and its mean includes the turn itself, in states that occur a random number of times.
@@ -41,7 +43,7 @@ def gigpo(
     """
     states = batch.needed("gigpo", "state_ids")
     rewards = with_outcome(batch, 1.0)
-    whole = normalize(rewards.sum(dim=1), batch.group_size, scale_rewards)
+    whole = normalize(to_go(rewards)[:, 0], batch.group_size, scale_rewards)
     groups = torch.arange(len(states), device=states.device) // batch.group_size
     keys = torch.stack([groups[:, None].expand_as(states), states], dim=-1)[batch.turn_mask]
     returns = to_go(rewards, gamma)[batch.turn_mask]
@@ -51,7 +53,7 @@ def gigpo(
     elif scale_rewards == "batch":
         centred = centred / (deviation(returns, dim=0) + EPSILON)
     anchored = torch.zeros_like(rewards).masked_scatter(batch.turn_mask, centred)
-    return (whole[:, None] + turn_coef * anchored) * batch.turn_mask
+    return batch.at_turns(whole[:, None] + turn_coef * anchored)
 
 
 def _among_equals(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,8 +61,9 @@ def _among_equals(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     number = int(labels.max()) + 1 if len(labels) else 0
     sums, least = values.new_zeros(number), values.new_zeros(number)
     count = sums.index_add(0, labels, torch.ones_like(values))
-    # shifted by the least first, for the reason that `centre` gives
-    shifted = values - least.scatter_reduce(0, labels, values, "amin", include_self=False)[labels]
+    # shifted by the least first, so that equal values come out as exactly 0
+    least = least.scatter_reduce(0, labels, values, "amin", include_self=False)[labels]
+    shifted = without_rounding(values - least, torch.maximum(values.abs(), least.abs()))
     centred = shifted - (sums.index_add(0, labels, shifted) / count)[labels]
     variance = sums.index_add(0, labels, centred.square()) / (count - 1).clamp(min=1)
     return centred, variance.sqrt()[labels]

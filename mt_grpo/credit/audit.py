@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 
 from mt_grpo.credit.estimators import RewardBatch
-from mt_grpo.credit.normalisation import centre, deviation
-from mt_grpo.credit.returns import to_go
-
-ROUNDING = 1e-6
-"""A difference counts as 0 below this share of the largest number, which rounding explains."""
+from mt_grpo.credit.normalisation import centre, deviation, to_go
 
 
 @dataclass(frozen=True)
@@ -79,11 +75,13 @@ def audit_rewards(batch: RewardBatch, advantages: Tensor) -> Audit:
     size, exists, ran = batch.group_size, batch.turn_mask.cpu(), ~batch.failed.cpu()
     turns, outcomes = batch.turn_streams.cpu().double(), batch.outcome_streams.cpu().double()
     # one column per reward, (B, N): NaN where it does not apply; then 0 there, and NaN for a failed trajectory
-    sums = turns.nansum(dim=2).masked_fill(turns.isnan().all(dim=2), torch.nan)
+    sums = turns.new_empty(turns.shape[:2])
+    for reward, values in enumerate(turns):
+        sums[reward] = to_go(values.nan_to_num(nan=0.0))[:, 0].masked_fill(values.isnan().all(dim=1), torch.nan)
     scores = torch.cat([sums, outcomes]).T
     earned = scores.nan_to_num(nan=0.0).masked_fill(~ran[:, None], torch.nan)
     outcome = batch.of_outcomes().cpu().double()[:, None]
-    within, outcome_within = _centred(earned, size), _centred(outcome, size)
+    within, outcome_within = centre(earned, size), centre(outcome, size)
 
     several = ran.view(-1, size).sum(dim=1)
     comparable = several > 1
@@ -94,7 +92,7 @@ def audit_rewards(batch: RewardBatch, advantages: Tensor) -> Audit:
     weights = batch.stream_weights.cpu().double()[: len(turns)]
     weighed = turns * weights[:, None, None]
     agreements = [_agreement(batch, rewards, outcome_within, exists) for rewards in weighed]
-    whole = _correlations(_centred(earned, len(earned)), _centred(outcome, len(earned)))
+    whole = _correlations(centre(earned, len(earned)), centre(outcome, len(earned)))
     in_groups = _correlations(within, outcome_within)
     audits = []
     for index, column in enumerate(scores.T):
@@ -122,15 +120,9 @@ def audit_rewards(batch: RewardBatch, advantages: Tensor) -> Audit:
 def _agreement(batch: RewardBatch, rewards: Tensor, outcome: Tensor, exists: Tensor) -> float | None:
     """The share of turns at which the signs of a turn reward, (B, K), and of the outcome, (B, 1), agree."""
     failed = batch.failed.cpu()[:, None]
-    turn = _centred(to_go(rewards.nan_to_num(nan=0.0).masked_fill(failed, torch.nan)), batch.group_size)
+    turn = centre(to_go(rewards.nan_to_num(nan=0.0).masked_fill(failed, torch.nan)), batch.group_size)
     both = (turn.sign() * outcome.sign())[exists]
     return _number((both[both != 0] > 0).double().mean())
-
-
-def _centred(values: Tensor, group_size: int) -> Tensor:
-    """Values minus the means of their groups, (B, N); 0 for failed trajectories and for what rounding explains."""
-    centred = centre(values, group_size)
-    return centred.masked_fill(centred.abs() <= ROUNDING * values.nan_to_num(nan=0.0).abs().amax(dim=0), 0.0)
 
 
 def _correlations(columns: Tensor, other: Tensor) -> list[float | None]:

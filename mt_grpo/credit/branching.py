@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from mt_grpo.credit.estimators import RewardBatch, advantage_estimator
-from mt_grpo.credit.normalisation import Scale
-from mt_grpo.credit.returns import scaled, to_go
+from mt_grpo.credit.normalisation import Scale, above_least, to_go
+from mt_grpo.credit.returns import scaled
 
 
 @advantage_estimator("branch_to_go")
@@ -55,8 +55,7 @@ def branch_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: S
     """
     returns = turn_coef * to_go(batch.of_turns()) + batch.of_outcomes()[:, None]
     # group, trunk, branch, turn; shifted by the group's least, so that equal returns come out as exactly 0
-    grouped = returns.view(-1, batch.group_size, returns.shape[1])
-    grouped = grouped - grouped.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
+    grouped = above_least(returns.view(-1, batch.group_size, returns.shape[1]))
     earned = grouped.view(len(grouped), -1, batch.num_branches, returns.shape[1])
     stays = ~earned.isnan()
     trunk_sum, trunk_count = earned.nansum(dim=2, keepdim=True), stays.sum(dim=2, keepdim=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.normalisation import Scale, normalize
+from mt_grpo.credit.normalisation import Scale, normalize, to_go
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import Registry, check_name, did_you_mean
 
@@ -65,14 +65,18 @@ class RewardBatch:
         return ~self.turn_mask.any(dim=1)
 
     def of_outcomes(self, rewards: Tensor | None = None) -> Tensor:
-        """Outcome rewards, shape (B,), with 0 for an absent one and NaN for a failed trajectory."""
+        """Outcome rewards, shape (B,), float64: 0 for an absent one, NaN for a failed trajectory."""
         rewards = self.outcome_rewards if rewards is None else rewards
-        return rewards.nan_to_num(nan=0.0).masked_fill(self.failed, torch.nan)
+        return rewards.double().nan_to_num(nan=0.0).masked_fill(self.failed, torch.nan)
 
     def of_turns(self, rewards: Tensor | None = None) -> Tensor:
-        """Turn rewards, shape (B, K), with 0 for an absent one or no turn, and NaN for a failed trajectory."""
+        """Turn rewards, shape (B, K), float64: 0 for an absent one or no turn, NaN for a failed trajectory."""
         rewards = self.turn_rewards if rewards is None else rewards
-        return rewards.nan_to_num(nan=0.0).masked_fill(self.failed[:, None], torch.nan)
+        return rewards.double().nan_to_num(nan=0.0).masked_fill(self.failed[:, None], torch.nan)
+
+    def at_turns(self, advantages: Tensor) -> Tensor:
+        """Advantages, shape (B, K) or (B, 1), in the dtype of the rewards, rounded once; 0 where there is no turn."""
+        return (advantages * self.turn_mask).to(self.turn_rewards.dtype)
 
     def needed(self, rule: str, field: str) -> Tensor:
         """
@@ -183,25 +187,26 @@ def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale 
         0, and is left out of the group's mean and standard deviation. A trajectory to which no turn reward applies has
         the turn reward 0.
     """
-    outcome = normalize(batch.outcome_rewards.float(), batch.group_size, scale_rewards)
+    outcome = normalize(batch.outcome_rewards.double(), batch.group_size, scale_rewards)
     turn = normalize(_turn_sums(batch), batch.group_size, scale_rewards)
     merged = normalize(_merged(batch), batch.group_size, scale_rewards)
     earlier_results = batch.result_mask.cumsum(dim=1) - batch.result_mask.long()
     split = outcome[:, None] + turn_coef * turn[:, None] * (earlier_results == 0)
     has_result = batch.result_mask.any(dim=1, keepdim=True)
-    return torch.where(has_result, split, merged[:, None]) * batch.turn_mask
+    return (torch.where(has_result, split, merged[:, None]) * batch.turn_mask).float()
 
 
 @advantage_estimator("grpo_or", splits_turns=False, sums_turns=True)
 def grpo_or(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
     """GRPO on the outcome reward alone: its advantage on every turn, shape (B, K). `turn_coef` has no effect."""
-    return normalize(batch.outcome_rewards.float(), batch.group_size, scale_rewards)[:, None] * batch.turn_mask
+    outcome = normalize(batch.outcome_rewards.double(), batch.group_size, scale_rewards)
+    return (outcome[:, None] * batch.turn_mask).float()
 
 
 @advantage_estimator("grpo_mr", splits_turns=False, sums_turns=True)
 def grpo_mr(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
     """GRPO on the sum of turn and outcome rewards: its advantage on every turn, (B, K). `turn_coef` has no effect."""
-    return normalize(_merged(batch), batch.group_size, scale_rewards)[:, None] * batch.turn_mask
+    return (normalize(_merged(batch), batch.group_size, scale_rewards)[:, None] * batch.turn_mask).float()
 
 
 def _turn_sums(batch: RewardBatch) -> Tensor:
@@ -211,13 +216,13 @@ def _turn_sums(batch: RewardBatch) -> Tensor:
     A trajectory to which no turn reward applies counts as 0: the policy decides whether it calls tools, so leaving it
     out of the group's mean would bias the gradient.
     """
-    return batch.turn_rewards.float().nansum(dim=1).masked_fill(~batch.turn_mask.any(dim=1), torch.nan)
+    return to_go(batch.of_turns())[:, 0]
 
 
 def _merged(batch: RewardBatch) -> Tensor:
     """Sum of turn and outcome rewards, shape (B,); NaN where neither applies."""
-    rewards = torch.cat([batch.turn_rewards, batch.outcome_rewards[:, None]], dim=1).float()
-    return rewards.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    rewards = torch.cat([batch.turn_rewards, batch.outcome_rewards[:, None]], dim=1)
+    return to_go(rewards.nan_to_num(nan=0.0))[:, 0].masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
 
 def biases_of_mt_grpo(batch: RewardBatch, turn_coef: float) -> list[str]:

@@ -25,6 +25,41 @@ Share = Annotated[float, Between(0, 1)]
 EPSILON = 1e-4
 """Added to the standard deviation before dividing, as TRL does."""
 
+ROUNDING = 2.0**-24
+"""Two numbers are equal if they differ by less than this share of them: float32 cannot tell them apart."""
+
+
+def without_rounding(differences: Tensor, size: Tensor) -> Tensor:
+    """
+    Differences between numbers of a size, with 0 for those that rounding explains. Division by `EPSILON` would make
+    these ten thousand times as large, and a signal of them.
+    """
+    return torch.where(differences.abs() < ROUNDING * size.nan_to_num(nan=0.0).clamp(min=EPSILON), 0.0, differences)
+
+
+def above_least(grouped: Tensor) -> Tensor:
+    """Values of shape (N, G, K) minus the least of their group at their turn, 0 for equal ones; NaN stays."""
+    least = grouped.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
+    return without_rounding(grouped - least, torch.maximum(grouped.abs(), least.abs()))
+
+
+def to_go(rewards: Tensor, gamma: float = 1.0) -> Tensor:
+    """
+    Discounted sums of rewards from each turn on, shape (B, K), float64. What each addition rounds off is added in the
+    end (Knuth's two-sum), so that members that earn the same in another order have the same sum.
+    """
+    rewards = rewards.double()
+    returns = torch.empty_like(rewards)
+    total, lost = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    for turn in range(rewards.shape[1] - 1, -1, -1):
+        total, lost = gamma * total, gamma * lost
+        longer = total + rewards[:, turn]
+        added = longer - total
+        lost = lost + (total - (longer - added)) + (rewards[:, turn] - added)
+        total = longer
+        returns[:, turn] = total + lost
+    return returns
+
 
 def normalize(rewards: Tensor, group_size: int, scale: Scale) -> Tensor:
     """
@@ -49,11 +84,10 @@ def normalize_turns(values: Tensor, group_size: int, scale: Scale) -> Tensor:
 def centre(values: Tensor, group_size: int) -> Tensor:
     """Values of shape (B, K) minus the mean of their turn in their group."""
     grouped = values.view(-1, group_size, values.shape[1])
-    # Values are shifted by the group's least first, so that equal ones come out as 0 without a rounding error, which
-    # division by EPSILON would make ten thousand times as large.
-    shifted = grouped - grouped.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
+    # Shifted by the group's least first, so that equal values come out as exactly 0.
+    shifted = above_least(grouped)
     centred = (shifted - shifted.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
-    return centred.reshape(values.shape)
+    return without_rounding(centred, shifted).reshape(values.shape)
 
 
 def largest_deviation(values: Tensor, group_size: int, scale: Scale) -> Tensor:

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from mt_grpo.credit.estimators import RewardBatch, advantage_estimator
-from mt_grpo.credit.normalisation import Scale, Share, largest_deviation, normalize, normalize_turns
+from mt_grpo.credit.normalisation import (
+    Scale,
+    Share,
+    largest_deviation,
+    normalize,
+    normalize_turns,
+    to_go,
+    without_rounding,
+)
 
 
 @advantage_estimator("reward_to_go")
@@ -41,7 +49,7 @@ def reward_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: S
     """
     outcome = normalize(batch.of_outcomes(), batch.group_size, scale_rewards)
     turn = normalize_turns(to_go(batch.of_turns()), batch.group_size, scale_rewards)
-    return (outcome[:, None] + turn_coef * turn) * batch.turn_mask
+    return batch.at_turns(outcome[:, None] + turn_coef * turn)
 
 
 @advantage_estimator("gdpo")
@@ -67,13 +75,13 @@ def gdpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "
     """
     turns, outcomes = (batch.needed("gdpo", name) for name in ("turn_streams", "outcome_streams"))
     weights = batch.needed("gdpo", "stream_weights")
-    advantages = torch.zeros_like(batch.turn_rewards)
+    advantages = torch.zeros_like(batch.turn_rewards, dtype=torch.double)
     for rewards, weight in zip(outcomes, weights[len(turns) :], strict=True):
         advantages += weight * normalize(batch.of_outcomes(rewards), batch.group_size, scale_rewards)[:, None]
     for rewards, weight in zip(turns, weights[: len(turns)], strict=True):
         earned = to_go(batch.of_turns(rewards))
         advantages += turn_coef * weight * normalize_turns(earned, batch.group_size, scale_rewards)
-    return advantages * batch.turn_mask
+    return batch.at_turns(advantages)
 
 
 @advantage_estimator("leave_one_out", splits_turns=False, sums_turns=True)
@@ -89,10 +97,10 @@ def leave_one_out(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: 
 
     Args and returns are those of `reward_to_go`.
     """
-    earned = turn_coef * batch.of_turns().sum(dim=1) + batch.of_outcomes()
+    earned = turn_coef * to_go(batch.of_turns())[:, 0] + batch.of_outcomes()
     others = (~batch.failed).view(-1, batch.group_size).sum(dim=1).repeat_interleave(batch.group_size) - 1
     centred = normalize(earned, batch.group_size, scale_rewards) * (others + 1) / others.clamp(min=1)
-    return centred[:, None] * batch.turn_mask
+    return batch.at_turns(centred[:, None])
 
 
 @advantage_estimator("gtpo")
@@ -111,7 +119,7 @@ def gtpo(batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 0.9, scal
     Args and returns are those of `reward_to_go`; `gamma` (`float`, *optional*, defaults to `0.9`) is the discount.
     """
     returns = to_go(with_outcome(batch, turn_coef), gamma)
-    return normalize_turns(returns, batch.group_size, scale_rewards) * batch.turn_mask
+    return batch.at_turns(normalize_turns(returns, batch.group_size, scale_rewards))
 
 
 @advantage_estimator("mt_grpo_discounted")
@@ -134,7 +142,7 @@ def mt_grpo_discounted(
     outcome = normalize(batch.of_outcomes(), batch.group_size, scale_rewards)
     columns = [normalize(rewards, batch.group_size, scale_rewards) for rewards in batch.of_turns().T]
     turn = to_go(torch.stack(columns, dim=1), gamma)
-    return (outcome[:, None] + turn_coef * turn) * batch.turn_mask
+    return batch.at_turns(outcome[:, None] + turn_coef * turn)
 
 
 @advantage_estimator("turn_gae")
@@ -166,14 +174,6 @@ def turn_gae(
     return scaled(batch, advantages, to_go(rewards, gamma), scale_rewards)
 
 
-def to_go(rewards: Tensor, gamma: float = 1.0) -> Tensor:
-    """Discounted sums of rewards from each turn on, shape (B, K)."""
-    returns = rewards.clone()
-    for turn in range(rewards.shape[1] - 2, -1, -1):
-        returns[:, turn] += gamma * returns[:, turn + 1]
-    return returns
-
-
 def with_outcome(batch: RewardBatch, turn_coef: float) -> Tensor:
     """Weighed turn rewards with the outcome added to the last turn, shape (B, K); NaN for a failed trajectory."""
     last = batch.turn_mask & ~torch.nn.functional.pad(batch.turn_mask, (0, 1))[:, 1:]
@@ -184,7 +184,7 @@ def group_values(batch: RewardBatch, returns: Tensor) -> Tensor:
     """The mean return of the other members that reach a turn, shape (B, K); see `turn_gae`."""
     shape = (-1, batch.group_size, returns.shape[1])
     reached = batch.turn_mask.view(shape)
-    # shifted by the least first, for the reason that `centre` gives
+    # shifted by the least first, so that equal returns have exactly their value
     least = returns.view(shape).masked_fill(~reached, torch.inf).amin(dim=1, keepdim=True)
     earned = (returns.view(shape) - least).masked_fill(~reached, 0.0)
     others = reached.sum(dim=1, keepdim=True) - reached.long()
@@ -210,5 +210,7 @@ def gae(rewards: Tensor, values: Tensor, turn_mask: Tensor, gamma: float, lam: f
 
 def scaled(batch: RewardBatch, advantages: Tensor, returns: Tensor, scale: Scale) -> Tensor:
     """Advantages divided by the largest deviation of the returns; 0 where there is none, or no turn."""
+    largest = returns.nan_to_num(nan=0.0).abs().view(-1, batch.group_size * returns.shape[1]).amax(dim=1)
+    advantages = without_rounding(advantages, largest.repeat_interleave(batch.group_size)[:, None])
     divided = advantages / largest_deviation(returns, batch.group_size, scale)
-    return divided.nan_to_num(nan=0.0) * batch.turn_mask
+    return batch.at_turns(divided.nan_to_num(nan=0.0))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mt_grpo.credit.estimators import RewardBatch, advantage_estimator
-from mt_grpo.credit.normalisation import Scale, Share
-from mt_grpo.credit.returns import gae, group_values, scaled, to_go, with_outcome
+from mt_grpo.credit.normalisation import Scale, Share, to_go
+from mt_grpo.credit.returns import gae, group_values, scaled, with_outcome
 
 
 @advantage_estimator("state_baseline")
@@ -48,7 +48,7 @@ def state_baseline(
     Raises:
         ConfigError: If the batch has no `state_scores`.
     """
-    scores = batch.needed("state_baseline", "state_scores").to(batch.turn_rewards.dtype)
+    scores = batch.needed("state_baseline", "state_scores").double()
     before = torch.nn.functional.pad(scores, (1, 0), value=torch.nan)[:, :-1]
     rewards = with_outcome(batch, turn_coef)
     returns = to_go(rewards)

@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import gather
 
 from mt_grpo.credit import RewardBatch
+from mt_grpo.credit.normalisation import above_least, to_go
 from mt_grpo.rewards import Scores
 from mt_grpo.rollout.branching import Branching
 from mt_grpo.trajectory import Trajectory
@@ -36,9 +37,9 @@ def gather_rewards(
     Returns:
         The weighted rewards of all processes, and their scores with a column for each reward, `(B, num_rewards)`: turn
         rewards summed over turns, NaN where a reward does not apply. A trajectory that failed has no turns and no
-        rewards, so that it is in no baseline.
+        rewards, so that it is in no baseline. Weighed turn rewards are float64, since rules sum them over turns.
     """
-    device = weights.device
+    device, weights = weights.device, weights.double()
     num_turns = torch.tensor([len(trajectory.turns) for trajectory in trajectories], device=device)
     longest = max(1, int(gather(num_turns).max()))
     stays = torch.tensor([not trajectory.failed for trajectory in trajectories], device=device)
@@ -50,9 +51,10 @@ def gather_rewards(
             results[row, turn.index] = turn.has_result and not trajectory.failed
         states[row, : len(trajectory.turns)] = torch.tensor(state_ids(trajectory), dtype=torch.int64, device=device)
     split = len(scores.turn)
+    double = {"dtype": torch.double, "device": device}
     # at least one column each: NCCL's way of gathering fails on a tensor without elements
-    turns = torch.full((len(trajectories), longest, max(1, split)), torch.nan, device=device)
-    outcomes = torch.full((len(trajectories), max(1, len(scores.outcome))), torch.nan, device=device)
+    turns = torch.full((len(trajectories), longest, max(1, split)), torch.nan, **double)
+    outcomes = torch.full((len(trajectories), max(1, len(scores.outcome))), torch.nan, **double)
     state_scores = torch.full((len(trajectories), longest), torch.nan, device=device)
     for column, rows in enumerate(scores.turn):
         for row, values in enumerate(rows):
@@ -68,19 +70,23 @@ def gather_rewards(
     turns, outcomes = turns[:, :, :split], outcomes[:, : len(scores.outcome)]
     batch = RewardBatch(
         _sum_present(turns * weights[:split], dim=2),
-        _sum_present(outcomes * weights[split:], dim=1),
+        _sum_present(outcomes * weights[split:], dim=1).float(),
         exists,
         results,
         group_size,
         state_ids=states,
         state_scores=state_scores if scores.state else None,
-        turn_streams=turns.permute(2, 0, 1),
-        outcome_streams=outcomes.T,
-        stream_weights=weights,
+        turn_streams=turns.permute(2, 0, 1).float(),
+        outcome_streams=outcomes.T.float(),
+        stream_weights=weights.float(),
         num_branches=1 if branching is None else branching.number,
         branch_at=0 if branching is None else branching.at,
     )
-    return batch, torch.cat([_sum_present(turns, dim=1), outcomes], dim=1)
+    sums = torch.full_like(turns[:, 0], torch.nan)
+    for column, applies in enumerate((~turns.isnan()).any(dim=1).T):
+        earned = to_go(turns[:, :, column].nan_to_num(nan=0.0))[:, 0]
+        sums[:, column] = torch.where(applies, earned, torch.nan)
+    return batch, torch.cat([sums, outcomes], dim=1).float()
 
 
 def state_ids(trajectory: Trajectory) -> list[int]:
@@ -97,8 +103,8 @@ def state_ids(trajectory: Trajectory) -> list[int]:
 
 def share_of_equal_groups(columns: torch.Tensor, weights: torch.Tensor, group_size: int) -> float:
     """
-    TRL's `frac_reward_zero_std`, computed exactly. TRL compares a float32 deviation with zero, which rounding may
-    change.
+    TRL's `frac_reward_zero_std`, by the measure that credit rules have for equal sums. TRL compares a float32
+    deviation with zero, which rounding may change.
 
     Args:
         columns (`torch.Tensor` of shape `(B, num_rewards)`): Scores of all processes, NaN where one does not apply.
@@ -108,14 +114,14 @@ def share_of_equal_groups(columns: torch.Tensor, weights: torch.Tensor, group_si
     Returns:
         The share of the groups whose members all earn the same, among the groups that earn anything; NaN for none.
     """
-    earned = _sum_present(columns.double() * weights, dim=1).float().view(-1, group_size)
-    highest = earned.nan_to_num(nan=-torch.inf).amax(dim=1)
-    lowest = earned.nan_to_num(nan=torch.inf).amin(dim=1)
-    return (highest == lowest)[highest >= lowest].float().mean().item()
+    above = above_least(_sum_present(columns.double() * weights, dim=1).view(-1, group_size, 1)).squeeze(2)
+    earns = ~above.isnan().all(dim=1)
+    return (above.nan_to_num(nan=0.0) == 0).all(dim=1)[earns].float().mean().item()
 
 
 def _tensor(values: list[float | None], device: torch.device) -> torch.Tensor:
-    return torch.tensor([torch.nan if value is None else value for value in values], device=device)
+    given = [torch.nan if value is None else value for value in values]
+    return torch.tensor(given, dtype=torch.double, device=device)
 
 
 def _sum_present(values: torch.Tensor, dim: int) -> torch.Tensor:

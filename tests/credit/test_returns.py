@@ -539,3 +539,70 @@ def test_biases_of_mt_grpo_are_those_of_the_batch(results, coef, reward, number)
     results = torch.tensor([*results, [0, 0]], dtype=torch.bool)
     batch = RewardBatch(rewards, torch.zeros(3), exists, results, 3)
     assert len(biases_of_mt_grpo(batch, coef)) == number
+
+
+# The same rewards in another order
+
+WHOLE = ["mt_grpo", "grpo_mr", "leave_one_out"]
+
+
+def shuffled(count, members, seed):
+    """Members that earn the same rewards, each in an order of its own, and an outcome of .7."""
+    draw = torch.Generator().manual_seed(seed)
+    rewards = torch.rand(count, generator=draw) * 10 ** torch.randint(-3, 3, (count,), generator=draw)
+    rewards *= torch.randint(0, 2, (count,), generator=draw) * 2 - 1
+    rows = torch.stack([rewards[torch.randperm(count, generator=draw)] for _ in range(members)])
+    exists = torch.ones_like(rows, dtype=torch.bool)
+    last = torch.arange(count) == count - 1  # the first result follows the last turn
+    return RewardBatch(rows, torch.full((members,), 0.7), exists, exists & last, members)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_order_of_rewards_makes_no_signal(name, scale):
+    for count in (1, 2, 3, 10, 100, 1000):
+        for seed in range(20 if count < 1000 else 3):
+            assert not estimate(name, shuffled(count, 4, seed), scale_rewards=scale).any()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_order_of_10000_rewards_makes_no_signal(name):
+    assert not estimate(name, shuffled(10_000, 8, 0)).any()
+
+
+@pytest.mark.parametrize("name", ["reward_to_go", "turn_gae", "state_baseline", "branch_to_go"])
+def test_the_first_turn_of_equal_sums_gets_nothing(name):
+    """What is earned from it on is all that is earned; later turns differ."""
+    batch = fields(shuffled(100, 4, 0), state_scores=torch.full((4, 100), NONE))
+    options = {} if name in ("reward_to_go", "branch_to_go") else {"lam": 1.0}
+    advantages = estimate({"name": name, **options}, batch)
+    assert not advantages[:, 0].any() and advantages[:, 1:].any()
+
+
+def test_decimals_that_add_up_to_the_same_are_equal():
+    rewards = torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.3, 0.0], [0.6, 0.0, 0.0]])
+    exists = torch.ones_like(rewards, dtype=torch.bool)
+    outcomes = torch.tensor([0.4, 0.4, 0.4])
+    for name in WHOLE:
+        assert not estimate(name, RewardBatch(rewards, outcomes, exists, exists & False, 3)).any()
+    spread = torch.tensor([0.9, 0.8, 0.5])  # 1.0 in all, with a last reward of its own
+    turns = torch.stack([1.0 - spread, torch.zeros(3), torch.zeros(3)], dim=1)
+    assert not estimate("leave_one_out", RewardBatch(turns, spread, exists, exists & False, 3)).any()
+
+
+def test_rewards_that_float32_can_tell_apart_are_a_signal():
+    for value in (0.3, 1.0, 1e6):
+        one = torch.tensor(value)
+        rewards = torch.stack([one, torch.nextafter(one, torch.tensor(0.0))])[:, None]
+        batch = RewardBatch(rewards, torch.zeros(2), rewards > 0, rewards < 0, 2)
+        assert (estimate("leave_one_out", batch, scale_rewards="none") != 0).all()
+
+
+def test_gigpo_prefers_the_visit_nearer_to_the_reward():
+    """As its paper defines it, also where all members earn the same; without a discount visits are alike."""
+    turns = torch.tensor([[0.0, 0.0, 1.0]] * 4)
+    exists = torch.ones_like(turns, dtype=torch.bool)
+    states = torch.tensor([[0, 5, 5]] * 4)
+    batch = RewardBatch(turns, torch.zeros(4), exists, exists, 4, state_ids=states)
+    torch.testing.assert_close(gigpo(batch)[0], torch.tensor([0.0, -0.93, 0.93]), atol=0.005, rtol=0.0)
+    assert not gigpo(batch, gamma=1.0).any()

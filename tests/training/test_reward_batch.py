@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from support.registered import keep
-from support.trainers import Answered, Calls, batch, member
+from support.trainers import SEARCH, Answered, Calls, batch, member
 from trl.trainer.utils import nanstd
 
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, estimate
@@ -34,6 +34,26 @@ def test_equal_rewards_are_equal_whatever_their_mean_rounds_to():
 
 def test_a_sum_is_the_same_in_whatever_order_its_terms_come():
     assert share([[0.1, 0.2, 0.3, 0.7], [0.7, 0.3, 0.2, 0.1]], 2) == 1.0
+
+
+def test_the_order_of_turns_and_rewards_makes_no_signal(build):
+    """Each member earns the same four rewards, of two kinds with weights of their own, at other turns."""
+
+    class Earned(TurnReward):
+        def score(self, turn, trajectory, **row):
+            return self.earned[member(trajectory.session)][turn.index]
+
+    class First(Earned):
+        earned = [[0.1, 97.3], [97.3, 0.1], [97.3, 0.1], [0.1, 97.3]]
+
+    class Second(Earned):
+        earned = [[0.7, 0.2], [0.2, 0.7], [0.7, 0.2], [0.2, 0.7]]
+
+    options = {"reward_weights": [0.3, 0.1], "advantage_estimator": "leave_one_out"}
+    trainer = build(
+        lambda session, turn: [SEARCH, "<answer>Lima</answer>"][turn], rewards=((First(), Second()), ()), **options
+    )
+    assert not batch(trainer)["advantages"].any()
 
 
 def test_weights_decide_what_is_equal():
