@@ -54,6 +54,7 @@ class ToolCall:
         id (`str`, *optional*): Identifier the model gave the call.
         data (`dict`, *optional*): What the tool returned beside its text, for rewards; JSON, never shown to the model.
         start (`float`, *optional*): When the tool was called, in seconds since 1970 (UTC); `None` if it did not run.
+        where (`str`, *optional*): Where the tool's code raised, as `FILE, line N, in FUNCTION`.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ToolCall:
     id: str | None = None
     data: dict[str, Any] | None = None
     start: float | None = None
+    where: str | None = None
 
 
 @dataclass
@@ -156,6 +158,8 @@ class Trajectory:
             turn the mean log-prob, per token, of the right answer after the context of the turn; `None` for a turn
             without one.
         start (`float`, *optional*): When it began, in seconds since 1970 (UTC).
+        where (`str`, *optional*): Where the user's code raised that ended it, as `FILE, line N, in FUNCTION`.
+        traceback (`str`, *optional*): The frames of their code, as Python shows them.
         environment (*optional*): The environment, while rewards may look at it; it is written nowhere.
     """
 
@@ -175,6 +179,8 @@ class Trajectory:
     branch_of: str | None = None
     answer_logprobs: dict[str, list[float | None]] = field(default_factory=dict)
     start: float | None = None
+    where: str | None = None
+    traceback: str | None = None
     environment: Any = field(default=None, repr=False, compare=False)
 
     @property

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_grpo.envs.env import Outcome, finite
+from mt_grpo.envs.env import Env, Outcome, StepEnv, finite
+from mt_grpo.faults import defined_at
 from mt_grpo.tools.results import check_data
 from mt_grpo.trajectory import StopReason
 
 
-def checked_outcome(outcome: Any, name: str) -> Outcome:
+def checked_outcome(outcome: Any, env: Env) -> Outcome:
     """
     The outcome of a conversation, its rewards as floats.
 
     Args:
         outcome: What `run` returned.
-        name (`str`): The environment's class, for errors.
+        env (`Env`): The environment, for errors.
 
     Raises:
         TypeError, ValueError: If it is no `Outcome`, or a field of it is not of its type. The message says which.
     """
+    steps = isinstance(env, StepEnv) and type(env).run is StepEnv.run
+    method = env.step if steps else env.run
+    name = f"{type(env).__name__}.{method.__name__}{defined_at(method)}"
     if not isinstance(outcome, Outcome):
-        raise TypeError(f"{name}.run returned {type(outcome).__name__}: return an `Outcome`.")
+        raise TypeError(
+            f"{type(env).__name__}.run{defined_at(env.run)} returned {type(outcome).__name__}: return an `Outcome`."
+        )
     if not isinstance(outcome.stop_reason, (StopReason, type(None))):
         raise _wrong(name, "stop_reason", outcome.stop_reason, "a `StopReason` or `None`")
     if not isinstance(outcome.answer, (str, type(None))):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import numbers
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.threads import call
+from mt_grpo.faults import defined_at
 from mt_grpo.tools.results import check_data
 from mt_grpo.trajectory import Message, StopReason, Turn
 
@@ -189,7 +190,8 @@ class StepEnv(Env):
         """The loop: `reset`, then turns and steps until one is done or a limit is reached."""
         self.row, self.session, self.turns = row, policy.session, []
         what = f"{type(self).__name__}.reset"
-        messages = _messages(await call(self.reset, row, what=what, timeout=self.step_timeout))
+        said = await call(self.reset, row, what=what, timeout=self.step_timeout)
+        messages = _messages(said, what, self.reset, "text or a list of messages")
         return await self.resume(policy, messages)
 
     def fork(self) -> StepEnv:
@@ -213,27 +215,48 @@ class StepEnv(Env):
                 return Outcome(stop_reason=policy.exhausted)
             step = await call(self.step, turn, what=f"{name}.step", timeout=self.step_timeout)
             step = step if isinstance(step, Step) else Step(step)
-            turn.replies = _messages(step.replies)
+            turn.replies = _messages(step.replies, f"{name}.step", self.step, "text, a list of messages or a `Step`")
             if step.reward is not None:
-                turn.reward = finite(step.reward, f"{name}: the reward of a step")
+                turn.reward = finite(step.reward, f"{name}.step{defined_at(self.step)}: the reward of a step")
             if step.done:
                 reason = step.done if isinstance(step.done, StopReason) else StopReason.ENV_DONE
                 return Outcome(step.rewards, reason, step.answer, step.info)
             if not turn.replies:
-                raise ValueError(f"{name}.step neither replied nor ended the conversation: return one of the two.")
+                raise ValueError(
+                    f"{name}.step{defined_at(self.step)} neither replied nor ended the conversation: return one of "
+                    "the two."
+                )
             messages += [turn.message, *turn.replies]
 
     async def close(self) -> None:
         """Nothing to let go of."""
 
 
-def _messages(said: str | list[Message]) -> list[Message]:
+def _messages(said: str | list[Message], what: str, method: Callable[..., Any], right: str) -> list[Message]:
+    """What a method said, as messages; `what` is its name, and `right` what it may return."""
     if isinstance(said, str):
         return [{"role": "user", "content": said}]
     if not isinstance(said, list):
-        raise TypeError(f"An environment gave {type(said).__name__} for messages: give text or a list of messages.")
-    check_messages(said)
+        kind = "`None`" if said is None else type(said).__name__
+        raise TypeError(f"{what}{defined_at(method)} gave {kind} for messages: return {right}{_hint(said)}.")
+    try:
+        check_messages(said)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{what}{defined_at(method)}: {error}") from None
     return list(said)
+
+
+def _hint(value: Any) -> str:
+    """How what was returned is written as a `Step`, where that is plain."""
+    if isinstance(value, bool):
+        return f", as `Step(done={value})`"
+    if isinstance(value, numbers.Real):
+        return f", as `Step(reward={value}, done=True)`"
+    if isinstance(value, dict) and value.keys() <= {each.name for each in fields(Step)}:
+        return ", as `Step(**...)`"
+    if isinstance(value, tuple):
+        return ", or wrap an environment of Gym's in `mt_grpo.compat.gym.GymEnv`"
+    return ""
 
 
 def check_messages(messages: Sequence[Message]) -> None:

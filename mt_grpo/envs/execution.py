@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from mt_grpo.envs.threads import abandon, guarded, in_thread
+from mt_grpo.faults import find_fault
 from mt_grpo.tools import Tool
 from mt_grpo.tools.results import cut, describe_error, read_result, render
 from mt_grpo.trajectory import ToolCall, Turn
@@ -96,6 +97,7 @@ def _read(tool: Tool, call: ToolCall, future: asyncio.Future[Any]) -> None:
             call.result, call.data = future.result()
         except Exception as error:  # whatever a user's tool raises is the model's to read
             _fail(call, cut(describe_error(error), tool.max_result_size))
+            call.where = find_fault(error).where
 
 
 def _fail(call: ToolCall, error: str) -> None:

@@ -43,14 +43,22 @@ def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
         try:
             result = function()
         except StopIteration as stop:  # a future cannot carry it
-            error = RuntimeError(describe_error(stop))
+            error = _caused(stop)
+        except Exception as caught:
+            error = caught
         except BaseException as caught:  # SystemExit must not pass for success
-            error = caught if isinstance(caught, Exception) else RuntimeError(describe_error(caught))
+            error = _caused(caught)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, daemon=True, name=name).start()
     return future
+
+
+def _caused(caught: BaseException) -> RuntimeError:
+    error = RuntimeError(describe_error(caught))
+    error.__cause__ = caught
+    return error
 
 
 async def call(function: Callable[..., Any], *args: Any, what: str, timeout: float | None = None) -> Any:

@@ -16,6 +16,7 @@ from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv
 from mt_grpo.envs.execution import fail_unanswered
 from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_each, make_env, prototypes, warn_of_unclosed
 from mt_grpo.envs.threads import abandon, guarded
+from mt_grpo.faults import find_fault
 from mt_grpo.options import check_history
 from mt_grpo.rollout.branching import Branching, Fork, Trunk
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
@@ -226,10 +227,10 @@ class RolloutRunner:
     async def _hold(self, request: RolloutRequest, policy: ConversationPolicy, trajectory: Trajectory) -> Outcome:
         row = {**request.row, "prompt": request.prompt}
         trajectory.environment = env = await make_env(self.env, row)
-        return checked_outcome(await env.run(policy, row), type(env).__name__)
+        return checked_outcome(await env.run(policy, row), env)
 
     async def _go_on(self, fork: Fork) -> Outcome:
-        return checked_outcome(await fork.env.resume(fork.policy, fork.messages), type(fork.env).__name__)
+        return checked_outcome(await fork.env.resume(fork.policy, fork.messages), fork.env)
 
     def _end(self, trajectory: Trajectory, running: asyncio.Future[Outcome], policy: ConversationPolicy) -> None:
         """Writes into a trajectory why its conversation ended."""
@@ -251,7 +252,9 @@ class RolloutRunner:
         elif isinstance(error, EngineError):
             trajectory.stop_reason, trajectory.error = StopReason.ENGINE_ERROR, str(error)
         else:  # an environment is the user's code: its failure ends this conversation only
+            fault = find_fault(error)
             trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, cut(describe_error(error), LONGEST_ERROR)
+            trajectory.where, trajectory.traceback = fault.where, cut(fault.traceback, LONGEST_ERROR)
 
     def _check(self, trajectory: Trajectory, renderer: ChatRenderer) -> None:
         difference = self.sanity.by(renderer).check(trajectory)

@@ -17,7 +17,8 @@ Every line has `kind`. A line of a kind or with a field that is not listed here 
 | | `group`, `member` | int | group in the batch (unique with `mode`, `step`, `k`), place in the group |
 | | `prompt` | str | last user message, the first 80 characters |
 | | `stop` | str or null | why it ended |
-| | `error` | str or null | the failure behind it, the first 80 characters |
+| | `error` | str or null | the failure behind it, the first 300 characters |
+| | `where` | str or null | where the user's code raised it, as `FILE, line N, in FUNCTION`; old indices lack it |
 | | `answer` | str or null | final answer, the first 80 characters |
 | | `right` | bool or null | whether the first outcome reward is at its maximum; null where it does not apply |
 | | `turns` | int | number of turns |

@@ -15,7 +15,9 @@ from mt_grpo.runlog.schema import ROLLOUTS, rollouts_file, session_id
 from mt_grpo.trajectory import Trajectory
 
 SHOWN = 80
-"""Characters of a prompt, an answer or an error in the index."""
+"""Characters of a prompt or an answer in the index."""
+SHOWN_OF_ERRORS = 300
+"""Characters of an error there."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ def rollout_lines(batch: Batch, rank: int) -> list[dict[str, Any]]:
                 "member": number % batch.group_size,
                 "prompt": _short(_question(trajectory)),
                 "stop": trajectory.stop_reason and trajectory.stop_reason.value,
-                "error": trajectory.error and _short(trajectory.error),
+                "error": trajectory.error and _short(trajectory.error, SHOWN_OF_ERRORS),
+                "where": trajectory.where,
                 "answer": trajectory.answer and _short(str(trajectory.answer)),
                 "right": _right(batch, weighted),
                 "turns": len(turns),
@@ -206,9 +209,9 @@ def _question(trajectory: Trajectory) -> str:
     return str(content or "")
 
 
-def _short(text: str) -> str:
-    text = " ".join(text[: 4 * SHOWN].split())
-    text = text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+def _short(text: str, size: int = SHOWN) -> str:
+    text = " ".join(text[: 4 * size].split())
+    text = text if len(text) <= size else text[: size - 1] + "…"
     return whole(text)
 
 

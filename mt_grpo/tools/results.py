@@ -88,9 +88,10 @@ def _items(holder: Any) -> Iterable[Any]:
 
 
 def describe_error(error: BaseException) -> str:
-    """The kind of an exception and what it says, as far as it can say it."""
+    """The kind of an exception and what it says, as far as it can say it; of a group also its first member's."""
     try:
-        return f"{type(error).__name__}: {error}"
+        said = f"{type(error).__name__}: {error}"
+        return f"{said}: {describe_error(error.exceptions[0])}" if isinstance(error, BaseExceptionGroup) else said
     except BaseException:  # the exception is the user's class, and its `__str__` user's code
         return type(error).__name__
 

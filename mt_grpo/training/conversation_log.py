@@ -90,6 +90,8 @@ def _text(trajectory: Trajectory, advantages: list[float]) -> Text:
     text.append(trajectory.stop_reason.value, style="bold")
     if trajectory.error:
         text.append(f": {visible(trajectory.error)}", style="red")
+    if trajectory.where:
+        text.append(f"\n{visible(trajectory.traceback)}", style="red")
     for kind, rewards in trajectory.rewards.items():
         for name, value in rewards.items():
             values = value if isinstance(value, list) else [value]

@@ -15,7 +15,7 @@ from mt_grpo.envs import MultiTurnToolEnv, Outcome, Step, StepEnv
 from mt_grpo.envs.source import check_rows, close_environments
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.trajectory import StopReason
+from mt_grpo.trajectory import StopReason, Trajectory
 
 END = "<|im_end|>"
 
@@ -146,16 +146,16 @@ FAILURES = {
     "step swallows": "OutOfTime: Broken.step took longer than 0.2 s.",
     "step exits": "RuntimeError: SystemExit: 3",
     "step cancels": "cancelled itself",
-    "step is silent": "gave NoneType for messages",
+    "step is silent": "gave `None` for messages",
     "step says nothing": "neither replied nor ended",
     "step answers a number": "gave int for messages",
     "step gives no message": "A message is dict, without a text `role`: give a dictionary",
     "step rewards nan": "the reward of a step is nan: give a finite number",
-    "reward of the whole is inf": "Broken: the reward 'score' is inf: give a finite number",
+    "reward of the whole is inf": "the reward 'score' is inf: give a finite number",
     "reward of the whole is a word": "the reward 'score' is str: give a finite number",
     "info has no JSON form": "`info` of the outcome",
-    "answer is a number": "Broken: `answer` of the outcome is int: give text or `None`",
-    "no messages": "gave NoneType for messages",
+    "answer is a number": "`answer` of the outcome is int: give text or `None`",
+    "no messages": "gave `None` for messages",
     "empty": "nothing to reply to",
 }
 
@@ -223,9 +223,64 @@ def test_every_environment_that_is_made_is_closed(monkeypatch):
 
     hangs, swallows, no_outcome, not_made, made_late, fine = asyncio.run(all_closed())
     assert {hangs.stop_reason, swallows.stop_reason, made_late.stop_reason} == {StopReason.TIMEOUT}
-    assert "run returned float: return an `Outcome`" in no_outcome.error
+    assert "returned float: return an `Outcome`" in no_outcome.error
     assert not_made.error == "ZeroDivisionError: not made" and fine.env_rewards == {"score": 1.0}
     assert Loop.closed == 5
+
+
+class Wrong(StepEnv):
+    """Returns what its row has."""
+
+    def reset(self, row):
+        return row.get("first", "Q")
+
+    def step(self, turn):
+        return self.row["next"]
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"next": None}, "Wrong.step ({file}, line {step}) gave `None` for messages: return text, a list of messages "
+         "or a `Step`."),
+        ({"next": {"reward": 1.0}}, "Wrong.step ({file}, line {step}) gave dict for messages: return text, a list of "
+         "messages or a `Step`, as `Step(**...)`."),
+        ({"next": 1.0}, "gave float for messages: return text, a list of messages or a `Step`, as `Step(reward=1.0, "
+         "done=True)`."),
+        ({"next": ("o", 1.0, True)}, "or wrap an environment of Gym's in `mt_grpo.compat.gym.GymEnv`."),
+        ({"next": [1]}, "Wrong.step ({file}, line {step}): A message is int, without a text `role`"),
+        ({"next": Step(reward="1.0")}, "Wrong.step ({file}, line {step}): the reward of a step is str"),
+        ({"first": None}, "Wrong.reset ({file}, line {reset}) gave `None` for messages: return text or a list of "
+         "messages."),
+    ],
+)  # fmt: skip
+def test_a_wrong_return_is_named_with_its_method_and_line(row, sentence):
+    lines = {name: vars(Wrong)[name].__code__.co_firstlineno for name in ("step", "reset")}
+    [trajectory] = run(Wrong, [row])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert sentence.format(file=__file__, **lines) in trajectory.error
+    assert trajectory.where is None
+
+
+def test_an_error_is_kept_with_the_frames_of_the_users_code():
+    class Looks(StepEnv):
+        def reset(self, row):
+            return "Q"
+
+        def step(self, turn):
+            return self.look({})
+
+        def look(self, table):
+            return table["gone"]
+
+    [trajectory] = run(Looks, [{}])
+    line = Looks.look.__code__.co_firstlineno + 1
+    assert trajectory.error == "KeyError: 'gone'"
+    assert trajectory.where == f"{__file__}, line {line}, in look"
+    frames = [text for text in trajectory.traceback.splitlines() if text.lstrip().startswith("File")]
+    assert [frame.rsplit(" ", 1)[1] for frame in frames] == ["step", "look"]
+    assert trajectory.traceback.endswith("KeyError: 'gone'")
+    assert Trajectory.from_dict(trajectory.to_dict()).where == trajectory.where
 
 
 def test_rewards_may_look_at_an_environment_before_it_is_closed():

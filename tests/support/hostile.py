@@ -280,7 +280,7 @@ NO_JSON = "cannot be written as JSON (ValueError: no words)"
 # What `reset` and `step` return, and the error of the conversation
 VALUES = {
     "reset": {
-        "none": (lambda: None, "gave NoneType for messages"),
+        "none": (lambda: None, "gave `None` for messages"),
         "empty": (lambda: [], "nothing to reply to"),
         "bytes": (lambda: b"Q", "gave bytes for messages"),
         "texts": (lambda: ["Q"], f"A message is str, {NO_TEXT}"),
@@ -295,7 +295,7 @@ VALUES = {
         "assistant": (lambda: [{"role": "assistant", "content": "A"}], "nothing to reply to"),
     },
     "step": {
-        "none": (lambda: None, "gave NoneType for messages"),
+        "none": (lambda: None, "gave `None` for messages"),
         "empty": (lambda: [], "neither replied nor ended"),
         "bytes": (lambda: b"Q", "gave bytes for messages"),
         "reward": (lambda: Step("R", reward="much"), "the reward of a step is str: give a finite number."),
@@ -368,7 +368,7 @@ class Loop:
 
 # The stop reason of each loop, its error, and its rewards
 LOOPS = {
-    "no_outcome": ("env_error", "Loop.run returned dict: return an `Outcome`.", {}),
+    "no_outcome": ("env_error", "returned dict: return an `Outcome`.", {}),
     "wrong_reason": ("env_error", "`stop_reason` of the outcome is str: give a `StopReason` or `None`.", {}),
     "no_end": ("token_budget", None, {}),
     "swallow_the_end": ("env_done", None, {"taken": 1.0}),

@@ -241,6 +241,7 @@ def test_a_conversation_that_failed_at_once_is_shown(browser, tmp_path):
     folder = write_run(tmp_path / "run", steps=1)
     prompt = [{"role": "user", "content": [{"type": "text", "text": "What is <b>it</b>?"}, {"type": "image"}]}]
     failed = Trajectory(prompt, stop_reason=StopReason.ENGINE_ERROR, error="The engine <i>failed</i>.", start=0.0)
+    failed.where, failed.traceback = "env.py, line 3, in step", 'File "env.py", line 3, in step\n    return <b>'
     writer, batch = RunWriter(folder), Batch("train", 5, 0, 1, [0], [failed], REWARDS)
     writer.append(writer.write(batch))
     with serving(Queries(open_run(folder))) as server, watched(browser) as page:
@@ -248,6 +249,7 @@ def test_a_conversation_that_failed_at_once_is_shown(browser, tmp_path):
         shown(page, "trajectory")
         text = page.inner_text("main")
         assert "What is <b>it</b>?" in text and "[image]" in text and "The engine <i>failed</i>." in text
+        assert 'File "env.py", line 3, in step' in text and "return <b>" in text
         go(page, "group?mode=train&step=5&k=0&group=0")
         assert "no reward" in page.inner_text("main")
         go(page, "overview")

@@ -49,6 +49,15 @@ def test_a_conversation_does_nothing_to_the_terminal(color):
     assert "[bold]not markup[/bold]" in shown and "[red]: 1, -" in shown and shown.count("\\x1b]0;title") == 4
 
 
+def test_the_frames_of_the_users_code_are_shown():
+    trajectory = Trajectory(
+        [], stop_reason=StopReason.ENV_ERROR, error="KeyError: 'a'", where="env.py, line 3, in step"
+    )
+    trajectory.traceback = "File \"env.py\", line 3, in step\n    return {}['\x1b']"
+    shown = drawn(render_trajectory(trajectory, build_tokenizer()))
+    assert 'File "env.py", line 3, in step' in shown and not controls(shown) and "\\x1b" in shown
+
+
 def test_an_error_does_nothing_to_the_terminal(capsys):
     assert _refuse(ValueError(f"bad {ATTACK}")) == 1
     printed = capsys.readouterr().err

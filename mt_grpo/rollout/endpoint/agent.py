@@ -9,9 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mt_grpo.envs.env import ConversationEnded, Outcome
+from mt_grpo.envs.env import ConversationEnded, Outcome, finite
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.threads import abandon, in_thread
+from mt_grpo.faults import defined_at
 from mt_grpo.rollout.endpoint.agent_loop import run_agent
 from mt_grpo.rollout.endpoint.client import AgentClient
 from mt_grpo.rollout.endpoint.command import Command
@@ -61,7 +62,8 @@ class AgentEnv:
                 partial(source.endpoint.add_session, conversation),
             )
             try:
-                outcome = read_result(await self._work(conversation, row, client), _name(source.agent))
+                result = await self._work(conversation, row, client)
+                outcome = read_result(result, f"{_name(source.agent)}{defined_at(source.agent)}")
             except Exception:  # whatever the user's agent raises: that there was no turn to be had is the cause
                 if conversation.failure is None and conversation.limit is not None:
                     raise ConversationEnded(conversation.limit) from None
@@ -119,7 +121,7 @@ def read_result(result: Any, name: str) -> Outcome:
     Args:
         result: A number (the reward), a mapping from names of rewards to numbers, in which the text `answer` is the
             answer, text (the answer), an `Outcome`, or `None`.
-        name (`str`): Of the agent, for errors.
+        name (`str`): Of the agent, and where it is written, for errors.
 
     Raises:
         TypeError: If it is something else.
@@ -131,8 +133,12 @@ def read_result(result: Any, name: str) -> Outcome:
     if isinstance(result, numbers.Real):
         return Outcome({REWARD: result})
     if isinstance(result, dict):
-        rewards = dict(result)
-        answer = rewards.pop("answer", None)
+        rewards = {
+            key: finite(value, f"{name}: the reward {key!r}") for key, value in result.items() if key != "answer"
+        }
+        answer = result.get("answer")
+        if not isinstance(answer, (str, type(None))):
+            raise TypeError(f"{name} returned {type(answer).__name__} as `answer`: return text.")
         return Outcome(rewards, None if answer is None else StopReason.ANSWERED, answer)
     if result is None:
         return Outcome()

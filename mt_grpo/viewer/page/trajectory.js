@@ -56,7 +56,8 @@ export async function trajectory(main, asked) {
   }
 
   const cards = h('div', { class: 'talk' }, promptCard(whole), whole.turns.map((_, n) => turnCard(whole, n, places[n], spans)),
-    whole.error && h('div', { class: 'said wrong' }, whole.error))
+    whole.error && h('div', { class: 'said wrong' }, whole.error),
+    whole.where && h('pre', { class: 'said wrong' }, whole.traceback))
   cards.addEventListener('mouseover', event => {
     const i = event.target.closest('.tokens span')?.place
     if (i !== undefined && !state.pinned) point(i, false)

@@ -63,7 +63,8 @@ function reply(turn) {
   const wrong = turn.error !== null || turn.tool_calls.some(call => call.error !== null)
   if (!turn.replies.length && !wrong) return null
   const calls = turn.tool_calls.map(call => h('p', {}, h('b', {}, call.name), `(${JSON.stringify(call.arguments)})`,
-    ` · ${milliseconds(call.seconds)}`, call.error !== null && h('span', { class: 'problem' }, ` · ${call.error}`)))
+    ` · ${milliseconds(call.seconds)}`, call.error !== null && h('span', { class: 'problem' }, ` · ${call.error}`),
+    call.where && h('span', { class: 'dim' }, ` · ${call.where}`)))
   const none = !calls.length && turn.error !== null && h('p', {}, h('b', {}, 'no call ran'))
   return h('div', { class: `said ${wrong ? 'wrong' : ''}` }, calls, none,
     turn.replies.length ? turn.replies.map(message => h('p', {}, words(message))) : h('p', {}, turn.error))
