@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,9 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
             self.loaded = "unknown, since an update failed"
             initialize_layerwise_reload(self.model)
             try:
-                self.model.load_weights(read_tensors(update_info.path, checksum))
+                # closed, so that all that was loaded is added, even if the model asks for no end
+                with contextlib.closing(read_tensors(update_info.path, checksum)) as tensors:
+                    self.model.load_weights(tensors)
             finally:
                 finalize_layerwise_reload(self.model, self.model_config)
                 self._repack_output_layers()

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum
 from mt_grpo.weights.weight_file import WeightFile, make_folder, write_weights
 
 TENSORS = {
@@ -41,6 +42,40 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path):
             assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
 
 
+def test_the_checksum_of_what_is_written_is_that_of_the_file(tmp_path):
+    tensors = {
+        **TENSORS,
+        "large": torch.randn(1500, 1501),
+        "odd and large": torch.randn(700_001).bfloat16(),
+        "large and strided": torch.randn(900, 800).T,
+        "empty": torch.empty(0, 4),
+    }
+    file = WeightFile(
+        tmp_path / "0.partial", [(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()]
+    )
+    written = write_weights(file, tmp_path / "w.safetensors", tensors.items())
+    alone = Checksum()
+    for name, tensor in tensors.items():
+        alone.add(name, tensor)
+    assert written == alone.hexdigest() == file_checksum(file.path)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(file.path).items())
+
+
+def test_the_tensors_of_a_file_begin_at_a_cache_line(tmp_path):
+    for count in range(1, 9):
+        names = [("w" * length, torch.float32, (16,)) for length in range(1, count + 1)]
+        file = WeightFile(tmp_path / f"{count}.partial", names)
+        assert {file.place(name).data_ptr() % 64 for name, *_ in names} == {0}
+
+
+def test_an_error_of_the_thread_that_sums_is_raised(tmp_path, monkeypatch):
+    path = tmp_path / "w.safetensors"
+    save_file({"a": torch.ones(2), "b": torch.ones(3)}, path)
+    monkeypatch.setattr(Checksum, "add", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        file_checksum(path)
+
+
 def test_a_failed_write_leaves_no_file_and_finishes_the_walk(tmp_path):
     walked = []
 
@@ -49,7 +84,7 @@ def test_a_failed_write_leaves_no_file_and_finishes_the_walk(tmp_path):
             walked.append(name)
             yield name, tensor if name != "flags" else torch.zeros(99)
 
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(ValueError, match="size"):
         write_weights(WeightFile(tmp_path / "0.partial", layout()), tmp_path / "w.safetensors", walk())
     assert walked == list(TENSORS) and not (tmp_path / "w.safetensors").exists()
 
