@@ -1,0 +1,60 @@
+"""What `import mt_grpo` gives, and what it costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import mt_grpo
+
+
+def test_importing_the_package_loads_no_torch():
+    code = "import sys, mt_grpo; print(sorted({'torch', 'transformers', 'trl', 'numpy'} & sys.modules.keys()))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
+
+
+def test_the_tree_and_the_trajectory_load_no_torch():
+    code = "import sys; from mt_grpo import TokenTree, Trajectory; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
+
+
+def test_every_export_is_the_object_of_its_room():
+    from mt_grpo.forward import token_logps
+    from mt_grpo.token_tree import TokenTree
+    from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+    from mt_grpo.trajectory import Trajectory
+
+    assert [getattr(mt_grpo, name) for name in mt_grpo.__all__] == [
+        MTGRPOConfig,
+        MTGRPOEnvTrainer,
+        TokenTree,
+        Trajectory,
+        token_logps,
+    ]
+    assert set(mt_grpo.__all__) <= set(dir(mt_grpo))
+
+
+def test_a_name_that_is_not_exported_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="MTGRPOTrainer"):
+        mt_grpo.MTGRPOTrainer  # noqa: B018
+    with pytest.raises(ImportError, match="MTGRPOTrainer"):
+        exec("from mt_grpo import MTGRPOTrainer")
+
+
+def test_type_checkers_see_every_export():
+    tree = ast.parse(Path(mt_grpo.__file__).read_text(encoding="utf-8"))
+    (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
+    assert ast.unparse(guarded.test) == "TYPE_CHECKING"
+    imported = [name.name for node in guarded.body if isinstance(node, ast.ImportFrom) for name in node.names]
+    assert sorted(imported) == sorted(mt_grpo.__all__)
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert files("mt_grpo").joinpath("py.typed").is_file()
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["mt_grpo"]
