@@ -93,8 +93,8 @@ def _read(arguments: list[str]) -> tuple[str, dict[str, str]]:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise ConfigError(f"`--port` is a number up to 65535; {text!r} is none.")
+    if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
+        raise ConfigError(f"`--port` is a number up to 65535; {text[:40]!r} is none.")
     return int(text)
 
 

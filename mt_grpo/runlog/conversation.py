@@ -9,8 +9,13 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from mt_grpo.runlog.shapes import misfit
 from mt_grpo.token_tree import Node, TokenTree
 from mt_grpo.trajectory import Trajectory
+
+
+class Damage(ValueError):
+    """What a file says makes no conversation. The message is a clause."""
 
 
 def conversation(
@@ -44,7 +49,8 @@ def conversation(
         - `updates` (`list[dict]`): per update `step`, `ratios` and `clipped`, lists with an entry per token likewise.
     """
     tree = token_tree(rollout)
-    record = json.loads(rollout["record"])
+    record = read_record(rollout, row)
+    _check_lists(row, record, tree, credit, updates)
     nodes, order = _layout(tree)
     ids = [token for index in order for token in tree.nodes[index].tokens]
     turn = [node["turn"] for node in nodes for _ in range(node["begin"], node["end"])]
@@ -66,6 +72,8 @@ def conversation(
     shown = []
     for number, update in enumerate(updates):
         at = [begin + column for column in update["columns"]]
+        if not all(0 <= place < len(ids) for place in at):
+            raise Damage("an update is of tokens that are not there")
         if not number:
             tokens["entropies"] = _spread(update["entropies"], at, len(ids))
             differences = _spread(update["difference"], at, len(ids))
@@ -83,16 +91,61 @@ def conversation(
     return {
         "index": row,
         **record,
-        "weights": json.loads(rollout["weights"]),
+        "weights": _json("weights", rollout["weights"]),
         "nodes": nodes,
         "tokens": tokens,
         "updates": shown,
     }
 
 
-def plain_trajectory(rollout: dict[str, Any]) -> dict[str, Any]:
-    """`Trajectory.to_dict()` of a row of the file of rollouts."""
-    record = json.loads(rollout["record"])
+def read_record(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """
+    The `record` of a row of the file of rollouts.
+
+    Args:
+        rollout (`dict`): The row, with `record`.
+        row (`dict`): The index's.
+
+    Raises:
+        Damage: If it is no record, or not the one that the index speaks of.
+    """
+    record = _json("record", rollout["record"])
+    turns = record["turns"]
+    if [turn["index"] for turn in turns] != list(range(len(turns))) or len(turns) != len(row["turn_rewards"]):
+        raise Damage("its turns are others than the index has")
+    return record
+
+
+def _json(name: str, text: Any) -> Any:
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Damage(f"`{name}` is no JSON: {error}") from None
+    if (wrong := misfit(name, value)) is not None:
+        raise Damage(f"`{name}` is not what a run writes: {wrong}")
+    return value
+
+
+def _check_lists(
+    row: dict[str, Any],
+    record: dict[str, Any],
+    tree: TokenTree,
+    credit: dict[str, Any] | None,
+    updates: list[dict[str, Any]],
+) -> None:
+    turns = max([len(record["turns"]), *(node.turn + 1 for node in tree.nodes)])
+    advantages = [values for values in (credit and credit["advantages"], row["advantages"]) if values is not None]
+    if any(len(values) < turns for values in advantages):
+        raise Damage("there are fewer advantages than turns")
+    for update in updates:
+        lists = [update[name] for name in ("columns", "difference", "entropies", "ratios", "clipped")]
+        if any(values is None or None in values or len(values) != len(lists[0]) for values in lists):
+            raise Damage("the numbers of an update are not one per token")
+
+
+def plain_trajectory(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """`Trajectory.to_dict()` of a row of the file of rollouts, and the index's row. Raises `Damage`."""
+    record = read_record(rollout, row)
     whole = {**record, "tree": token_tree(rollout).to_dict()}
     names = [name for name in Trajectory.__dataclass_fields__ if name in whole]
     return {**{name: whole[name] for name in names}, "messages": messages_of(record)}
@@ -108,17 +161,36 @@ def words(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "\n".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return "\n".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
 
 
 def token_tree(rollout: dict[str, Any]) -> TokenTree:
-    """The token tree of a row of the file of rollouts."""
+    """The token tree of a row of the file of rollouts. Raises `Damage` where it has none."""
+    lists = [rollout[name] for name in ("node_parent", "node_turn", "node_size", "tokens", "logprobs")]
+    turns, tip = rollout["num_turns"], rollout["tip"]
+    if any(values is None or None in values for values in lists) or turns is None or tip is None:
+        raise Damage("its token tree has gaps")
+    parents, of_turns, sizes, tokens, logprobs = lists
+    sampled = sum(size for size, turn in zip(sizes, of_turns, strict=False) if turn >= 0)
+    if not len(parents) == len(of_turns) == len(sizes) or (sum(sizes), sampled) != (len(tokens), len(logprobs)):
+        raise Damage("its token tree has other sizes than its tokens")
+    if (
+        any(not -1 <= parent < len(parents) for parent in parents)
+        or any(not -1 <= turn < turns for turn in of_turns)
+        or not -1 <= tip < len(parents)
+        or min(sizes, default=0) < 0
+        or min(tokens, default=0) < 0
+    ):
+        raise Damage("its token tree is none")
     nodes, at, sampled = [], 0, 0
-    for parent, turn, size in zip(rollout["node_parent"], rollout["node_turn"], rollout["node_size"], strict=True):
-        logprobs = [] if turn < 0 else rollout["logprobs"][sampled : sampled + size]
-        nodes.append(vars(Node(parent, rollout["tokens"][at : at + size], turn, logprobs)))
-        at, sampled = at + size, sampled + len(logprobs)
-    return TokenTree.from_dict({"num_turns": rollout["num_turns"], "tip": rollout["tip"], "nodes": nodes})
+    for parent, turn, size in zip(parents, of_turns, sizes, strict=True):
+        values = [] if turn < 0 else logprobs[sampled : sampled + size]
+        nodes.append(vars(Node(parent, tokens[at : at + size], turn, values)))
+        at, sampled = at + size, sampled + len(values)
+    tree = TokenTree.from_dict({"num_turns": turns, "tip": tip, "nodes": nodes})
+    if len(tree.depth_first()) < len(nodes):
+        raise Damage("its token tree is a circle")
+    return tree
 
 
 def prompt_length(nodes: list[dict[str, Any]]) -> int:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog.conversation import messages_of, words
+from mt_grpo.runlog.files import check_target, written_whole
 from mt_grpo.runlog.jsonl import to_json, whole
 from mt_grpo.runlog.openinference import trace
 from mt_grpo.runlog.reader import Run, open_run
@@ -59,13 +60,13 @@ def export(folder: str | Path, form: str, output: str | Path | None = None) -> s
     if name is None:
         return write(run, output)
     path = run.folder / name if output is None else Path(output)
-    if path.exists():
-        raise UserError(f"{path} is there already: remove it, or give another place with `--output`.")
-    partial = path.with_name(path.name + ".partial")
     try:
+        check_target(path)
+        if path.exists():
+            raise UserError(f"{path} is there already: remove it, or give another place with `--output`.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(run, partial)
-        partial.replace(path)
+        with written_whole(path) as partial:
+            write(run, partial)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
     return f"{len(run.rows)} conversations in {path}"

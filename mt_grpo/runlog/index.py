@@ -1,7 +1,8 @@
 """
 `rollouts/index.jsonl`: a JSON object per line, appended once the files that it speaks of are whole.
 
-Every line has `kind`. A line of a kind or with a field that is not listed here is to be passed over.
+Every line has `kind`. A line of a kind or with a field that is not listed here is to be passed over. The last field of
+each, `crc`, is the CRC-32 of the line's bytes before `,"crc":`, as eight hexadecimal digits.
 
 | kind | field | type, unit | what |
 | --- | --- | --- | --- |
@@ -36,6 +37,8 @@ Every line has `kind`. A line of a kind or with a field that is not listed here 
 | | `turn_seconds` | list of float, s | time of the engine, per turn |
 | | `tool_seconds` | list of float, s | longest call, per turn |
 | | `file`, `row` | str, int | file in `rollouts/` and row in it; its row group is `row // 16` |
+| `file` | `file` | str | a whole file in `rollouts/`, or `tokenizer/tokenizer.json` |
+| | `size`, `crc32` | int | its bytes and their CRC-32 |
 | `credit` | `session` | str | |
 | | `advantages` | list of float | per turn |
 | | `file`, `row` | | in the credit file |
@@ -58,14 +61,20 @@ The reader merges the lines of a session into one row: the fields of `rollout`; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import orjson
 
 from mt_grpo.errors import UserError
+from mt_grpo.runlog import files
+from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.schema import FOLDER
+from mt_grpo.runlog.shapes import LINES, misfit
 
 _LATER = {
     "advantages": None,
@@ -75,6 +84,30 @@ _LATER = {
     "entropy": None,
     "clipped": None,
 }
+
+
+_CHECKSUM = len(b',"crc":"01234567"}')
+_ENDED = re.compile(rb',"crc":"[0-9a-f]{8}"\}.', re.DOTALL)
+"""A whole line with something else than a line feed behind it."""
+
+
+def written(line: dict[str, Any]) -> bytes:
+    """A line as it stands in an index, with its checksum."""
+    head = to_json(line, separators=(",", ":"))[:-1].encode()
+    return head + b',"crc":"%08x"}\n' % crc32(head)
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    line = orjson.loads(raw)
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+        raise ValueError("it has no `kind`")
+    checksum = line.pop("crc", None)
+    if checksum is not None and raw[-_CHECKSUM:] != b',"crc":"%08x"}' % crc32(raw[:-_CHECKSUM]):
+        raise ValueError("its checksum is another")
+    wrong = misfit(line["kind"], line) if line["kind"] in LINES else None
+    if wrong is not None:
+        raise ValueError(wrong)
+    return line
 
 
 def _add_credit(row: dict[str, Any], line: dict[str, Any]) -> None:
@@ -94,6 +127,20 @@ _ADDED = {"credit": _add_credit, "update": _add_update}
 """What lines add to the row of their session, by kind."""
 
 
+def _lines(path: Path, added: bytes, whole: int) -> Iterator[dict[str, Any]]:
+    raws = added[:whole].splitlines()
+    if _ENDED.search(added, whole):  # the half line is a whole one, whose line feed is damaged
+        raws.append(added[whole:])
+    for raw in raws:
+        try:
+            yield _parsed(raw)
+        except ValueError as error:
+            raise UserError(
+                f"{path} has a damaged line ({error}), which begins with {raw[:40].decode(errors='replace')!r}: "
+                "remove it; the conversations stay in the Parquet files beside it."
+            ) from None
+
+
 @dataclass
 class Index:
     """
@@ -103,43 +150,42 @@ class Index:
         rows (`list[dict]`): A row per session, in the order in which they were first written.
         steps (`list[dict]`): The lines of kind `step`, one per step, in order.
         run (`dict`): The latest line of kind `run`; empty where there is none.
+        files (`dict`): Size and CRC-32 of files by name; those of runs before there were such lines are left out.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     run: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
     _places: dict[str, int] = field(default_factory=dict)
-    _offsets: dict[Path, int] = field(default_factory=dict)
+    _offsets: dict[str, int] = field(default_factory=dict)
 
     def read(self, folder: Path) -> list[int]:
         """
         Reads what was added to the index files of a folder. Where another run has taken the folder's place, it begins
         anew.
 
+        Args:
+            folder (`Path`): The run's `output_dir`.
+
         Returns:
             `list[int]`: Positions in `rows` of the sessions that are added or changed.
 
         Raises:
-            UserError: If a whole line is no JSON.
+            UserError: If a file cannot be read, or a whole line is damaged.
         """
         changed: set[int] = set()
-        paths = sorted(folder.glob("index*.jsonl"))
-        if any(path not in paths or path.stat().st_size < offset for path, offset in self._offsets.items()):
-            self.rows, self.steps, self.run, self._places, self._offsets = [], [], {}, {}, {}
-        for path in paths:
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                added = file.read()
-            whole = added.rfind(b"\n") + 1  # the last line may be half written
-            try:
-                lines = list(map(orjson.loads, added[:whole].splitlines()))
-            except orjson.JSONDecodeError as error:
-                raise UserError(
-                    f"{path} has a line that is no JSON ({error}): remove the line; the conversations stay in the "
-                    "Parquet files beside it."
-                ) from None
-            self._offsets[path] = self._offsets.get(path, 0) + whole
-            changed.update(self._merge(lines))
+        names = [f"{FOLDER}/{path.name}" for path in sorted((folder / FOLDER).glob("index*.jsonl"))]
+        sizes = {name: path.stat().st_size for name in names if (path := files.find(folder, name)) is not None}
+        if any(sizes.get(name, -1) < offset for name, offset in self._offsets.items()):
+            self.rows, self.steps, self.run, self.files, self._places, self._offsets = [], [], {}, {}, {}, {}
+        for name, size in sizes.items():
+            offset = self._offsets.get(name, 0)
+            if size > offset:
+                added = files.read(folder, name, offset) or b""
+                whole = added.rfind(b"\n") + 1  # the last line may be half written
+                changed.update(self._merge(list(_lines(folder / name, added, whole))))
+                self._offsets[name] = offset + whole
         return sorted(changed)
 
     def _merge(self, lines: Iterable[dict[str, Any]]) -> Iterable[int]:
@@ -149,6 +195,8 @@ class Index:
                 self._add_step(line)
             elif kind == "run":
                 self.run = line
+            elif kind == "file":
+                self.files[line["file"]] = line["size"], line["crc32"]
             elif kind == "rollout":
                 yield self._add_rollout(line)
             elif kind in _ADDED and (place := self._places.get(line["session"])) is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from zlib import crc32
 
 import numpy as np
 import orjson
@@ -16,9 +18,10 @@ from tokenizers import Tokenizer
 
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.runlog import schema
-from mt_grpo.runlog.conversation import conversation, messages_of, plain_trajectory, words
+from mt_grpo.runlog import files, schema
+from mt_grpo.runlog.conversation import Damage, conversation, messages_of, plain_trajectory, read_record, words
 from mt_grpo.runlog.index import Index
+from mt_grpo.runlog.shapes import misfit
 
 NUMBERS = {
     "step": np.int32,
@@ -42,6 +45,12 @@ NUMBERS = {
 """Fields of a row that become arrays; the others become lists."""
 
 
+MOST_BYTES = 2**29
+"""Bytes of a row group once they are unpacked. Fewer packed ones can be made to fill the memory."""
+MOST_VALUES = 2**26
+"""Entries of a column of a row group."""
+
+
 def open_run(folder: str | Path) -> Run:
     """
     Opens the folder of a run, which may still go on.
@@ -53,15 +62,19 @@ def open_run(folder: str | Path) -> Run:
         UserError: If it is no folder, no run's folder, or one without conversations.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    try:
+        there = folder.is_dir()
+    except (OSError, ValueError) as error:  # the latter for a name with a NUL in it
+        raise UserError(f"The folder {str(folder)!r} cannot be read: {error}.") from None
+    if not there:
         raise UserError(f"There is no folder {folder}: name the `output_dir` of a run.")
-    if not (folder / schema.FOLDER / schema.INDEX).is_file():
+    if files.find(folder, f"{schema.FOLDER}/{schema.INDEX}") is None:
         if any(folder.glob("trajectories*.jsonl")):
             raise UserError(
                 f"{folder} has its conversations in trajectories.jsonl, the form of earlier versions, which is not "
                 "read here: look at them with the version that wrote them."
             )
-        if not (folder / "metrics.jsonl").is_file():
+        if files.find(folder, "metrics.jsonl") is None:
             raise UserError(f"{folder} is not the folder of a run: name its `output_dir`, which has `metrics.jsonl`.")
         raise UserError(
             f"{folder} has no conversations: the file {schema.FOLDER}/{schema.INDEX} is not there (a run writes it "
@@ -82,6 +95,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._rollouts = folder / schema.FOLDER
+        self._checked: dict[str, tuple[int, int, tuple[int, int] | None]] = {}
         self._index = Index()
         self._columns: dict[str, list[Any] | np.ndarray] = {}
         self.refresh()
@@ -98,7 +112,7 @@ class Run:
     def refresh(self) -> list[int]:
         """Reads what was added since. Returns the positions in `rows` that are added or changed."""
         number = len(self.rows)
-        changed = self._index.read(self._rollouts)
+        changed = self._index.read(self.folder)
         if changed or len(self.rows) != number:
             self._columns = {}
         return changed
@@ -125,20 +139,36 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`; a line's `step` is the number of steps that were taken."""
-        path = self.folder / "metrics.jsonl"
-        if not path.is_file():
-            return []
-        data = path.read_bytes()
-        try:
-            return [orjson.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
-        except orjson.JSONDecodeError as error:
-            raise UserError(f"{path} has a line that is not JSON ({error}): remove that line.") from None
+        data = files.read(self.folder, "metrics.jsonl") or b""
+        lines = []
+        for raw in data[: data.rfind(b"\n") + 1].splitlines():
+            try:
+                line = orjson.loads(raw)
+                wrong = misfit("metrics", line)
+            except orjson.JSONDecodeError as error:
+                wrong = str(error)
+            if wrong is not None:
+                path = self.folder / "metrics.jsonl"
+                raise UserError(f"{path} has a line that is not JSON of metrics ({wrong}): remove that line.")
+            lines.append(line)
+        return lines
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The run's tokenizer; `None` where it left none that the library `tokenizers` reads."""
-        path = self.folder / schema.TOKENIZER / "tokenizer.json"
-        return Tokenizer.from_file(str(path)) if path.is_file() else None
+        name = schema.TOKENIZER_FILE
+        data = files.read(self.folder, name)
+        if data is None:
+            return None
+        try:
+            if self._index.files.get(name, (len(data), crc32(data))) != (len(data), crc32(data)):
+                raise Damage("its bytes are others than the run wrote")
+            return Tokenizer.from_buffer(data)
+        except Exception as error:  # the library raises no narrower one
+            raise UserError(
+                f"{self.folder / name} is damaged ({str(error)[:100]}): bring it back, or remove it to see the "
+                "conversations without the text of their tokens."
+            ) from None
 
     def trajectory(self, session: str) -> dict[str, Any]:
         """
@@ -152,10 +182,12 @@ class Run:
             sessions = [row["session"] for row in self.rows]
             raise UserError(f"{self.folder} has no conversation {session!r}{did_you_mean(session, sessions)}.")
         row = self.rows[place]
-        rollout = self._read(row["file"], row["row"])
-        credit = None if row["credit_file"] is None else self._read(row["credit_file"], row["credit_row"])
-        updates = [self._read(update["file"], update["row"]) for update in row["updates"]]
-        return conversation(row, rollout, credit, updates, self.tokenizer)
+        file, credit_file = row["file"], row["credit_file"]
+        rollout = self._read(file, row["row"], session, schema.ROLLOUTS)
+        credit = None if credit_file is None else self._read(credit_file, row["credit_row"], session, schema.CREDIT)
+        updates = [self._read(each["file"], each["row"], session, schema.UPDATES) for each in row["updates"]]
+        with self._says_what_is_damaged(file):
+            return conversation(row, rollout, credit, updates, self.tokenizer)
 
     def texts(self, start: int = 0) -> Iterator[tuple[str, str]]:
         """The session and the words of each conversation from `rows[start]` on, to search in; file by file."""
@@ -164,41 +196,97 @@ class Run:
 
     def records(self, start: int = 0) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """The rows from `rows[start]` on, each with its `record`: the conversation without its tokens."""
-        for row, data in self._in_files(self.rows[start:], ["record"]):
-            yield row, json.loads(data["record"])
+        for row, data in self._in_files(self.rows[start:], ["session", "record"]):
+            with self._says_what_is_damaged(row["file"]):
+                record = read_record(data, row)
+            yield row, record
 
     def trajectories(self) -> Iterator[dict[str, Any]]:
         """
         Every conversation as `Trajectory.to_dict()` has it, with `step` and `mode` before, ordered as in the index.
         """
-        for row, data in self._in_files(self.rows):
-            yield {"step": row["step"], "mode": row["mode"], **plain_trajectory(data)}
+        for row, data in self._in_files(self.rows, schema.ROLLOUTS.names):
+            with self._says_what_is_damaged(row["file"]):
+                whole = plain_trajectory(data, row)
+            yield {"step": row["step"], "mode": row["mode"], **whole}
 
     def _in_files(
-        self, rows: list[dict[str, Any]], columns: list[str] | None = None
+        self, rows: list[dict[str, Any]], columns: list[str]
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Rows of the index with theirs of the files; rows of one file lie next to each other."""
-        name, table = None, []
+        """Rows of the index with theirs of the files; rows of one row group lie next to each other."""
+        at, table = None, []
         for row in rows:
-            if row["file"] != name:
-                name, table = row["file"], self._open(row["file"]).read(columns).to_pylist()
-            yield row, table[row["row"]]
+            group, place = divmod(row["row"], schema.ROW_GROUP)
+            if (row["file"], group) != at:
+                at = row["file"], group
+                with self._says_what_is_damaged(row["file"]):
+                    table = self._read_group(row["file"], group, schema.ROLLOUTS, columns).to_pylist()
+            yield row, self._of_session(table, place, row["file"], row["session"])
 
-    def _read(self, name: str, row: int) -> dict[str, Any]:
+    def _read(self, name: str, row: int, session: str, columns: pa.Schema) -> dict[str, Any]:
         group, place = divmod(row, schema.ROW_GROUP)
-        # one thread: handing 16 rows out to several takes longer than reading them
-        return self._open(name).read_row_group(group, use_threads=False).slice(place, 1).to_pylist()[0]
+        table = self._read_group(name, group, columns, columns.names)
+        with self._says_what_is_damaged(name):
+            return self._of_session(table.slice(place, 1).to_pylist(), 0, name, session)
 
-    def _open(self, name: str) -> pq.ParquetFile:
-        path = self._rollouts / name
-        try:
-            return pq.ParquetFile(path)
-        except FileNotFoundError:
+    def _of_session(self, rows: list[dict[str, Any]], place: int, name: str, session: str) -> dict[str, Any]:
+        with self._says_what_is_damaged(name):
+            if place >= len(rows) or rows[place]["session"] != session:
+                raise Damage(f"it lacks the conversation {session} where the index has it")
+            return rows[place]
+
+    def _read_group(self, name: str, group: int, known: pa.Schema, columns: list[str]) -> pa.Table:
+        """A row group of a file, after a look at whether the file is as it was written, and of a sound size."""
+        path = files.find(self.folder, f"{schema.FOLDER}/{name}")
+        if path is None:
             raise UserError(
-                f"{path} is gone, which the index speaks of: bring it back, or look at another conversation."
+                f"{self._rollouts / name} is gone, which the index speaks of: bring it back, or look at another "
+                "conversation."
+            )
+        with self._says_what_is_damaged(name), path.open("rb") as file:
+            self._check(name, file)
+            parquet = pq.ParquetFile(file, page_checksum_verification=True)
+            _check_columns(parquet.schema_arrow, known, columns)
+            if group >= parquet.num_row_groups:
+                raise Damage(f"it has {parquet.metadata.num_rows} rows")
+            about = parquet.metadata.row_group(group)
+            values = max(about.column(number).num_values for number in range(about.num_columns))
+            if about.num_rows > schema.ROW_GROUP or about.total_byte_size > MOST_BYTES or values > MOST_VALUES:
+                raise Damage("a row group is larger than any that a run writes")
+            # one thread: handing 16 rows out to several takes longer than reading them
+            return parquet.read_row_group(group, columns, use_threads=False).select(columns)
+
+    def _check(self, name: str, file: BinaryIO) -> None:
+        """Whether a file has the bytes that the index says, once for each state of either."""
+        about, known = os.fstat(file.fileno()), self._index.files.get(name)
+        state = about.st_size, about.st_mtime_ns, known
+        if known is None or self._checked.get(name) == state:
+            return
+        checksum = 0
+        while part := file.read(2**20):
+            checksum = crc32(part, checksum)
+        file.seek(0)
+        if (about.st_size, checksum) != known:
+            raise Damage("its bytes are others than the run wrote")
+        self._checked[name] = state
+
+    @contextmanager
+    def _says_what_is_damaged(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        # what pyarrow raises, and what it makes of text that is no text
+        except (Damage, pa.ArrowException, OSError, ValueError, MemoryError) as error:
+            words = " ".join(str(error).split())[:200] or type(error).__name__
+            raise UserError(
+                f"{self._rollouts / name} is damaged ({words}): bring it back, or look at another conversation."
             ) from None
-        except pa.ArrowInvalid as error:
-            raise UserError(f"{path} is damaged ({error}): bring it back, or look at another conversation.") from None
+
+
+def _check_columns(found: pa.Schema, known: pa.Schema, columns: list[str]) -> None:
+    for name in columns:
+        number = found.get_field_index(name)  # -1 where there are several too
+        if number < 0 or found.field(number).type != known.field(name).type:
+            raise Damage(f"it has no column `{name}` of {known.field(name).type}")
 
 
 def read_trajectories(folder: str | Path) -> Iterator[dict[str, Any]]:

@@ -18,6 +18,8 @@ the step at which it was sampled, for `eval` the batch of the evaluation; for `d
 A session, `{mode}-{step:06d}-{k:06d}-{number:06d}`, names a conversation in all of these files; `number` is its row in
 the batch of all processes. `number // group_size` is its group, `number % group_size` its place in the group. Where a
 session occurs again, as when a resumed run repeats a step, the last one counts.
+
+Pages of the Parquet files have checksums, and the index has one of each file and of each of its own lines.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import pyarrow as pa
 FOLDER = "rollouts"
 INDEX = "index.jsonl"
 TOKENIZER = "tokenizer"
+TOKENIZER_FILE = "tokenizer/tokenizer.json"
 MODES = ("train", "eval", "discarded")
 VERSION = 1
 ROW_GROUP = 16

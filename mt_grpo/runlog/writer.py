@@ -7,14 +7,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mt_grpo.errors import UserError
-from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.index import written
 from mt_grpo.runlog.rows import Batch, rollout_lines, rollout_table
-from mt_grpo.runlog.schema import CREDIT, FOLDER, INDEX, ROW_GROUP, UPDATES, credit_file, rollouts_file, updates_file
+from mt_grpo.runlog.schema import (
+    CREDIT,
+    FOLDER,
+    INDEX,
+    ROW_GROUP,
+    TOKENIZER,
+    TOKENIZER_FILE,
+    UPDATES,
+    credit_file,
+    rollouts_file,
+    updates_file,
+)
 
 Line = dict[str, Any]
 
@@ -45,8 +57,8 @@ class RunWriter:
         """Writes the conversations of a batch of this process. Returns their lines."""
         if not batch.trajectories:
             return []
-        self._write(rollouts_file(batch.mode, batch.step, batch.k, self.rank), rollout_table(batch, self.rank))
-        return rollout_lines(batch, self.rank)
+        name = rollouts_file(batch.mode, batch.step, batch.k, self.rank)
+        return [self._write(name, rollout_table(batch, self.rank)), *rollout_lines(batch, self.rank)]
 
     def write_credit(self, batch: Batch, advantages: Sequence[Sequence[float]]) -> list[Line]:
         """
@@ -67,16 +79,18 @@ class RunWriter:
             "advantages": [list(values) for values in advantages],
         }
         file = credit_file(batch.mode, batch.step, batch.k, self.rank)
-        self._write(file, pa.table(columns, schema=CREDIT))
         return [
-            {
-                "kind": "credit",
-                "session": session,
-                "advantages": [round(value, 6) for value in values],
-                "file": file,
-                "row": row,
-            }
-            for row, (session, values) in enumerate(zip(batch.sessions, advantages, strict=True))
+            self._write(file, pa.table(columns, schema=CREDIT)),
+            *(
+                {
+                    "kind": "credit",
+                    "session": session,
+                    "advantages": [round(value, 6) for value in values],
+                    "file": file,
+                    "row": row,
+                }
+                for row, (session, values) in enumerate(zip(batch.sessions, advantages, strict=True))
+            ),
         ]
 
     def write_updates(self, step: int, rows: list[dict[str, Any]], summaries: list[dict[str, Any]]) -> list[Line]:
@@ -92,10 +106,12 @@ class RunWriter:
             return []
         file = updates_file(step, self.rank)
         columns = {name: [row[name] for row in rows] for name in UPDATES.names if name != "updated_step"}
-        self._write(file, pa.table({**columns, "updated_step": [step] * len(rows)}, schema=UPDATES))
         return [
-            {"kind": "update", "session": row["session"], "step": step, **summary, "file": file, "row": number}
-            for number, (row, summary) in enumerate(zip(rows, summaries, strict=True))
+            self._write(file, pa.table({**columns, "updated_step": [step] * len(rows)}, schema=UPDATES)),
+            *(
+                {"kind": "update", "session": row["session"], "step": step, **summary, "file": file, "row": number}
+                for number, (row, summary) in enumerate(zip(rows, summaries, strict=True))
+            ),
         ]
 
     def append(self, lines: Sequence[Line], rank: int = 0) -> None:
@@ -113,25 +129,31 @@ class RunWriter:
                 end_with_a_line(path)
                 self._mended.add(path)
             with path.open("ab") as file:
-                file.write("".join(to_json(line, separators=(",", ":")) + "\n" for line in lines).encode())
+                file.write(b"".join(map(written, lines)))
 
-    def save(self, name: str, write: Callable[[Path], Any]) -> None:
-        """Writes what lies beside the conversations: calls `write` with its path in the run's folder."""
-        path = self.folder.parent / name
+    def save_tokenizer(self, save: Callable[[Path], Any]) -> list[Line]:
+        """Calls `save` with the path of the tokenizer's folder. Returns the lines of what it wrote."""
+        path = self.folder.parent / TOKENIZER
         with self._refusing(path):
-            write(path)
+            save(path)
+            file = path / "tokenizer.json"
+            return [_file_line(TOKENIZER_FILE, file.read_bytes())] if file.is_file() else []
 
-    def _write(self, name: str, table: pa.Table) -> None:
+    def _write(self, name: str, table: pa.Table) -> Line:
         path = self.folder / name
         partial = path.with_suffix(".partial")
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP, write_page_checksum=True)
+        data = sink.getvalue()
         with self._refusing(path):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                pq.write_table(table, partial, compression="zstd", row_group_size=ROW_GROUP)
+                partial.write_bytes(data)
                 partial.replace(path)
             except BaseException:
                 partial.unlink(missing_ok=True)
                 raise
+        return _file_line(name, data)
 
     @contextmanager
     def _refusing(self, path: Path) -> Iterator[None]:
@@ -142,6 +164,10 @@ class RunWriter:
                 f"The run's conversations cannot be written to {path}: {error.strerror or error}. Free space or mend "
                 "the folder, or choose another `output_dir`."
             ) from error
+
+
+def _file_line(name: str, data: bytes | pa.Buffer) -> Line:
+    return {"kind": "file", "file": name, "size": len(data), "crc32": crc32(data)}
 
 
 def end_with_a_line(path: Path) -> None:

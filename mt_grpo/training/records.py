@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.jsonl import to_json
-from mt_grpo.runlog.schema import TOKENIZER, VERSION
+from mt_grpo.runlog.schema import VERSION
 from mt_grpo.runlog.writer import end_with_a_line
 from mt_grpo.training.processes import everywhere
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -122,8 +122,9 @@ class RunRecords(TrainerCallback):
             return []
         self._begun = True
         trainer, args = self._trainer, self._trainer.args
-        self._writer.save(TOKENIZER, trainer._tokenizer.save_pretrained)
+        saved = self._writer.save_tokenizer(trainer._tokenizer.save_pretrained)
         return [
+            *saved,
             {
                 "kind": "run",
                 "version": VERSION,
@@ -134,7 +135,7 @@ class RunRecords(TrainerCallback):
                 "rewards": self._rewards,
                 "estimator": args.advantage_estimator,
                 "model": str(Path(trainer.model.config.name_or_path)),
-            }
+            },
         ]
 
     # Optimiser steps

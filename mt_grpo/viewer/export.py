@@ -8,10 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from mt_grpo.errors import UserError
-from mt_grpo.viewer.queries import Queries
+from mt_grpo.runlog.files import check_target, written_whole
+from mt_grpo.viewer.queries import Queries, as_json
 from mt_grpo.viewer.server import page_files
 
 MOST = 2000
@@ -51,8 +50,10 @@ def export(queries: Queries, path: Path, filter: str) -> int:
             "`--filter 'step>=40 reward<0.5'`."
         )
     data = _data(queries, places, filter)
+    check_target(path)
     try:
-        path.write_text(page(data), encoding="utf-8")
+        with written_whole(path) as partial:
+            partial.write_text(page(data), encoding="utf-8", errors="replace")
     except OSError as error:
         raise ExportError(f"{path} cannot be written: {error.strerror}.") from error
     return len(places)
@@ -112,7 +113,7 @@ def bundle(files: dict[str, str], name: str) -> str:
 
 def as_data(data: dict[str, Any]) -> str:
     """JSON that may stand in a script element: no text in it can end the element or begin a comment."""
-    text = orjson.dumps(data).decode()
+    text = as_json(data).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import orjson
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
+from mt_grpo.runlog.jsonl import to_json
 from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.viewer import conversations
 from mt_grpo.viewer.columns import SPREAD, Columns, short_name
@@ -20,6 +22,9 @@ from mt_grpo.viewer.overview import overview
 
 MOST_ROWS = 500
 """Rows of one answer."""
+
+DIGITS = 15
+"""Most digits of a number that is asked with; a browser knows no longer ones exactly."""
 
 SHOWN = (
     "session",
@@ -175,8 +180,16 @@ class Queries:
         return compare(self.columns, before, after)
 
 
+def as_json(answer: dict[str, Any]) -> bytes:
+    """An answer as JSON, in ASCII where it has half a character or a number that 64 bits do not hold."""
+    try:
+        return orjson.dumps(answer)
+    except orjson.JSONEncodeError:
+        return to_json(answer, ensure_ascii=True).encode()
+
+
 def _whole(asked: Parameters, name: str, default: int | None = None) -> int:
     text = asked.get(name, "" if default is None else str(default))
-    if not text.isdecimal():
-        raise BadQuestion(f"`{name}` is a whole number; {text!r} is none.")
+    if not text.isdecimal() or len(text) > DIGITS:
+        raise BadQuestion(f"`{name}` is a whole number of up to {DIGITS} digits; {text[:40]!r} is none.")
     return int(text)

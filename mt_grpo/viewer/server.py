@@ -10,10 +10,8 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-import orjson
-
 from mt_grpo.errors import UserError
-from mt_grpo.viewer.queries import Queries
+from mt_grpo.viewer.queries import Queries, as_json
 
 HOST = "127.0.0.1"
 
@@ -122,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, answer = HTTPStatus.OK, self.server.queries.answer(question, asked)
         except UserError as error:
             status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
-        self._send(status, "application/json", orjson.dumps(answer))
+        self._send(status, "application/json", as_json(answer))
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Batch, RunLogError, RunWriter, open_run, read_trajectories
 from mt_grpo.runlog.index import Index
+from mt_grpo.runlog.index import written as written_line
 from mt_grpo.runlog.schema import CREDIT, ROLLOUTS, UPDATES
 from mt_grpo.runlog.writer import end_with_a_line
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
@@ -187,9 +189,10 @@ def test_a_file_without_a_line_does_not_count(tmp_path):
 def test_a_repeated_step_replaces_what_it_left(tmp_path):
     writer = written(tmp_path, batch(talk()))
     writer.append(writer.write_credit(batch(talk()), [[0.5, -1.0]]))
-    writer.append([{"kind": "step", "step": step, "seconds": 1.0} for step in (0, 1, 2)])
+    parts = dict.fromkeys(("start", "sampling", "rewards", "sync", "training"), 0.0)
+    writer.append([{"kind": "step", "step": step, "seconds": 1.0, **parts} for step in (0, 1, 2)])
     again = talk(answer="another")
-    written(tmp_path, batch(again)).append([{"kind": "step", "step": 1, "seconds": 2.0}])
+    written(tmp_path, batch(again)).append([{"kind": "step", "step": 1, "seconds": 2.0, **parts}])
     run = open_run(tmp_path)
     (row,) = run.rows
     assert row["answer"] == "another" and row["advantages"] is None
@@ -272,10 +275,10 @@ def test_the_reader_needs_no_torch(folder):
 
 def test_a_large_index_is_read(tmp_path):
     lines = (write_run(tmp_path / "run", steps=1) / "rollouts/index.jsonl").read_text().splitlines()
-    of_one = [line for line in lines if "train-000000-000000-000003" in line]
-    with (tmp_path / "run/rollouts/index.jsonl").open("a") as file:
+    of_one = [line.partition(',"crc":')[0] + "}" for line in lines if "train-000000-000000-000003" in line]
+    with (tmp_path / "run/rollouts/index.jsonl").open("ab") as file:
         for step in range(1, 2000):
-            file.write("".join(line.replace("-000003", f"-{step:06d}") + "\n" for line in of_one))
+            file.writelines(written_line(json.loads(line.replace("-000003", f"-{step:06d}"))) for line in of_one)
     start = time.perf_counter()
     run = open_run(tmp_path / "run")
     print(f"{len(run.rows) / (time.perf_counter() - start):.0f} rows per second")
@@ -305,7 +308,7 @@ def test_what_a_run_has_lost_is_said(tmp_path):
     with pytest.raises(UserError, match="train-0-0.rank0.parquet is gone"):
         run.trajectory(run.rows[0]["session"])
     (tmp_path / "rollouts" / "index.jsonl").write_text("{broken}\n")
-    with pytest.raises(UserError, match="index.jsonl has a line that is no JSON"):
+    with pytest.raises(UserError, match="index.jsonl has a damaged line"):
         open_run(tmp_path)
 
 

@@ -40,8 +40,6 @@ def write_run(
         ranks (`int`): Processes that write; each has whole groups.
     """
     draw = random.Random(seed)
-    (folder / "tokenizer").mkdir(parents=True)
-    shutil.copy(EMBEDDED, folder / "tokenizer")
     tokenizer = Tokenizer.from_file(str(EMBEDDED))
     writers = [RunWriter(folder, rank) for rank in range(ranks)]
     about = {
@@ -55,7 +53,7 @@ def write_run(
         "estimator": "mt_grpo",
         "model": "embedded",
     }
-    writers[0].append([about])
+    writers[0].append([*writers[0].save_tokenizer(_copy_tokenizer), about])
     for moment in range(steps + 2):
         step = min(max(0, moment - 1), steps)
         mode = "train" if 0 < moment <= steps else "eval"
@@ -80,6 +78,11 @@ def write_run(
             writers[0].append([_step(draw, step)])
             _add_metrics(folder, batches, step)
     return folder
+
+
+def _copy_tokenizer(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    shutil.copy(EMBEDDED, folder)
 
 
 def _conversation(

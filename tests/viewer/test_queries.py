@@ -207,7 +207,7 @@ def test_an_empty_run_has_answers(tmp_path):
     ("question", "asked", "words"),
     [
         ("secrets", {}, "nothing at 'secrets'"),
-        ("group", {"step": "x", "k": "0", "group": "0"}, "`step` is a whole number; 'x' is none"),
+        ("group", {"step": "x", "k": "0", "group": "0"}, "`step` is a whole number of up to 15 digits; 'x' is none"),
         ("group", {"step": "77", "k": "0", "group": "0"}, "no group 0 of step 77"),
         ("trajectory", {"session": "none"}, "no conversation 'none'"),
     ],

@@ -1,0 +1,118 @@
+"""Files of a run's folder, which may be damaged or a stranger's, and files that are whole or absent."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mt_grpo.errors import UserError
+
+MOST = 2**32
+"""Bytes of a file that is read as a whole."""
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def find(folder: Path, name: str) -> Path | None:
+    """
+    A regular file of a run's folder.
+
+    Args:
+        folder (`Path`): The run's folder.
+        name (`str`): The file's path in it.
+
+    Returns:
+        `Path`: Where the file is once links are followed; `None` where there is nothing.
+
+    Raises:
+        UserError: If something else than a file is there, or a link that leads out of the folder.
+    """
+    path = folder / name
+    try:
+        real = path.resolve(strict=True)
+        kind = stat.S_IFMT(real.stat().st_mode)
+        outside = not real.is_relative_to(folder.resolve())
+    except FileNotFoundError:
+        if not path.is_symlink():
+            return None
+        raise UserError(f"{path} is a link to what is not there: bring back what it leads to.") from None
+    except NotADirectoryError:
+        raise UserError(
+            f"{path.parent} is a file, where a run has a folder: name the `output_dir` of a run."
+        ) from None
+    except (OSError, RuntimeError) as error:  # the latter for links that lead to each other
+        raise UserError(f"{path} cannot be read: {_reason(error)}.") from None
+    if outside:
+        raise UserError(f"{path} leads out of the run's folder, to {real}: replace the link by the file.")
+    if kind != stat.S_IFREG:
+        raise UserError(
+            f"{path} is {_KINDS.get(kind, 'no file')}, where a run has a file: remove it, or bring it back."
+        )
+    return real
+
+
+def read(folder: Path, name: str, offset: int = 0) -> bytes | None:
+    """
+    The bytes of a file of a run's folder from `offset` on; `None` where it is not there.
+
+    Raises:
+        UserError: As `find`; if it has more than `MOST` bytes, or may not be read.
+    """
+    path = find(folder, name)
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2) - offset
+            if size > MOST:
+                raise UserError(f"{path} has {size / 1e9:.0f} GB, more than a run writes there: bring the file back.")
+            file.seek(offset)
+            return file.read()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {_reason(error)}.") from None
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """
+    A place beside `path` for what is to be there, a file or a folder. It is moved to `path` once it is written, and
+    removed where that fails. Links are not followed.
+
+    Raises:
+        OSError: As writing does.
+    """
+    partial = path.with_name(f".{secrets.token_hex(8)}.partial")  # a name that nobody can have put a link at
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        partial.unlink(missing_ok=True)
+
+
+def check_target(path: Path) -> None:
+    """
+    Refuses to write where a link is, which may lead to any file of the user's.
+
+    Raises:
+        UserError: If one is there.
+    """
+    if path.is_symlink():
+        raise UserError(
+            f"{path} is a link, and what it leads to is not overwritten: remove it, or give another place."
+        )
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
