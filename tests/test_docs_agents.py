@@ -16,7 +16,7 @@ from mt_grpo.runlog import read_trajectories
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "any_agent.md").read_text()
-ROWS = [{"prompt": "?", "question": f"How many live in city {number}?", "answer": "million"} for number in range(4)]
+ROWS = [{"question": f"How many live in city {number}?", "answer": "million"} for number in range(4)]
 
 
 def prepare(recipe: str, folder: Path, monkeypatch) -> list[str]:

@@ -41,8 +41,15 @@ class Environment(Protocol):
     def rows(self, split: str) -> list[Row]:
         """Its examples as rows: `prompt`, `example`, `split` and, where they have one, `answer`."""
 
-    async def play(self, row: Row, client: Client) -> Outcome:
-        """Holds the conversation of a row in its own loop, and scores it with its own rewards."""
+    async def play(self, row: Row, client: Client, relay_key: str) -> Outcome:
+        """
+        Holds the conversation of a row in its own loop, and scores it with its own rewards.
+
+        Args:
+            row (`dict`): The row.
+            client (`Client`): Where the conversation takes place.
+            relay_key (`str`): A key for every conversation, by the names that `client.add_session` gives.
+        """
 
 
 def load_environment(name: str, config: dict[str, Any]) -> Environment:

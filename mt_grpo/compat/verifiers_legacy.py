@@ -55,7 +55,7 @@ class LegacyEnvironment:
     def _data(self, split: str) -> Any:
         return self.env.get_dataset() if split == "train" else self.env.get_eval_dataset()
 
-    async def play(self, row: Row, client: Client) -> Outcome:
+    async def play(self, row: Row, client: Client, relay_key: str) -> Outcome:
         """
         One rollout of verifiers', scored by its rubric.
 

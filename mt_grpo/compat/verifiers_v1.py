@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from hashlib import blake2b
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,8 +24,11 @@ from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError
 from mt_grpo.trajectory import StopReason
 
-KEY_NAME = "MT_GRPO_VERIFIERS_SECRET"
-"""Begins the names of environment variables in which verifiers' clients find the key of the policy's server."""
+KEY_NAME = "MT_GRPO_VERIFIERS_API_KEY"
+"""
+Begins the names of environment variables in which verifiers' clients find the key of the policy's server. verifiers
+hides variables with `API_KEY` in their names from the agents that it starts.
+"""
 STOPPED = {
     "max_turns": StopReason.MAX_STEPS,
     "max_input_tokens": StopReason.TOKEN_BUDGET,
@@ -83,7 +87,7 @@ class TasksetEnvironment:
             )
         return list(tasks)
 
-    async def play(self, row: Row, client: Client) -> Outcome:
+    async def play(self, row: Row, client: Client, relay_key: str) -> Outcome:
         """
         One episode, scored by its task.
 
@@ -93,8 +97,8 @@ class TasksetEnvironment:
         split, number = example_of(row)
         task = self._of(split)[number]
         # all conversations have one URL, and so one client of verifiers': the name of each trace leads to its own
-        variable = f"{KEY_NAME}_{client.api_key[:8].encode().hex()}"
-        os.environ[variable] = client.api_key
+        variable = f"{KEY_NAME}_{blake2b(relay_key.encode(), digest_size=8).hexdigest()}"
+        os.environ[variable] = relay_key
         url = urlsplit(client.base_url)._replace(path="/v1").geturl()
         context = ModelContext("policy", EvalClientConfig(base_url=url, api_key_var=variable))
         async with self._served() as env:

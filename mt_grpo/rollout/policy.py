@@ -42,7 +42,7 @@ class ConversationPolicy:
         session (`str`): The trajectory's.
         sampling (`SamplingParams`): As it was given.
         exhausted (`StopReason`, *optional*): The limit that cut off the latest turn.
-        tokenizer: The engine's.
+        tokenizer, context_length (`int`): The engine's.
         sampled (`tuple[list[int], list[float]]`): Token ids of the latest turn, and their log-probabilities.
         renderer (`ChatRenderer`, *optional*): The latest turn's.
         ended (`StopReason`, *optional*): Why it takes no further turn, where it was told so.
@@ -67,7 +67,7 @@ class ConversationPolicy:
         self.ended: StopReason | None = None
         self.session = trajectory.session
         self.exhausted: StopReason | None = None
-        self.tokenizer = sampler.engine.tokenizer
+        self.tokenizer, self.context_length = sampler.engine.tokenizer, sampler.engine.context_length
         self.sampled: tuple[list[int], list[float]] = ([], [])
         self.renderer: ChatRenderer | None = None
         self.rewrote = False

@@ -79,6 +79,11 @@ def test_a_stream_has_what_the_whole_answer_has():
     assert len(tokens) == sampled(trajectory)
 
 
+def nested(depth):
+    """A schema in a schema, and so on."""
+    return {"type": "object", "properties": {"a": nested(depth - 2)}} if depth > 0 else {"type": "string"}
+
+
 class Empty:
     content = ()
 
@@ -196,6 +201,10 @@ def test_a_choice_of_tools_is_honoured_as_far_as_it_can_be(choice, calls):
         ({"stop": [3]}, "`stop` is neither"),
         ({"tools": [{"type": "function"}]}, "no function with a name"),
         ({"functions": [{"name": "a"}]}, "older form"),
+        ({"messages": user("Q1") * 2049}, "has 2049 messages, above 2048"),
+        ({"tools": [LOOKUP] * 129}, "has 129 tools, above 128"),
+        ({"tools": [{**LOOKUP, "function": {"name": "a", "parameters": nested(200)}}]}, "brackets that are too deep"),
+        ({"stop": ["a"] * 65}, "has 65 texts, above 64"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(request_, problem):
@@ -222,6 +231,18 @@ def test_a_limit_is_an_error_that_clients_know(limits, reason):
     answered, trajectory, _ = ask(["A B C D E F"] * 3, {}, {} if "context_length" not in limits else long, **limits)
     assert isinstance(answered[-1], openai.BadRequestError) and answered[-1].code == "context_length_exceeded"
     assert trajectory.stop_reason is reason
+
+
+@pytest.mark.parametrize("place", ["tools", "arguments"])
+def test_tools_and_calls_that_fit_no_context_are_refused(place):
+    long = "many words " * 10_000
+    tool = {**LOOKUP, "function": {**LOOKUP["function"], "description": long}}
+    made = {"id": "x", "type": "function", "function": {"name": "lookup", "arguments": json.dumps({"query": long})}}
+    said = [{"role": "assistant", "tool_calls": [made]}, {"role": "tool", "tool_call_id": "x", "content": "R"}]
+    asked = {"tools": [tool]} if place == "tools" else {"tools": [LOOKUP], "messages": [*user("Q1"), *said]}
+    answered, trajectory, _ = ask([f"A{END}"], asked, {})
+    assert answered[0].code == "context_length_exceeded" and answered[1].choices[0].message.content == "A"
+    assert trajectory.stop_reason is StopReason.ENV_DONE
 
 
 def test_a_context_that_was_too_long_can_be_cut():

@@ -160,6 +160,13 @@ def test_stop_sequences_and_errors_are_told_in_anthropics_form():
     assert trajectory.stop_reason is StopReason.CONTEXT_FULL
 
 
+@pytest.mark.parametrize(("read", "given"), [(anthropic.as_chat, "messages"), (responses.as_chat, "input")])
+def test_several_answers_are_refused_where_there_is_one(read, given):
+    body = {given: user("Q1"), "n": 2}
+    with pytest.raises(ApiError, match="`n` is no field"):
+        read(body) if read is anthropic.as_chat else read(body, {})
+
+
 SCALAR = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "user", "assistant", "tool", "auto"])
 KEYS = """messages role content type text tool_calls id function name arguments tools parameters tool_choice stop n
 max_tokens stream stream_options include_usage response_format logprobs input instructions call_id output

@@ -39,9 +39,10 @@ def call(query: str, thought: str = "") -> str:
 def run_agent(
     agent, answers, *, rows=({},), protocol=None, latency=0.0, context_length=4096, history="keep", **limits
 ):
-    """Runs an agent once for each row: the trajectories, and the runner."""
+    """Runs an agent, or its source, once for each row: the trajectories, and the runner."""
     engine = ScriptedEngine(calling_tokenizer(), answers, latency, context_length)
-    runner = RolloutRunner(AgentSource(agent, protocol), engine, RolloutLimits(**limits))
+    source = agent if isinstance(agent, AgentSource) else AgentSource(agent, protocol)
+    runner = RolloutRunner(source, engine, RolloutLimits(**limits))
     requests = [RolloutRequest("Q1", f"{index:03d}", {**row, "number": index}) for index, row in enumerate(rows)]
     return asyncio.run(runner.run(requests, SamplingParams())), runner
 

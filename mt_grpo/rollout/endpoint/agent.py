@@ -57,7 +57,7 @@ class AgentEnv:
         async with source.endpoint.conversation(policy, source.protocol) as conversation:
             client = AgentClient(
                 conversation.base_url,
-                source.endpoint.key,
+                conversation.api_key,
                 policy.session,
                 partial(source.endpoint.add_session, conversation),
             )

@@ -32,6 +32,8 @@ def as_chat(body: Any) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": body["system"]})
+    if body.get("n") is not None:
+        raise wrong("n", "is no field of messages, which have one answer")
     given = body.get("messages")
     if not isinstance(given, list):
         raise wrong("messages", "is no list")

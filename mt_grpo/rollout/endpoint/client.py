@@ -15,7 +15,7 @@ class AgentClient:
 
     Args:
         base_url (`str`): OpenAI's base URL; it ends in `/v1`.
-        api_key (`str`): The key for it.
+        api_key (`str`): The key for it, which finds no other conversation.
         session (`str`): Name of the conversation.
         add_session (`Callable`): Gives the conversation a further name, which requests may have in `X-Session-ID`.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ MOST_REQUESTS = 256
 """Requests of one conversation that wait at once; a further one is told to come again."""
 FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PENALTIES = ("presence_penalty", "frequency_penalty")
+CHARACTERS = 16
+"""Characters of tools and calls per token of the model's context, above which they are too long to be rendered."""
 PATIENCE = 100
 """Requests in a row that get no token, after which an agent that asks on is ended."""
 
@@ -89,6 +92,10 @@ class Conversation:
             ApiError: If there is no turn to be had.
         """
         asked = self._calls.asked(wish)
+        # the template writes these whole, and a renderer that measures messages looks at their content alone
+        calls = [message["tool_calls"] for message in wish.messages if "tool_calls" in message]
+        if len(json.dumps([wish.tools, calls], ensure_ascii=False)) > CHARACTERS * self.policy.context_length:
+            raise self._refusal(StopReason.CONTEXT_FULL)
         restored, key, before = self._told.restore(wish.messages)
         answered = self._calls.note_results(wish.messages)
         messages = self._calls.written(restored, wish)
@@ -104,10 +111,7 @@ class Conversation:
         try:
             turn = await self.policy.reply(messages, max_tokens=wish.max_tokens, **asked)
         except ConversationEnded as ended:
-            self.limit, self._refused = ended.stop_reason, self._refused + 1
-            if self._refused >= PATIENCE:
-                self.over.set()
-            raise refused(ended.stop_reason) from ended
+            raise self._refusal(ended.stop_reason) from ended
         except EngineError as error:
             self.failure = error
             raise ApiError(503, str(error), "engine_error") from error
@@ -125,6 +129,13 @@ class Conversation:
         self._told.note(key, told, turn)
         wanted = token_logprobs(self.policy.tokenizer, *self.policy.sampled) if wish.logprobs else None
         return Choice(told, reason, turn, wanted)
+
+    def _refusal(self, reason: StopReason) -> ApiError:
+        """The error of a request that a limit refuses."""
+        self.limit, self._refused = reason, self._refused + 1
+        if self._refused >= PATIENCE:
+            self.over.set()
+        return refused(reason)
 
     def close(self) -> None:
         """Takes no further turn, and ends those that are asked for."""

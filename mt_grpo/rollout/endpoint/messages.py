@@ -12,6 +12,8 @@ from mt_grpo.tools.results import too_deep
 from mt_grpo.trajectory import Message, Turn
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+MOST_MESSAGES = 2048
+"""Messages of one request, as with OpenAI. The chat template, which takes its time for each, holds up all others."""
 TEXTS = ("text", "input_text", "output_text", "refusal")
 """Types of content parts that are text."""
 
@@ -26,6 +28,8 @@ def read_messages(given: Any) -> list[Message]:
     """
     if not isinstance(given, list) or not given:
         raise wrong("messages", "is no list with messages in it")
+    if len(given) > MOST_MESSAGES:
+        raise wrong("messages", f"has {len(given)} messages, above {MOST_MESSAGES}: leave out or join old ones")
     return [_read(message, f"messages[{index}]") for index, message in enumerate(given)]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mt_grpo.rollout.endpoint.errors import ApiError
 from mt_grpo.rollout.endpoint.messages import read_messages, wrong
+from mt_grpo.tools.results import too_deep
 from mt_grpo.trajectory import Message
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,10 @@ NEUTRAL = frozenset(["user", "metadata", "store", "service_tier", "safety_identi
 """Fields that do not concern what is sampled."""
 MOST_CHOICES = 128
 """What `n` may be, as with OpenAI."""
+MOST_TOOLS = 128
+"""Tools of one request, as with OpenAI."""
+MOST_STOPS = 64
+"""Strings in `stop`; each is looked for after each token."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,8 @@ def _read_tools(body: dict[str, Any], warnings: Warnings) -> tuple[list[dict[str
     if tools is not None:
         if not isinstance(tools, list):
             raise wrong("tools", "is no list")
+        if len(tools) > MOST_TOOLS:
+            raise wrong("tools", f"has {len(tools)} tools, above {MOST_TOOLS}")
         tools = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     if choice in (None, "auto"):
         return tools, True
@@ -161,6 +168,8 @@ def _read_tool(tool: Any, place: str) -> dict[str, Any]:
         raise wrong(place, "is no function with a name")
     shown = {"name": function["name"], "description": function.get("description") or ""}
     shown["parameters"] = function.get("parameters") or {"type": "object", "properties": {}}
+    if too_deep(shown):
+        raise wrong(place, "has brackets that are too deep")
     return {"type": "function", "function": shown}
 
 
@@ -168,6 +177,8 @@ def _read_stop(stop: Any) -> tuple[str, ...]:
     stop = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise wrong("stop", "is neither text nor a list of texts")
+    if len(stop) > MOST_STOPS:
+        raise wrong("stop", f"has {len(stop)} texts, above {MOST_STOPS}")
     return tuple(stop)
 
 

@@ -37,6 +37,8 @@ def as_chat(body: Any, known: dict[str, list[Message]]) -> dict[str, Any]:
     for name in ("background", "conversation"):
         if body.get(name):
             raise wrong(name, "is nothing that this server keeps: send the whole conversation as `input`")
+    if body.get("n") is not None:
+        raise wrong("n", "is no field of Responses, which have one answer")
     previous = body.get("previous_response_id")
     if previous is not None and previous not in known:
         raise ApiError(404, f"There is no response {previous!r}.", "not_found", "previous_response_id")

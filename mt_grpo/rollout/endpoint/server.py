@@ -6,6 +6,7 @@ import asyncio
 import resource
 import secrets
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,10 +22,13 @@ from mt_grpo.rollout.endpoint.conversation import Conversation
 from mt_grpo.rollout.endpoint.errors import ApiError
 from mt_grpo.rollout.endpoint.options import Warnings, Wish, read_request
 from mt_grpo.rollout.endpoint.retries import Attempt
+from mt_grpo.rollout.endpoint.strangers import Strangers
 from mt_grpo.rollout.policy import ConversationPolicy
 
-LARGEST = 32 << 20
-"""Bytes that a request may have."""
+LARGEST = 8 << 20
+"""Bytes that a request may have: several times the text of the longest contexts."""
+ENDED = 4096
+"""Conversations that ended last: who still asks in one of them is told so."""
 OPEN_FILES = 8192
 """Files and connections that this process may have open, where the system allows as many."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -37,19 +41,22 @@ class Endpoint:
         POST http://127.0.0.1:PORT/SESSION/v1/chat/completions
 
     (`/responses` and Anthropic's `/messages` too), or under `/v1/...` with the header `X-Session-ID: SESSION`. It is
-    there as long as a conversation is.
+    there as long as a conversation is. Each conversation has a key of its own, and is found by nobody without it.
 
     Args:
         host (`str`, *optional*, defaults to `"127.0.0.1"`): Address to listen on.
 
     Attributes:
-        key (`str`): What clients give as their API key.
+        relay_key (`str`): Finds every conversation by a name that `add_session` gave it, for code of this process that
+            asks for several conversations with one client. No agent is given it.
     """
 
     def __init__(self, host: str = LOOPBACK[0]) -> None:
-        self.host, self.key = host, secrets.token_urlsafe(24)
-        self._warnings = Warnings()
+        self.host, self.relay_key = host, secrets.token_urlsafe(24)
+        self._warnings, self._strangers = Warnings(), Strangers()
         self._conversations: dict[str, Conversation] = {}
+        self._keys: set[str] = set()
+        self._ended: deque[str] = deque(maxlen=ENDED)  # keys
         self._entered = 0
         self._start: asyncio.Future[tuple[web.AppRunner, int]] | None = None
 
@@ -73,18 +80,23 @@ class Endpoint:
         try:
             _, port = await asyncio.shield(start)
             base_url = f"http://{self.host}:{port}/{quote(session, safe='')}/v1"
-            conversation = self._conversations[session] = Conversation(policy, protocol, base_url, self.key)
+            conversation = Conversation(policy, protocol, base_url, secrets.token_urlsafe(24))
+            self._conversations[session] = conversation
+            self._keys.add(conversation.api_key)
             try:
                 yield conversation
             finally:
                 for name in (session, *conversation.names):
                     del self._conversations[name]
+                self._keys.remove(conversation.api_key)
+                self._ended.append(conversation.api_key)
                 conversation.close()
         finally:
             self._entered -= 1
             if self._entered == 0:
                 self._start = None
                 await (await start)[0].cleanup()
+                self._strangers.tell()
 
     def add_session(self, conversation: Conversation, name: str) -> None:
         """
@@ -107,7 +119,7 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1/messages", self._messages)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, logger=self._strangers.log)
         await runner.setup()
         await web.TCPSite(runner, self.host, 0, backlog=OPEN_FILES).start()
         return runner, runner.addresses[0][1]
@@ -116,31 +128,47 @@ class Endpoint:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Lets in who has the key, and answers with errors that clients can read."""
+        """Lets in who has a key, and answers with errors that clients can read."""
         try:
-            if self.host in LOOPBACK and request.url.host not in LOOPBACK:
-                raise ApiError(403, f"This server is for {self.host} alone.", "wrong_host")
-            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-            key = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-            if not secrets.compare_digest(key.encode(errors="replace"), self.key.encode()):
-                raise ApiError(401, "The API key is missing or wrong.", "invalid_api_key")
+            self._admit(request)
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
             error = ApiError(413, f"The request has more than {LARGEST} bytes.", "request_too_large")
         except web.HTTPException as wrong:
             error = ApiError(wrong.status, f"There is no {request.method} {request.path}.", "not_found")
+        except web.RequestPayloadError:
+            error = ApiError(400, "The body of the request is damaged: its encoding is not what its headers say.")
         except ApiError as refusal:
             error = refusal
         return web.json_response(error.body, status=error.status, headers=error.headers)
 
+    def _admit(self, request: web.Request) -> None:
+        try:
+            host = request.url.host
+        except ValueError:  # a port that is none, for instance
+            host = None
+        if self.host in LOOPBACK and host not in LOOPBACK:  # a page in a browser, which gave us a name of its own
+            self._strangers.note()
+            raise ApiError(403, f"This server is for {self.host} alone.", "wrong_host")
+        key = self._key(request)
+        if key != self.relay_key and key not in self._keys and key not in self._ended:
+            self._strangers.note()
+            raise ApiError(401, "The API key is missing or wrong.", "invalid_api_key")
+
+    def _key(self, request: web.Request) -> str:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
     def _found(self, request: web.Request) -> Conversation:
-        session = request.match_info.get("session", request.headers.get("X-Session-ID"))
+        """The conversation that a request names, where its key is for it."""
+        key, session = self._key(request), request.match_info.get("session", request.headers.get("X-Session-ID"))
         if session is None:
             raise ApiError(404, "No conversation is named: set the header `X-Session-ID`.", "conversation_not_found")
-        if session not in self._conversations:
-            message = f"There is no conversation {session!r}: it is over, or has not begun."
+        found = self._conversations.get(session)
+        if found is None or key != found.api_key and (key != self.relay_key or session not in found.names):
+            message = f"There is no conversation {session!r} for this key: it is over, or has not begun."
             raise ApiError(404, message, "conversation_not_found")
-        return self._conversations[session]
+        return found
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         name = f"chatcmpl-{uuid.uuid4().hex}"

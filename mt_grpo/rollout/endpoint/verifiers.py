@@ -7,8 +7,10 @@ from typing import Any
 from datasets import Dataset
 
 from mt_grpo.compat.verifiers import load_environment
+from mt_grpo.envs.env import Outcome
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.rollout.endpoint.agent import AgentSource
+from mt_grpo.rollout.endpoint.client import AgentClient
 
 
 class VerifiersSource(AgentSource):
@@ -26,7 +28,10 @@ class VerifiersSource(AgentSource):
 
     def __init__(self, name: str, config: dict[str, Any] | None = None, protocol: CallProtocol | None = None) -> None:
         self.environment = load_environment(name, config or {})
-        super().__init__(self.environment.play, protocol)
+        super().__init__(self._play, protocol)
+
+    async def _play(self, row: dict[str, Any], client: AgentClient) -> Outcome:
+        return await self.environment.play(row, client, self.endpoint.relay_key)
 
     def rows(self, split: str = "train") -> Dataset:
         """Its own data: `train`, or `eval`."""
