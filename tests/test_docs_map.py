@@ -1,0 +1,58 @@
+"""The maps of the documentation are true: every file and page that they name is there, and no page is left out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def links(page: Path) -> list[str]:
+    """The targets of links to this repository, without their anchors."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    return [target.partition("#")[0] for target in targets if "://" not in target and not target.startswith("#")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    assert [target for target in links(page) if not (page.parent / target).exists()] == []
+
+
+def test_the_index_has_every_page_once():
+    named = [target for target in links(ROOT / "docs/index.md") if "/" not in target]
+    assert sorted(named) == sorted({page.name for page in ROOT.glob("docs/*.md")} - {"index.md"})
+
+
+def test_the_way_of_a_token_names_files_that_exist():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    files = re.findall(r"`(mt_grpo/[\w/]+\.py)`", text)
+    assert len(files) > 15
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_the_picture_names_rooms_that_exist():
+    (picture,) = re.findall(
+        r"```mermaid\n(.*?)```", (ROOT / "docs/architecture.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    rooms = set(re.findall(r"\b(\w+)/", picture)) - {"engines"}
+    assert len(rooms) > 10
+    assert [room for room in rooms if not (ROOT / "mt_grpo" / room).is_dir()] == []
+
+
+def test_the_workflow_runs_what_a_clean_checkout_must_pass():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1] == {"run": "bash .ci/run"} and (ROOT / ".ci/run").is_file()
+
+
+def test_hooks_before_a_commit_call_installed_tools():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    (local,) = hooks["repos"]
+    called = [hook["entry"].split()[0] for hook in local["hooks"]]
+    assert local["repo"] == "local" and {hook["language"] for hook in local["hooks"]} == {"system"}
+    assert set(called) == {"ruff", "lint-imports"}
