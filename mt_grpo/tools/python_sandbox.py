@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import httpx
 
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.tools.loading import tool
+
+logger = logging.getLogger(__name__)
 
 SPARE_SECONDS = 10.0
 """For what a run needs beside the code: a process to start, an answer to arrive."""
@@ -65,7 +68,7 @@ class PythonSandbox:
         time_limit (`float`, *optional*, defaults to `10.0`): Seconds of wall time.
         memory_limit (`int`, *optional*, defaults to `512`): MiB, all processes of a call together.
         disk_limit (`int`, *optional*, defaults to `64`): MiB of files in its temporary folder, the only one it can
-            write to.
+            write to. They are held in memory, beside `memory_limit`.
         output_limit (`int`, *optional*, defaults to `20_000`): Bytes kept of each, standard output and standard error.
         readable (`Sequence[str]`, *optional*): Files and folders it may read beside the standard library and the
             packages installed with this Python.
@@ -111,10 +114,12 @@ class PythonSandbox:
         answer = await _ask_host({**self._request, "code": code})
         if "refused" in answer:
             raise UnconfinedError(f"The code was not run, since it could not be confined: {answer['refused']}.")
+        if "lost" in answer:
+            raise CodeError(f"The code was stopped: the process that confines it failed ({answer['lost']}).")
         reasons = {
             None: None,
             "time": f"The code was stopped: it took longer than {self._time_limit:g} s.",
-            "disk": f"The code was stopped: it wrote more than {self._disk_limit} MiB, or too many files.",
+            "disk": f"The code filled its folder: it may write {self._disk_limit} MiB, in 2,000 files.",
             "killed": f"The code was stopped: it needed more than {self._memory_limit} MiB of memory, or crashed.",
         }
         for name in ("stdout", "stderr"):
@@ -187,8 +192,13 @@ def refuse_unconfined() -> None:
     with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one
         answer = thread.submit(asyncio.run, _ask_host(request)).result()
     if answer.get("stdout") == "probed\n" and answer["exit_code"] == 0:
+        if not answer["writes"]:
+            logger.warning(
+                "Code of the tool `python` can write no file, since this machine allows no mount namespace: allow "
+                "user namespaces, or give the container the capability SYS_ADMIN."
+            )
         return
-    found = answer.get("refused") or f"{answer['stderr']}{answer['stdout']}" or answer["killed"]
+    found = answer.get("refused") or answer.get("lost") or f"{answer['stderr']}{answer['stdout']}" or answer["killed"]
     raise UnconfinedError(
         f"The tool `python` cannot confine code on this machine ({' '.join(found.split())}): install "
         "`mt-grpo[sandbox]` on Linux 6.7 or later, or use `RemotePython`."
@@ -212,10 +222,13 @@ async def _ask_host(request: dict[str, Any]) -> dict[str, Any]:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             line, complaint = await asyncio.gather(process.stdout.read(), process.stderr.read())
     except TimeoutError:
-        return {"refused": "no answer came"}
+        return {"lost": "no answer came"}
     finally:
         await _end(process)
-    return json.loads(line) if line else {"refused": " ".join(complaint.decode("utf-8", "replace").split())}
+    if line:
+        return json.loads(line)
+    said = " ".join(complaint.decode("utf-8", "replace").split())
+    return {"refused": said} if said else {"lost": "it was killed"}
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -4,6 +4,9 @@ the trainer forks nothing, hands on no open file, and loses nothing where this p
 
 It reads one line of JSON from standard input and writes one to standard output. The end of standard input means that
 nobody waits: whatever runs is killed. `python_sandbox.py` is the other end.
+
+The folder that the code writes to is a file system in memory, of a fixed size, in a mount namespace of this process:
+the kernel counts what is in it, however it is hidden, and frees it with the last process that sees it.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ import time
 from typing import IO, Any
 
 MAX_PROCESSES = 8
-MAX_OPEN_FILES = 256
+MAX_OPEN_FILES = 64
+"""Also of sockets in a pair, each of which holds up to 0.2 MiB of the kernel's memory that no limit counts."""
 MAX_FILES = 2_000
-POLL_SECONDS = 0.05
 GRACE_SECONDS = 1.0
 """For what is left in the pipes once the code has ended."""
 
@@ -38,13 +41,17 @@ prlimit64 setpriority sched_setaffinity sched_setscheduler sched_setparam sched_
 clock_settime settimeofday adjtimex clock_adjtime
 mknod mknodat chroot mount_setattr open_tree_attr
 inotify_init inotify_init1 inotify_add_watch fanotify_init
-pidfd_open pidfd_getfd process_madvise syslog mq_open memfd_create memfd_secret
+pidfd_open pidfd_getfd process_madvise syslog mq_open memfd_create memfd_secret setsockopt
 """.split()
 """
 What Landlock lets through and a process of the same user could harm others with: modes, owners and times of any file,
-limits and priorities of any process, the clock, devices, memory that no limit counts.
+limits and priorities of any process, the clock, devices, memory that no limit counts (`setsockopt` makes the buffers
+of a pair of sockets large).
 """
 
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 0x4000, 0x40000
+MNT_DETACH = 2
 PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 24, 36, 38
 SECCOMP_MODE_FILTER, SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO, EPERM = 2, 0x7FFF0000, 0x00050000, 1
 BPF_LOAD_WORD, BPF_JUMP_IF_EQUAL, BPF_JUMP_IF_NOT_BELOW, BPF_RETURN = 0x20, 0x15, 0x35, 0x06
@@ -62,18 +69,27 @@ class Program(ctypes.Structure):
 def main() -> None:
     request = json.loads(sys.stdin.buffer.readline())
     scratch = tempfile.mkdtemp(prefix="mt-grpo-python-")
+    code = request["code"].encode("utf-8", "replace")
+    # Before there are threads: a process that has some enters no user namespace.
+    writes = _mount(scratch, request["disk_limit"] + len(code))
     threading.Thread(target=_end_with_caller, args=(scratch,), daemon=True).start()
+    what = "refused"  # the caller tells it; nothing ran unconfined
     try:
-        answer = _run(request, scratch)
-    except Exception as error:  # the caller tells it; nothing ran unconfined
-        answer = {"refused": f"{type(error).__name__}: {error}"}
+        with open(os.path.join(scratch, "main.py"), "wb") as file:
+            file.write(code)
+        process = _start(request, scratch, writes)
+        what = "lost"
+        answer = {**_finish(process, request, scratch, writes), "writes": writes}
+    except Exception as error:
+        answer = {what: f"{type(error).__name__}: {error}"}
     _clean_up(scratch)
     sys.stdout.buffer.write(json.dumps(answer).encode())
     sys.stdout.buffer.flush()
     os._exit(0)  # a thread may still wait for a pipe
 
 
-def _run(request: dict[str, Any], scratch: str) -> dict[str, Any]:
+def _start(request: dict[str, Any], scratch: str, writes: bool) -> Any:
+    """Starts the code, confined. Returns sandlock's process."""
     import sandlock
     from sandlock._sdk import _lib
 
@@ -84,8 +100,8 @@ def _run(request: dict[str, Any], scratch: str) -> dict[str, Any]:
     libraries = [os.path.join(sys.base_prefix, "lib"), "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
     readable = [python, *packages, *libraries, "/dev/null", "/dev/urandom", *request["readable"]]
     sandbox = sandlock.Sandbox(
-        fs_readable=[path for path in dict.fromkeys(readable) if os.path.exists(path)],
-        fs_writable=[scratch, "/dev/null"],
+        fs_readable=[path for path in dict.fromkeys([*readable, scratch]) if os.path.exists(path)],
+        fs_writable=[scratch, "/dev/null"] if writes else ["/dev/null"],
         cwd=scratch,
         max_memory=request["memory_limit"],
         max_processes=MAX_PROCESSES,
@@ -103,15 +119,15 @@ def _run(request: dict[str, Any], scratch: str) -> dict[str, Any]:
             "OPENBLAS_NUM_THREADS": "1",
         },
     )
-    with open(os.path.join(scratch, "main.py"), "w", encoding="utf-8", errors="replace") as file:
-        file.write(request["code"])
     pipe = sandlock.StdioMode.PIPED
-    command = [python, "-s", "main.py"]
-    start = time.monotonic()
-    process = sandbox.popen(command, stdin=sandlock.StdioMode.NULL, stdout=pipe, stderr=pipe)
-    readers = [Reader(stream, request["output_limit"]) for stream in (process.stdout, process.stderr)]
+    return sandbox.popen([python, "-s", "main.py"], stdin=sandlock.StdioMode.NULL, stdout=pipe, stderr=pipe)
+
+
+def _finish(process: Any, request: dict[str, Any], scratch: str, writes: bool) -> dict[str, Any]:
+    """Waits for the end of the code and of all that it left behind."""
     done = threading.Event()
-    watch = Watch(scratch, request, start, done)
+    watch = Watch(request["time_limit"], done)
+    readers = [Reader(stream, request["output_limit"]) for stream in (process.stdout, process.stderr)]
     result = process.wait()
     done.set()
     watch.thread.join()
@@ -119,7 +135,9 @@ def _run(request: dict[str, Any], scratch: str) -> dict[str, Any]:
     deadline = time.monotonic() + GRACE_SECONDS
     for reader in readers:
         reader.thread.join(max(0.0, deadline - time.monotonic()))
-    killed = (watch.reason or "killed") if result.exit_code < 0 else None
+    killed = ("time" if watch.late else "killed") if result.exit_code < 0 else None
+    if writes and result.exit_code > 0 and _is_full(scratch):
+        killed = "disk"
     answer: dict[str, Any] = {"killed": killed, "exit_code": result.exit_code}
     for name, reader in zip(("stdout", "stderr"), readers, strict=True):
         text = bytes(reader.kept).decode("utf-8", "replace").replace(f"{scratch}/", "")
@@ -143,36 +161,50 @@ class Reader:
 
 
 class Watch:
-    """Kills the code once it has used up its time or its disk."""
+    """Kills the code once it has used up its time."""
 
-    def __init__(self, scratch: str, request: dict[str, Any], start: float, done: threading.Event) -> None:
-        self.reason: str | None = None
-        self._scratch, self._request, self._start, self._done = scratch, request, start, done
+    def __init__(self, seconds: float, done: threading.Event) -> None:
+        self.late = False
+        self._seconds, self._done = seconds, done
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
 
     def _watch(self) -> None:
-        while self.reason is None and not self._done.wait(POLL_SECONDS):
-            if time.monotonic() - self._start > self._request["time_limit"]:
-                self.reason = "time"
-            elif _is_full(self._scratch, self._request["disk_limit"]):
-                self.reason = "disk"
-        if self.reason is not None:
+        if not self._done.wait(self._seconds):
+            self.late = True
             _kill_descendants()
 
 
-def _is_full(folder: str, limit: int) -> bool:
-    size = count = 0
-    for root, _, names in os.walk(folder):
-        count += 1 + len(names)
-        for name in names:
-            try:
-                size += os.lstat(os.path.join(root, name)).st_blocks * 512
-            except FileNotFoundError:  # deleted meanwhile
-                continue
-        if size > limit or count > MAX_FILES:
-            return True
-    return False
+def _mount(folder: str, size: int) -> bool:
+    """
+    Puts an empty file system of `size` bytes and `MAX_FILES` files over a folder, for this process and those that
+    follow alone. Root may do so at once, others in a user namespace, in which they stay who they are.
+
+    Returns:
+        `bool`: Whether this machine lets it.
+    """
+    libc = ctypes.CDLL(None)
+    user, group = os.geteuid(), os.getegid()
+    if libc.unshare(CLONE_NEWNS):
+        if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
+            return False
+        maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+        try:
+            for name, text in maps.items():
+                with open(f"/proc/self/{name}", "w") as file:
+                    file.write(text)
+        except OSError:  # the machine gives such a namespace no rights
+            return False
+    options = f"size={size},nr_inodes={MAX_FILES},mode=700,uid={user},gid={group}".encode()
+    return not (
+        libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+        or libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", MS_NOSUID | MS_NODEV, options)
+    )
+
+
+def _is_full(folder: str) -> bool:
+    left = os.statvfs(folder)
+    return not left.f_bavail or not left.f_favail
 
 
 def _limit(request: dict[str, Any]) -> None:
@@ -223,7 +255,8 @@ def _end_with_caller(scratch: str) -> None:
 
 def _clean_up(scratch: str) -> None:
     _kill_descendants()
-    shutil.rmtree(scratch, ignore_errors=True)
+    ctypes.CDLL(None).umount2(os.fsencode(scratch), MNT_DETACH)  # its files go with it, however deep they lie
+    shutil.rmtree(scratch, ignore_errors=True)  # empty, or with the code alone
 
 
 def _kill_descendants() -> None:

@@ -175,6 +175,25 @@ def test_a_sandbox_that_leaks_or_does_not_start_is_refused(monkeypatch, answer, 
     assert says in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"lost": "no answer came"}, "The code was stopped: the process that confines it failed (no answer came)."),
+        ({"refused": "no room"}, "The code was not run, since it could not be confined: no room."),
+    ],
+)
+@confined
+def test_code_that_may_have_run_is_not_said_not_to_have(monkeypatch, answer, says):
+    sandbox = PythonSandbox()
+
+    async def answered(request):
+        return answer
+
+    monkeypatch.setattr(module, "_ask_host", answered)
+    [call] = run(sandbox, "print(1)")
+    assert call.error.endswith(says)
+
+
 @confined
 def test_a_call_that_cannot_be_confined_does_not_run(monkeypatch, tmp_path):
     sandbox = PythonSandbox()
@@ -271,12 +290,12 @@ LIMITS = {
         "import threading, time\nfor _ in range(20000): threading.Thread(target=time.sleep, args=(9,)).start()",
         "of memory|can't start new thread|longer than",
     ),
-    "a large file": ("open('x', 'wb').write(bytes(40 << 20))", "File too large"),
+    "a large file": ("open('x', 'wb').write(bytes(40 << 20))", "File too large|No space left"),
     "many files of some size": (
         "import itertools\nfor n in itertools.count(): open(f'{n}', 'wb').write(bytes(4 << 20))",
-        "more than 32 MiB",
+        "may write 32 MiB",
     ),
-    "very many files": ("for n in range(10**6): open(f'{n}', 'w').close()", "too many files"),
+    "very many files": ("for n in range(10**6): open(f'{n}', 'w').close()", "in 2,000 files"),
     "open files": ("files = [open('/dev/null') for _ in range(1000)]", "Too many open files"),
 }  # fmt: skip
 
@@ -298,6 +317,138 @@ def test_a_limit_holds_for(small, what):
     else:
         assert call.error and any(part in call.error for part in says.split("|"))
         assert len(call.error) < 50_000
+
+
+NESTED = "import os\nfor _ in range({depth}):\n    os.mkdir('d'); os.chdir('d')\n"
+HIDDEN = {
+    "deleted files": (
+        "import os\nkept = []\nfor _ in range(20):\n    kept.append(open('x', 'wb'))\n"
+        "    kept[-1].write(bytes(1 << 20)); kept[-1].flush(); os.unlink('x')"
+    ),
+    "deleted files that are mapped": (
+        "import mmap, os\nkept = []\nfor _ in range(20):\n    f = open('x', 'w+b'); f.truncate(1 << 20)\n"
+        "    os.unlink('x'); os.posix_fallocate(f.fileno(), 0, 1 << 20); kept.append(mmap.mmap(f.fileno(), 1 << 20))\n"
+        "    f.close()"
+    ),
+    "paths beyond PATH_MAX": NESTED.format(depth=10_000),
+    "files beyond PATH_MAX": NESTED.format(depth=1_900)
+    + "for n in range(20): open(f'{n}', 'wb').write(bytes(1 << 20))",
+    "a folder nobody may list": (
+        "import os\nos.mkdir('d', 0o300)\nfor n in range(20): open(f'd/{n}', 'wb').write(bytes(1 << 20))"
+    ),
+    "links": "import os\nfor n in range(10_000): os.link('main.py', f'{n}')",
+    "names": "import os\nfor n in range(10_000): os.symlink('x' * 4_000, f'{n}')",
+}  # fmt: skip
+"""Ways to have more on the disk than is seen by who walks through the folder."""
+
+
+@confined
+@pytest.mark.parametrize("what", HIDDEN)
+def test_the_disk_limit_counts(what, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    [call] = run(PythonSandbox(disk_limit=8), HIDDEN[what] + "\nprint('had it all')")
+    assert "No space left on device" in call.error and "had it all" not in call.error
+    assert nothing_is_left(tmp_path)
+
+
+@confined
+def test_deep_folders_neither_stop_the_clock_nor_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    [call] = run(PythonSandbox(time_limit=1.0), NESTED.format(depth=1_100) + "while True: pass")
+    assert call.error == "CodeError: The code was stopped: it took longer than 1 s."
+    assert call.seconds < 5.0
+    assert nothing_is_left(tmp_path)
+
+
+BUFFERS = """
+import socket
+pairs = []
+try:
+    while True:
+        pairs.append(socket.socketpair())
+        for end in pairs[-1]:
+            end.setblocking(False)
+            try:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
+            except PermissionError:
+                pass
+            try:
+                while True: held += end.send(bytes(65536))
+            except BlockingIOError: pass
+except OSError:
+    print(held >> 20)
+"""
+
+
+@confined
+def test_buffers_of_sockets_hold_little():
+    [call] = run(PythonSandbox(), "held = 0" + BUFFERS)
+    assert int(call.result) < 32
+
+
+@confined
+def test_asyncio_runs_inside():
+    [call] = run(PythonSandbox(), "import asyncio\nprint(asyncio.run(asyncio.sleep(0, 'slept')))")
+    assert call.result == "slept"
+
+
+ELSEWHERE = """
+import asyncio, json, sys
+from mt_grpo.tools.python_sandbox import PythonSandbox
+
+sandbox = PythonSandbox(disk_limit=8)
+for code in json.loads(sys.argv[1]):
+    try:
+        print(json.dumps(asyncio.run(sandbox.python(code))[0]))
+    except Exception as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def run_elsewhere(prefix: list[str], folder: Path, *codes: str) -> tuple[list[str], str]:
+    """What codes come to in a process with other rights, and what it says on standard error."""
+    command = [*prefix, sys.executable, "-c", ELSEWHERE, json.dumps(codes)]
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(folder)})
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines()], ran.stderr
+
+
+ORDINARY = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+WITHOUT_NAMESPACES = [
+    "unshare", "--user", "--map-root-user", "sh", "-c",
+    "echo 0 > /proc/sys/user/max_user_namespaces && "
+    'exec setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin "$@"', "sh",
+]  # fmt: skip
+
+
+def works(*command: str) -> bool:
+    try:
+        return subprocess.run([*command, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@confined
+@pytest.mark.slow
+@pytest.mark.skipif(not works(*ORDINARY), reason="user namespaces are not allowed here")
+def test_the_limit_holds_for_an_ordinary_user(tmp_path):
+    who = "import os; open('x', 'w').write('x'); print(os.getuid(), sorted(os.listdir('.')))"
+    told, said = run_elsewhere(ORDINARY, tmp_path, who, HIDDEN["deleted files"], HIDDEN["a folder nobody may list"])
+    assert told[0] == "1000 ['main.py', 'x']"
+    assert all("No space left on device" in each for each in told[1:])
+    assert nothing_is_left(tmp_path) and not said
+
+
+@confined
+@pytest.mark.slow
+@pytest.mark.skipif(not works(*WITHOUT_NAMESPACES), reason="namespaces cannot be taken away here")
+def test_without_namespaces_code_runs_and_writes_nothing(tmp_path):
+    writes = ["open('x', 'w')", "import os; os.mkdir('d')", "open('main.py', 'a')", "import os; os.unlink('main.py')"]
+    told, said = run_elsewhere(WITHOUT_NAMESPACES, tmp_path, "print(open('main.py').read())", *writes)
+    assert told[0] == "print(open('main.py').read())"
+    assert all("PermissionError" in each for each in told[1:])
+    assert nothing_is_left(tmp_path)
+    assert "can write no file, since this machine allows no mount namespace" in said and said.count("\n") == 1
 
 
 @confined
