@@ -139,7 +139,7 @@ def rollout(arguments: list[str]) -> int:
     request = read_request(arguments, "rollout")
     check_places(request.values, "rollout")
     trainer, _ = _prepare(request, trains=False)
-    from mt_grpo.app.audit import audit_conversations, show_audit
+    from mt_grpo.app.audit import audit_conversations, find_in_conversations, show_audit
     from mt_grpo.viewer import render_trajectory
 
     console = _console()
@@ -149,6 +149,8 @@ def rollout(arguments: list[str]) -> int:
     for number, trajectory in enumerate(trajectories[::generations]):  # of a group, its first member stands for all
         console.rule(f"conversation {number + 1}")
         console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
+    for finding in find_in_conversations(trainer, trajectories, generations):
+        console.print(finding.sentence, highlight=False, markup=False)
     if audits:
         show_audit(audit_conversations(trainer, trajectories), console)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sysconfig
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -50,10 +51,10 @@ def find_fault(error: BaseException) -> Fault:
             error = one
             break
     shown = frames or traceback.extract_tb(error.__traceback__)[-1:]
-    lines = traceback.StackSummary.from_list(shown[-MOST_FRAMES:]).format()
-    text = "".join([*lines, *traceback.format_exception_only(error)])
+    of_frames = textwrap.dedent("".join(traceback.StackSummary.from_list(shown[-MOST_FRAMES:]).format()))
+    text = of_frames + "".join(traceback.format_exception_only(error))
     where = f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else None
-    return Fault(where, inspect.cleandoc(text))
+    return Fault(where, text.strip())
 
 
 def _is_python(file: str) -> bool:

@@ -10,7 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mt_grpo.credit import audit_rewards, estimate
+from mt_grpo.envs.source import tool_names
 from mt_grpo.rewards import Scores
+from mt_grpo.runlog import Batch
+from mt_grpo.runlog.findings import Counts, Finding, find
+from mt_grpo.runlog.rows import rollout_lines
 from mt_grpo.training.audit_log import as_record
 from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
@@ -41,6 +45,15 @@ def audit_conversations(trainer: MTGRPOEnvTrainer, trajectories: Sequence[Trajec
     advantages = estimate(args.advantage_estimator, batch, **rule)
     record = as_record(audit_rewards(batch, advantages), sum(names, []), trainer.watch.causal)
     return {**record, "conversations": len(judged), "failed": sum(each.failed for each in judged)}
+
+
+def find_in_conversations(
+    trainer: MTGRPOEnvTrainer, trajectories: Sequence[Trajectory], group_size: int
+) -> list[Finding]:
+    """What stands out in conversations that a trainer ran and scored, `group_size` for each prompt."""
+    numbers = list(range(len(trajectories)))
+    batch = Batch("eval", 0, 0, group_size, numbers, list(trajectories), trainer.records.rewards)
+    return find(Counts().add(rollout_lines(batch, 0)), {"tools": tool_names(trainer.env)})
 
 
 def show_audit(record: dict[str, Any], console: Console) -> None:

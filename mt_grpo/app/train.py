@@ -26,6 +26,8 @@ from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError
 from mt_grpo.rollout.token_check import examine_template
+from mt_grpo.runlog import open_run
+from mt_grpo.runlog.findings import find_in_run
 from mt_grpo.training.audit_log import read_audit
 from mt_grpo.training.folder import check_folder, clear_folder
 from mt_grpo.training.nonfinite import NonFiniteError
@@ -143,6 +145,8 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     summary["steps"] = trainer.state.global_step
     if not main:
         return
+    run = open_run(folder)
+    summary["findings"] = [finding.sentence for finding in find_in_run(run.rows, run.about)]
     audit = read_audit(folder)
     report.write_json(summary_path, summary if audit is None else {**summary, "audit": audit})
     title = f"{rule_label(args.advantage_estimator)}, {summary['steps']} steps"

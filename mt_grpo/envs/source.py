@@ -259,5 +259,14 @@ def prototypes(source: EnvSource) -> Iterator[StepEnv]:
             yield from prototypes(value)
 
 
+def tool_names(source: EnvSource) -> list[str]:
+    """Names of the tools that the environments offer which are known before any conversation."""
+    names: list[str] = []
+    for one in prototypes(source):
+        in_schemas = [schema["function"]["name"] for schema in one.tool_schemas or []]
+        names += one.tools if isinstance(one, MultiTurnToolEnv) else in_schemas
+    return list(dict.fromkeys(names))
+
+
 def _name(source: Any) -> str:
     return getattr(source, "__name__", type(source).__name__)

@@ -13,6 +13,7 @@ each, `crc`, is the CRC-32 of the line's bytes before `,"crc":`, as eight hexade
 | | `rewards` | list | of `{"name", "kind": "turn" or "outcome", "weight", "maximum"}` |
 | | `estimator` | str or dict | the credit rule |
 | | `model` | str | name or folder of the model |
+| | `tools` | list of str | names of the tools that are known at the start; old indices lack it |
 | `rollout` | `session` | str | unique in the run; a later line replaces this one and its credit and updates |
 | | `mode`, `step`, `k`, `rank` | | see `schema` |
 | | `group`, `member` | int | group in the batch (unique with `mode`, `step`, `k`), place in the group |
@@ -25,6 +26,7 @@ each, `crc`, is the CRC-32 of the line's bytes before `,"crc":`, as eight hexade
 | | `turns` | int | number of turns |
 | | `tokens` | list of int | tokens sampled, per turn |
 | | `context` | int | tokens of the longest context that the model was given |
+| | `sampled` | int | the same for conversations that sampled the same tokens; old indices lack it |
 | | `unique` | int | tokens of the tree, each once |
 | | `forks` | int | root-to-leaf sequences less one |
 | | `reward` | float or null | weighted total; null where no reward applies |
@@ -32,6 +34,8 @@ each, `crc`, is the CRC-32 of the line's bytes before `,"crc":`, as eight hexade
 | | `turn_rewards` | list of float or null | weighted sum of turn rewards, per turn |
 | | `calls` | int | tool calls |
 | | `errors` | list of int | failed attempts at calls, per turn |
+| | `raised` | int | calls that raised in the code of their tool; old indices lack it |
+| | `first_raised` | str or null | tool, error and place of the first of them, 300 characters |
 | | `start` | float or null, s | since 1970 (UTC) |
 | | `seconds` | float, s | wall time of the conversation |
 | | `turn_seconds` | list of float, s | time of the engine, per turn |

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
@@ -171,6 +172,7 @@ def rollout_lines(batch: Batch, rank: int) -> list[dict[str, Any]]:
                 "turns": len(turns),
                 "tokens": [turn.num_tokens for turn in turns],
                 "context": max((turn.context_length for turn in turns), default=0),
+                "sampled": _digest(trajectory),
                 "unique": trajectory.tree.num_tokens,
                 "forks": max(0, trajectory.tree.num_sequences - 1),
                 "reward": _rounded(weighted.total),
@@ -178,6 +180,7 @@ def rollout_lines(batch: Batch, rank: int) -> list[dict[str, Any]]:
                 "turn_rewards": list(map(_rounded, weighted.turns)),
                 "calls": sum(len(turn.tool_calls) for turn in turns),
                 "errors": [turn.num_failures for turn in turns],
+                **_raised(trajectory),
                 "start": _rounded(trajectory.start, 3),
                 "seconds": _rounded(trajectory.seconds, 3),
                 "turn_seconds": [_rounded(turn.seconds, 3) for turn in turns],
@@ -189,6 +192,22 @@ def rollout_lines(batch: Batch, rank: int) -> list[dict[str, Any]]:
             }
         )
     return lines
+
+
+def _digest(trajectory: Trajectory) -> int:
+    """The same for conversations that sampled the same tokens."""
+    digest = 0
+    for node in trajectory.tree.nodes:
+        if node.turn >= 0:
+            digest = crc32(np.array(node.tokens, np.int64).tobytes(), digest)
+    return digest
+
+
+def _raised(trajectory: Trajectory) -> dict[str, Any]:
+    """Calls that raised in the code of their tool, and the first of them."""
+    raised = [call for turn in trajectory.turns for call in turn.tool_calls if call.where]
+    first = f"{raised[0].name}: {raised[0].error} ({raised[0].where})" if raised else None
+    return {"raised": len(raised), "first_raised": first and _short(first, SHOWN_OF_ERRORS)}
 
 
 def _right(batch: Batch, weighted: Weighted) -> bool | None:

@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
+from mt_grpo.envs.source import tool_names
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.jsonl import to_json
 from mt_grpo.runlog.schema import VERSION
@@ -38,7 +39,7 @@ class RunRecords(TrainerCallback):
         self._trainer = trainer
         self._main = trainer.accelerator.is_main_process
         self._writer = RunWriter(trainer.args.output_dir, trainer.accelerator.process_index)
-        self._rewards: Lines = [
+        self.rewards: Lines = [
             {"name": reward.name, "kind": kind, "weight": round(weight, 6), "maximum": reward.maximum}
             for (kind, reward), weight in zip(
                 [("turn", reward) for reward in trainer.turn_reward_funcs]
@@ -57,10 +58,15 @@ class RunRecords(TrainerCallback):
 
     # Conversations, and their credit
 
-    def write(self, batch: RolloutBatch) -> None:
-        """Writes the conversations of a batch. This is a collective call."""
+    def write(self, batch: RolloutBatch) -> Lines:
+        """
+        Writes the conversations of a batch. This is a collective call.
+
+        Returns:
+            `list[dict]`: Lines of the index: those of the batch, of all processes.
+        """
         self._latest = self._described(batch)
-        self._commit(lambda: self._written(batch))
+        return [line for line in self._commit(lambda: self._written(batch)) if line["mode"] == batch.mode]
 
     def rescue(self, batch: RolloutBatch) -> None:
         """Writes those conversations of a batch that are finished, after this process failed or another did."""
@@ -104,10 +110,10 @@ class RunRecords(TrainerCallback):
             k = self._evaluated[1] + 1 if self._evaluated[0] == step else 0
             self._evaluated, group_size = (step, k), trainer.num_generations_eval
         counted = list(batch.counted)
-        return Batch(batch.mode, step, k, group_size, _numbers(counted), counted, self._rewards)
+        return Batch(batch.mode, step, k, group_size, _numbers(counted), counted, self.rewards)
 
-    def _commit(self, write: Callable[[], Lines]) -> None:
-        """Every process writes files, then the main process their lines."""
+    def _commit(self, write: Callable[[], Lines]) -> Lines:
+        """Every process writes files, then the main process their lines. Returns the lines of all."""
         lines = gather_object(everywhere(write))
 
         def append() -> None:
@@ -115,6 +121,7 @@ class RunRecords(TrainerCallback):
                 self._writer.append([*self._begin(), *lines])
 
         everywhere(append)
+        return lines
 
     def _begin(self) -> Lines:
         """Saves the tokenizer, with which tokens can be shown later, and describes the run; once."""
@@ -132,9 +139,10 @@ class RunRecords(TrainerCallback):
                 "group_size": trainer.num_generations,
                 "group_size_eval": trainer.num_generations_eval,
                 "processes": trainer.accelerator.num_processes,
-                "rewards": self._rewards,
+                "rewards": self.rewards,
                 "estimator": args.advantage_estimator,
                 "model": str(Path(trainer.model.config.name_or_path)),
+                "tools": tool_names(trainer.env),
             },
         ]
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from mt_grpo.credit import audit_rewards, estimate
 from mt_grpo.envs import EnvSource
+from mt_grpo.envs.source import tool_names
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.training.answers import check_scorers, score_answers
@@ -116,7 +117,7 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
         check_scorers(rewards, args, engine)
         check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
-        self.watch = RewardWatch(rewards, args, self.state_scores)
+        self.watch = RewardWatch(rewards, args, self.state_scores, tool_names(self.env))
         with without_client_of_trl(args), opened(model, args, quantization_config, peft_config) as policy:
             super().__init__(
                 **policy,
@@ -215,7 +216,7 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         except BaseException:  # whatever fails, conversations that were finished before are not lost
             self.records.rescue(batch)
             raise
-        self.records.write(batch)
+        self.watch.see(self.records.write(batch), mode, self.accelerator.is_main_process)
         if mode == "eval":
             self.eval_trajectories += batch.counted
         return self._credit(batch, output)
@@ -264,7 +265,8 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
             failed = metrics.means()["rollouts/failed"] == 1
             self._failed_batches = self._failed_batches + 1 if failed else 0
             if self._failed_batches == 2:  # on every rank, since metrics are of all; one alone may be a bad prompt
-                error = batch.trajectories[0].error
+                last = next((one for one in batch.counted if one.failed), batch.trajectories[0])
+                error = f"{last.error} ({last.where})" if last.where else last.error
                 raise RolloutError(f"Every conversation of two batches in a row failed, the last ones with: {error}")
 
     def _calculate_rewards(

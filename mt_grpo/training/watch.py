@@ -1,4 +1,4 @@
-"""Warns of a reward that never applies, of batches from which nothing is learnt, and of credit that is biased."""
+"""Warns of conversations that fail or are cut off, of rewards that never apply, and of batches that teach nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from mt_grpo.credit import RewardBatch, biases_of_mt_grpo, bind_rule, mt_grpo, rule_name, sums_turns
 from mt_grpo.rewards import RewardFunc, StateScore, TurnReward, score_cut
+from mt_grpo.runlog.findings import Counts, find, why_equal
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.processes import run_here
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -24,18 +25,24 @@ logger = logging.getLogger(__name__)
 
 class RewardWatch(TrainerCallback):
     """
-    Warns of rewards that return `None` for every trajectory, and of batches in which no trajectory has an advantage:
-    once during the run, and with a count at its end. Warns once of turn rewards that depend on later turns, if the
+    Warns of what stands out in conversations (`mt_grpo.runlog.findings`), of rewards that return `None` for every
+    trajectory, and of batches in which no trajectory has an advantage: once during the run, and with a count at its
+    end. Warns once of turn rewards that depend on later turns, if the
     credit rule credits single turns with them, and of batches on which the rule `mt_grpo` is biased.
 
     Args:
         rewards (`Sequence[RewardFunc]`): The rewards.
         args (`MTGRPOConfig`): The run's options.
         state_scores (`Sequence[StateScore]`): The state score, if there is one.
+        tools (`Sequence[str]`, *optional*): Names of the environment's tools.
     """
 
     def __init__(
-        self, rewards: Sequence[RewardFunc], args: MTGRPOConfig, state_scores: Sequence[StateScore] = ()
+        self,
+        rewards: Sequence[RewardFunc],
+        args: MTGRPOConfig,
+        state_scores: Sequence[StateScore] = (),
+        tools: Sequence[str] = (),
     ) -> None:
         self._names = [reward.name for reward in rewards]
         self._absent = list(self._names)
@@ -48,6 +55,28 @@ class RewardWatch(TrainerCallback):
         self.causal: dict[str, bool] = {}
         """Whether a turn reward stays as it is when later turns are cut off, for those that were examined here."""
         self._said_biased = False
+        self._about = {"tools": tools}
+        self._found: set[str] = set()
+        self._latest = Counts()
+        self._counts = {"train": Counts(), "eval": Counts()}
+        self._seen = {"train": 0, "eval": 0}
+
+    def see(self, rows: Sequence[dict[str, Any]], mode: str, speaks: bool) -> None:
+        """
+        Looks at the conversations of a batch.
+
+        Args:
+            rows (`Sequence[dict]`): Their lines of the index, of all processes.
+            mode (`str`): `"train"` or `"eval"`.
+            speaks (`bool`): Whether this process warns.
+        """
+        self._latest = Counts().add(rows)
+        self._counts[mode].add(rows)
+        self._seen[mode] += 1
+        found = [finding for finding in find(self._latest, self._about) if finding.kind not in self._found]
+        self._found.update(finding.kind for finding in found)
+        for finding in found if speaks else ():
+            logger.warning("In %s batch: %s", "a training" if mode == "train" else "an evaluation", finding.sentence)
 
     def recheck(self, trajectories: Sequence[Trajectory], mode: str) -> None:
         """
@@ -112,9 +141,9 @@ class RewardWatch(TrainerCallback):
             if self._flat == 1 and speaks:
                 logger.warning(
                     "The rewards of a batch of %d trajectories teach nothing, since the members of each group earn "
-                    "the same (or earn what the credit rule does not use): the questions may be too easy or too hard, "
-                    "or the rewards too coarse.",
+                    "the same (or earn what the credit rule does not use). %s",
                     len(columns),
+                    why_equal(self._latest, self._about),
                 )
 
     def _observe_bias(self, rewards: RewardBatch, speaks: bool) -> None:
@@ -134,7 +163,13 @@ class RewardWatch(TrainerCallback):
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or self._batches < 2:  # one batch was already spoken of
+        if not state.is_world_process_zero:
+            return
+        for mode, name in (("train", "training"), ("eval", "evaluation")):
+            # one batch was already spoken of
+            for finding in find(self._counts[mode], self._about) if self._seen[mode] > 1 else ():
+                logger.warning("In %d %s batches: %s", self._seen[mode], name, finding.sentence)
+        if self._batches < 2:
             return
         for name in self._absent:
             logger.warning(
@@ -144,7 +179,8 @@ class RewardWatch(TrainerCallback):
             )
         if self._flat:
             logger.warning(
-                "%d of %d batches taught nothing: the members of each of their groups earned the same.",
+                "%d of %d batches taught nothing: the members of each of their groups earned the same. %s",
                 self._flat,
                 self._batches,
+                why_equal(self._counts["train"], self._about),
             )

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from mt_grpo.runlog.findings import BAD, WARN, Finding, find_in_run
 from mt_grpo.viewer.columns import Columns
 from mt_grpo.viewer.filters import parse_filter
 from mt_grpo.viewer.overview import ends
 
-BAD, WARN, GOOD = "bad", "warn", "ok"
+GOOD = "ok"
 
 LIMITS = {
     "groups without signal": 0.5,
@@ -44,7 +45,9 @@ def limits(view: dict[str, Any]) -> dict[str, float]:
     return {**found, "entropy": EXPLORES}
 
 
-def findings(view: dict[str, Any], columns: Columns, compared: dict[str, Any] | None) -> list[dict[str, Any]]:
+def findings(
+    view: dict[str, Any], columns: Columns, compared: dict[str, Any] | None, about: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """
     The list, worst first.
 
@@ -52,12 +55,16 @@ def findings(view: dict[str, Any], columns: Columns, compared: dict[str, Any] | 
         view (`dict`): What `overview` returns.
         columns (`Columns`): The run's conversations.
         compared (`dict`, *optional*): What `compare` returns for the first and the last evaluation.
+        about (`dict`, *optional*): The index's line of kind `run`.
 
     Returns:
         `list[dict]`: `level` (`"bad"`, `"warn"` or `"ok"`), `strong` and `text`, the sentence in two parts, and `link`
         with its words in `label`, or `None`. A link has a `view` and its parameters.
     """
-    rules = [*_broken(compared), *_failed(columns), *_stops(view), *_health(view, columns), *_reward(view)]
+    shared = find_in_run(columns.rows, about)
+    said = {finding.kind for finding in shared}
+    of_conversations = map(_as_dict, shared)
+    rules = [*_broken(compared), *of_conversations, *_stops(view, said), *_health(view, columns), *_reward(view)]
     return sorted(rules, key=lambda finding: (BAD, WARN, GOOD).index(finding["level"]))
 
 
@@ -76,18 +83,15 @@ def _broken(compared: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         yield _finding(BAD, f"{number} of {all_}", text, "compare", view="compare", show="broken")
 
 
-def _failed(columns: Columns) -> Iterator[dict[str, Any]]:
-    asked = "stop=engine_error,env_error"
-    number = int(columns.where(parse_filter(asked)).sum())
-    if number:
-        text = "ended because the engine or the environment failed; nothing is learnt from them."
-        yield _finding(BAD, _conversations(number), text, "show them", view="find", q=asked)
+def _as_dict(finding: Finding) -> dict[str, Any]:
+    return _finding(finding.level, finding.strong, finding.text, "show them", view="find", q=finding.query)
 
 
-def _stops(view: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _stops(view: dict[str, Any], said: set[str]) -> Iterator[dict[str, Any]]:
+    """How the shares of limits changed; `said` are those of which the whole run was spoken already."""
     for name, shares in view["stops"].items():
         first, last = ends(shares)
-        if last > 0.1 and not name.endswith("_error"):
+        if last > 0.1 and not name.endswith("_error") and name not in said:
             text = f"{last:.0%} of the last steps ({first:.0%} of the first) were cut off there."
             asked = f"mode=train stop={name}"
             yield _finding(WARN, f"Stop reason {name}:", text, "show them", view="find", q=asked, sort="-step")

@@ -133,7 +133,7 @@ class Queries:
         return {
             **view,
             "limits": limits(view),
-            "findings": findings(view, self.columns, compared),
+            "findings": findings(view, self.columns, compared, self.run.about),
         }
 
     def _find(self, asked: Parameters) -> dict[str, Any]:

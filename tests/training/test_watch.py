@@ -61,7 +61,16 @@ def test_failed_conversations_are_not_taken_for_silent_rewards(build, caplog):
         return EngineError("gone") if session.startswith("train-000000") else conversation(session, turn)
 
     build(script, rewards=((), (Letters(),)), max_steps=2).train()
-    assert not said(caplog)
+    first, last = said(caplog)
+    assert first.startswith("In a training batch: 4 of 4 conversations failed (engine_error), the first with: gone.")
+    assert last.startswith("In 2 training batches: 4 of 8 conversations failed (engine_error)")
+
+
+def test_why_nothing_is_learnt_follows_from_how_conversations_ended(build, caplog):
+    build(rewards=((), (Same(),)), max_turn_length=2).train()
+    cut, flat, *_ = said(caplog)
+    assert "4 of 4 conversations were cut off by length: a turn used up `max_turn_length`" in cut
+    assert flat.endswith("4 of 4 conversations were cut off by length.") and "question" not in flat
 
 
 def test_evaluation_is_not_watched(build, caplog):

@@ -1,0 +1,214 @@
+"""What stands out in conversations: the same rules for the terminal, `summary.json`, `rollout` and the page."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mt_grpo.trajectory import StopReason, visible
+
+BAD, WARN = "bad", "warn"
+
+MOST = 0.5
+"""Share of conversations, groups or calls from which on something stands out."""
+
+FAILED = (StopReason.ENGINE_ERROR.value, StopReason.ENV_ERROR.value)
+
+LIMITS = {
+    StopReason.LENGTH: "a turn used up `max_turn_length`: raise it",
+    StopReason.TOKEN_BUDGET: "they used up `max_completion_length`: raise it, or bound the turns (`max_turn_length`)",
+    StopReason.CONTEXT_FULL: "the model's context was full: take fewer steps (`max_env_steps`), compact the history "
+    "(`history: compact`), or raise `vllm_max_model_length` where it bounds the context",
+    StopReason.TIMEOUT: "they took longer than `rollout_timeout`: raise it, or see which turns and calls are slow",
+    StopReason.MAX_STEPS: "the model wanted one more step than `max_env_steps` allows: raise it, or tell the model to "
+    "answer sooner",
+}
+"""Limits that end conversations, each with what to do about it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """
+    Something that stands out.
+
+    Args:
+        level (`str`): `"bad"` or `"warn"`.
+        kind (`str`): The rule, or the limit that it speaks of.
+        strong, text (`str`): The sentence in two parts.
+        query (`str`): A filter of the page that finds the conversations.
+    """
+
+    level: str
+    kind: str
+    strong: str
+    text: str
+    query: str
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.strong} {self.text}"
+
+
+@dataclass
+class Counts:
+    """What the rules look at. Counts of several batches are merged with `add`."""
+
+    conversations: int = 0
+    stops: Counter[str] = field(default_factory=Counter)
+    first_failure: str = ""
+    turns: int = 0
+    without_turn: int = 0
+    calls: int = 0
+    malformed: int = 0
+    raised: int = 0
+    first_raised: str = ""
+    groups: int = 0
+    """Groups of several conversations that did not fail."""
+    same: int = 0
+    """Groups whose members sampled the same tokens."""
+    right: set[bool] = field(default_factory=set)
+    """Whether conversations were right, as far as a reward says."""
+    earned: set[float] = field(default_factory=set)
+    """Rewards that conversations earned; two are enough to know that they differ."""
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> Counts:
+        """Takes conversations into account: rows of the index, whole groups of them. Returns itself."""
+        groups: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+        for row in rows:
+            self._add(row)
+            if row["stop"] not in FAILED:
+                groups[row["mode"], row["step"], row["k"], row["group"]].append(row.get("sampled"))
+        for sampled in groups.values():
+            if len(sampled) > 1:
+                self.groups += 1
+                self.same += None not in sampled and len(set(sampled)) == 1
+        return self
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.conversations += 1
+        self.stops[row["stop"]] += 1
+        if row["stop"] in FAILED:
+            place = f" ({row['where']})" if row.get("where") else ""
+            self.first_failure = self.first_failure or visible(f"{row['error']}{place}")
+            return
+        self.turns += row["turns"]
+        self.without_turn += not row["turns"]
+        self.calls += row["calls"]
+        self.malformed += 0 if row["calls"] else sum(row["errors"])  # a turn without a call fails once
+        self.raised += row.get("raised", 0)
+        self.first_raised = self.first_raised or visible(row.get("first_raised") or "")
+        if row["right"] is not None:
+            self.right.add(row["right"])
+        if row["reward"] is not None and len(self.earned) < 2:
+            self.earned.add(row["reward"])
+
+    @property
+    def failed(self) -> int:
+        return sum(self.stops[reason] for reason in FAILED)
+
+    @property
+    def held(self) -> int:
+        """Conversations that did not fail."""
+        return self.conversations - self.failed
+
+
+def find(counts: Counts, about: dict[str, Any] | None = None) -> list[Finding]:
+    """
+    What stands out, worst first.
+
+    Args:
+        counts (`Counts`): Of the conversations.
+        about (`dict`, *optional*): The index's line of kind `run`; it knows the names of the tools.
+    """
+    limits = list(_limits(counts))
+    tools = {} if limits else about or {}  # who is cut off may not have come to a call
+    found = [*_failed(counts), *_of_policy(counts), *limits, *_of_tools(counts, tools)]
+    return sorted(found, key=lambda finding: (BAD, WARN).index(finding.level))
+
+
+def find_in_run(rows: Iterable[dict[str, Any]], about: dict[str, Any] | None = None) -> list[Finding]:
+    """What stands out in a run: in its training, and that conversations failed, whatever their mode."""
+    rows = list(rows)
+    of_training = find(Counts().add(row for row in rows if row["mode"] == "train"), about)
+    return [*_failed(Counts().add(rows)), *(finding for finding in of_training if finding.kind != "failed")]
+
+
+def _failed(counts: Counts) -> Iterator[Finding]:
+    if counts.failed:
+        reasons = ", ".join(reason for reason in FAILED if counts.stops[reason])
+        strong = f"{counts.failed} of {_conversations(counts.conversations)} failed ({reasons}),"
+        text = f"the first with: {counts.first_failure.rstrip('.')}. Nothing is learnt from them."
+        yield Finding(BAD, "failed", strong, text, f"stop={','.join(FAILED)}")
+
+
+def _of_policy(counts: Counts) -> Iterator[Finding]:
+    if counts.without_turn and counts.without_turn >= MOST * counts.held:
+        text = (
+            "the policy was never asked, so there is nothing to train. An agent asks it through `client.openai()` or "
+            "`client.base_url`, an environment through `policy.reply`."
+        )
+        strong = f"{counts.without_turn} of {_conversations(counts.held)} ended without a turn:"
+        yield Finding(BAD, "no turn", strong, text, "turns=0")
+    elif counts.same and counts.same >= MOST * counts.groups:
+        text = (
+            "nothing tells them apart, so nothing is learnt. Raise `temperature`, and look at `top_k`, `top_p` and "
+            "`min_p`."
+        )
+        strong = f"{counts.same} of {_number(counts.groups, 'group')} sampled the same tokens in all members:"
+        yield Finding(BAD, "same samples", strong, text, "spread=0")
+
+
+def _of_tools(counts: Counts, about: dict[str, Any]) -> Iterator[Finding]:
+    if counts.raised and counts.raised >= MOST * counts.calls:
+        strong = f"{counts.raised} of {_number(counts.calls, 'call')} raised in the code of their tool,"
+        yield Finding(WARN, "raised", strong, f"the first: {counts.first_raised}", "errors>0")
+    if counts.calls or not counts.turns:
+        return
+    if counts.malformed >= MOST * counts.held:
+        text = (
+            f"{_number(counts.malformed, 'turn')} had neither a call nor an answer. Show the model how to write one "
+            "(`system_prompt`), or use the calls of its chat template (`call_protocol: native`)."
+        )
+        yield Finding(WARN, "no call", "No call of a tool could be read:", text, "errors>0")
+    elif about.get("tools"):
+        strong = f"None of {_conversations(counts.held)} called a tool:"
+        text = f"ask for {', '.join(about['tools'])} in `system_prompt`, or reward calls."
+        yield Finding(WARN, "no call", strong, text, "calls=0")
+
+
+def _limits(counts: Counts) -> Iterator[Finding]:
+    for reason, mend in LIMITS.items():
+        number = counts.stops[reason.value]
+        if number and number >= MOST * counts.held:
+            ended = "cut off" if reason.is_truncated else "ended"
+            strong = f"{number} of {_conversations(counts.held)} were {ended} by {reason.value}:"
+            yield Finding(WARN, reason.value, strong, f"{mend}.", f"stop={reason.value}")
+
+
+def why_equal(counts: Counts, about: dict[str, Any] | None = None) -> str:
+    """
+    Why the members of groups earned the same, as a sentence. It is the questions only where nothing else stands out.
+    """
+    found = [finding.strong for finding in find(counts, about) if finding.kind not in ("failed", "raised")]
+    if found:
+        return f"{'; '.join(strong.rstrip(':,') for strong in found)}."
+    if counts.right == {True}:
+        return "Every conversation is right: the questions are too easy."
+    if counts.right == {False}:
+        return "No conversation is right: the questions may be too hard, or the reward for an answer too strict."
+    if len(counts.earned) == 1:
+        [earned] = counts.earned
+        return f"Every conversation earned {earned:g}: the rewards tell nothing apart."
+    if counts.right == {True, False}:
+        return "Some questions are too easy, and others too hard."
+    return "The rewards tell questions apart, and no two answers to one: they may be too coarse."
+
+
+def _conversations(number: int) -> str:
+    return _number(number, "conversation")
+
+
+def _number(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
