@@ -66,7 +66,8 @@ class RunRecords(TrainerCallback):
             `list[dict]`: Lines of the index: those of the batch, of all processes.
         """
         self._latest = self._described(batch)
-        return [line for line in self._commit(lambda: self._written(batch)) if line["mode"] == batch.mode]
+        lines = self._commit(lambda: self._written(batch))
+        return [line for line in lines if line["kind"] == "rollout" and line["mode"] == batch.mode]
 
     def rescue(self, batch: RolloutBatch) -> None:
         """Writes those conversations of a batch that are finished, after this process failed or another did."""

@@ -66,7 +66,7 @@ def test_failed_conversations_are_not_taken_for_silent_rewards(build, caplog):
     assert last.startswith("In 2 training batches: 4 of 8 conversations failed (engine_error)")
 
 
-def test_why_nothing_is_learnt_follows_from_how_conversations_ended(build, caplog):
+def test_nothing_learnt_follows_from_how_conversations_ended(build, caplog):
     build(rewards=((), (Same(),)), max_turn_length=2).train()
     cut, flat, *_ = said(caplog)
     assert "4 of 4 conversations were cut off by length: a turn used up `max_turn_length`" in cut
