@@ -8,6 +8,7 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
+from mt_grpo.app.trust import asks_for_trust
 from mt_grpo.training.checkpoint import latest_checkpoint
 from mt_grpo.training.config import MTGRPOConfig
 
@@ -59,7 +60,7 @@ def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
         steps.append(("put the adapter into its model", _shell(python, "-c", MERGE.format(folder, trained))))
     if args.weight_sync == "lora":
         options += ["--weight_sync", "auto"]
-    arguments = ["--config", _config(args), "--model_name_or_path", trained, *options]
+    arguments = [*_config(args), "--model_name_or_path", trained, *options]
     if args.use_vllm:
         steps.append(("end the run's vLLM server, and start one of the trained model", _command("serve", *arguments)))
     steps.append(("see what the agent did, and the credit it got", _command("view", folder)))
@@ -109,15 +110,17 @@ def resume_command(args: MTGRPOConfig, checkpoint: Path, *options: str) -> str:
     resume = ["--resume_from_checkpoint", str(checkpoint), *options]
     if args.world_size > 1:
         return f"the command that began this run, with {_shell(*resume)}"
-    return _command("train", "--config", _config(args), *resume)
+    return _command("train", *_config(args), *resume)
 
 
 def _steps(number: int) -> str:
     return "1 step was taken" if number == 1 else f"{number} steps were taken"
 
 
-def _config(args: MTGRPOConfig) -> str:
-    return str(Path(args.output_dir) / "config.yaml")
+def _config(args: MTGRPOConfig) -> list[str]:
+    """The options that name the run's own configuration, whose code has just run."""
+    path = str(Path(args.output_dir) / "config.yaml")
+    return ["--config", path, *(["--trust"] if Path(path).is_file() and asks_for_trust(path) else [])]
 
 
 def _command(*words: str) -> str:

@@ -63,7 +63,7 @@ def _launch(path: Path, request: Request) -> int:
     number = request.own["num_processes"]
     command = ["--config_file", str(path), *([] if number is None else ["--num_processes", str(number)]), "--module"]
     command += ["mt_grpo", "train", *([] if request.path is None else [request.path]), *request.arguments]
-    command += ["--dry_run"] if request.own["dry_run"] else []
+    command += [f"--{name}" for name in ("dry_run", "trust") if request.own[name]]
     try:
         with libraries_may_refuse(f"The accelerate configuration {path} cannot be launched"):
             _check(path, number)

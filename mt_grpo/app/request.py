@@ -11,13 +11,24 @@ from typing import Any
 from mt_grpo.agent_options import verifiers_name
 from mt_grpo.app.recipe_file import read_file
 from mt_grpo.app.schema import Schema, check_value, from_text, kinds, load_schema, wanted
+from mt_grpo.app.trust import check_trust
 from mt_grpo.credit_options import parse_reward
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.options import check_batches, check_names, check_options, check_trainable, is_bare
 
+TRUST = {
+    "trust": {
+        "description": "Run the code and the commands that the `config.yaml` of a run names.",
+        "type": "boolean",
+        "x-flag": True,
+        "default": False,
+    }
+}
+
 OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "train": {
+        **TRUST,
         "dry_run": {
             "description": "Check and build everything; sample and write nothing.",
             "type": "boolean",
@@ -37,6 +48,7 @@ OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "rollout": {
+        **TRUST,
         "num_prompts": {
             "description": "Prompts to answer, of the evaluation set if there is one.",
             "type": "integer",
@@ -50,8 +62,9 @@ OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "default": False,
         },
     },
-    "serve": {},
+    "serve": {**TRUST},
     "doctor": {
+        **TRUST,
         "num_processes": {
             "description": "Processes that train, instead of the accelerate configuration's, or 1.",
             "type": "integer",
@@ -143,6 +156,10 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
         if isinstance(request.recipe.get("env"), dict):
             variables = request.recipe.pop("env")
         _check_recipe(request, lines, schema)
+        if not request.own["trust"]:
+            check_trust(
+                request.path, {name: request.recipe[name] for name in request.recipe if name not in given}, variables
+            )
     request.values = {**request.recipe, **given}
     _check_whole(request, schema, command)
     os.environ.update({name: str(value) for name, value in variables.items()})

@@ -69,9 +69,10 @@ def test_options_of_recipes_are_completed(complete, fields, command):
     assert {f"--{name}" for name in fields} <= offered
     launched = {"--accelerate_config", "--num_processes"}
     own = {
-        "train": {"--dry_run", *launched},
-        "rollout": {"--num_prompts", "--audit"},
-        "doctor": {"--gpu_memory", "--calibrate", "--probe", "--json", *launched},
+        "train": {"--dry_run", "--trust", *launched},
+        "rollout": {"--num_prompts", "--audit", "--trust"},
+        "serve": {"--trust"},
+        "doctor": {"--trust", "--gpu_memory", "--calibrate", "--probe", "--json", *launched},
     }
     assert offered - {f"--{name}" for name in fields} == {"--config", "--help", "--help-all", *own.get(command, ())}
 

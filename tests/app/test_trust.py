@@ -1,0 +1,144 @@
+"""The configuration of a stranger's run executes nothing unasked; pages and exports of one execute nothing at all."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.runs import write_run
+
+from mt_grpo.app.request import read_request
+from mt_grpo.cli import main
+from mt_grpo.errors import ConfigError
+
+RECIPE = {"model_name_or_path": "embedded", "dataset_name": "embedded", "num_generations": 2}
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch) -> Path:
+    """A run's folder; the current one is another, which has code and a file of tools."""
+    mine = tmp_path / "mine"
+    (mine / "package").mkdir(parents=True)
+    for name in ("mine.py", "tools.yaml", "package/__init__.py"):
+        (mine / name).touch()
+    monkeypatch.chdir(mine)
+    folder = tmp_path / "stranger"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    return folder
+
+
+def config(folder: Path, **options: object) -> str:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(RECIPE | options))
+    return str(path)
+
+
+FOREIGN = {
+    "a plugin": ({"external_plugins": ["../stranger/evil.py"]}, "`external_plugins: ../stranger/evil.py`"),
+    "a function of a file": ({"tools": ["search", "../stranger/evil.py:run"]}, "`tools: ../stranger/evil.py:run`"),
+    "a module of Python": ({"outcome_reward_funcs": ["os.system"]}, "`outcome_reward_funcs: os.system`"),
+    "an installed package": ({"turn_reward_funcs": [{"name": "yaml:load"}]}, "`turn_reward_funcs: yaml:load`"),
+    "one entry for a list": ({"tools": "subprocess.run"}, "`tools: subprocess.run`"),
+    "an environment": ({"env": "yaml.Env"}, "`env: yaml.Env`"),
+    "an environment of verifiers": ({"env": "verifiers:game"}, "`env: verifiers:game`"),
+    "factories by name": ({"environment_factory": {"a": "yaml.make"}}, "`environment_factory: yaml.make`"),
+    "a nested environment": ({"environments": {"a": {"agent": {"command": "sh x"}}}}, "`agent: sh x`"),
+    "a scheduler": ({"multi_turn_scheduler": "yaml.S"}, "`multi_turn_scheduler: yaml.S`"),
+    "a score": ({"state_score": "yaml.S"}, "`state_score: yaml.S`"),
+    "an agent's command": ({"agent": {"command": "sh -c x"}}, "`agent: sh -c x`"),
+    "an agent's command as JSON": ({"agent": '{"command": "sh -c x"}'}, "`agent: sh -c x`"),
+    "an agent's function": ({"agent": "yaml.solve"}, "`agent: yaml.solve`"),
+    "a file of tools": (
+        {"tools_config_file": "../stranger/tools.yaml"},
+        "`tools_config_file: ../stranger/tools.yaml`",
+    ),
+    "a file of interactions": ({"interaction_config_file": "/etc/x"}, "`interaction_config_file: /etc/x`"),
+    "the model's code": ({"trust_remote_code": True}, "`trust_remote_code`"),
+    "a kernel of the Hub": ({"attn_implementation": "a/b"}, "`attn_implementation: a/b`"),
+    "a name with NUL": ({"external_plugins": ["a\0.py"]}, "`external_plugins: a"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_strangers_configuration_asks_for_trust(stranger, name):
+    options, words = FOREIGN[name]
+    with pytest.raises(ConfigError) as refused:
+        read_request([config(stranger, **options)], "rollout")
+    assert words in str(refused.value) and "add `--trust`" in str(refused.value)
+
+
+def test_variables_of_a_strangers_configuration_need_trust(stranger, monkeypatch):
+    path = config(stranger, env={"LD_PRELOAD": "evil.so"})
+    with pytest.raises(ConfigError, match="`env: LD_PRELOAD`"):
+        read_request([path], "train")
+
+
+def test_a_configuration_that_names_own_code_is_not_asked_about(stranger):
+    own = {
+        "external_plugins": ["mine.py"],
+        "tools": ["search", "mine.tool", "package.tool", "mt_grpo.tools.calculator.calculator"],
+        "tools_config_file": "tools.yaml",
+        "outcome_reward_funcs": ["exact_match", "no_such_module.reward"],
+        "trust_remote_code": False,
+        "attn_implementation": "sdpa",
+    }
+    assert read_request([config(stranger, **own)], "rollout").recipe["tools"]
+
+
+def test_trust_is_said_on_the_command_line(stranger):
+    path = config(stranger, external_plugins=["../stranger/evil.py"])
+    for arguments in ([path, "--trust"], [path, "--external_plugins", "mine.py"]):
+        assert read_request(arguments, "rollout").recipe["external_plugins"]
+    assert read_request([path, "--trust"], "train").own["trust"] is True
+
+
+def test_a_recipe_that_is_no_runs_is_not_asked_about(stranger):
+    (stranger / "metrics.jsonl").unlink()
+    path = Path(config(stranger, external_plugins=["../stranger/evil.py"]))
+    with pytest.raises(ConfigError, match="add `--trust`"):  # a run's by its name
+        read_request([str(path)], "rollout")
+    assert read_request([str(path.rename(stranger / "recipe.yaml"))], "rollout").recipe["external_plugins"]
+
+
+def test_code_in_the_runs_folder_is_the_runs_wherever_one_is(stranger, monkeypatch):
+    monkeypatch.chdir(stranger)
+    path = config(stranger, external_plugins=["evil.py"])
+    with pytest.raises(ConfigError, match="`external_plugins: evil.py`"):
+        read_request([path], "rollout")
+
+
+@pytest.mark.parametrize("command", ["train", "rollout", "doctor", "serve"])
+def test_nothing_runs_before_the_question(stranger, tmp_path, capsys, command):
+    path = config(stranger, external_plugins=[str(stranger / "evil.py")])
+    assert main([command, path]) == 1
+    assert "add `--trust`" in capsys.readouterr().err and not (tmp_path / "executed").exists()
+
+
+class Executing:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_pages_and_exports_of_a_run_execute_nothing(tmp_path, stranger):
+    folder, executed = write_run(tmp_path / "run", steps=1, groups=2), tmp_path / "executed"
+    config(folder, external_plugins=[str(stranger / "evil.py")], trust_remote_code=True)
+    (folder / "checkpoint-1").mkdir()
+    for name in ("rollouts-rank0.pt", "optimizer.pt", "training_args.bin", "pytorch_model.bin"):
+        (folder / "checkpoint-1" / name).write_bytes(pickle.dumps(Executing(executed)))
+    (folder / "tokenizer" / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.T", null]}}')
+    for name in ("sitecustomize.py", "numpy.py", "tokenizer/evil.py"):
+        (folder / name).write_text((stranger / "evil.py").read_text())
+    for arguments in (["view", str(folder), "--export", "x.html"], ["export", str(folder), "--to", "jsonl"]):
+        subprocess.run([sys.executable, "-m", "mt_grpo", *arguments], check=True, stdout=subprocess.DEVNULL)
+    assert not executed.exists()
