@@ -25,6 +25,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/mypy
 
 # The oldest TRL that is allowed: what we rely on in it, and a run of it.
 trl-oldest: $(VENV)/.installed .venv-trl-oldest/.installed

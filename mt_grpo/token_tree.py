@@ -145,7 +145,8 @@ class TokenTree:
 
     def tail(self, length: int) -> list[int]:
         """The last `length` tokens of the latest path, or all if it has fewer. It reads no other tokens."""
-        tokens, index = [], self._tip
+        tokens: list[int] = []
+        index = self._tip
         while index >= 0 and len(tokens) < length:
             tokens = self.nodes[index].tokens[-(length - len(tokens)) :] + tokens
             index = self.nodes[index].parent

@@ -71,7 +71,12 @@ def audit_rewards(batch: RewardBatch, advantages: Tensor) -> Audit:
     Args:
         batch (`RewardBatch`): The rewards, with their streams.
         advantages (`Tensor`): What a credit rule made of them, shape (B, K).
+
+    Raises:
+        ValueError: If the batch has no streams, or no weights of them.
     """
+    if batch.turn_streams is None or batch.outcome_streams is None or batch.stream_weights is None:
+        raise ValueError("An audit needs a `RewardBatch` with each reward by itself and with the weights of all.")
     size, exists, ran = batch.group_size, batch.turn_mask.cpu(), ~batch.failed.cpu()
     turns, outcomes = batch.turn_streams.cpu().double(), batch.outcome_streams.cpu().double()
     # one column per reward, (B, N): NaN where it does not apply; then 0 there, and NaN for a failed trajectory

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.estimators import RewardBatch, Scale
-from mt_grpo.credit.rule import Rule, bind_rule, rule_name
+from mt_grpo.credit.estimators import RewardBatch
+from mt_grpo.credit.normalisation import Scale
+from mt_grpo.credit.rule import Rule, bind_rule
+from mt_grpo.credit_options import rule_name
 from mt_grpo.errors import UserError
 
 

@@ -85,7 +85,7 @@ class RewardBatch:
         Raises:
             ConfigError: If the batch lacks it.
         """
-        value = getattr(self, field)
+        value: Tensor | None = getattr(self, field)
         if value is None:
             raise ConfigError(
                 f"The advantage estimator {rule!r} needs the `{field}` of a `RewardBatch`: fill them in."

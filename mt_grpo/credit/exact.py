@@ -107,12 +107,12 @@ class Measurement:
     def cosine(self) -> float:
         """Between the expected estimate and the truth: 1 where the direction is right, 0 for an estimate of 0."""
         product = self.mean.norm() * self.truth.norm()
-        return (self.mean @ self.truth / product).item() if self.mean.norm() > 1e-12 else 0.0
+        return float(self.mean @ self.truth / product) if self.mean.norm() > 1e-12 else 0.0
 
     @property
     def length(self) -> float:
         """Length of the expected estimate, in lengths of the truth."""
-        return (self.mean.norm() / self.truth.norm()).item()
+        return float(self.mean.norm() / self.truth.norm())
 
     @property
     def signal_to_noise(self) -> float:
@@ -202,7 +202,8 @@ class Paths:
     @classmethod
     def of(cls, process: Process, parameters: tuple[float, ...]) -> Paths:
         """Plays a process in every way."""
-        plays, outcomes, open_ways = [], [], [()]
+        plays, outcomes = [], []
+        open_ways: list[tuple[bool, ...]] = [()]
         while open_ways:
             given = open_ways.pop()
             play = Play(given, parameters)

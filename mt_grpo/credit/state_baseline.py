@@ -72,7 +72,8 @@ def _line(x: Tensor, y: Tensor, groups: Tensor) -> Tensor:
     # scores that are all the same have a variance that is 0 but for rounding
     differ = variance > 1e-6 * mean_xx
     slope = torch.where(differ, (mean_xy - mean_x * mean_y) / variance, 0.0)
-    return (mean_y - slope * mean_x)[groups] + slope[groups] * x
+    line: Tensor = (mean_y - slope * mean_x)[groups] + slope[groups] * x
+    return line
 
 
 def _table(x: Tensor, y: Tensor, groups: Tensor) -> Tensor:

@@ -42,7 +42,10 @@ def chunked_logps(
     elements = CHUNK_ELEMENTS.get(hidden.device.type, 2**26)
     if truncation is not None:
         elements //= 8  # sorting takes several times the memory of what is sorted
-    return _Score.apply(hidden, weight, bias, labels, temperature, truncation, max(16, elements // weight.size(0)))
+    chunk = max(16, elements // weight.size(0))
+    arguments = (hidden, weight, bias, labels, temperature, truncation, chunk)
+    logps, entropies = _Score.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives it no types
+    return logps, entropies
 
 
 class _Score(torch.autograd.Function):
@@ -72,7 +75,7 @@ class _Score(torch.autograd.Function):
             for start in range(0, size, chunk):
                 part = slice(start, start + chunk)
                 logits = _logits(hidden[part], matrix, bias, temperature)
-                if truncation is not None:
+                if truncation is not None and floors is not None:
                     floors[part] = truncation.floor(logits)
                     excluded = excludes(logits, floors[part], labels[part])
                 peak = logits.amax(dim=1, keepdim=True)
@@ -126,19 +129,19 @@ class _Score(torch.autograd.Function):
                     None if grad_entropies is None else grad_entropies[part] / ctx.temperature,
                     entropies[part],
                 )
-                if wants_bias:
+                if grad_bias is not None:
                     grad_bias += grad.sum(dim=0)
                 grad = grad.to(hidden.dtype)
-                if wants_hidden:
+                if grad_hidden is not None:
                     grad_hidden[part] = grad @ matrix
-                if wants_weight and grad_weight.dtype == grad.dtype:
+                if grad_weight is not None and grad_weight.dtype == grad.dtype:
                     grad_weight.addmm_(grad.T, hidden[part])
-                elif wants_weight:
+                elif grad_weight is not None:
                     grad_weight += grad.T @ hidden[part]
         return (
             grad_hidden,
-            grad_weight.to(weight.dtype) if wants_weight else None,
-            grad_bias.to(bias.dtype) if wants_bias else None,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
             None,
             None,
             None,
@@ -156,6 +159,7 @@ def _grad_logits(
     logp: Tensor, labels: Tensor, grad_logp: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor
 ) -> Tensor:
     if grad_entropy is None:
+        assert grad_logp is not None  # autograd asks for no gradient of neither
         grad = logp.exp_().mul_(-grad_logp[:, None])
     else:
         probability = logp.exp()

@@ -54,7 +54,7 @@ def token_logps(
         if value not in known:
             raise ConfigError(f"`{name}` is {value!r}; choose one of {', '.join(known)}.")
     flat = [flatten(tree) for tree in trees]
-    if any(((tree.turns >= 0) & (tree.parent < 0)).any() for tree in flat):
+    if any(tree.parent is not None and ((tree.turns >= 0) & (tree.parent < 0)).any() for tree in flat):
         raise ValueError("The first token of a tree is trained, but no token before it predicts it.")
     turns = [tree.num_turns for tree in trees]
     if not any(len(tree.tokens) for tree in flat):

@@ -122,14 +122,15 @@ def _through_head(module: nn.Module, hidden: Tensor, tree: TreeInput, cast_to_fp
             return chunked_logps(hidden.float(), head.weight, head.bias, label, tree.temperature, tree.truncation)
 
     usual = vars(head).get("forward")
-    head.forward = forward
+    vars(head)["forward"] = forward
     try:
-        return module(hidden)
+        logps, entropies = module(hidden)
+        return logps, entropies
     finally:
         if usual is None:
-            del head.forward
+            del vars(head)["forward"]
         else:
-            head.forward = usual
+            vars(head)["forward"] = usual
 
 
 def _linear(head: nn.Module) -> nn.Linear:

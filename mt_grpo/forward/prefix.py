@@ -71,4 +71,5 @@ def locate(
     parent_of, common = np.array(parent), np.array(shared)
     while (higher := depth < common[sequence]).any():
         sequence = np.where(higher, parent_of[sequence], sequence)
-    return depth + np.array(shifts)[sequence]
+    found: np.ndarray = depth + np.array(shifts)[sequence]
+    return found

@@ -111,7 +111,7 @@ def probe_trees(vocabulary: int, depth: int) -> list[FlatTree]:
     sibling, trajectory, stranger = trees = [TokenTree(), TokenTree(), TokenTree()]
 
     def take(count: int) -> list[int]:
-        return draw.integers(vocabulary, size=count).tolist()
+        return [int(token) for token in draw.integers(vocabulary, size=count)]
 
     def turn(tree: TokenTree, context: list[int]) -> list[int]:
         action = take(size)
@@ -204,7 +204,7 @@ def _padding_noise(
     tokens = np.random.default_rng(1).integers(vocabulary, size=(NOISE_ROWS, length))
     ids = torch.from_numpy(tokens).to(device)
     size = min(length - 1, SHALLOWEST) // TURN * TURN
-    results = []
+    results: list[Tensor] = []
     for padding in (0, PADDING):
         mask = nn.functional.pad(torch.ones_like(ids), (padding, 0))
         logits = model(

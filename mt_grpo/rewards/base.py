@@ -12,6 +12,9 @@ from mt_grpo.trajectory import Trajectory, Turn
 PlainFunction = Callable[..., "list[float | None] | Awaitable[list[float | None]]"]
 """A TRL reward function: `f(prompts, completions, **columns) -> list[float | None]`, sync or async."""
 
+Score = float | None | Awaitable[float | None]
+"""What `score` returns: the reward, or `None` where it does not apply; a coroutine of it with `async def`."""
+
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns that reach a TRL reward function under a name of its own (`prompts`, `completions`, `completion_ids`)."""
 
@@ -43,7 +46,7 @@ class RewardFunc(ABC):
             cls.name = cls.__name__
 
     @abstractmethod
-    def score(self, *args: Any, **row: Any) -> Any:
+    def score(self, *args: Any, **row: Any) -> Score:
         """The reward, or `None` where it does not apply. May be `async def`."""
 
 
@@ -54,7 +57,7 @@ class TurnReward(RewardFunc):
     """
 
     @abstractmethod
-    def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
+    def score(self, turn: Turn, trajectory: Trajectory, *args: Any, **row: Any) -> Score:
         """
         Judges a turn; may be `async def`.
 
@@ -75,7 +78,7 @@ class StateScore(RewardFunc):
     """
 
     @abstractmethod
-    def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
+    def score(self, turn: Turn, trajectory: Trajectory, *args: Any, **row: Any) -> Score:
         """
         Scores the state after a turn; may be `async def`.
 
@@ -94,7 +97,7 @@ class OutcomeReward(RewardFunc):
     """Judges a whole trajectory."""
 
     @abstractmethod
-    def score(self, trajectory: Trajectory, **row: Any) -> float | None:
+    def score(self, trajectory: Trajectory, *args: Any, **row: Any) -> Score:
         """
         Judges a trajectory; may be `async def`.
 

@@ -73,12 +73,11 @@ class InformationGain(TurnReward):
     def score(self, turn: Turn, trajectory: Trajectory, **row: Any) -> float | None:
         if self.name not in trajectory.answer_logprobs:
             raise ValueError("the trajectory has no log-probs of the answer, which a trainer computes")
-        before, *after = trajectory.answer_logprobs[self.name][turn.index : turn.index + 2]
-        if before is None or after in ([], [None]):
+        states = trajectory.answer_logprobs[self.name][turn.index : turn.index + 2]
+        before, after = states if len(states) == 2 else (None, None)
+        if before is None or after is None:
             return None
-        if self.gain == "probability":
-            return math.exp(after[0]) - math.exp(before)
-        return after[0] - before
+        return math.exp(after) - math.exp(before) if self.gain == "probability" else after - before
 
 
 information_gain = InformationGain()

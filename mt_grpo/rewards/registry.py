@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from mt_grpo.credit_options import parse_reward
 from mt_grpo.errors import UserError
@@ -39,7 +39,8 @@ def reward(name: str) -> Callable[[Judge], Judge]:
     check_name(name, "reward")
 
     def register(thing: Judge) -> Judge:
-        entry = thing if isinstance(thing, type) else FunctionReward(thing)
+        # a class that is no reward is refused where it is listed
+        entry = cast(type[RewardFunc], thing) if isinstance(thing, type) else FunctionReward(thing)
         entry.name = name
         REWARDS.add(name, entry, thing.__module__)
         return thing
@@ -48,7 +49,7 @@ def reward(name: str) -> Callable[[Judge], Judge]:
 
 
 def load_rewards(
-    entries: Sequence[str | Mapping[str, Any] | Callable | RewardFunc | type[RewardFunc]],
+    entries: Sequence[str | Mapping[str, Any] | Callable[..., Any] | RewardFunc | type[RewardFunc]],
     kind: Literal["turn", "outcome", "state"],
 ) -> list[RewardFunc]:
     """

@@ -158,7 +158,9 @@ def _call(func: RewardFunc, call: Callable[[], Any], trajectory: Trajectory, sco
         failure = error
 
     async def wait() -> Any:
-        asyncio.current_task().set_name(f"reward {func.name!r}")  # shown in the warning if it cannot be cancelled
+        task = asyncio.current_task()
+        assert task is not None  # a coroutine runs in one
+        task.set_name(f"reward {func.name!r}")  # shown in the warning if it cannot be cancelled
         try:
             if failure is not None:
                 raise failure

@@ -177,3 +177,9 @@ def test_a_group_of_equals_has_no_signal_whatever_the_rule(rule, scale):
         scores = torch.zeros_like(turns)
         batch = RewardBatch(**{**vars(batch), "state_ids": scores.long(), "state_scores": scores})
         assert without_signal(estimate(rule, batch, scale_rewards=scale), size).all()
+
+
+def test_an_audit_needs_each_reward_by_itself():
+    batch = RewardBatch(torch.zeros(2, 1), torch.zeros(2), torch.ones(2, 1).bool(), torch.ones(2, 1).bool(), 2)
+    with pytest.raises(ValueError, match="each reward by itself"):
+        audit_rewards(batch, torch.zeros(2, 1))

@@ -6,9 +6,9 @@ Three implementations of one rule, `token q sees token k iff k <= q <= subtree_e
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -17,6 +17,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention.kernels import KERNELS
 from mt_grpo.forward.attention.layout import TreeLayout
+
+
+class AttentionLayer(Protocol):
+    """What transformers calls an attention with: a module of a decoder's layer."""
+
+    layer_idx: int
 
 
 def register(original: str) -> str:
@@ -29,10 +35,10 @@ def register(original: str) -> str:
     name = f"tree_or_{original}"
     if name in ALL_ATTENTION_FUNCTIONS:
         return name
-    plain = ALL_ATTENTION_FUNCTIONS[original]
+    plain: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS[original]
 
     def attention(
-        module: torch.nn.Module,
+        module: AttentionLayer,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -57,7 +63,7 @@ def register(original: str) -> str:
     return name
 
 
-def _check_call(module: torch.nn.Module, mask: Tensor | None, options: dict[str, Any]) -> None:
+def _check_call(module: AttentionLayer, mask: Tensor | None, options: dict[str, Any]) -> None:
     """Refuses a layer whose attention differs from its configuration: its tokens would not see their history."""
     config = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)

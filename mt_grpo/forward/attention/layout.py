@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -44,7 +42,9 @@ class TreeLayout:
         for chain, parent in enumerate(parent_chain.tolist()):
             self.paths.append([*(self.paths[parent] if parent >= 0 else []), chain])
         self._attention = attention
-        self._cache: dict[Any, Any] = {}
+        self._dense: dict[tuple[torch.device, int | None], Tensor] = {}
+        self._chains: dict[tuple[torch.device, torch.dtype, int | None], tuple[int, Tensor]] = {}
+        self._blocks: dict[tuple[torch.device, int | None], BlockMask] = {}
 
     def attention(self, device: torch.device) -> str:
         """The kernel for queries on `device`."""
@@ -54,15 +54,15 @@ class TreeLayout:
 
     def dense_mask(self, device: torch.device, window: int | None) -> Tensor:
         """`(N, N)` bool, queries by keys."""
-        key = ("dense", device, window)
-        if key not in self._cache:
+        key = (device, window)
+        if key not in self._dense:
             arrays = (np.arange(self.size), self.subtree_end, self.depth)
             index, last, depth = (torch.from_numpy(array).to(device) for array in arrays)
             mask = (index[:, None] >= index) & (index[:, None] <= last)
             if window is not None:
                 mask &= depth[:, None] - depth < window
-            self._cache[key] = mask
-        return self._cache[key]
+            self._dense[key] = mask
+        return self._dense[key]
 
     def chain_mask(
         self, device: torch.device, chain: int, first: int, dtype: torch.dtype, window: int | None
@@ -71,25 +71,25 @@ class TreeLayout:
         Additive mask of a chain's queries over the keys of its path from depth `first` on. All chains share one
         matrix. A chain with `P` tokens before it reads the columns in which query `i` sees up to key `P + i`.
         """
-        key = ("chain", device, dtype, window)
-        if key not in self._cache:
+        key = (device, dtype, window)
+        if key not in self._chains:
             begins = self.depth[self.starts]
             masked = (begins > 0) | (self.sizes > (window or self.size))
             rows, before = int(self.sizes[masked].max()), int(begins.max())
             gap = before + torch.arange(rows)[:, None] - torch.arange(before + rows)
             hidden = (gap < 0) | (gap >= (window or self.size))
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-            self._cache[key] = (before, mask.to(device))
-        before, mask = self._cache[key]
+            self._chains[key] = (before, mask.to(device))
+        before, mask = self._chains[key]
         begin, size = int(self.depth[self.starts[chain]]), int(self.sizes[chain])
         return mask[:size, before - begin + first : before + size]
 
     def block_mask(self, device: torch.device, window: int | None) -> BlockMask:
         """FlexAttention's mask, made from the extremes of two vectors in each block, without the `(N, N)` mask."""
-        key = ("block", device, window)
-        if key not in self._cache:
-            self._cache[key] = self._block_mask(device, window)
-        return self._cache[key]
+        key = (device, window)
+        if key not in self._blocks:
+            self._blocks[key] = self._block_mask(device, window)
+        return self._blocks[key]
 
     def _block_mask(self, device: torch.device, window: int | None) -> BlockMask:
         blocks = -(-self.size // BLOCK)
@@ -103,19 +103,24 @@ class TreeLayout:
         if window is not None:
             some &= depth.min(axis=1)[:, None] - depth.max(axis=1)[None, :] < window
             every &= depth.max(axis=1)[:, None] - depth.min(axis=1)[None, :] < window
-        lists = []
-        for chosen in (some & ~every, every):
-            lists.append(torch.from_numpy(chosen.sum(axis=1).astype(np.int32)))
-            lists.append(torch.from_numpy(np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)))
-        tensors = [item[None, None].to(device) for item in lists]
+
+        def chosen(which: np.ndarray) -> tuple[Tensor, Tensor]:
+            count = torch.from_numpy(which.sum(axis=1).astype(np.int32))
+            order = torch.from_numpy(np.argsort(~which, axis=1, kind="stable").astype(np.int32))
+            return count[None, None].to(device), order[None, None].to(device)
+
+        partial, full = chosen(some & ~every), chosen(every)
         ends = torch.from_numpy(last.reshape(-1)).to(device)
         depths = torch.from_numpy(depth.reshape(-1)).to(device)
+
+        reach = self.size if window is None else window
 
         def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (k <= q) & (q <= ends[k])
 
         def visible_in_window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k <= q) & (q <= ends[k]) & (depths[q] - depths[k] < window)
+            return (k <= q) & (q <= ends[k]) & (depths[q] - depths[k] < reach)
 
         rule = visible if window is None else visible_in_window
-        return BlockMask.from_kv_blocks(*tensors, BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=(self.size, self.size))
+        size = (self.size, self.size)
+        return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=size)
