@@ -1,8 +1,9 @@
 """Rollouts: from prompts to trajectories."""
 
+from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.rollout.engine import Engine, EngineError, RolloutError, Sample, SamplingParams
 from mt_grpo.rollout.engines.scripted import ScriptedEngine
-from mt_grpo.rollout.rendering import ChatRenderer, TemplateError
+from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.runner import RolloutRequest, RolloutRunner
 from mt_grpo.rollout.sampler import RolloutLimits, derive_seed
 from mt_grpo.rollout.token_row import TokenRow

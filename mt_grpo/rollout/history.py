@@ -71,7 +71,9 @@ class History:
         """
         turn, marks = trajectory.turns[-1], self._renderer.marks
         kept = turn.context_length + turn.num_tokens if self._policy == "keep" else 0
-        suffix = self._renderer.reply_ids(turn.replies, action[-1], max(0, most - kept))
+        last = action[-1] if action else -1  # a turn may be empty
+        room, calls = max(0, most - kept), turn.message.get("tool_calls") or ()
+        suffix = self._renderer.reply_ids(turn.replies, last, room, calls)
         if suffix is None:
             return None
         if self._policy == "keep":

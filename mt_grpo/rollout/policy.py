@@ -154,13 +154,10 @@ class ConversationPolicy:
         first = self._prompt_length is None
         index, known = (-1, 0) if first or self._sampler.history != "keep" else self._said.longest(messages)
         replies = messages[known:]
-        if (
-            known
-            and self._renderers[index] is self.renderer
-            and all(reply["role"] != "assistant" for reply in replies)
-        ):
-            path = self._trajectory.tree.path_of_turn(index)
-            suffix = self.renderer.reply_ids(replies, path[-1])
+        path = self._trajectory.tree.path_of_turn(index) if known else []  # empty where the turn is
+        if path and self._renderers[index] is self.renderer and all(reply["role"] != "assistant" for reply in replies):
+            calls = messages[known - 1].get("tool_calls") or ()
+            suffix = self.renderer.reply_ids(replies, path[-1], calls=calls)
             return self._rewritten(suffix, path + suffix)
         context = self._history.begin(messages, self._sampler.engine.context_length)
         if context is None:
@@ -190,7 +187,7 @@ class ConversationPolicy:
         written = self._said.written(before)
         if written is not None and words.startswith(written):
             added, path = words[len(written) :], self._trajectory.tree.path()
-            if path[-1] in (self.renderer.end_id, self.renderer.tokenizer.eos_token_id):
+            if path[-1] in (*self.renderer.end_ids, self.renderer.tokenizer.eos_token_id):
                 path = path[:-1]
             if added:
                 self._trajectory.turns[-1].replies = [{**last, "content": added}]
@@ -238,7 +235,7 @@ class ConversationPolicy:
             self.sampling,
             max_tokens=budget,
             stop=stop,
-            stop_token_ids=(self.renderer.end_id,),  # a base model may not know it as an end of its own
+            stop_token_ids=self.renderer.end_ids,  # a base model may not know them as ends of its own
             seed=derive_seed(self._seed, index),
         )
         sample = await self._sample(self._context, drawing)
@@ -285,7 +282,8 @@ class ConversationPolicy:
     def _read(self, turn: Turn, protocol: CallProtocol) -> None:
         """Writes into a turn what its text means."""
         # the assistant's header is in there, and with it the `<think>` that some templates open themselves
-        header = self._trajectory.tree.tail(turn.num_tokens + HEADER_TOKENS)[: -turn.num_tokens]
+        tail = self._trajectory.tree.tail(turn.num_tokens + HEADER_TOKENS)
+        header = tail[: len(tail) - turn.num_tokens]
         parsed = protocol.parse(turn.text, self.renderer.tokenizer, header)
         turn.message, turn.tool_calls, turn.error, turn.answer = (
             parsed.message,

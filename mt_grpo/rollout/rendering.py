@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from mt_grpo.errors import UserError
+from mt_grpo.rollout.chat_template import ChatTemplate
 from mt_grpo.rollout.marks import Marks
 from mt_grpo.rollout.suffix_cache import SuffixCache
 from mt_grpo.trajectory import Message
 
-# An assistant turn to hang a reply on; only what the template writes after it is used.
-_ASSISTANT = "An assistant turn."
-_CALLED = "a_tool_it_calls"
 _PROMPTS_KEPT = 64
 _CHARACTERS = 8
 """Characters per token of room above which a reply counts as too long; ordinary text has three or four per token."""
-
-
-class TemplateError(UserError, ValueError):
-    """The tokenizer's chat template cannot render the conversation. The message is one sentence fit for the user."""
 
 
 class ChatRenderer:
@@ -36,10 +29,12 @@ class ChatRenderer:
 
     Attributes:
         end_of_turn (`str`), end_id (`int`): The token with which the template ends an assistant's turn.
+        end_ids (`tuple[int, ...]`): All tokens that end a turn: this one, and one of its own for turns with calls.
         special_ids (`set[int]`): The tokenizer's special tokens.
 
     Raises:
-        TemplateError: If the tokenizer has no chat template, or one that cannot hold a conversation.
+        TemplateError: If the tokenizer has no chat template, or one that does not show the model what it is told:
+            users' replies, and results of tools where there are `tools`.
     """
 
     def __init__(
@@ -49,19 +44,22 @@ class ChatRenderer:
         template_kwargs: dict[str, Any] | None = None,
         tags: tuple[str, ...] = (),
     ) -> None:
-        if tokenizer.chat_template is None:
-            raise TemplateError("The tokenizer has no chat template: use a chat model, or set `chat_template_path`.")
+        self._template = ChatTemplate(tokenizer, template_kwargs or {}, calls=bool(tools))
         self.tokenizer = tokenizer
         self.tools = tools
-        self.template_kwargs = template_kwargs or {}
-        self.marks = Marks(tokenizer, tokenizer.get_chat_template(), tags)
+        source = tokenizer.get_chat_template()
+        self.marks = Marks(tokenizer, source, tags)
         self._shielded_tools = self.marks.shield_all(tools)
         added = tokenizer.added_tokens_decoder
         self.special_ids = {token for token, content in added.items() if content.special}
-        self.end_id = self._find_end_of_turn()
-        self.end_of_turn = tokenizer.convert_ids_to_tokens(self.end_id)
-        self._prompt_ids = lru_cache(_PROMPTS_KEPT)(self.encode)
-        self._suffixes = SuffixCache(tokenizer.get_chat_template(), self._shielded_reply_text)
+        self.end_of_turn = self._template.end_of_turn
+        ends = dict.fromkeys((self.end_of_turn, self._template.end_of_calls))
+        self.end_ids = tuple(tokenizer.convert_tokens_to_ids(end) for end in ends)
+        self.end_id = self.end_ids[0]
+        self._past_end_id = tokenizer.convert_tokens_to_ids(self._template.past_end)
+        self._text_ids = lru_cache(_PROMPTS_KEPT)(self.encode)
+        self._plain_prompt_ids = lru_cache(_PROMPTS_KEPT)(self._encoded_prompt)
+        self._suffixes = SuffixCache(source, self._template.suffix)
 
     def prompt_ids(self, messages: list[Message], room: int | None = None) -> list[int] | None:
         """
@@ -74,11 +72,17 @@ class ChatRenderer:
         """
         if room is not None and self._exceed(messages, room, lambda cut: self.encode(self.prompt_text(cut))):
             return None
-        return self._prompt_ids(self.prompt_text(messages))
+        if all(isinstance(value, str) for message in messages for value in message.values()):
+            # members of a group have equal messages: known before anything is rendered
+            return self._plain_prompt_ids(tuple(tuple(message.items()) for message in messages))
+        return self._encoded_prompt(messages)
+
+    def _encoded_prompt(self, messages: Sequence[Any]) -> list[int]:
+        return self._text_ids(self.prompt_text([dict(message) for message in messages]))
 
     def prompt_text(self, messages: list[Message]) -> str:
-        """The same as shielded text."""
-        return self.shown_text(self.shielded(messages))
+        """The same as shielded text. Raises `TemplateError` where the text of a message is not in it."""
+        return self.marks.tidy(self._template.prompt(self.shielded(messages), self._shielded_tools))
 
     def shielded(self, messages: list[Message]) -> list[Message]:
         """Messages with shielded contents, for the template."""
@@ -86,9 +90,15 @@ class ChatRenderer:
 
     def shown_text(self, messages: list[Message], header: bool = True) -> str:
         """Renders shielded messages to shielded text. Without `header` the conversation is finished."""
-        return self.marks.tidy(self._render(messages, tools=self._shielded_tools, header=header))
+        return self.marks.tidy(self._template.render(messages, self._shielded_tools, header))
 
-    def reply_ids(self, replies: list[Message], last_id: int, room: int | None = None) -> list[int] | None:
+    def reply_ids(
+        self,
+        replies: list[Message],
+        last_id: int,
+        room: int | None = None,
+        calls: Sequence[dict[str, Any]] = (),
+    ) -> list[int] | None:
         """
         Ids that follow a sampled turn: the end of the turn, the environment's messages, the assistant's header.
 
@@ -97,14 +107,21 @@ class ChatRenderer:
             last_id (`int`): Last id that the model sampled. If it is the end-of-turn token, it is not added again.
             room (`int`, *optional*): Most tokens that the ids may have. If the replies are far too long, only their
                 beginning is encoded, and `None` is returned.
-        """
-        if room is not None and self._exceed(replies, room, self._reply_ids):
-            return None
-        ids = self._reply_ids(replies)
-        return ids[1:] if ids[0] == last_id else ids
+            calls (`Sequence[dict]`, *optional*): Tool calls of the turn, which results are named after.
 
-    def _reply_ids(self, replies: list[Message]) -> list[int]:
-        return self.encode(self.marks.tidy(self._suffixes.text(self.shielded(replies))))
+        Raises:
+            TemplateError: If the template refuses the replies, or does not show the text of each.
+        """
+        called = _called(replies, calls)
+        if room is not None and self._exceed(replies, room, lambda cut: self._reply_ids(cut, called)):
+            return None
+        ids = self._reply_ids(replies, called)
+        ended = ids[0] == last_id or (ids[0] == self._past_end_id and last_id == self.end_id)
+        return ids[1:] if ended else ids
+
+    def _reply_ids(self, replies: list[Message], called: tuple[str, ...]) -> list[int]:
+        text = self._suffixes.text(self.shielded(replies), self.marks.shield_all(called))
+        return self.encode(self.marks.tidy(text))
 
     def _exceed(self, messages: list[Message], room: int, encode: Callable[[list[Message]], list[int]]) -> bool:
         """Whether messages have more than twice `room` tokens; encodes no more of them than is needed to know."""
@@ -118,30 +135,11 @@ class ChatRenderer:
             size *= 2
         return False
 
-    def _reply_text(self, replies: list[Message]) -> str:
-        return self.marks.tidy(self._shielded_reply_text(self.shielded(replies)))
-
-    def _shielded_reply_text(self, replies: list[Message]) -> str:
-        assistant: Message = {"role": "assistant", "content": _ASSISTANT}
-        by_tool = replies[0]["role"] == "tool"
-        if by_tool:
-            assistant["tool_calls"] = [{"type": "function", "function": {"name": _CALLED, "arguments": {}}}]
-        text = self._render([{"role": "user", "content": "."}, assistant, *replies])
-        words = text.find(_ASSISTANT)
-        if by_tool:  # some templates write a call without its text
-            words = max(words, text.find(_CALLED))
-        return text[text.index(self.end_of_turn, words) :]
-
     def text(self, ids: list[int]) -> str:
         """The text that the model wrote, with special tokens except the one that ended the turn."""
-        if ids and ids[-1] in (self.tokenizer.eos_token_id, self.end_id):
+        if ids and ids[-1] in (self.tokenizer.eos_token_id, *self.end_ids):
             ids = ids[:-1]
         return self.decode(ids)
-
-    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, header: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=header, tokenize=False, **self.template_kwargs
-        )
 
     def encode(self, text: str) -> list[int]:
         """Ids of shielded text."""
@@ -151,16 +149,15 @@ class ChatRenderer:
         """Text of ids, with special tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _find_end_of_turn(self) -> int:
-        """The special token the template writes after an assistant's words."""
-        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ASSISTANT}]
-        text = self._render(messages, header=False)  # the header of the next turn is not the end of this one
-        if _ASSISTANT not in text:
-            raise TemplateError("The chat template does not show assistant messages, so it holds no conversation.")
-        rest = self.encode(text[text.index(_ASSISTANT) + len(_ASSISTANT) :])
-        end_id = next((token for token in rest if token in self.special_ids), None)
-        if end_id is None:
-            raise TemplateError(
-                "The chat template ends assistant turns without a special token, which is unsupported."
-            )
-        return end_id
+
+def _called(replies: list[Message], calls: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Names of the functions that results of tools answer; empty where one is not known."""
+    names = [(call.get("id"), call.get("function", call).get("name")) for call in calls]
+    by_id = {identifier: name for identifier, name in names if identifier is not None}
+    called = []
+    for number, reply in enumerate(replies):
+        if reply["role"] != "tool":
+            break
+        in_order = names[number][1] if number < len(names) else None
+        called.append(by_id.get(reply.get("tool_call_id")) or reply.get("name") or in_order)
+    return tuple(called) if all(isinstance(name, str) for name in called) else ()

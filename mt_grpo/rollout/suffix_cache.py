@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jinja2 import Environment
 
+from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.trajectory import Message
 
 _FIELDS = {"role", "content", "name", "tool_call_id"}
@@ -20,7 +21,8 @@ class SuffixCache:
 
     A template can treat two contents differently because of string constants that it compares them with, outer white
     space, emptiness or length. So replies are of one kind if they agree in role and name, in the magnitude of their
-    length, in the template's constants that their content contains, and in those that it begins and ends with.
+    length, in the template's constants that their content contains, and in those that it begins and ends with; and in
+    the names of the functions that they answer.
 
     The first replies of a kind are rendered. So is a probe of the same kind, which is made of the same contents and
     everything that templates escape, and is longer than any reply of the kind. If the rendered probe contains the
@@ -31,24 +33,26 @@ class SuffixCache:
 
     Args:
         template (`str`): The chat template.
-        render (`Callable[[list[dict]], str]`): Renders replies through it.
+        render (`Callable[[list[dict], Sequence[str]], str]`): Renders replies through it, given the names of the
+            functions that they answer. What it raises for the replies is raised.
     """
 
-    def __init__(self, template: str, render: Callable[[list[Message]], str]) -> None:
+    def __init__(self, template: str, render: Callable[[list[Message], Sequence[str]], str]) -> None:
         tokens = Environment().lexer.tokenize(template)
         self._constants = sorted({""} | {token.value for token in tokens if token.type == "string"})
         self._render = render
         self._patterns: dict[tuple, list[str] | None] = {}
 
-    def text(self, replies: list[Message]) -> str:
+    def text(self, replies: list[Message], called: Sequence[str] = ()) -> str:
         """The text that the template writes for replies, letter for letter."""
-        kind = tuple(map(self._kind, replies))
-        if None in kind:
-            return self._render(replies)
+        kinds = tuple(map(self._kind, replies))
+        if None in kinds:
+            return self._render(replies, called)
+        kind = (tuple(called), *kinds)
         if kind not in self._patterns:
-            return self._learn(kind, replies)
+            return self._learn(kind, replies, called)
         pattern = self._patterns[kind]
-        return self._render(replies) if pattern is None else _fill(pattern, replies)
+        return self._render(replies, called) if pattern is None else _fill(pattern, replies)
 
     def _kind(self, reply: Message) -> tuple | None:
         content = reply.get("content")
@@ -60,14 +64,17 @@ class SuffixCache:
         edges = ((constant, content.startswith(constant), content.endswith(constant)) for constant in found)
         return (reply["role"], reply.get("name"), reply.get("tool_call_id"), len(content).bit_length(), *edges)
 
-    def _learn(self, kind: tuple, replies: list[Message]) -> str:
-        text = self._render(replies)
+    def _learn(self, kind: tuple, replies: list[Message], called: Sequence[str]) -> str:
+        text = self._render(replies, called)
         if len(self._patterns) < _MOST_PATTERNS:  # names and ids may differ without end
             probes = [
                 {**reply, "content": f"{reply['content']}{_HARD}{number}{reply['content']}"}
                 for number, reply in enumerate(replies)
             ]
-            pattern = _cut(self._render(probes), probes)
+            try:
+                pattern = _cut(self._render(probes, called), probes)
+            except TemplateError:
+                pattern = None
             self._patterns[kind] = pattern if pattern and _fill(pattern, replies) == text else None
         return text
 

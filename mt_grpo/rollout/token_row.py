@@ -45,11 +45,12 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
     tree = trajectory.tree
     order = tree.depth_first()
     first = next((index for index in order if tree.nodes[index].turn == 0), None)
-    if first is None:
+    sampled = any(node.turn >= 0 for node in tree.nodes)
+    if not sampled:
         began = trajectory.stop_reason not in (None, StopReason.ENV_ERROR)  # else the prompt may have no rendering
         ids = renderer.prompt_ids(trajectory.prompt) if began else [renderer.end_id]
         return TokenRow(list(ids), [], [], [], [], [])
-    prompt = tree.ancestors(first)[:-1]
+    prompt = _first_context(trajectory) if first is None else tree.ancestors(first)[:-1]
     prompt_ids = [token for index in prompt for token in tree.nodes[index].tokens]
     ends = {-1: -len(prompt_ids) - 1}  # column of each node's last token; the prompt's are below 0
     for index in prompt:
@@ -75,3 +76,13 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
         row.parent += [ends[node.parent], *range(begin, begin + size - 1)]
         ends[index] = begin + size - 1
     return row
+
+
+def _first_context(trajectory: Trajectory) -> list[int]:
+    """Nodes of the context of a first turn that sampled nothing."""
+    # where other contexts leave it, the node is split, and its own rest is the first child
+    nodes, length = trajectory.tree.nodes, trajectory.turns[0].context_length
+    path = [0]
+    while sum(len(nodes[index].tokens) for index in path) < length:
+        path.append(next(index for index, node in enumerate(nodes) if node.parent == path[-1]))
+    return path

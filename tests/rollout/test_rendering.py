@@ -48,7 +48,10 @@ def answered(*results: str) -> list[dict]:
 
 def words(chat: ChatRenderer, history: list[dict], exchange: list[dict]) -> str:
     """What the template writes for an assistant turn in the past, up to the token that ends it."""
-    prompt, text = chat._render(history, tools=chat.tools), chat._render([*history, *exchange], tools=chat.tools)
+    prompt, text = (
+        chat.tokenizer.apply_chat_template(messages, tools=chat.tools, add_generation_prompt=True, tokenize=False)
+        for messages in (history, [*history, *exchange])
+    )
     assert text.startswith(prompt)
     return text[len(prompt) : text.index(chat.end_of_turn, len(prompt))]
 

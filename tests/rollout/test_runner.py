@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import json
 import math
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import lookup
+from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rewards import tool_execution_reward_func
@@ -150,6 +152,30 @@ def test_what_fits_into_the_room_is_encoded_whole(tokenizer, piece, times, room)
     replies = [{"role": "user", "content": piece * times}]
     whole, ids = renderer.reply_ids(replies, -1), renderer.reply_ids(replies, -1, room)
     assert ids == whole or (ids is None and len(whole) > room)
+
+
+@pytest.mark.parametrize("empty", [(0,), (1,), (0, 1), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("history", ["keep", "strip_thinking", "template"])
+def test_a_turn_without_tokens_is_a_turn(env, tokenizer, history, empty):
+    script = [[] if turn in empty else text for turn, text in enumerate([CALL, CALL, ANSWER])]
+    engine = ScriptedEngine(tokenizer, lambda session, turn: script[turn] if turn < 3 else ANSWER)
+    runner = RolloutRunner(env, engine, history=history, sanity_check_mode="strict")
+    (trajectory,) = asyncio.run(runner.run(requests(1), SamplingParams()))
+    assert trajectory.error is None and trajectory.stop_reason is StopReason.ANSWERED
+    assert [turn.num_tokens == 0 for turn in trajectory.turns[:3]] == [turn in empty for turn in range(3)]
+    contexts = [context for _, context, _ in engine.requests]
+    assert trajectory.tree.path() == contexts[-1] + engine.requests[-1][2].ids
+    row = runner.completion(trajectory)
+    assert row.prompt_ids == contexts[0] and row.prompt_ids + row.ids == trajectory.tree.path()
+    assert sum(row.mask) == sum(turn.num_tokens for turn in trajectory.turns)
+
+
+def test_a_native_turn_without_tokens_is_an_empty_answer(search_tool, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    add_response_schema(tokenizer)
+    env = MultiTurnToolEnv([search_tool], protocol="native")
+    (trajectory,) = run(env, ScriptedEngine(tokenizer, [[]]))
+    assert trajectory.error is None and trajectory.answer == ""
 
 
 def test_a_reply_belongs_to_the_turn_it_answers(env, tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from jinja2 import Environment
 from support.conversations import NAMES, renderer
 
+from mt_grpo.rollout.chat_template import ChatTemplate
 from mt_grpo.rollout.suffix_cache import SuffixCache
 
 PASSAGES = [f"Lima is the capital of Perú.\n{number} llamas" for number in range(40)]
@@ -38,6 +40,7 @@ def test_most_templates_are_among_those_compared():
 @given(data=st.data())
 def test_reply_ids_equal_the_full_rendering_of_every_template(name, data):
     chat = renderer(name)
+    template = ChatTemplate(chat.tokenizer, {}, calls=False)
     pieces = st.sampled_from([*words(name), " ", "\n", '{"a": [1, "b"]}', "Perú 🙂 北京", chat.end_of_turn, "<b>&\\"])
     contents = st.lists(pieces | st.text(max_size=8), max_size=4).map("".join)
     for content in data.draw(st.lists(contents, min_size=1, max_size=4)):
@@ -46,7 +49,9 @@ def test_reply_ids_equal_the_full_rendering_of_every_template(name, data):
             [{"role": "tool", "name": "lookup", "tool_call_id": "call_0", "content": content}],
             [{"role": "tool", "name": "lookup", "content": content}, {"role": "tool", "name": "a", "content": "ok"}],
         ):
-            full = outcome(lambda replies=replies: chat.encode(chat._reply_text(replies)))
+            called = [reply["name"] for reply in replies if reply["role"] == "tool"]
+            full = outcome(lambda replies=replies, called=called: template.suffix(chat.shielded(replies), called))
+            full = chat.encode(chat.marks.tidy(full)) if isinstance(full, str) else full
             assert outcome(chat.reply_ids, replies, -1) == full
 
 
@@ -57,7 +62,7 @@ class Counted:
         self._template = Environment().from_string(template)
         self.times = 0
 
-    def __call__(self, replies: list[dict]) -> str:
+    def __call__(self, replies: list[dict], called: Sequence[str] = ()) -> str:
         self.times += 1
         return self._template.render(messages=replies)
 

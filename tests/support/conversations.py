@@ -6,13 +6,14 @@ import asyncio
 import re
 from functools import lru_cache
 
-from jinja2 import TemplateError as TemplateFailure
 from tokenizers import AddedToken
 
 from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rollout import ChatRenderer, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine, TemplateError
 from mt_grpo.trajectory import StopReason, Turn
 from support.models import TEMPLATES, build_tokenizer
+
+SPECIAL = r"<[|｜][^<>\s]+?[|｜]>|</?[a-z_]+_of_(?:turn|utterance)>|<\|[a-z_]+>|<[a-z_]+\|>|</s>"
 
 
 class Talk(MultiTurnToolEnv):
@@ -47,14 +48,22 @@ def converse(tokenizer, turns, replies, history, compact_every=None, prompt="Q1"
 
 
 @lru_cache
+def template_tokenizer(name: str):
+    """One with a template of TRL's, and its special tokens."""
+    tokenizer = build_tokenizer(name)
+    marks = set(re.findall(SPECIAL, tokenizer.chat_template))
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in sorted(marks)])
+    tokenizer.bos_token = "<|endoftext|>"
+    return tokenizer
+
+
+@lru_cache
 def renderer(name: str) -> ChatRenderer | None:
     """One with the special tokens of its template; `None` where that holds no conversation."""
-    tokenizer = build_tokenizer(name)
-    marks = set(re.findall(r"<[|｜][^<>\s]+?[|｜]>|</?[a-z_]+_of_turn>|<turn\|>", tokenizer.chat_template))
-    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in sorted(marks)])
+    tokenizer = template_tokenizer(name)
     try:
         return ChatRenderer(tokenizer)
-    except (TemplateError, TemplateFailure, TypeError):
+    except TemplateError:
         return None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from datasets import IterableDataset
-from jinja2 import TemplateError
 
 from mt_grpo.app.doctor import surroundings
 from mt_grpo.app.doctor.case import Case
@@ -14,7 +13,7 @@ from mt_grpo.app.doctor.tool_calls import tools
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.options import check_batches
 from mt_grpo.rewards import load_rewards
-from mt_grpo.rollout import ChatRenderer
+from mt_grpo.rollout import ChatRenderer, TemplateError
 from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.training.reward_columns import check_reward_columns
 
@@ -68,8 +67,8 @@ def template(case: Case) -> Lines:
             renderer = ChatRenderer(
                 case.tokenizer, one.tool_schemas, case.args.chat_template_kwargs, tags=one.protocol.tags
             )
-        except TemplateError as error:  # of jinja, in the words of the template
-            yield FAIL, f"it refuses a question and an answer ({error})", "name another by `chat_template_path`"
+        except TemplateError as error:
+            yield FAIL, str(error), "name another by `chat_template_path`"
             continue
         verdict = examine_template(renderer).removeprefix("Chat template: ").removesuffix(".")
         read = verdict if one.protocol.native_tools else verdict.split("; ")[-1]  # results are user messages

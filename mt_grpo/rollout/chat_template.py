@@ -1,0 +1,341 @@
+"""A model's chat template: what it expects of messages, how it ends a turn, and what it writes around replies."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterator, Sequence
+from os.path import commonprefix
+from typing import Any
+
+from jinja2 import Environment
+from jinja2 import TemplateError as TemplateFailure
+
+from mt_grpo.errors import UserError
+from mt_grpo.rollout.marks import show
+from mt_grpo.trajectory import Message
+
+# An assistant turn to hang replies on, and what its last call is given. Only what is written after it is used.
+_ASSISTANT = "An assistant turn."
+_ARGUMENT = "an_argument_it_gives"
+_CALLED = "a_tool_it_calls"
+_ASKED = "A question to it."
+_MOST_ROLES = 1024
+_MEND = "Use a chat model whose template can, or name another template by `chat_template_path`."
+# What the code of a template raises: by its own word, and where it is given what it does not expect.
+_REFUSALS = (TemplateFailure, TypeError, ValueError, LookupError, AttributeError)
+
+
+class TemplateError(UserError, ValueError):
+    """The tokenizer's chat template cannot render the conversation. The message is one sentence fit for the user."""
+
+
+class ChatTemplate:
+    """
+    Renders messages through a tokenizer's chat template, in the form that it expects. What it expects is found out by
+    rendering probes:
+
+    - contents as text, as lists of parts, or both;
+    - an assistant's missing content as it is, or as empty text;
+    - the arguments of calls as JSON objects, or as JSON text;
+    - which token ends an assistant's turn, which one ends a turn with calls, and what is written for the end of a turn
+      in the past.
+
+    Args:
+        tokenizer: Tokenizer with a chat template.
+        variables (`dict`): Further variables of the template.
+        calls (`bool`): Whether conversations will have tool calls and results.
+
+    Attributes:
+        end_of_turn (`str`): The token with which the template ends an assistant's turn.
+        end_of_calls (`str`): The same of a turn with calls; differs for Gemma 4 and gpt-oss, for instance.
+        past_end (`str`): The token with which it ends an assistant's turn in the past.
+
+    Raises:
+        TemplateError: If there is no chat template, or one that does not show the model what it is told.
+    """
+
+    def __init__(self, tokenizer: Any, variables: dict[str, Any], calls: bool) -> None:
+        if tokenizer.chat_template is None:
+            raise TemplateError("The tokenizer has no chat template: use a chat model, or set `chat_template_path`.")
+        self._tokenizer, self._variables = tokenizer, variables
+        source = tokenizer.get_chat_template()
+        constants = [token.value for token in Environment().lexer.tokenize(source) if token.type == "string"]
+        self._own_words = {word for constant in constants for word in _words(constant)}
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = _any_token(token.content for token in added if token.special)
+        self._added = _any_token(token.content for token in added if token.content.strip())
+        self._proven: set[tuple[str, ...]] = set()
+        self._parts = self._takes_none = self._json_arguments = False
+        self._takes_parts = True
+        self._content, self._anchor = _ASSISTANT, _ASSISTANT  # of a turn with calls, and the last that it shows of it
+        self._find_form()
+        self._find_ends()
+        self.end_of_calls = self.end_of_turn
+        self._find_calls(required=calls)
+
+    # Rendering
+
+    def render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, header: bool = True) -> str:
+        """
+        The text of a conversation, up to the assistant's first token; without `header` it is finished. Raises
+        `TemplateError` where the template refuses it.
+        """
+        try:
+            return self._render(messages, tools, header)
+        except _REFUSALS as error:
+            raise TemplateError(f"The chat template refuses these messages: {_reason(error)}.") from error
+
+    def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        """The same; raises `TemplateError` where the text of a message is not in it."""
+        text = self.render(messages, tools)
+        for message in messages:
+            if message["role"] != "assistant":  # the thinking of the past may be left out
+                self._require(message, text, 0, "the prompt")
+        return text
+
+    def suffix(self, replies: list[Message], called: Sequence[str] = ()) -> str:
+        """
+        What the template writes from the end of an assistant's turn on: the end, the replies, the assistant's header.
+
+        Args:
+            replies (`list[dict]`): The environment's messages.
+            called (`Sequence[str]`): Names of the functions that they answer, where they are results of tools.
+
+        Raises:
+            TemplateError: If the template refuses them, or does not show the text of each.
+        """
+        roles = tuple(reply["role"] for reply in replies)
+        if roles not in self._proven:
+            # words that stand nowhere else: a result such as "5" may be found in what is written around it
+            probes = [{**reply, "content": f"What reply {number} says."} for number, reply in enumerate(replies)]
+            self._shown(probes, called)
+            if len(self._proven) < _MOST_ROLES:
+                self._proven.add(roles)
+        return self._shown(replies, called)
+
+    def _shown(self, replies: list[Message], called: Sequence[str]) -> str:
+        by_tool = replies[0]["role"] == "tool"
+        turn = self._calling(replies, called) if by_tool else {"role": "assistant", "content": _ASSISTANT}
+        text = self.render([{"role": "user", "content": _ASKED}, turn, *replies])
+        said = text.find(self._anchor if by_tool else _ASSISTANT)
+        begin = text.find(self.end_of_calls if by_tool else self.past_end, max(said, 0))
+        if begin < 0:
+            raise TemplateError(f"The chat template does not end a turn before a reply of {replies[0]['role']!r}.")
+        position = begin
+        for reply in replies:
+            position = self._require(reply, text, position, "the reply")
+        return text[begin:]
+
+    def _calling(self, replies: list[Message], called: Sequence[str]) -> Message:
+        """The turn that results answer, with a call for each; with one, where the template takes no more."""
+        calls = []
+        for number, reply in enumerate(replies):
+            if reply["role"] != "tool":
+                break
+            name = called[number] if number < len(called) else reply.get("name") or _CALLED
+            call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": {}}}
+            if reply.get("tool_call_id") is not None:
+                call["id"] = reply["tool_call_id"]
+            calls.append(call)
+        if not self._many_calls:
+            del calls[1:]
+        calls[-1]["function"]["arguments"] = {"argument": _ARGUMENT}
+        return {"role": "assistant", "content": self._content, "tool_calls": calls}
+
+    def _require(self, message: Message, text: str, position: int, what: str) -> int:
+        """The end of a message's text in what was rendered, at `position` or behind it."""
+        for content in _texts(message.get("content")):
+            found = self._find(content.strip(), text, position)
+            if found is None:
+                raise TemplateError(
+                    f"The chat template does not show the model {what} of role {message['role']!r}: "
+                    f"{show(content).strip()[:60]!r} is not in what it renders. {_MEND}"
+                )
+            position = found if what == "the reply" else 0
+        return position
+
+    def _find(self, content: str, text: str, position: int) -> int | None:
+        """The end of a content in a rendered text, as it is or as templates escape it; `None` if it is not there."""
+        place = text.find(content, position)
+        if place >= 0:
+            return place + len(content)
+        for ascii_only in (False, True):
+            escaped = json.dumps(content, ensure_ascii=ascii_only)[1:-1]
+            if (place := text.find(escaped, position)) >= 0:
+                return place + len(escaped)
+        if (place := text.find(html.escape(content), position)) >= 0:
+            return place + len(html.escape(content))
+        # a template may change a content: take switches such as /no_think out of it, trim lines, change case
+        lowered = text.lower()
+        for word in _words(content):
+            if word not in self._own_words:
+                if (place := lowered.find(word.lower(), position)) < 0:
+                    return None
+                position = place + len(word)
+        return position
+
+    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, header: bool = True) -> str:
+        return self._tokenizer.apply_chat_template(
+            [self._fitted(message) for message in messages],
+            tools=tools,
+            add_generation_prompt=header,
+            tokenize=False,
+            **self._variables,
+        )
+
+    def _fitted(self, message: Message) -> Message:
+        """A message in the form that the template expects."""
+        content, calls = message.get("content"), message.get("tool_calls")
+        if content is None and not (self._takes_none and message["role"] == "assistant"):
+            content = ""
+        if isinstance(content, list) and not self._takes_parts:
+            texts = list(_texts(content))
+            if len(texts) < len(content):
+                raise ValueError(f"a message of role {message['role']!r} has a part that is no text")
+            content = "\n".join(texts)  # as vLLM joins them
+        if isinstance(content, str) and self._parts:
+            content = [{"type": "text", "text": content}]
+        fitted = message if content is message.get("content") else {**message, "content": content}
+        if self._json_arguments and calls:
+            fitted = {**fitted, "tool_calls": [_with_json_arguments(call) for call in calls]}
+        return fitted
+
+    # Finding out what the template expects
+
+    def _find_form(self) -> None:
+        """Whether contents are text or lists of parts."""
+        messages = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ASSISTANT}]
+        refusal: Exception | None = None
+        for self._parts in (False, True):
+            try:
+                text = self._render(messages, header=False)
+            except _REFUSALS as error:
+                refusal = refusal or error
+                continue
+            if _ASKED in text and _ASSISTANT in text:
+                two = [{"type": "text", "text": text} for text in (_ASKED, _ASSISTANT)]
+                self._takes_parts = self._takes([{"role": "user", "content": two}], _ASKED, _ASSISTANT)
+                return
+        if refusal is not None:
+            raise TemplateError(
+                f"The chat template refuses a question and an answer: {_reason(refusal)}. {_MEND}"
+            ) from refusal
+        which = "assistant" if _ASSISTANT not in text else "user"
+        raise TemplateError(f"The chat template does not show {which} messages, so it holds no conversation. {_MEND}")
+
+    def _find_ends(self) -> None:
+        """The special tokens that the template writes after an assistant's words, at the end and in the past."""
+        messages = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ASSISTANT}]
+        text = self._render(messages, header=False)  # the header of the next turn is not the end of this one
+        own = self._special.search(text, text.index(_ASSISTANT))
+        reply = "What a reply says."
+        try:
+            text = self._render([*messages, {"role": "user", "content": reply}])
+        except _REFUSALS as error:
+            raise TemplateError(
+                f"The chat template refuses a reply of the user's to an answer: {_reason(error)}. {_MEND}"
+            ) from error
+        said, replied = text.find(_ASSISTANT), text.find(reply)
+        if not 0 <= said < replied:
+            raise TemplateError(f"The chat template does not show the model a reply to its answer. {_MEND}")
+        between = text[said:replied]
+        past = self._special.search(between)
+        self._ends_itself = own is not None
+        if past is None:
+            raise TemplateError(
+                f"The chat template ends assistant turns without a special token, which is unsupported. {_MEND}"
+            )
+        # a template that writes no end leaves it to the token with which the next message begins
+        self.end_of_turn = own.group() if own else past.group()
+        self.past_end = self.end_of_turn if self.end_of_turn in between else past.group()
+
+    def _find_calls(self, required: bool) -> None:
+        """How the template takes calls, and how it ends a turn with calls."""
+        result = {"role": "tool", "name": _CALLED, "content": "What a tool says.", "tool_call_id": "call_0"}
+        self._many_calls = False
+        problem = "it does not show the model what a tool answers"
+        for self._content, self._json_arguments in ((_ASSISTANT, False), (_ASSISTANT, True), ("", False), ("", True)):
+            turn = self._calling([result], [])
+            asked = [{"role": "user", "content": _ASKED}, turn]
+            try:
+                finished, text = self._render(asked, header=False), self._render([*asked, result])
+            except _REFUSALS as error:
+                problem = f"it refuses a call and its result ({_reason(error)})"
+                continue
+            self._anchor = max((_ASSISTANT, _ARGUMENT), key=text.find)
+            said, replied = text.find(self._anchor), text.find(result["content"])
+            if not 0 <= said < replied:  # in some, what is said beside calls stands behind their results
+                continue
+            end = self._end_of_calls(finished, text[:replied], said)
+            if end is not None:
+                self.end_of_calls = end
+                break
+            problem = "it ends a turn with calls without a token of its own"
+        else:
+            self._content, self._json_arguments = _ASSISTANT, False
+            if required:
+                raise TemplateError(
+                    f"The chat template cannot hold tool calls: {problem}. Choose `call_protocol: tags`, or a model "
+                    "whose template shows results of tools (`chat_template_path`)."
+                )
+            return
+        self._takes_none = True
+        self._takes_none = self._takes([asked[0], {**turn, "content": None}, result])
+        self._many_calls = True
+        results = [result, {**result, "content": "What another says.", "tool_call_id": "call_1"}]
+        self._many_calls = self._takes([*asked[:1], self._calling(results, []), *results])
+
+    def _end_of_calls(self, finished: str, text: str, said: int) -> str | None:
+        """The token that ends a turn with calls, given the conversation with it, and what stands before its result."""
+        if self.end_of_turn in text[said:]:
+            return self.end_of_turn
+        common = len(commonprefix([finished, text]))
+        if self._ends_itself:
+            found = [match.group() for match in self._added.finditer(text, said, common)]
+            return found[-1] if found else None
+        begun = self._special.search(text, common)
+        return begun.group() if begun else None
+
+    def _takes(self, messages: list[Message], *shown: str) -> bool:
+        """Whether the template renders messages, with what is to be shown, and no Python values in place of text."""
+        try:
+            text = self._render(messages)
+        except _REFUSALS:
+            return False
+        return "None" not in text and "'text'" not in text and all(words in text for words in shown)
+
+
+def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        return call
+    function = {**function, "arguments": json.dumps(arguments or {}, ensure_ascii=False)}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """The texts of a content: itself, or those of its parts."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list):
+        for part in content:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text)
+
+
+def _any_token(contents: Iterator[str]) -> re.Pattern[str]:
+    longest_first = sorted(contents, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _reason(error: Exception) -> str:
+    """What a template said, in one line without its full stop."""
+    return " ".join(str(error).split()).rstrip(".!") or type(error).__name__
