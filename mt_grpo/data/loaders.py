@@ -11,8 +11,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from mt_grpo.data.hub import hub_fault
-from mt_grpo.data.reasoning_gym import REASONING_GYM, puzzles
-from mt_grpo.data.schemas import SCHEMAS, DatasetError, Row, Schema, as_messages
+from mt_grpo.data.schemas import REASONING_GYM, SCHEMAS, DatasetError, Row, Schema, as_messages, puzzles
 from mt_grpo.imports import did_you_mean
 from mt_grpo.paths import FORMATS, looks_like_path
 

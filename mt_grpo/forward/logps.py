@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.attention.kernels import KERNELS
+from mt_grpo.forward.attention.layout import KERNELS
+from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import enable_trees, score_packed
 from mt_grpo.forward.packing import FlatTree, flatten, pack, split
 from mt_grpo.forward.probe import prove
 from mt_grpo.forward.reference import turn_by_turn_logps
-from mt_grpo.forward.truncation import Truncation
 from mt_grpo.token_tree import TokenTree
 
 ROW_TOKENS = 65_536

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_grpo.forward.truncation import Truncation
+from mt_grpo.forward.lm_head import Truncation
 
 
 def turn_by_turn_logps(

@@ -1,15 +1,12 @@
 """Rewards: classes to subclass, built-in rewards, and the functions that run them."""
 
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
-from mt_grpo.rewards.causality import cut_after, score_cut
-from mt_grpo.rewards.environment import EnvReward, env_reward
+from mt_grpo.rewards.environment import EnvReward, env_reward, reasoning_gym_reward, step_reward
 from mt_grpo.rewards.format import format_reward_func, xml_reward_func
 from mt_grpo.rewards.gain import InformationGain, information_gain
 from mt_grpo.rewards.gsm8k import gsm8k_correct_reward_func, gsm8k_number_reward_func
-from mt_grpo.rewards.reasoning_gym import reasoning_gym_reward
 from mt_grpo.rewards.registry import REWARDS, RewardListError, load_rewards, reward
-from mt_grpo.rewards.scoring import RewardError, Scores, score_trajectories, spread
-from mt_grpo.rewards.step import step_reward
+from mt_grpo.rewards.scoring import RewardError, Scores, cut_after, score_cut, score_trajectories, spread
 from mt_grpo.rewards.triviaqa import (
     exact_match_reward_func,
     exist_answer_in_search_results,

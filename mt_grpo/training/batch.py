@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import FlatTree, pack
-from mt_grpo.forward.truncation import Truncation
 from mt_grpo.rollout import TokenRow
 
 

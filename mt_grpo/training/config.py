@@ -13,7 +13,7 @@ from mt_grpo.credit import ADVANTAGE_ESTIMATORS, bind_rule, parse_rule, rule_nam
 from mt_grpo.credit_options import check_rule
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.attention.kernels import KERNELS
+from mt_grpo.forward.attention.layout import KERNELS
 from mt_grpo.forward.logps import FORWARDS
 from mt_grpo.imports import import_file
 from mt_grpo.options import check_options

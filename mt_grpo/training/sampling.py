@@ -7,7 +7,7 @@ import logging
 from accelerate import PartialState
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.truncation import Truncation
+from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.training.config import MTGRPOConfig
 

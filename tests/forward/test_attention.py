@@ -24,8 +24,7 @@ from transformers import (
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention import flex
-from mt_grpo.forward.attention.kernels import KERNELS
-from mt_grpo.forward.attention.layout import BLOCK, TreeLayout
+from mt_grpo.forward.attention.layout import BLOCK, KERNELS, TreeLayout
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import check_model
 from mt_grpo.forward.packing import pack

@@ -14,8 +14,7 @@ from support.sampling import truncated
 from support.trainers import Length, Spelling
 
 from mt_grpo.forward import lm_head as head
-from mt_grpo.forward.lm_head import chunked_logps
-from mt_grpo.forward.truncation import Truncation
+from mt_grpo.forward.lm_head import Truncation, chunked_logps
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
 

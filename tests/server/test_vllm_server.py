@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from mt_grpo.app.doctor.shape import read_shape
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.forward.truncation import Truncation
+from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.rewards import InformationGain
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.endpoint import AgentSource

@@ -16,7 +16,7 @@ from mt_grpo.credit.exact_branching import measure_branching
 from mt_grpo.credit.processes import stopper
 from mt_grpo.envs import Step, StepEnv
 from mt_grpo.rewards import EnvReward
-from mt_grpo.rewards.step import StepReward
+from mt_grpo.rewards.environment import StepReward
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import ToolCall
 

@@ -12,8 +12,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.attention.kernels import attention_kernel
-from mt_grpo.forward.attention.layout import TreeLayout
+from mt_grpo.forward.attention.layout import TreeLayout, attention_kernel
 
 RECOMPILE_LIMIT = 64
 """Most kernels that a process compiles: one per head layout, dtype and kind of window, with and without gradient."""

@@ -1,6 +1,8 @@
-"""Which token sees which in a packed row, and the masks for it."""
+"""Which token sees which in a packed row, the masks for it, and the registry of kernels that use them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from mt_grpo.forward.packing import Packed
+from mt_grpo.imports import Registry
 
 BLOCK = 128
 """Side of a block of FlexAttention's mask, in tokens."""
@@ -124,3 +127,20 @@ class TreeLayout:
         rule = visible if window is None else visible_in_window
         size = (self.size, self.size)
         return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=size)
+
+
+Kernel = Callable[..., Tensor]
+"""`(layout: TreeLayout, query, key, value, scaling: float, window: int | None) -> (1, heads, N, head_dim)`."""
+
+KERNELS: Registry[Kernel] = Registry("attention kernel", "mt_grpo.forward.attention")
+"""The names that `tree_attention` knows, besides `auto`."""
+
+
+def attention_kernel(name: str) -> Callable[[Kernel], Kernel]:
+    """
+    Registers an attention kernel under a name.
+
+    Raises:
+        RegistrationError: If the name is no word, or another file has registered it.
+    """
+    return KERNELS.register(name)

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mt_grpo.forward.attention.kernels import attention_kernel
-from mt_grpo.forward.attention.layout import TreeLayout
+from mt_grpo.forward.attention.layout import TreeLayout, attention_kernel
 
 
 @attention_kernel("segment")
