@@ -7,7 +7,7 @@ BENCHMARKS := architectures head history methods packing parity prefix_cache rol
 TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
-.PHONY: quickstart test check lint bench browser server-cpu trl-oldest warm-start clean
+.PHONY: quickstart test check lint format bench browser server-cpu trl-oldest warm-start clean
 .PHONY: ablation interop interop-games interop-agents interop-verifiers
 
 quickstart: $(VENV)/.installed
@@ -17,15 +17,20 @@ test: lint server-cpu trl-oldest browser
 	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --max-worker-restart=0 --cov=mt_grpo.trajectory --cov=mt_grpo.token_tree \
 		--cov=mt_grpo.credit --cov=mt_grpo.rewards --cov-branch --cov-report=term-missing --cov-fail-under=100
 
-# What most changes break, in minutes: lint, and every test that is quick and needs no server.
+# What most changes break, in minutes: lint, and every test that is quick and needs no server. With `ROOM=credit` only
+# those of one room.
 check: lint
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --max-worker-restart=0 -m "not slow and not server"
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --max-worker-restart=0 -m "not slow and not server" $(ROOM:%=tests/%)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 # The oldest TRL that is allowed: what we rely on in it, and a run of it.
 trl-oldest: $(VENV)/.installed .venv-trl-oldest/.installed

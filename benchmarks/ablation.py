@@ -28,6 +28,7 @@ import torch
 from ablation_arms import ARMS, RECIPE, VARIANTS
 from ablation_report import draw, text, write_page
 from common import RESULTS, machine
+from processes import ended_by_sigterm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from mt_grpo.app.recipe import parse_recipe
@@ -155,12 +156,17 @@ def run_all(waiting: list[Job], settings: Settings, folder: Path, workers: int) 
     os.environ.update(ENVIRONMENT)
     began = time.perf_counter()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=prepare) as pool:
-        futures = [pool.submit(work, job, settings, folder) for job in waiting]
-        for number, future in enumerate(as_completed(futures), 1):
-            seconds = time.perf_counter() - began
-            left = seconds / number * (len(waiting) - number)
-            print(f"{' '.join(map(str, future.result()))}: {number} of {len(waiting)}, {left:.0f} s left", flush=True)
+    with ended_by_sigterm(), ProcessPoolExecutor(workers, mp_context=context, initializer=prepare) as pool:
+        try:
+            futures = [pool.submit(work, job, settings, folder) for job in waiting]
+            for number, future in enumerate(as_completed(futures), 1):
+                left = (time.perf_counter() - began) / number * (len(waiting) - number)
+                done = " ".join(map(str, future.result()))
+                print(f"{done}: {number} of {len(waiting)}, {left:.0f} s left", flush=True)
+        except BaseException:
+            for process in multiprocessing.active_children():  # the pool would wait for jobs of minutes
+                process.terminate()
+            raise
 
 
 def waiting(given: list[Job], settings: Settings, folder: Path) -> list[Job]:

@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 from common import RESULTS, write
+from processes import running
 from rich.console import Console
 from rich.table import Table
 
@@ -65,11 +66,8 @@ def search_server() -> Iterator[str]:
     """URL of the embedded search, for agents in other languages, while the context lasts."""
     command = [sys.executable, str(AGENTS / "search_server.py")]
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
-        try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}/"
-        finally:
-            process.terminate()
+    with running(command, env=variables) as process:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}/"
 
 
 def train(form: str, quick: bool) -> dict[str, Any]:

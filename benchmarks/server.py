@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
+from processes import ended_by_sigterm
 from support.loopback import free_port
 from support.servers import ServerProcess, get, metric
 
@@ -47,13 +48,14 @@ def serve(recipe: Recipe, *flags: str, guard: str = GUARD) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         server = ServerProcess([*command, *flags], recipe.training.vllm_server_port, log, environment)
-        try:
-            yield server.start().url
-        except Exception:
-            print(server.last_words(), file=sys.stderr)
-            raise
-        finally:
-            server.stop()
+        with ended_by_sigterm():
+            try:
+                yield server.start().url
+            except Exception:
+                print(server.last_words(), file=sys.stderr)
+                raise
+            finally:
+                server.stop()
 
 
 def block_size(url: str) -> int:

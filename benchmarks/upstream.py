@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from processes import running
 
 
 class Upstream(asyncio.Protocol):
@@ -60,11 +61,8 @@ def upstream(answer: bytes, median: float, sigma: float) -> Iterator[str]:
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(answer)
         command = [sys.executable, __file__, file.name, str(median), str(sigma)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-            finally:
-                process.terminate()
+        with running(command) as process:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
 
 
 if __name__ == "__main__":

@@ -12,15 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
 from common import write
+from processes import running
 from rich.console import Console
 from rich.table import Table
 
@@ -110,13 +112,13 @@ def _add_long_one(folder: Path, step: int) -> None:
     writer.append(writer.write_credit(batch, [[(-1) ** number * 0.3 * number for number in range(TURNS)]]))
 
 
-def start(folder: Path) -> tuple[subprocess.Popen, str, float]:
-    """The server, its address, and the seconds until it had one."""
+@contextmanager
+def serve(folder: Path) -> Iterator[tuple[str, float]]:
+    """The address of a server while the context lasts, and the seconds until it had one."""
     before = time.perf_counter()
-    command = [sys.executable, "-m", "mt_grpo", "view", str(folder), "--no_browser"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    url = process.stdout.readline().split(" is at ")[1].split()[0]
-    return process, url, time.perf_counter() - before
+    with running([sys.executable, "-m", "mt_grpo", "view", str(folder), "--no_browser"]) as process:
+        url = process.stdout.readline().split(" is at ")[1].split()[0]
+        yield url, time.perf_counter() - before
 
 
 def in_browser(url: str, repetitions: int) -> dict[str, list[float]]:
@@ -175,16 +177,10 @@ def main() -> None:
         rows = len(open_run(run).rows)
         starts = []
         for _ in range(repetitions):
-            process, url, seconds = start(run)
-            starts.append(round(1000 * seconds))
-            process.terminate()
-            process.wait()
-        process, url, _ = start(run)
-        try:
+            with serve(run) as (_, seconds):
+                starts.append(round(1000 * seconds))
+        with serve(run) as (url, _):
             measured = {"start": starts, **in_browser(url, repetitions)}
-        finally:
-            process.terminate()
-            process.wait()
     table = Table("", "median, ms", "smallest to largest", "target", title=f"{rows:,} conversations")
     results = []
     for name, values in measured.items():

@@ -12,8 +12,11 @@ import pytest
 import torch
 from datasets import Dataset
 from support.models import build_model, build_tokenizer, lookup
+from support.own_process import pytest_pyfunc_call
 from support.trainers import trainer_builder
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+__all__ = ["pytest_pyfunc_call"]  # a hook
 
 torch.set_num_threads(2)
 

@@ -6,13 +6,16 @@ import copy
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from support.marks import needs_server
+from support.own_process import TERMINAL
 from support.servers import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -40,6 +43,49 @@ def test_these_have_a_quick_mode():
     served = {name for name in QUICK if marks(name)}
     assert {"history.py", "methods.py", "rollout.py"} <= set(QUICK) - served
     assert served == {"parity.py", "prefix_cache.py", "weight_sync.py"}
+
+
+SERVING = """
+import sys, time
+from types import SimpleNamespace
+sys.path.insert(0, sys.argv[1])
+import server
+
+fake = '''
+import http.server, os, sys
+if os.fork() == 0:
+    import time
+    time.sleep(1000)
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+'''
+port = server.free_port()
+server.server_command = lambda recipe: ([sys.executable, "-c", fake, str(port), server.GUARD], {})
+with server.serve(SimpleNamespace(training=SimpleNamespace(vllm_server_port=port))):
+    print("up", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", [[signal.SIGTERM], [signal.SIGTERM] * 2, [signal.SIGKILL]], ids=["once", "twice", "killed"]
+)
+def test_a_server_ends_with_its_benchmark(how):
+    """`timeout` sends SIGTERM two times. A server is in a group of its own, and has processes."""
+    run = subprocess.Popen(
+        [sys.executable, "-c", TERMINAL + SERVING, str(BENCHMARKS)], stdout=subprocess.PIPE, text=True
+    )
+    assert run.stdout.readline() == "up\n"
+    started = psutil.Process(run.pid).children(recursive=True)
+    assert len(started) == 3  # one watches
+    for number in how:
+        run.send_signal(number)
+    assert run.wait(60) == (128 + signal.SIGTERM if signal.SIGTERM in how else -signal.SIGKILL)
+    assert not psutil.wait_procs(started, 60)[1]
 
 
 @pytest.mark.parametrize("block", [1, 4])

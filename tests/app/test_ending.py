@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from support.models import CPU_RUN
+from support.own_process import TERMINAL
 
 from mt_grpo.app.ending import next_steps
 from mt_grpo.cli import main
@@ -68,14 +69,6 @@ def test_what_cannot_be_resumed_is_not_said_to_be(tmp_path):
 # Ctrl-C and SIGTERM
 
 
-@pytest.fixture
-def signals():
-    """Ctrl-C as in a terminal: what runs tests may ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 IN_THE_OPTIMISER = """
 import signal
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -94,10 +87,11 @@ handle = register_optimizer_step_pre_hook(interrupt)
 """
 
 
+@pytest.mark.own_process
 @pytest.mark.parametrize(
     ("name", "status", "words"), [("SIGINT", 130, "interrupted by Ctrl-C"), ("SIGTERM", 143, "ended by SIGTERM")]
 )
-def test_a_signal_in_a_step_says_what_is_kept(recipe, tmp_path, capsys, signals, name, status, words):
+def test_a_signal_in_a_step_says_what_is_kept(recipe, tmp_path, capsys, name, status, words):
     plugin = tmp_path / "plugin.py"
     plugin.write_text(IN_THE_OPTIMISER.replace("signal.SIGNAL", f"signal.{name}"))
     assert main(["train", *recipe(**SAVE, max_steps=4, external_plugins=[str(plugin)])]) == status
@@ -120,13 +114,16 @@ def test_a_signal_in_a_step_says_what_is_kept(recipe, tmp_path, capsys, signals,
 
 
 SAMPLING = """
-import os, signal, threading
+import signal
 from mt_grpo.envs import MultiTurnToolEnv
+
+pressed = []
 
 
 class Env(MultiTurnToolEnv):
     async def step(self, turn):
-        if self.session.startswith("MODE"):
+        if not pressed and self.session.startswith("MODE"):
+            pressed.append(True)  # a second signal ends the process at once
             signal.raise_signal(signal.SIGINT)
         return await super().step(turn)
 """
@@ -139,7 +136,8 @@ def interrupted_while_sampling(recipe, tmp_path, capsys, mode: str, **keys) -> s
     return capsys.readouterr().err
 
 
-def test_ctrl_c_while_sampling_says_that_nothing_is_kept(recipe, tmp_path, capsys, signals, monkeypatch):
+@pytest.mark.own_process
+def test_ctrl_c_while_sampling_says_that_nothing_is_kept(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mt_grpo.envs.protocols.TagProtocol.stop", tuple("aeiou "))
     said = interrupted_while_sampling(recipe, tmp_path, capsys, "train-000000", do_eval=False)
     assert "mt-grpo: interrupted by Ctrl-C. No step was taken.\n" in said
@@ -157,13 +155,14 @@ pressed = []
 class Env(MultiTurnToolEnv):
     def start(self, prompt):
         if not pressed and (Path(__file__).parent / "run" / "model.safetensors").exists():
-            pressed.append(True)  # a second time would end the tests too
+            pressed.append(True)  # a second signal ends the process at once
             signal.raise_signal(signal.SIGINT)
         return super().start(prompt)
 """
 
 
-def test_ctrl_c_in_the_last_measure_keeps_the_model(recipe, tmp_path, capsys, signals):
+@pytest.mark.own_process
+def test_ctrl_c_in_the_last_measure_keeps_the_model(recipe, tmp_path, capsys):
     (tmp_path / "measure.py").write_text(LAST_MEASURE)
     assert main(["train", *recipe(env=f"{tmp_path / 'measure.py'}:Env", max_steps=1)]) == 130
     assert f"Training had ended: the model, its metrics and its conversations are in {tmp_path}/run." in (
@@ -186,10 +185,8 @@ class Env(MultiTurnToolEnv):
             except asyncio.CancelledError:
                 pass
 """
-TERMINAL = """
-import signal, sys
+PRESSED = f"""{TERMINAL}
 from mt_grpo.envs.protocols import TagProtocol
-signal.signal(signal.SIGINT, signal.default_int_handler)
 TagProtocol.stop = tuple("aeiou ")
 from mt_grpo.cli import main
 sys.exit(main())
@@ -203,7 +200,7 @@ def test_a_second_ctrl_c_waits_for_nothing(recipe, tmp_path):
     arguments = recipe(
         env=f"{tmp_path / 'twice.py'}:Env", max_turn_length=None, do_eval=False, max_concurrent_rollouts=1
     )
-    run = subprocess.run([sys.executable, "-c", TERMINAL, "train", *arguments], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", PRESSED, "train", *arguments], capture_output=True, text=True)
     assert run.returncode == -signal.SIGINT  # 130 for a shell
     assert run.stderr.count("mt-grpo: interrupted by Ctrl-C. No step was taken.") == 1
     assert "did not end within" not in run.stderr and "not ended within" not in run.stderr
@@ -213,7 +210,7 @@ def test_a_second_ctrl_c_waits_for_nothing(recipe, tmp_path):
 @pytest.mark.slow
 def test_of_several_processes_one_says_what_is_kept(recipe, tmp_path):
     """As in a terminal, the launcher and all of its processes get Ctrl-C, and the launcher passes it on as well."""
-    (tmp_path / "terminal.py").write_text(TERMINAL)
+    (tmp_path / "terminal.py").write_text(PRESSED)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     arguments = recipe(**SAVE, max_steps=5000, per_device_train_batch_size=2)
     command = [*launch, str(tmp_path / "terminal.py"), "train", *arguments]

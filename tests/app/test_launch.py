@@ -15,20 +15,13 @@ import psutil
 import pytest
 import yaml
 from accelerate.utils import is_deepspeed_available
+from support.own_process import COMMAND
 
 from mt_grpo.app.launch import _status
 from mt_grpo.app.recipe import OPTIONS
 from mt_grpo.app.request import OWN_OPTIONS
 from mt_grpo.cli import main
 from mt_grpo.runlog import open_run
-
-# a shell that runs tests in the background ignores SIGINT
-COMMAND = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from mt_grpo.cli import main
-sys.exit(main())
-"""
 
 
 @pytest.fixture

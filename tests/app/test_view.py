@@ -10,6 +10,7 @@ import sys
 import urllib.request
 
 import pytest
+from support.own_process import COMMAND
 from support.runs import write_run
 
 from mt_grpo.cli import main
@@ -39,13 +40,13 @@ def test_it_imports_nothing_heavy(folder):
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_it_is_ended(folder, ending):
-    command = [sys.executable, "-m", "mt_grpo", "view", str(folder), "--no_browser"]
+    command = [sys.executable, "-c", COMMAND, "view", str(folder), "--no_browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         url = process.stdout.readline().split(" is at ")[1].split()[0]
         with urllib.request.urlopen(url, timeout=5) as page:
             assert b"<main" in page.read()
         os.kill(process.pid, ending)
-        assert process.wait(5) == (0 if ending == signal.SIGINT else -ending)
+        assert process.wait(60) == (0 if ending == signal.SIGINT else -ending)
         assert process.stderr.read() == ""
 
 

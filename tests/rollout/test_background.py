@@ -13,6 +13,7 @@ import threading
 
 import pytest
 from support.models import CPU_RUN, build_model, lookup
+from support.own_process import TERMINAL
 from support.scoring import score
 from support.upstreams import SAMPLING, client_of, completion
 
@@ -24,14 +25,6 @@ from mt_grpo.trajectory import StopReason, Trajectory, Turn
 CALL = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
 INTERRUPT = '<tool>{"name": "interrupt", "args": {}}</tool>'
 ANSWER = "<answer>Lima</answer>"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ctrl_c_counts():
-    """A shell that runs the tests in the background has them, and what they start, ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_a_coroutine_runs_with_the_context_of_its_caller():
@@ -56,6 +49,7 @@ def test_a_call_that_would_wait_for_itself_is_refused():
         background.run(work())
 
 
+@pytest.mark.own_process
 def test_a_task_that_exits_ends_neither_thread_nor_process():
     async def leave():
         raise SystemExit(3)
@@ -65,6 +59,7 @@ def test_a_task_that_exits_ends_neither_thread_nor_process():
     assert background.run(asyncio.sleep(0, "alive")) == "alive"
 
 
+@pytest.mark.own_process
 def test_a_forked_process_has_a_loop_of_its_own():
     background.run(asyncio.sleep(0))
     child = os.fork()
@@ -74,6 +69,7 @@ def test_a_forked_process_has_a_loop_of_its_own():
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.own_process
 def test_code_that_blocks_the_thread_is_left_behind(caplog, monkeypatch):
     monkeypatch.setattr(background, "GRACE", 0.2)
     release = threading.Event()
@@ -221,6 +217,7 @@ class Interrupting:
             self.cancelled += 1
 
 
+@pytest.mark.own_process
 def test_training_goes_on_rightly_after_ctrl_c(tmp_path, tokenizer, questions):
     """In the second step, with conversations at a tool, in the engine and ended."""
     tools, sessions = Interrupting(), []
@@ -247,6 +244,7 @@ def test_training_goes_on_rightly_after_ctrl_c(tmp_path, tokenizer, questions):
     assert threading.active_count() <= threads + 1  # the background thread
 
 
+@pytest.mark.own_process
 def test_a_model_interrupted_while_sampling_samples_again(tmp_path, tokenizer, questions):
     trainer = trainer_of(tmp_path, tokenizer, questions, MultiTurnToolEnv(), None, max_turn_length=200)
     forwards = []
@@ -286,7 +284,7 @@ def test_rollouts_go_on_after_whatever_ended_the_last_ones(tokenizer, error):
 # What does not let itself be ended
 
 STUBBORN = """
-import asyncio, signal, sys, threading
+import asyncio, threading
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from support.scoring import score
@@ -340,6 +338,6 @@ except KeyboardInterrupt:
     ],
 )
 def test_a_task_that_swallows_cancellation_lets_the_process_end(how, says, warns):
-    command = [sys.executable, "-c", STUBBORN, *how.split()]
+    command = [sys.executable, "-c", TERMINAL + STUBBORN, *how.split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert says in ended.stdout and warns in ended.stderr and ended.returncode == 0

@@ -17,6 +17,7 @@ import pytest
 from support.loopback import Proxy, free_port
 from support.marks import needs_server
 from support.models import build_model, build_tokenizer
+from support.own_process import COMMAND
 from support.servers import ROOT, START_LIMIT, RealServer
 from transformers import AutoTokenizer
 
@@ -86,7 +87,7 @@ class Run:
         self._log = folder.with_suffix(".log")
         with open(self._log, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mt_grpo", *arguments],
+                [sys.executable, "-c", COMMAND, *arguments],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=log,
@@ -107,14 +108,6 @@ class Run:
 
     def wait(self, limit: float = 120.0) -> int:
         return self.process.wait(limit)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ctrl_c_counts():
-    """A shell that runs the tests in the background has them, and what they start, ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")

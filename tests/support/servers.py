@@ -13,6 +13,7 @@ import httpx
 
 from mt_grpo.rollout.engines.vllm.http import find_key, headers
 from support.loopback import free_port
+from support.own_process import COMMAND
 
 ROOT = Path(__file__).parents[2]
 SERVER_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -20,9 +21,21 @@ START_LIMIT = 300.0
 """Seconds a real server may take to start: two cores, shared with whatever else runs."""
 
 
+WATCH = """
+import os, signal, sys, time
+sys.stdin.read()  # ends with the process that holds the other end
+try:
+    os.killpg(int(sys.argv[1]), signal.SIGTERM)
+    time.sleep(20)
+    os.killpg(int(sys.argv[1]), signal.SIGKILL)
+except ProcessLookupError:
+    pass
+"""
+
+
 class ServerProcess:
     """
-    A server in a process group of its own, that downloads nothing.
+    A server in a process group of its own, that downloads nothing. It ends with this process, whatever ends that.
 
     Args:
         command: What starts it.
@@ -36,12 +49,15 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{port}"
         self._environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
+        self._watch: subprocess.Popen[bytes] | None = None
 
     def start(self, wait: bool = True) -> ServerProcess:
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
                 self.command, cwd=ROOT, env=self._environment, stdout=log, stderr=log, start_new_session=True
             )
+        command = [sys.executable, "-S", "-c", WATCH, str(self._process.pid)]
+        self._watch = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         if wait:
             try:
                 self.wait()
@@ -69,6 +85,8 @@ class ServerProcess:
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         """Ends the server and everything it started."""
+        self._watch.kill()
+        self._watch.communicate()
         try:
             os.killpg(self._process.pid, how)
             self._process.wait(60)
@@ -118,8 +136,8 @@ class RealServer(ServerProcess):
         port = free_port()
         command = [
             sys.executable,
-            "-m",
-            "mt_grpo",
+            "-c",
+            COMMAND,
             "serve",
             "--config",
             "recipes/quickstart.yaml",

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.own_process import TERMINAL
 
 from mt_grpo.envs.execution import execute_calls
 from mt_grpo.errors import ConfigError
@@ -310,7 +311,7 @@ def test_the_transport_follows_from_the_entry(tmp_path, entry, transports):
 
 
 SCRIPT = """
-import asyncio, gc, os, signal, sys, time
+import asyncio, gc, os, time
 import mt_grpo.tools
 assert "mcp" not in sys.modules
 from mt_grpo.tools.mcp import mcp_tools, McpServer
@@ -357,7 +358,7 @@ def test_structured_content_is_the_calls_data(tmp_path):
 @pytest.mark.parametrize("how", ["raise", "interrupt", "kill", "fork"])
 def test_no_server_outlives_its_process(tmp_path, how):
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, write(tmp_path, small=stdio()), how],
+        [sys.executable, "-c", TERMINAL + SCRIPT, write(tmp_path, small=stdio()), how],
         capture_output=True,
         text=True,
         timeout=120,
@@ -371,7 +372,7 @@ def test_no_server_outlives_its_process(tmp_path, how):
 def test_a_start_that_hangs_can_be_interrupted(tmp_path):
     begun, process = tmp_path / "begun", tmp_path / "process"
     mute = {"command": "sh", "args": ["-c", f"echo $$ > {begun}; mv {begun} {process}; exec sleep 100"]}
-    command = [sys.executable, "-c", SCRIPT, write(tmp_path, mute=mute), "start", str(process)]
+    command = [sys.executable, "-c", TERMINAL + SCRIPT, write(tmp_path, mute=mute), "start", str(process)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert "KeyboardInterrupt" in run.stderr
     until(lambda: not alive(int(process.read_text())))

@@ -1,0 +1,86 @@
+"""
+Tests that signal or end their own process run in another one, since what ends a test's process ends every test after
+it. It listens to signals as a program in a terminal does: a shell that runs tests in the background has them, and what
+they start, ignore SIGINT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+TERMINAL = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+"""
+"""How a program begins that is sent signals."""
+
+COMMAND = f"{TERMINAL}from mt_grpo.cli import main\nsys.exit(main())"
+"""`mt-grpo` as a program that is sent signals."""
+
+_REPORTS = "MT_GRPO_TEST_REPORTS"
+_OUTCOMES: dict[str, tuple[str, str]] = {}
+
+
+class _Reports:
+    """Writes the outcome of each test as a line of JSON."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            outcome = [report.nodeid, report.outcome, f"{report.longreprtext}\n{report.capstdout}{report.capstderr}"]
+            with open(os.environ[_REPORTS], "a") as file:
+                file.write(json.dumps(outcome) + "\n")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is marked `own_process`, and those of its file that come after it, in one more process."""
+    if pyfuncitem.get_closest_marker("own_process") is None or _REPORTS in os.environ:
+        return None
+    if pyfuncitem.nodeid not in _OUTCOMES:
+        _run(pyfuncitem)
+    outcome, text = _OUTCOMES[pyfuncitem.nodeid]
+    if outcome == "skipped":
+        pytest.skip(text)
+    if outcome == "failed":
+        pytest.fail(text, pytrace=False)
+    return True
+
+
+def _run(first: pytest.Function) -> None:
+    items = first.session.items
+    items = [item for item in items[items.index(first) :] if item.path == first.path]
+    nodes = [item.nodeid for item in items if item.get_closest_marker("own_process") is not None]
+    with tempfile.TemporaryDirectory() as folder:
+        reports = Path(folder) / "reports.jsonl"
+        command = [sys.executable, "-c", "from support.own_process import main; main()", *nodes]
+        environment = {**os.environ, _REPORTS: str(reports)}
+        run = subprocess.run(
+            command,
+            cwd=first.config.rootpath,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        lines = reports.read_text().splitlines() if reports.exists() else []
+    for node, outcome, text in map(json.loads, lines):
+        _OUTCOMES.setdefault(node, (outcome, text))
+    ended = f"its process ended with the status {run.returncode}:\n{run.stdout[-8000:]}"
+    _OUTCOMES.setdefault(first.nodeid, ("failed", ended))
+
+
+def main() -> None:
+    """The other process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]], plugins=[_Reports()]))
