@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.peers import stand_in
 
 T = TypeVar("T")
 
@@ -179,6 +180,7 @@ def _file_of(module: str) -> str:
 def _make_folder_importable() -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    stand_in()
 
 
 def _load_module(name: str) -> Any:
@@ -187,6 +189,7 @@ def _load_module(name: str) -> Any:
 
 
 def _load_file(path: str) -> Any:
+    stand_in()
     name = "mt_grpo_plugin_" + str(Path(path).resolve()).replace(os.sep, "_").removesuffix(".py")
     if name in sys.modules:
         return sys.modules[name]

@@ -1,14 +1,19 @@
 """
-ms-swift's multi-turn schedulers, gym environments and reward classes: files that subclass them run here with only
-their import lines changed. Names and behaviour are those of its documentation; see docs/schedulers.md.
+ms-swift's multi-turn schedulers, gym environments and reward classes: files that subclass them run here as they are,
+also under ms-swift's own module names (`mt_grpo.peers`). Names and behaviour are those of its documentation; see
+docs/schedulers.md.
 """
 
 from mt_grpo.compat.swift.builtin import RetryScheduler, ThinkingTipsScheduler, ToolCallScheduler
+from mt_grpo.compat.swift.engine import Template
 from mt_grpo.compat.swift.env import SchedulerEnv, SchedulerSource
 from mt_grpo.compat.swift.gym import GymScheduler
-from mt_grpo.compat.swift.orm import ORM, Accuracy
+from mt_grpo.compat.swift.names import Messages, get_logger, remove_response
+from mt_grpo.compat.swift.openenv import OpenEnvScheduler, OpenEnvWrapper
+from mt_grpo.compat.swift.orm import ORM, Accuracy, AsyncORM
 from mt_grpo.compat.swift.records import ResponseError
-from mt_grpo.compat.swift.registry import envs, multi_turns, orms
+from mt_grpo.compat.swift.registry import envs, multi_turns, orms, rm_plugins
+from mt_grpo.compat.swift.reward_models import DefaultRMPlugin, TransformersEngine, to_device
 from mt_grpo.compat.swift.scheduler import MultiTurnScheduler
 from mt_grpo.compat.swift.types import (
     ChatCompletionResponse,
@@ -20,7 +25,26 @@ from mt_grpo.compat.swift.types import (
     RolloutOutput,
 )
 
+GYMScheduler, MathAccuracy = GymScheduler, Accuracy
+RolloutScheduler, InferRequest = MultiTurnScheduler, RolloutInferRequest
+"""Names that ms-swift has for these."""
+
 __all__ = [
+    "AsyncORM",
+    "DefaultRMPlugin",
+    "GYMScheduler",
+    "InferRequest",
+    "MathAccuracy",
+    "Messages",
+    "OpenEnvScheduler",
+    "OpenEnvWrapper",
+    "RolloutScheduler",
+    "Template",
+    "TransformersEngine",
+    "get_logger",
+    "remove_response",
+    "rm_plugins",
+    "to_device",
     "Accuracy",
     "ChatCompletionResponse",
     "ChatCompletionResponseChoice",

@@ -8,7 +8,9 @@ from typing import Any
 
 from mt_grpo.compat.swift.engine import CONVERSATION
 from mt_grpo.compat.swift.gym import GymScheduler
+from mt_grpo.compat.swift.openenv import OpenEnvScheduler
 from mt_grpo.compat.swift.orm import is_right
+from mt_grpo.compat.swift.records import strip_thinking
 from mt_grpo.compat.swift.registry import multi_turns
 from mt_grpo.compat.swift.scheduler import MultiTurnScheduler
 from mt_grpo.compat.swift.types import (
@@ -19,9 +21,7 @@ from mt_grpo.compat.swift.types import (
 )
 from mt_grpo.envs.execution import execute_calls
 from mt_grpo.tools import load_tools
-from mt_grpo.trajectory import Message, ToolCall
-
-_THINKING = re.compile(r"^.*?</think>\s*", re.DOTALL)
+from mt_grpo.trajectory import ToolCall
 
 
 class RetryScheduler(MultiTurnScheduler):
@@ -65,14 +65,8 @@ class ThinkingTipsScheduler(RetryScheduler):
             records.append(RolloutOutput(response, messages, [choice.token_ids], rollout_infos=infos))
             if self.check_finished(infer_request, choice, len(records)):
                 return records
-            infer_request.messages = [_without_thoughts(message) for message in infer_request.messages]
+            infer_request.messages = [strip_thinking(message) for message in infer_request.messages]
             infer_request = self.step(infer_request, choice, len(records))["infer_request"]
-
-
-def _without_thoughts(message: Message) -> Message:
-    if message["role"] != "assistant":
-        return message
-    return {**message, "content": _THINKING.sub("", message["content"])}
 
 
 class ToolCallScheduler(MultiTurnScheduler):
@@ -138,3 +132,4 @@ multi_turns["retry_scheduler"] = RetryScheduler
 multi_turns["thinking_tips_scheduler"] = ThinkingTipsScheduler
 multi_turns["tool_call_scheduler"] = ToolCallScheduler
 multi_turns["gym_scheduler"] = GymScheduler
+multi_turns["openenv_scheduler"] = OpenEnvScheduler

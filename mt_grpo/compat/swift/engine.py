@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
-from mt_grpo.compat.swift.records import Sampled
+from mt_grpo.compat.swift.records import Sampled, strip_thinking
 from mt_grpo.compat.swift.types import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -59,7 +58,6 @@ class Conversation:
         reason (`StopReason`, *optional*): The limit that cut off the latest turn, or that left no room for another.
         answer (`str`, *optional*): The final answer, where the scheduler told one.
         rewards (`dict[str, float]`): Rewards of the whole conversation, by name.
-        closes (`list[Callable]`): Called when the conversation is closed, whatever became of it.
     """
 
     policy: Policy
@@ -71,7 +69,6 @@ class Conversation:
     reason: StopReason | None = None
     answer: str | None = None
     rewards: dict[str, float] = field(default_factory=dict)
-    closes: list[Callable[[], Any]] = field(default_factory=list)
     _sampling: int = 0
     _since: float = field(default_factory=time.monotonic)
 
@@ -116,6 +113,29 @@ class Conversation:
         return turn, ids, logprobs
 
 
+class Template:
+    """
+    `InferEngine.template`, as far as schedulers ask for it.
+
+    Args:
+        tokenizer: The model's.
+
+    Attributes:
+        template_meta: `is_thinking`, whether the model's chat template knows thoughts.
+    """
+
+    mode = "vllm"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.template_meta = SimpleNamespace(is_thinking="</think>" in (tokenizer.chat_template or ""))
+
+    def _swift_prepare_inputs(self, inputs: Any) -> None:
+        """Takes the thoughts out of all of the assistant's messages but the last; ms-swift's files call it so."""
+        messages = inputs.messages
+        inputs.messages = [*(strip_thinking(message) for message in messages[:-1]), *messages[-1:]]
+
+
 CONVERSATION: ContextVar[Conversation] = ContextVar("conversation")
 """The one that the running task belongs to."""
 
@@ -130,7 +150,7 @@ class InferEngine:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.template = self.default_template = SimpleNamespace(tokenizer=tokenizer)
+        self.template = self.default_template = Template(tokenizer)
 
     async def infer_async(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **kwargs: Any

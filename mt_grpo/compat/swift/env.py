@@ -11,7 +11,7 @@ from typing import Any
 
 from mt_grpo.compat.swift.engine import CONVERSATION, Conversation, InferEngine, Words
 from mt_grpo.compat.swift.loops import run_apart
-from mt_grpo.compat.swift.records import ResponseError, check_infos, claim, only_last_rounds, plain
+from mt_grpo.compat.swift.records import ResponseError, check_infos, claim, only_last_rounds, plain, read_messages
 from mt_grpo.compat.swift.scheduler import MultiTurnScheduler
 from mt_grpo.compat.swift.types import RequestConfig, RolloutInferRequest, RolloutOutput
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy
@@ -171,8 +171,7 @@ class SchedulerEnv:
                 claim(where, turns, response, mask, logprobs[turn] if logprobs else None)
             conversation.masked |= bool(masks)
             infos = check_infos(f"Record {number}", output.rollout_infos)
-            messages = output.messages or []
-            self.records.append((copy.deepcopy(messages), infos))
+            self.records.append((read_messages(output.messages or []), infos))
             last.add(int(output.response.id))
         if any(output.response_token_ids for output in outputs):
             for one in turns:  # a response that no record has is not trained
@@ -188,5 +187,7 @@ class SchedulerEnv:
 
     async def close(self) -> None:
         """Lets go of what the scheduler opened for the conversation."""
-        for close in self._conversation.closes if self._conversation is not None else ():
-            await call(close, what="close")
+        if self._conversation is not None:
+            scheduler = await self.source.scheduler(self._conversation.policy.tokenizer)
+            end = scheduler.on_trajectory_end
+            await call(end, self._conversation.policy.session, what=end.__qualname__)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from functools import partialmethod
 from typing import Any
 
 from mt_grpo.compat.swift.env import SchedulerEnv
@@ -53,6 +55,14 @@ class ORM(FunctionReward):
         }
 
 
+class AsyncORM(ORM):
+    """An `ORM` whose `__call__` is `async`. All rewards of a batch are asked at once."""
+
+    async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        """The rewards of a batch."""
+        raise NotImplementedError(f"{type(self).__name__} defines no `__call__`.")
+
+
 def _records(trajectory: Trajectory) -> list[dict[str, Any]]:
     environment = trajectory.environment
     whole = [(trajectory.messages, trajectory.info)]
@@ -70,6 +80,9 @@ def _words(messages: list[Message]) -> str:
 def register_orm(name: str, orm: type[ORM]) -> None:
     """Lets recipes name a reward class of a plugin in `outcome_reward_funcs`."""
     if orm is not Accuracy:  # whose name plugins have for rewards of their own
+        given = inspect.signature(orm).parameters.get("args")
+        if given is not None and given.default is given.empty:  # ms-swift's own trainer gives it
+            orm.__init__ = partialmethod(orm.__init__, None)
         orm.name = name
         REWARDS.add(name, orm, orm.__module__)
 

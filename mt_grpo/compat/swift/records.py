@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from mt_grpo.token_tree import common_prefix
-from mt_grpo.trajectory import Turn
+from mt_grpo.trajectory import Message, Turn
 
 
 class Sampled:
@@ -22,6 +24,24 @@ class Sampled:
     def __init__(self, turn: Turn, ids: list[int], goes_on: bool) -> None:
         self.turn, self.ids, self.goes_on = turn, ids, goes_on
         self.claimed = False
+
+
+_THINKING = re.compile(r"^.*?</think>\s*", re.DOTALL)
+
+
+def strip_thinking(message: Message) -> Message:
+    """An assistant's message without its thoughts; any other as it is."""
+    if message["role"] != "assistant":
+        return message
+    return {**message, "content": _THINKING.sub("", message["content"])}
+
+
+def read_messages(messages: Sequence[Any]) -> list[Message]:
+    """Messages of a record, copied; ms-swift's files put the assistant's words there for earlier messages of its."""
+    return [
+        {"role": "assistant", "content": message} if isinstance(message, str) else copy.deepcopy(message)
+        for message in messages
+    ]
 
 
 class ResponseError(ValueError):

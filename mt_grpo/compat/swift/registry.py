@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.compat.swift.orm import ORM, Accuracy, register_orm
+from mt_grpo.compat.swift.reward_models import DefaultRMPlugin, register_plugin
 from mt_grpo.compat.swift.scheduler import MultiTurnScheduler
 from mt_grpo.compat.swift.types import Env
 from mt_grpo.errors import ConfigError
@@ -43,3 +44,5 @@ multi_turns = Names("scheduler", MultiTurnScheduler)
 envs = Names("environment of the gym scheduler", Env)
 orms = Names("reward", ORM, register_orm)
 orms["accuracy"] = Accuracy
+rm_plugins = Names("plugin of reward models", object, register_plugin)
+rm_plugins["default"] = DefaultRMPlugin

@@ -47,6 +47,11 @@ class MultiTurnScheduler:
         """The model's tokenizer."""
         return self.infer_engine.tokenizer
 
+    @property
+    def engine(self) -> InferEngine:
+        """`infer_engine`, by its other name."""
+        return self.infer_engine
+
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
         """Called once before the first response, with the one request; what it changes there counts."""
 
@@ -60,6 +65,14 @@ class MultiTurnScheduler:
             `dict`, *optional*: `done`, whether the conversation is over; `rollout_infos`; `reward`, `tool_calls` and
             `answer` as in `step`.
         """
+
+    async def on_trajectory_end(self, uuid: str) -> None:
+        """Called when a conversation is closed, whatever became of it, with its `infer_request.uuid`."""
+
+    @staticmethod
+    def _extract_logprobs_from_choice(response_choice: ChatCompletionResponseChoice) -> list[float]:
+        """The log-probabilities of a response; ms-swift's files call it by this name."""
+        return [item["logprob"] for item in (response_choice.logprobs or {}).get("content", ())]
 
     def check_finished(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
@@ -152,10 +165,14 @@ def take_note(
     conversation: Conversation, one: Sampled, given: dict[str, Any], where: str, infos: dict[str, Any]
 ) -> None:
     """Keeps what a scheduler tells about a turn."""
-    if "rollout_infos" in given:
-        infos.update(check_infos(where, given["rollout_infos"]))
-    if given.get("reward") is not None:
-        one.turn.reward = float(given["reward"])
+    told = check_infos(where, given["rollout_infos"]) if "rollout_infos" in given else {}
+    infos.update(told)
+    reward = given.get("reward")
+    if "total_reward" in told and "step_rewards" in told:  # as schedulers of gym environments tell them
+        conversation.rewards["total_reward"] = float(told["total_reward"])
+        reward = told["step_rewards"][-1] if reward is None and told["step_rewards"] else reward
+    if reward is not None:
+        one.turn.reward = float(reward)
         if not math.isfinite(one.turn.reward):
             raise ResponseError(f"{where}: `reward` is {one.turn.reward}: return a finite number.")
     if given.get("answer") is not None:
