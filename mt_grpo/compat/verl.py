@@ -1,8 +1,8 @@
 """
 Interactions as verl has them: classes that answer the model's turns, score them, and are chosen by the row.
 
-A file written for verl runs here as it is (`mt_grpo.peers`); others import from here. The classes of its tools are here
-too.
+A file written for verl runs here as it is (`mt_grpo.peers`); others import from here. The classes of its tools are
+here too.
 """
 
 from __future__ import annotations
