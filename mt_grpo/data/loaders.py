@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import datasets
 from datasets.exceptions import DatasetsError
@@ -15,9 +16,13 @@ from mt_grpo.data.schemas import REASONING_GYM, SCHEMAS, DatasetError, Row, Sche
 from mt_grpo.imports import did_you_mean
 from mt_grpo.paths import FORMATS, looks_like_path
 
-Rows = datasets.Dataset | datasets.IterableDataset
+Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
-EMBEDDED_SPLITS = {"train": "train", "validation": "validation", "test": "validation"}
+EMBEDDED_SPLITS: dict[str, Literal["train", "validation"]] = {
+    "train": "train",
+    "validation": "validation",
+    "test": "validation",
+}
 
 
 def load_rows(
@@ -132,7 +137,10 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
     if path.exists():
         base = split.partition("[")[0]
         files = _files(path, base)
-        arguments = {"path": FORMATS[files[0].suffix], "data_files": {base: [str(file) for file in files]}}
+        arguments: dict[str, Any] = {
+            "path": FORMATS[files[0].suffix],
+            "data_files": {base: [str(file) for file in files]},
+        }
     elif path.suffix in FORMATS or looks_like_path(source):
         raise DatasetError(f"There is no file or folder {source!r} (the current folder is {Path.cwd()}).")
     else:

@@ -57,7 +57,7 @@ def conversation(
     advantages = None if credit is None else credit["advantages"]
     for position, each in enumerate(record["turns"]):
         each["advantage"] = None if advantages is None else advantages[position]
-    tokens = {
+    tokens: dict[str, Any] = {
         "ids": ids,
         "texts": None if tokenizer is None else token_texts(ids, nodes, tokenizer),
         "turn": turn,
@@ -209,11 +209,11 @@ def _layout(tree: TokenTree) -> tuple[list[dict[str, Any]], list[int]]:
         nodes.append({"parent": place[node.parent], "turn": node.turn, "begin": begin, "end": end})
         begin = end
     for number in range(len(nodes) - 1, -1, -1):
-        node = nodes[number]
-        node.setdefault("subtree_end", number + 1)
-        if node["parent"] >= 0:
-            parent = nodes[node["parent"]]
-            parent["subtree_end"] = max(parent.get("subtree_end", 0), node["subtree_end"])
+        entry = nodes[number]
+        entry.setdefault("subtree_end", number + 1)
+        if entry["parent"] >= 0:
+            parent = nodes[entry["parent"]]
+            parent["subtree_end"] = max(parent.get("subtree_end", 0), entry["subtree_end"])
     return nodes, order
 
 

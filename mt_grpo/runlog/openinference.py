@@ -113,9 +113,10 @@ class _Spans(list[dict[str, Any]]):
     ) -> str:
         """Adds a span. Returns its id."""
         start = self._start if start is None else start
+        identity = _hash(f"{self._name}/{len(self)}", 8)
         span = {
             "traceId": _hash(self._name, 16),
-            "spanId": _hash(f"{self._name}/{len(self)}", 8),
+            "spanId": identity,
             "name": name,
             "kind": INTERNAL,
             "startTimeUnixNano": str(int(start * 1e9)),
@@ -124,7 +125,7 @@ class _Spans(list[dict[str, Any]]):
             "status": {"code": OK} if error is None else {"code": ERROR, "message": whole(error)},
         }
         self.append(span if parent is None else {**span, "parentSpanId": parent})
-        return span["spanId"]
+        return identity
 
 
 def _hash(text: str, size: int) -> str:

@@ -126,7 +126,7 @@ def rollout_table(batch: Batch, rank: int) -> pa.Table:
 def lists(rows: Sequence[Sequence[Sequence[Any]]], kind: type) -> pa.Array:
     """A column of lists, each given in parts. Much faster than pyarrow's way from Python's lists."""
     sizes = [sum(map(len, parts)) for parts in rows]
-    values = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), dtype=kind, count=sum(sizes))
+    values: np.ndarray = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), dtype=kind, count=sum(sizes))
     offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 

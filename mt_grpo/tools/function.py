@@ -134,7 +134,7 @@ class Tool:
                 argument cannot be given by name in JSON.
         """
         name = getattr(fn, "__name__", type(fn).__name__)
-        function = fn if inspect.isroutine(fn) else fn.__call__
+        function = fn if inspect.isroutine(fn) else fn.__call__  # type: ignore[operator]  # an object with `__call__`
         described = _refuse_undescribed(name, function)
         try:
             schema = get_json_schema(described)["function"]

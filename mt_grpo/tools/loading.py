@@ -39,11 +39,11 @@ def tool(
     """
     limit = None if concurrency is None else ConcurrencyLimit(concurrency)
     options = ToolOptions(concurrency, max_result_size, ends_episode, limit)
-    register = TOOLS.register(name) if name is not None or options == ToolOptions() else None
+    register = None if name is None and options != ToolOptions() else TOOLS.register(name or "")
 
     def mark(thing: Callable[..., Any]) -> Callable[..., Any]:
         if options != ToolOptions():
-            thing.tool_options = options
+            thing.tool_options = options  # type: ignore[attr-defined]  # functions and classes take attributes
         return thing if register is None else register(thing)
 
     return mark

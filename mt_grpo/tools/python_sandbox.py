@@ -217,6 +217,7 @@ async def _ask_host(request: dict[str, Any]) -> dict[str, Any]:
         env={name: os.environ[name] for name in PASSED_ON if name in os.environ},
         start_new_session=True,  # a Ctrl-C is the trainer's
     )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None  # all are pipes
     try:
         async with asyncio.timeout(request["time_limit"] + SPARE_SECONDS):
             process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -233,6 +234,7 @@ async def _ask_host(request: dict[str, Any]) -> dict[str, Any]:
 
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Has the process kill what still runs, and waits for its end; who cancels this waits that moment too."""
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None  # all are pipes
     process.stdin.close()
     killing = asyncio.get_running_loop().call_later(SPARE_SECONDS, process.kill)
     while process.returncode is None:

@@ -181,7 +181,7 @@ class WikipediaSearch:
         Raises:
             RuntimeError: The server could not be reached or refused the request.
         """
-        params = {
+        params: dict[str, str | int] = {
             "action": "query",
             "format": "json",
             "formatversion": 2,

@@ -139,6 +139,7 @@ class StatefulTool(Tool):
     @classmethod
     def of(cls, base: BaseTool) -> StatefulTool:
         """The description of a tool; raises `ToolDefinitionError` where its schema is none."""
+        assert base.tool_schema is not None  # its constructor refuses that
         function = base.tool_schema.model_dump(exclude_unset=True, exclude_none=True)["function"]
         parameters = {"type": "object", "properties": {}, **function.get("parameters", {})}
         description = function.get("description", "")

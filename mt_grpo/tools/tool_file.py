@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -15,6 +15,8 @@ from mt_grpo.tools.mcp.tools import mcp_tools, remote_tools
 from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, StatefulTool
 
 TYPES = ("native", "mcp")
+
+Made = TypeVar("Made", bound=BaseTool)
 
 
 def load_tools_file(path: str) -> list[Tool]:
@@ -95,7 +97,7 @@ def _mcp(entry: dict[str, Any], config: dict[str, Any], where: str) -> list[Tool
     if not entry.get("class_name"):
         return mcp_tools(*arguments)
     tool_class = _tool_class(entry["class_name"], MCPBaseTool, where)
-    tools = []
+    tools: list[Tool] = []
     for remote in remote_tools(*arguments):
         base = _made(tool_class, config, OpenAIFunctionToolSchema.model_validate(remote.schema), where)
         base.remote = remote
@@ -103,7 +105,7 @@ def _mcp(entry: dict[str, Any], config: dict[str, Any], where: str) -> list[Tool
     return tools
 
 
-def _tool_class(name: Any, kind: type[BaseTool], where: str) -> type[BaseTool]:
+def _tool_class(name: Any, kind: type[Made], where: str) -> type[Made]:
     if not isinstance(name, str) or not name:
         raise ToolDefinitionError(f"{where} names no class: write `class_name: my_tools.Counter`.")
     tool_class = import_object(name, what="tool class")
@@ -115,9 +117,7 @@ def _tool_class(name: Any, kind: type[BaseTool], where: str) -> type[BaseTool]:
     return tool_class
 
 
-def _made(
-    tool_class: type[BaseTool], config: dict[str, Any], schema: OpenAIFunctionToolSchema | None, where: str
-) -> BaseTool:
+def _made(tool_class: type[Made], config: dict[str, Any], schema: OpenAIFunctionToolSchema | None, where: str) -> Made:
     try:
         return tool_class(config=config, tool_schema=schema)
     except ToolDefinitionError:

@@ -58,8 +58,8 @@ class Columns:
             place = self.positions.setdefault(row["session"], len(self.rows))
             if place == len(self.rows):
                 self.rows.append(row)
-                for values in (*self._texts.values(), self._searched):
-                    values.append("")
+                for texts in (*self._texts.values(), self._searched):
+                    texts.append("")
             self.rows[place] = row
             places.append(place)
             for name in TEXTS:
@@ -125,9 +125,9 @@ class Columns:
         for known in self.rewards:
             if name in (known, short_name(known)):
                 return REWARD + known
-        known = [*NUMBERS, SPREAD, *TEXTS, *map(short_name, self.rewards)]
-        near = did_you_mean(name, known)
-        raise FilterError(f"There is no column {name!r}{near or ': there are ' + ', '.join(known)}.")
+        names = [*NUMBERS, SPREAD, *TEXTS, *map(short_name, self.rewards)]
+        near = did_you_mean(name, names)
+        raise FilterError(f"There is no column {name!r}{near or ': there are ' + ', '.join(names)}.")
 
     def where(self, conditions: list[Condition]) -> np.ndarray:
         """

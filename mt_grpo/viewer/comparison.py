@@ -55,7 +55,7 @@ def compare(columns: Columns, before: int | None = None, after: int | None = Non
             session_after, right_after, rewards_after = sides[1][key]
             was, is_ = _is_right(right, rewards, enough), _is_right(right_after, rewards_after, enough)
             kind = KINDS[{(False, True): 0, (True, True): 1, (False, False): 2, (True, False): 3}[was, is_]]
-            row = {"prompt": key[0], "kind": kind, "sessions": [session, session_after]}
+            row: dict[str, Any] = {"prompt": key[0], "kind": kind, "sessions": [session, session_after]}
             rows.append({**row, "before": _mean(rewards), "after": _mean(rewards_after)})
     rows.sort(key=lambda row: (row["kind"] != "broken", -abs((row["after"] or 0) - (row["before"] or 0))))
     counts = Counter(row["kind"] for row in rows)
@@ -91,8 +91,8 @@ def _questions(columns: Columns, step: int) -> dict[tuple[str, int], tuple[str, 
 
 def _is_right(right: list[float], rewards: list[float], enough: float) -> bool:
     if right:
-        return _mean(right) >= 0.5
-    return bool(rewards) and _mean(rewards) >= enough > 0
+        return bool(np.mean(right) >= 0.5)
+    return bool(rewards) and bool(np.mean(rewards) >= enough > 0)
 
 
 def _mean(values: list[float]) -> float | None:

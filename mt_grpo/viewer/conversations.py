@@ -74,9 +74,9 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
         key=lambda whole: -np.inf if whole["index"]["reward"] is None else whole["index"]["reward"], reverse=True
     )
     accepted = _accepted(wholes[0]["row"].get("answer"))
-    keys, firsts = np.unique(columns.groups, return_index=True)
+    numbers, firsts = np.unique(columns.groups, return_index=True)
     first = columns.rows[places[0]]
-    at = int(np.searchsorted(keys, columns.groups[places[0]]))
+    at = int(np.searchsorted(numbers, columns.groups[places[0]]))
     keys = [_key(columns.rows[place]) for place in firsts.tolist()]
     here = [key for key in keys if (key["mode"], key["step"]) == (mode, step)]
     around = [keys[place] if 0 <= place < len(keys) else None for place in (at - 1, at + 1)]

@@ -90,7 +90,7 @@ def _as_dict(finding: Finding) -> dict[str, Any]:
 def _stops(view: dict[str, Any], said: set[str]) -> Iterator[dict[str, Any]]:
     """How the shares of limits changed; `said` are those of which the whole run was spoken already."""
     for name, shares in view["stops"].items():
-        first, last = ends(shares)
+        first, last = ends(shares) or (0.0, 0.0)
         if last > 0.1 and not name.endswith("_error") and name not in said:
             text = f"{last:.0%} of the last steps ({first:.0%} of the first) were cut off there."
             asked = f"mode=train stop={name}"

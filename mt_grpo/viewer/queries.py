@@ -101,7 +101,7 @@ class Queries:
         changed, written = self.run.refresh(), self._written()
         if self._rows is not self.run.rows:  # the first question, or another run in the same folder
             self.columns, self._rows = Columns(), self.run.rows
-            changed = range(len(self._rows))
+            changed = list(range(len(self._rows)))
         if changed or written != self._metrics:
             self.columns.put([self.run.rows[place] for place in changed])
             self._metrics = written

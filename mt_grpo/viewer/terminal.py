@@ -34,7 +34,7 @@ def render_trajectory(trajectory: Trajectory, tokenizer: Any, color: bool = True
                 text.append(words, style=ENVIRONMENT)
             begin = end
         text.append("\n")
-    text.append(f"{trajectory.stop_reason.value}", style="bold")
+    text.append("under way" if trajectory.stop_reason is None else trajectory.stop_reason.value, style="bold")
     if trajectory.error:
         text.append(f": {visible(trajectory.error)}", style="red")
     if trajectory.where:

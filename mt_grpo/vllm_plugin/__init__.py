@@ -25,4 +25,5 @@ def register() -> None:
             BACKEND, "mt_grpo.vllm_plugin.engine", "SafetensorsWeightTransferEngine"
         )
     if "MT_GRPO_SERVER" in os.environ:  # other servers of the same environment are left alone
-        uvicorn.Config.__init__ = partialmethod(uvicorn.Config.__init__, timeout_graceful_shutdown=SECONDS_TO_END)
+        bounded = partialmethod(uvicorn.Config.__init__, timeout_graceful_shutdown=SECONDS_TO_END)
+        uvicorn.Config.__init__ = bounded  # type: ignore[method-assign, assignment]  # vLLM has no option for it

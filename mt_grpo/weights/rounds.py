@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -19,6 +19,15 @@ from mt_grpo.weights.update_calls import WeightSyncError
 logger = logging.getLogger(__name__)
 
 _POLL = 0.5  # seconds between looks at a server that is down
+
+
+class _Seen(NamedTuple):
+    """What the main process tells the others: its failure, whether each server is up and why not, what was sent."""
+
+    failure: str | None
+    states: list[tuple[bool, str]]
+    checksum: str
+    dtype: torch.dtype | None
 
 
 class ServerRounds:
@@ -59,20 +68,26 @@ class ServerRounds:
         except (RequestFailed, WeightSyncError, OSError) as error:
             failure = error
         servers = self.client.pool.servers
-        shared = [None if failure is None else str(failure), [(server.up, server.fault) for server in servers]]
-        shared += [self.checksum, self.dtype]
+        seen = _Seen(
+            None if failure is None else str(failure),
+            [(server.up, server.fault) for server in servers],
+            self.checksum,
+            self.dtype,
+        )
         if self.accelerator.num_processes > 1:
-            broadcast_object_list(shared)
-        self.checksum, self.dtype = shared[2:]
-        for server, (up, fault) in zip(servers, shared[1], strict=True):
+            told = [seen]
+            broadcast_object_list(told)
+            (seen,) = told
+        self.checksum, self.dtype = seen.checksum, seen.dtype
+        for server, (up, fault) in zip(servers, seen.states, strict=True):
             if server.up and not up:
                 server.drop(fault)
             elif up and not server.up:
                 server.mark_up()
         if isinstance(failure, (WeightSyncError, ServerGoneError)):
             raise failure
-        if failure is not None or shared[0] is not None:
-            raise WeightSyncError(shared[0] if failure is None else str(failure)) from failure
+        if failure is not None or seen.failure is not None:
+            raise WeightSyncError(seen.failure if failure is None else str(failure)) from failure
 
     def _each_server(self, action: Any, again: Any = None) -> None:
         """
@@ -88,7 +103,7 @@ class ServerRounds:
                 failures = list(executor.map(lambda server: self._attempt(server, action), up))
         if not any(server.up for server in self.client.pool.servers):
             if again is None or not self.repeatable:
-                raise failures[0]
+                raise next(failure for failure in failures if failure is not None)
             return self._each_server(again)
         for failure in failures:
             if failure is not None and not failure.unreachable:
@@ -104,6 +119,7 @@ class ServerRounds:
             return error
         finally:
             control.close()
+        return None
 
     def _wait_for_one(self) -> None:
         """Waits until at least one server is up."""
@@ -119,7 +135,9 @@ class ServerRounds:
                     server.fault = str(error)
                 finally:
                     control.close()
-            waited = time.monotonic() - max((one.down_since for one in servers if not one.up), default=0.0)
+            waited = time.monotonic() - max(
+                (one.down_since for one in servers if one.down_since is not None), default=0.0
+            )
             if any(server.up for server in servers):
                 return
             if waited >= self.client.server_timeout:

@@ -162,6 +162,7 @@ class WeightTransport(ServerRounds):
             return
         self._run(lambda: None, lambda: self._each_server(self._examine))
         mixed = {"no": torch.float32, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.bfloat16)
+        assert self.dtype is not None  # every server was asked
         dtypes = (next(self.get_model().parameters()).dtype, mixed, self.dtype)
         self._epsilon = max(torch.finfo(dtype).eps for dtype in dtypes)
         self._measures &= self._epsilon > torch.finfo(torch.float32).eps

@@ -137,7 +137,7 @@ def make_folder(shared: str | None) -> Path:
 
 def shared_folder(folder: str | None, accelerator: Accelerator) -> Path:
     """The folder for weight files. The main process makes it, and every process knows its path."""
-    made = [str(make_folder(folder)) if accelerator.is_main_process else None]
+    made = [str(make_folder(folder)) if accelerator.is_main_process else ""]
     if accelerator.num_processes > 1:
         broadcast_object_list(made)
     return Path(made[0])

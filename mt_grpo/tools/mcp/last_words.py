@@ -46,6 +46,7 @@ class LastWords:
 
     def _read(self) -> bool:
         """Reads once; whether there was something."""
+        assert self._reading is not None  # nothing calls it after the end
         try:
             data = os.read(self._reading, 65536)
         except BlockingIOError:

@@ -174,6 +174,7 @@ class Life:
             from mcp import StdioServerParameters
             from mcp.client.stdio import stdio_client
 
+            assert config.command is not None  # a server without one has another transport
             server = StdioServerParameters(command=config.command, args=config.args, env=config.env, cwd=config.cwd)
             with self._words.pipe() as errors:
                 async with stdio_client(server, errlog=errors) as streams:
@@ -182,13 +183,15 @@ class Life:
         elif self.transport == "sse":
             from mcp.client.sse import sse_client
 
-            # a server may be silent for as long as the optimiser works
-            async with sse_client(config.url, headers=headers, sse_read_timeout=None) as streams:
+            assert config.url is not None  # a server without one has another transport
+            forever: Any = None  # a server may be silent for as long as the optimiser works
+            async with sse_client(config.url, headers=headers, sse_read_timeout=forever) as streams:
                 yield streams
         else:
             from mcp.client.streamable_http import streamable_http_client
             from mcp.shared._httpx_utils import create_mcp_http_client
 
+            assert config.url is not None
             async with create_mcp_http_client(headers=headers) as client:
                 client.event_hooks = {"response": [self._note_status]}
                 async with streamable_http_client(config.url, http_client=client) as streams:
@@ -200,7 +203,7 @@ class Life:
         session says so."""
         import anyio
 
-        sink, watched = anyio.create_memory_object_stream(0)
+        sink, watched = anyio.create_memory_object_stream[Any](0)
 
         async def forward() -> None:
             async with sink:

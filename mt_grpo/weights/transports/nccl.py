@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,6 +93,10 @@ class NcclTransport(WeightTransport):
                 update.enter_context(paused(server))
                 update.enter_context(updating(server, self._label(step)))
 
+            def send(bucket: list[tuple[str, torch.Tensor]]) -> None:
+                assert self._group is not None  # the process that sends has made it in `_prepare`
+                send_bucket(server, self._group, bucket)
+
             # before anyone walks over the parameters, which all must do or none
             self._run(lambda: None, begin_update)
             self._parameters.model, self._parameters.dtype = self.get_model(), self.dtype
@@ -99,7 +104,7 @@ class NcclTransport(WeightTransport):
             walk = iter(self._parameters)
             try:
                 while bucket := self._take(walk):
-                    self._run(lambda: None, lambda bucket=bucket: send_bucket(server, self._group, bucket))
+                    self._run(lambda: None, functools.partial(send, bucket))
             finally:  # a failure ends all processes at the same bucket; gathering the rest takes all of them
                 exhaust(walk)
 
