@@ -17,7 +17,7 @@ from mt_grpo.agent_options import verifiers_name
 from mt_grpo.app.dry_run import nothing_left
 from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.app.recipe import Recipe
-from mt_grpo.data import load_rows
+from mt_grpo.data import check_apart, load_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.source import COLUMN, named, prototypes
 from mt_grpo.errors import ConfigError
@@ -58,7 +58,11 @@ def load_datasets(recipe: Recipe) -> tuple[Dataset | None, Dataset | None]:
             streaming=script.dataset_streaming,
         )
 
-    return load(script.dataset_train_split), load(script.dataset_test_split) if recipe.training.do_eval else None
+    train = load(script.dataset_train_split)
+    if not recipe.training.do_eval:
+        return train, None
+    check_apart(script.dataset_name, script.dataset_train_split, script.dataset_test_split, train)
+    return train, load(script.dataset_test_split)
 
 
 def prompt_lengths(

@@ -11,6 +11,7 @@ from pathlib import Path
 from mt_grpo.app.trust import asks_for_trust
 from mt_grpo.training.checkpoint import latest_checkpoint
 from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.folder import LOCK
 
 CONTENTS = {
     "config.yaml": "every option with its value; a recipe",
@@ -36,7 +37,7 @@ MERGE = (
 def files_left(folder: Path) -> list[str]:
     """The files of a run, those with a name that says little also in words."""
     lines = []
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for path in folder.iterdir() if path.name != LOCK):
         words = [text for pattern, text in CONTENTS.items() if fnmatch(path.name, pattern)]
         lines.append(f"{path}  ({words[0]})" if words else str(path))
     return lines

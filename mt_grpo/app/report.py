@@ -97,11 +97,13 @@ def plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
     figure, axes = pyplot.subplots(figsize=(10, 4.5), layout="constrained")
     for name in ["reward", *names]:
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        if not points:  # it applied to no conversation
+            continue
         label = "weighted sum" if name == "reward" else name.split("/")[1].removesuffix("_func").replace("_", " ")
         axes.plot(*zip(*points, strict=True), label=label, linewidth=2.2 if name == "reward" else 1.3)
     axes.set(xlabel="optimiser step", ylabel="mean reward in the training batch", title=title)
     axes.grid(alpha=0.3)
-    if rows:
+    if axes.lines:
         axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

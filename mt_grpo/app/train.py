@@ -29,7 +29,7 @@ from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.runlog import open_run
 from mt_grpo.runlog.findings import find_in_run
 from mt_grpo.training.audit_log import read_audit
-from mt_grpo.training.folder import check_folder, clear_folder
+from mt_grpo.training.folder import clear_folder, locked
 from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
@@ -63,18 +63,22 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
         console (`Console`): Where progress and results are shown.
 
     Raises:
-        ConfigError: If `output_dir` holds another run, or the rows do not suffice for a step.
+        ConfigError: If another run trains in `output_dir`, if it holds an earlier one, or if the rows do not suffice
+            for a step.
         ServerGoneError, WeightSyncError, RolloutError, CreditError: If nothing can be sampled or credited any more;
             after a checkpoint was written, which the message names, where training had begun.
         NonFiniteError: If a loss, a gradient or a weight is not finite; likewise, unless weights are not.
         RewardError: If a reward fails; likewise.
     """
+    with locked(trainer.args, trainer.model.config.name_or_path):
+        _run(trainer, resolved, console)
+
+
+def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Console) -> None:
     args = trainer.args
     folder = Path(args.output_dir)
     main = trainer.accelerator.is_main_process
-    check_folder(args, trainer.model.config.name_or_path)
     if main:
-        folder.mkdir(parents=True, exist_ok=True)
         clear_folder(args)
         (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
     trainer.accelerator.wait_for_everyone()
@@ -88,16 +92,15 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
     summary = {
         "advantage_estimator": args.advantage_estimator,
         "seed": args.seed,
-        "before": {},
-        "after": {},
+        **({"before": {}, "after": {}} if evaluates else {}),
         "seconds": None,
         "steps": 0,
         "versions": report.versions(),
     }
     examples: list[Trajectory] = []
     model_saved = False
-    if main and args.resume_from_checkpoint and summary_path.exists():
-        summary["before"] = json.loads(summary_path.read_text(encoding="utf-8"))["before"]
+    if main and evaluates and args.resume_from_checkpoint and summary_path.exists():
+        summary["before"] = json.loads(summary_path.read_text(encoding="utf-8")).get("before", {})
     if trainer.accelerator.num_processes > 1:  # others may not see the file, and must measure, or not, with the first
         summary = broadcast_object_list([summary])[0]
     progress = RunProgress(trainer, console)

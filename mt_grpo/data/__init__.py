@@ -1,6 +1,6 @@
 """Dataset loaders and the embedded task."""
 
-from mt_grpo.data.loaders import load_rows
+from mt_grpo.data.loaders import check_apart, load_rows
 from mt_grpo.data.schemas import DatasetError
 
-__all__ = ["DatasetError", "load_rows"]
+__all__ = ["DatasetError", "check_apart", "load_rows"]

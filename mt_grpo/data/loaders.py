@@ -23,6 +23,12 @@ EMBEDDED_SPLITS: dict[str, Literal["train", "validation"]] = {
     "validation": "validation",
     "test": "validation",
 }
+FILE_SPLITS = ("train", "validation", "test", "dev", "eval")
+"""Names by which the rows of a single file may be called."""
+MOST_ROWS = 10**12
+"""Of a split of which nobody knows how many it has."""
+SLICE = re.compile(r"\[(\d*):(\d*)\]")
+"""Rows of a stream that are counted from the first on."""
 
 
 def load_rows(
@@ -41,8 +47,8 @@ def load_rows(
             folder with such a file (or its `-00000-of-00002` shards) per split, or the id of a dataset on the Hub. Its
             `prompt` column holds text, which becomes one user message, or a list of messages. `triviaqa:SOURCE` and
             `gsm8k:SOURCE` read a source in that schema.
-        split (`str`): Split to load. A slice such as `train[:100]` works for every source. A single file can be any
-            split.
+        split (`str`): Split to load. A slice such as `train[:100]` works for every source; of a stream, one that
+            counts rows from the first on. A single file has the same rows as `train`, `validation` and `test`.
         config (`str`, *optional*): Configuration of a dataset on the Hub; options of a task of reasoning-gym.
         column_mapping (`dict[str, str]`, *optional*): Columns to add, each with its source column, such as
             `{"prompt": "question", "answer": "gold"}`.
@@ -119,7 +125,8 @@ def _embedded(split: str, streaming: bool) -> tuple[Rows, Row | None]:
 
     base = split.partition("[")[0]
     if base not in EMBEDDED_SPLITS:
-        raise DatasetError(f"The embedded dataset has no split {split!r}: it has {', '.join(EMBEDDED_SPLITS)}.")
+        near = did_you_mean(base, EMBEDDED_SPLITS)
+        raise DatasetError(f"The embedded dataset has no split {base!r}{near}: it has {', '.join(EMBEDDED_SPLITS)}.")
     return _sliced(questions(EMBEDDED_SPLITS[base]), split, streaming)
 
 
@@ -134,8 +141,8 @@ def _sliced(made: list[Row], split: str, streaming: bool) -> tuple[Rows, Row | N
 def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple[Rows, Row | None]:
     """The rows of files or of a dataset on the Hub, and the first of them, if any."""
     path = Path(source).expanduser()
+    base, bracket, _ = split.partition("[")
     if path.exists():
-        base = split.partition("[")[0]
         files = _files(path, base)
         arguments: dict[str, Any] = {
             "path": FORMATS[files[0].suffix],
@@ -151,7 +158,9 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
                 f"{did_you_mean(source, ['embedded', *SCHEMAS])}: it cannot be fetched, since {fault}."
             )
     try:
-        rows = datasets.load_dataset(**arguments, split=split, streaming=streaming)
+        rows = datasets.load_dataset(**arguments, split=base if streaming else split, streaming=streaming)
+        if streaming and bracket:
+            rows = _sliced_stream(rows, split)
         return rows, next(iter(rows), None)  # a stream is not read, and fails, before this
     except (DatasetsError, OSError, ValueError, StopIteration) as error:
         # How `datasets` reports JSON files without a line, and other splits without a row.
@@ -160,6 +169,59 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
         reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         known = "" if path.exists() else did_you_mean(source, ["embedded", *SCHEMAS])
         raise DatasetError(f"The split {split!r} of the dataset {source!r} does not load{known}: {reason}.") from error
+
+
+def _sliced_stream(rows: datasets.IterableDataset, split: str) -> datasets.IterableDataset:
+    found = SLICE.search(split)
+    if found is None or not split.endswith(found[0]):
+        raise DatasetError(
+            f"The split {split!r} of a stream cannot be told before its end: count rows from the first on, as "
+            "`train[:100]` or `train[100:]`, or leave `dataset_streaming` out."
+        )
+    first, end = int(found[1] or 0), found[2]
+    rows = rows.skip(first)
+    return rows.take(max(0, int(end) - first)) if end else rows
+
+
+def check_apart(name: str, train: str, test: str, rows: Rows | None = None) -> None:
+    """
+    Refuses to evaluate on rows that are trained on.
+
+    Args:
+        name (`str`): The dataset, as `load_rows` takes it.
+        train, test (`str`): Its splits.
+        rows (`Dataset`, *optional*): The training rows; they may know how many rows their split has as a whole.
+
+    Raises:
+        DatasetError: If the two splits have a row in common. The sentence says which slices have none.
+    """
+    schema, source, _ = _resolve(name, None)
+    base = train.partition("[")[0]
+    known = None if rows is None or rows.info.splits is None else rows.info.splits.get(base)
+    size = known.num_examples if known and known.num_examples else MOST_ROWS
+
+    def parts(split: str) -> list[tuple[str, int, int]]:
+        """The rows of a split: where they come from, the first, and the one after the last."""
+        sizes = {part.partition("[")[0]: size for part in split.split("+")}
+        found = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        return [(origin(one.splitname), one.from_ or 0, size if one.to is None else one.to) for one in found]
+
+    def origin(name: str) -> str:
+        if schema is EMBEDDED:
+            return EMBEDDED_SPLITS[name]
+        return source if Path(source).expanduser().is_file() else name
+
+    if not any(
+        one == other and max(begin, other_begin) < min(end, other_end)
+        for one, begin, end in parts(train)
+        for other, other_begin, other_end in parts(test)
+    ):
+        return
+    raise DatasetError(
+        f"`do_eval: true` would measure on rows that are trained on: `dataset_train_split: {train}` and "
+        f"`dataset_test_split: {test}` take the same rows of {name!r}. Keep rows apart, as `dataset_train_split: "
+        f"{base}[20:]` and `dataset_test_split: {base}[:20]`, or name another split."
+    )
 
 
 def _cached(source: str) -> bool:
@@ -174,13 +236,19 @@ def _files(path: Path, split: str) -> list[Path]:
     if path.is_file():
         if path.suffix not in FORMATS:
             raise DatasetError(f"The file {str(path)!r} is none of the formats {formats}.")
+        if split not in FILE_SPLITS:
+            raise DatasetError(
+                f"The file {str(path)!r} has no split {split!r}{did_you_mean(split, FILE_SPLITS)}: name `train`, or a "
+                "slice of it, as `train[20:]`."
+            )
         return [path]
     present = sorted(file for file in path.iterdir() if file.suffix in FORMATS)
     pattern = re.compile(re.escape(split) + r"(-\d+-of-\d+)?")
     files = [file for file in present if pattern.fullmatch(file.stem)]
     if not files:
         holds = ", ".join(file.name for file in present) or f"no {formats} file"
-        raise DatasetError(f"The folder {str(path)!r} has no file for the split {split!r}: it holds {holds}.")
+        near = did_you_mean(split, sorted({file.stem.split("-")[0] for file in present}))
+        raise DatasetError(f"The folder {str(path)!r} has no file for the split {split!r}{near}: it holds {holds}.")
     if len({file.suffix for file in files}) > 1:
         names = ", ".join(file.name for file in files)
         raise DatasetError(f"The folder {str(path)!r} has the split {split!r} in several formats: {names}; keep one.")

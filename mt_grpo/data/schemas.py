@@ -143,7 +143,8 @@ def puzzles(task: str, split: str, config: str | None) -> list[Row]:
             f"reasoning-gym is not installed ({error}): `pip install mt-grpo[reasoning-gym]`."
         ) from error
     if split not in SEEDS:
-        raise DatasetError(f"The tasks of reasoning-gym have no split {split!r}: they have {', '.join(SEEDS)}.")
+        near = did_you_mean(split, SEEDS)
+        raise DatasetError(f"The tasks of reasoning-gym have no split {split!r}{near}: they have {', '.join(SEEDS)}.")
     if task not in DATASETS:
         raise DatasetError(f"reasoning-gym has no task {task!r}{did_you_mean(task, DATASETS)}.")
     options = _options(config)

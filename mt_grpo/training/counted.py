@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import gather, is_peft_model
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
+from transformers.integrations import TensorBoardCallback
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.options import check_eval_batch
@@ -26,6 +27,14 @@ from mt_grpo.training.nonfinite import FiniteTrainer, check_weights
 from mt_grpo.training.tally import Tally
 
 logger = logging.getLogger(__name__)
+
+
+class NumbersToTensorBoard(TensorBoardCallback):
+    """Leaves out what has no number, such as the reward of a batch that failed, of which TensorBoard would warn."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        numbers = {name: value for name, value in (logs or {}).items() if value is not None}
+        super().on_log(args, state, control, logs=numbers, **kwargs)
 
 
 class CountedTrainer(FiniteTrainer):
@@ -46,6 +55,9 @@ class CountedTrainer(FiniteTrainer):
         self.add_callback(self.conversations)
         self.audits = AuditLog()
         self.add_callback(self.audits)
+        if any(isinstance(callback, TensorBoardCallback) for callback in self.callback_handler.callbacks):
+            self.remove_callback(TensorBoardCallback)
+            self.add_callback(NumbersToTensorBoard)
         self.num_completions_to_print = 0  # TRL's own table in the terminal, instead of which there is ours
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -78,6 +90,22 @@ class CountedTrainer(FiniteTrainer):
             )
         check_weights(self.model, self.accelerator, self.state.global_step)
         return result
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Weights that are tied to others are in no checkpoint, and are not missing."""
+        tied = self.accelerator.unwrap_model(self.model).all_tied_weights_keys
+        load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
+        super()._issue_warnings_after_load(load_result)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's; a model of a folder has no page to link to."""
+        super().create_model_card(*args, **kwargs)
+        card = Path(self.args.output_dir, "README.md")
+        if self.is_world_process_zero():
+            name = Path(self.model.config.name_or_path).name
+            text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{name}`")
+            text = text.replace('model="None"', f'model="{Path(self.args.output_dir).name}"')
+            card.write_text(text, encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

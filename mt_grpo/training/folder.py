@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from accelerate.utils import broadcast_object_list
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
@@ -18,6 +24,8 @@ RECORDS = ("metrics.jsonl", "trajectories*.jsonl", "summary.json", "learning_cur
 MODEL = ("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "adapter_config.json")
 ROLLOUTS = ("index*.jsonl", "*.rank*.parquet", "*.rank*.partial")
 """What a run leaves in its folder of conversations."""
+LOCK = ".lock"
+"""Locked by the run that trains in a folder. The system lets go of it when the process ends, however it ends."""
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
@@ -49,17 +57,96 @@ def check_folder(args: MTGRPOConfig, model: str) -> None:
         model (`str`): Name or folder of the model it begins with.
 
     Raises:
-        ConfigError: If an earlier run is there that is neither resumed nor to be overwritten, or if overwriting would
-            remove the model that the run begins with.
+        ConfigError: If another run is training there, if an earlier run is there that is neither resumed nor to be
+            overwritten, or if overwriting would remove the model that the run begins with.
     """
-    message = [_refusal(args, model) if args.process_index == 0 else None]
+    refusal = None
+    if args.process_index == 0:
+        refusal = _in_use(args) if _is_in_use(args) else _earlier_run(args, model)
+    _refuse_everywhere(args, refusal)
+
+
+def _refuse_everywhere(args: MTGRPOConfig, sentence: str | None) -> None:
+    message = [sentence]
     if args.world_size > 1:
         broadcast_object_list(message)
     if message[0] is not None:
         raise ConfigError(message[0])
 
 
-def _refusal(args: MTGRPOConfig, model: str) -> str | None:
+@contextmanager
+def locked(args: MTGRPOConfig, model: str) -> Iterator[None]:
+    """
+    Keeps other runs out of `output_dir` in the block. This is a collective call, in which the main process locks.
+
+    Args:
+        args (`MTGRPOConfig`), model (`str`): As of `check_folder`.
+
+    Raises:
+        ConfigError: As `check_folder` does.
+    """
+    lock, refusal, path = None, None, Path(args.output_dir, LOCK)
+    if args.process_index == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
+        refusal = _in_use(args) if lock is None else _earlier_run(args, model)
+    try:
+        _refuse_everywhere(args, refusal)
+        yield
+    finally:
+        if lock is not None:
+            path.unlink(missing_ok=True)
+            lock.close()
+
+
+def _lock(path: Path) -> IO[str] | None:
+    """The locked file; `None` where another process has it."""
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # how a lock of another process is told
+            file.close()
+            return None
+        except OSError:  # the file system has no locks
+            return file
+        if _is(path, file):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            return file
+        file.close()  # the run that had it has ended in between, and removed it
+
+
+def _is(path: Path, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _in_use(args: MTGRPOConfig) -> str:
+    holder = ""
+    with suppress(FileNotFoundError):  # it ends just then
+        holder = Path(args.output_dir, LOCK).read_text(encoding="utf-8")
+    return (
+        f"`output_dir: {args.output_dir}` is in use: {holder or 'another process'} is training there. Wait until it "
+        "has ended, or choose another `output_dir`."
+    )
+
+
+def _is_in_use(args: MTGRPOConfig) -> bool:
+    path = Path(args.output_dir, LOCK)
+    if not path.exists():
+        return False
+    lock = _lock(path)
+    if lock is not None:
+        path.unlink(missing_ok=True)
+        lock.close()
+    return lock is None
+
+
+def _earlier_run(args: MTGRPOConfig, model: str) -> str | None:
     found = [] if _resumes_here(args) else left_by_runs(args.output_dir)
     if not found:
         return None

@@ -41,7 +41,7 @@ def server(tokenizer, model_folder):
 @pytest.fixture
 def recipe(tmp_path, model_folder):
     """Writes a recipe and its data; keys given replace its own."""
-    rows = [{"question": f"What is {number} of Peru", "answer": "Lima"} for number in range(4)]
+    rows = [{"question": f"What is {number} of Peru", "answer": "Lima"} for number in range(8)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def write(**keys):
@@ -49,6 +49,8 @@ def recipe(tmp_path, model_folder):
             "model_name_or_path": str(model_folder),
             "dtype": "float32",
             "dataset_name": str(tmp_path / "train.jsonl"),
+            "dataset_train_split": "train[:4]",
+            "dataset_test_split": "train[4:]",
             "column_mapping": {"prompt": "question"},
             "tools": ["calculator"],
             "system_prompt": "",

@@ -170,7 +170,7 @@ def test_a_run_that_could_take_no_step_is_refused(recipe, tmp_path, capsys, keys
 
 
 def test_rows_dropped_as_too_long_are_named(recipe, tmp_path, capsys):
-    arguments = recipe(per_device_train_batch_size=10)
+    arguments = recipe(per_device_train_batch_size=10, do_eval=False, dataset_train_split="train[4:]")
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write(json.dumps({"question": "word " * 600, "answer": "x"}) + "\n")
     assert main(["train", *arguments]) == 1

@@ -49,6 +49,8 @@ OVERRIDES = {
         "batch_size=None, compute_entropy=False, compute_aux_loss=False, pixel_values=None, image_grid_thw=None, "
         "num_images=None, pixel_attention_mask=None, spatial_shapes=None, num_tiles=None, image_sizes=None, "
         "token_type_ids=None, mm_token_type_ids=None, image_position_ids=None",
+        "_issue_warnings_after_load": "self, load_result",
+        "create_model_card": "self, model_name=None, dataset_name=None, tags=None",
         "_init_training_state": "self, max_steps, num_update_steps_per_epoch, num_train_epochs, "
         "resume_from_checkpoint, trial",
         "_load_optimizer_and_scheduler": "self, checkpoint",

@@ -26,6 +26,7 @@ START_COMMAND = "mt-grpo serve --config R.yaml"
 TOKEN_TIME = 0.1
 """Most seconds that a busy server takes per sampled token."""
 _POLL = 0.5  # seconds between looks at a server that is down
+_FIRST_TOLD = 10.0  # seconds after which a wait is told of again
 _LONGEST_BACKOFF = 8.0
 
 
@@ -185,7 +186,7 @@ class VLLMServerClient:
                     f"Waiting for the vLLM server at {urls}, which `mt-grpo serve` starts ({waited:.0f} of "
                     f"{self.server_timeout:.0f} s)."
                 )
-                told += 5.0
+                told = max(2 * told, _FIRST_TOLD)  # a server that takes minutes is told of a few times
             if waiting:
                 await asyncio.sleep(min(_POLL, max(0.0, self.server_timeout - waited)))
         if len(waiting) == len(self.pool.servers):
