@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+from contextvars import ContextVar
 from typing import Any
 
 import verifiers as vf
+from httpx import HTTPError
+from openai import OpenAIError
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
 
 from mt_grpo.compat.verifiers import EXAMPLE, REWARD, SPLIT, Client, Row, example_of
@@ -19,6 +24,10 @@ STOPPED = {
     "max_total_completion_tokens_reached": StopReason.TOKEN_BUDGET,
 }
 """Names of stop conditions that are limits; the others are ends."""
+
+
+_UNREACHED: ContextVar[list[str]] = ContextVar("unreached")
+"""Reward functions of the running conversation that could not reach what they ask."""
 
 
 class LegacyEnvironment:
@@ -39,6 +48,7 @@ class LegacyEnvironment:
                 f"The rubric of {name!r} scores conversations of a group together, and here each is scored by itself: "
                 "choose an environment whose reward functions take one `completion`."
             )
+        _watch(self.env.rubric)
 
     @property
     def _has_one_turn(self) -> bool:
@@ -60,14 +70,18 @@ class LegacyEnvironment:
         One rollout of verifiers', scored by its rubric.
 
         Raises:
-            RuntimeError: If verifiers recorded an error.
+            RuntimeError: If verifiers recorded an error, or a reward function could not reach what it asks.
         """
+        unreached: list[str] = []
+        _UNREACHED.set(unreached)
         split, number = example_of(row)
         output = await self.env.run_rollout(
             self._data(split)[number], OpenAIChatCompletionsClient(client.openai()), "policy", {}
         )
         if output["error"] is not None:
             raise RuntimeError(f"verifiers: {_described(output['error'])}")
+        if unreached:
+            raise RuntimeError(f"verifiers: {unreached[0]}")
         rewards, metrics = self._rewards(output)
         condition = output["stop_condition"]
         reason = None if self._has_one_turn and condition == "max_turns_reached" else STOPPED.get(condition)
@@ -81,6 +95,33 @@ class LegacyEnvironment:
         if not math.isclose(sum(rewards.values()), output["reward"], rel_tol=1e-6, abs_tol=1e-9):
             rewards = {REWARD: output["reward"]}  # a rubric that scores in its own way
         return rewards, metrics
+
+
+def _watch(rubric: Any) -> None:
+    """verifiers scores a function that raises with 0: those that cannot reach a judge are taken note of before."""
+    if isinstance(rubric, vf.RubricGroup):
+        for one in rubric.rubrics:
+            _watch(one)
+        return
+    rubric.funcs[:] = [_watched(function) for function in rubric.funcs]
+
+
+def _watched(function: Any) -> Any:
+    @functools.wraps(function)
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+        except Exception as error:
+            causes: BaseException | None = error
+            while causes is not None:
+                if isinstance(causes, (OpenAIError, HTTPError, OSError)):
+                    _UNREACHED.get().append(f"the reward function {function.__name__} failed: {error}")
+                    break
+                causes = causes.__cause__ or causes.__context__
+            raise
+
+    return watched
 
 
 def _described(error: Any) -> str:

@@ -310,3 +310,42 @@ def test_the_recipe_of_the_page_needs_no_dataset(tmp_path, monkeypatch):
     assert main(["train", "recipe.yaml", "--output_dir", "run"]) == 0
     for record in read_trajectories("run"):
         assert record["error"] is None and record["rewards"]["outcome"].keys() == {"env_reward"}
+
+
+@legacy
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_judge_that_cannot_be_reached_is_a_failure(monkeypatch, reached):
+    """A reward function that fails for another reason stays a reward of 0, as verifiers has it."""
+    import httpx
+    import openai
+    import verifiers as vf
+    from datasets import Dataset
+
+    async def judged(completion, judge, prompt, answer, state):
+        return float("yes" in await judge(prompt, completion, answer, state))
+
+    def broken(completion):
+        raise KeyError("no such word")
+
+    def answer(request):
+        if not reached:
+            raise httpx.ConnectError("refused")
+        message = {"role": "assistant", "content": "yes"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        return httpx.Response(
+            200, json={"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        )
+
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    client = openai.AsyncOpenAI(base_url="http://judge/v1", api_key="x", http_client=http, max_retries=0)
+    rubric = vf.JudgeRubric(judge_client=client, judge_model="m")
+    rubric.add_reward_func(judged)
+    plain = vf.Rubric([broken])
+    data = Dataset.from_list([{"question": "Q1", "answer": "A"}])
+    env = vf.SingleTurnEnv(dataset=data, rubric=vf.RubricGroup([rubric, plain]))
+    monkeypatch.setattr(vf, "load_environment", lambda name, **options: env)
+    (trajectory,) = play(VerifiersSource("judged"), lambda row, turn: "A")
+    if reached:
+        assert trajectory.error is None and trajectory.env_rewards["judged"] == 1.0
+    else:
+        assert trajectory.stop_reason is StopReason.ENV_ERROR and "judged failed" in trajectory.error
