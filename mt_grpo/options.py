@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mt_grpo.agent_options import LOSS_SCALES, check_agent, check_partner, check_scheduler, parse_user
@@ -44,10 +45,19 @@ ABOVE_ZERO = (
     "verify_sync_every",
 )
 
+NOT_BELOW_ZERO = (
+    "beta",
+    "delta",
+    "epsilon",
+    "epsilon_high",
+    "max_grad_norm",
+    "max_tool_calling_iterations",
+    "weight_decay",
+)
+
 NO_EFFECT = (
     "cache_implementation",
     "generation_kwargs",
-    "max_tool_calling_iterations",
     "use_transformers_continuous_batching",
     "use_transformers_paged",
     "vllm_structured_outputs_regex",
@@ -70,6 +80,16 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
         value = options[name]
         if value is not None and not value > 0:
             raise ConfigError(f"`{name}` is {value}; set a number above 0, or leave it out.")
+    for name in NOT_BELOW_ZERO:
+        value = options[name]
+        if value is not None and not value >= 0:
+            raise ConfigError(f"`{name}` is {value}; set 0 or more, or leave it out.")
+    ours, of_trl = options["max_env_steps"], options["max_tool_calling_iterations"]
+    if None not in (ours, of_trl) and ours != of_trl:
+        raise ConfigError(
+            f"`max_env_steps` is {ours} and `max_tool_calling_iterations` is {of_trl}, and both bound the replies of "
+            "the environment: leave one of them out."
+        )
     if options["max_env_steps"] is not None and options["max_env_steps"] < 0:
         raise ConfigError(
             f"`max_env_steps` is {options['max_env_steps']}; it counts replies of the environment, so set 0 or more."
@@ -85,7 +105,7 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
         )
     if options["temperature"] < 0:
         raise ConfigError(f"`temperature` is {options['temperature']}; set a number above 0, such as 1.0.")
-    if not 0 < options["top_p"] <= 1:
+    if options["top_p"] is not None and not 0 < options["top_p"] <= 1:
         raise ConfigError(f"`top_p` is {options['top_p']}: set a number above 0 and at most 1, or leave it out.")
     if options["min_p"] is not None and not 0 <= options["min_p"] <= 1:
         raise ConfigError(f"`min_p` is {options['min_p']}: set a number from 0 to 1, or leave it out.")
@@ -114,10 +134,7 @@ def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[
     check_branches(options, rule)
     for name in NO_EFFECT:
         if options[name]:
-            raise ConfigError(
-                f"`{name}` has no effect on rollouts of many turns: leave it out"
-                f"{', and set `max_env_steps`' if name == 'max_tool_calling_iterations' else ''}."
-            )
+            raise ConfigError(f"`{name}` has no effect on rollouts of many turns: leave it out.")
     if options["use_vllm"] and options["vllm_mode"] != "server":
         raise ConfigError(
             f"`vllm_mode: {options['vllm_mode']}` is not supported: leave it out, and start the server with "
@@ -241,13 +258,20 @@ def check_names(options: Mapping[str, Any], tools: Iterable[str], rewards: Itera
     for kind in ("turn", "outcome"):
         for reward in options[f"{kind}_reward_funcs"] or []:
             name, _ = parse_reward(reward)
-            if is_bare(name) and name not in rewards:
+            if is_bare(name) and name not in rewards and not (kind == "outcome" and names_model(name)):
                 raise ConfigError(unknown_reward(name, kind, rewards))
 
 
 def is_bare(name: str) -> bool:
     """Whether it is a name in a registry, and no path of a module or a file."""
     return "." not in name and ":" not in name
+
+
+def names_model(name: str) -> bool:
+    """Whether an outcome reward is named that is a reward model: a folder with one, or an id on the Hub."""
+    if ":" in name or name.endswith(".py"):  # a path of something in a file, or JSON
+        return False
+    return "/" in name or (Path(name) / "config.json").is_file()
 
 
 def unknown_tool(name: str, known: Iterable[str]) -> str:

@@ -161,6 +161,8 @@ class Trajectory:
         where (`str`, *optional*): Where the user's code raised that ended it, as `FILE, line N, in FUNCTION`.
         traceback (`str`, *optional*): The frames of their code, as Python shows them.
         environment (*optional*): The environment, while rewards may look at it; it is written nowhere.
+        texts (`tuple[str, str]`, *optional*): Prompt and completion as text, for reward functions in TRL's form, where
+            the row's prompt is text; written nowhere.
     """
 
     prompt: list[Message]
@@ -182,6 +184,7 @@ class Trajectory:
     where: str | None = None
     traceback: str | None = None
     environment: Any = field(default=None, repr=False, compare=False)
+    texts: tuple[str, str] | None = field(default=None, repr=False, compare=False)
 
     @property
     def failed(self) -> bool:
@@ -203,7 +206,7 @@ class Trajectory:
         A JSON-serialisable form without loss, as far as `row` and `info` are JSON, and `messages`, the whole
         conversation.
         """
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "environment"}
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in UNWRITTEN}
         data["messages"] = self.messages
         data["turns"] = [asdict(turn) for turn in self.turns]
         data["tree"] = self.tree.to_dict()
@@ -221,6 +224,9 @@ class Trajectory:
         data["stop_reason"] = StopReason(data["stop_reason"]) if data["stop_reason"] else None
         return cls(**data)
 
+
+UNWRITTEN = ("environment", "texts")
+"""Fields of a trajectory that are in no record."""
 
 _MARKS = "\u061c\u200e\u200f"
 _CONTROLS = [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]

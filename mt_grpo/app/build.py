@@ -36,6 +36,7 @@ from mt_grpo.training.factories import evaluation_rows, rows_of
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.policy import resolve_base, resolve_model
 from mt_grpo.training.reward_columns import check_reward_columns
+from mt_grpo.training.reward_models import with_models
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         check_folder(args, model.model_name_or_path)
     datasets.disable_progress_bars()
     turn_rewards = load_rewards(args.turn_reward_funcs or [], "turn")
-    outcome_rewards = load_rewards(args.outcome_reward_funcs or [], "outcome")
+    outcome_rewards = load_rewards(with_models(args.outcome_reward_funcs or [], args), "outcome")
     train_dataset, eval_dataset = load_datasets(recipe)
     env = check_env(None, args, train_dataset, eval_dataset)
     train_dataset, eval_dataset = rows_of(train_dataset, env, args), evaluation_rows(eval_dataset, env, args)

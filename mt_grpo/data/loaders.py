@@ -18,6 +18,9 @@ from mt_grpo.paths import FORMATS, looks_like_path
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
+TEXT_PROMPTS = "The prompts were text, each of which became one user message."
+"""Description of a dataset of which that is true; `datasets` keeps it where rows are chosen or changed."""
+
 EMBEDDED_SPLITS: dict[str, Literal["train", "validation"]] = {
     "train": "train",
     "validation": "validation",
@@ -90,6 +93,8 @@ def load_rows(
         except DatasetError as error:
             raise DatasetError(f"Row {index} (counted from 0) of the dataset {name!r} {error}") from None
 
+    if schema is PLAIN and isinstance(first[mapping.get("prompt", "prompt")], str):
+        rows.info.description = TEXT_PROMPTS
     dropped = [column for column in schema.dropped if column in columns and column not in mapping]
     if streaming:
         return rows.map(convert, with_indices=True, remove_columns=dropped)
@@ -97,6 +102,12 @@ def load_rows(
     return rows.map(
         convert, with_indices=True, remove_columns=dropped, load_from_cache_file=False, keep_in_memory=True
     )
+
+
+def had_text_prompts(rows: Rows | dict[str, Rows] | None) -> bool:
+    """Whether `load_rows` made messages of text: reward functions in TRL's form get text then, as from TRL."""
+    several = rows.values() if isinstance(rows, dict) else [rows]
+    return any(one is not None and one.info.description == TEXT_PROMPTS for one in several)
 
 
 PLAIN = Schema(lambda row: {"prompt": as_messages(row["prompt"])}, ("prompt",))

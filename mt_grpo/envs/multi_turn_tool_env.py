@@ -77,6 +77,8 @@ class MultiTurnToolEnv(StepEnv):
                     f"The tool {name!r} has the name of a tag of `call_protocol: {protocol}`, and <{name}> means "
                     "something else in a message: give it another name."
                 )
+        if protocol == "plain" and self.tools:
+            raise ConfigError("`call_protocol: plain` has no calls, and there are tools: choose `native` or `tags`.")
         self.env_mask = env_mask
         self.tool_timeout = tool_timeout
         if system_prompt is None:

@@ -194,3 +194,21 @@ class NativeProtocol:
             {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": call.result}
             for call in turn.tool_calls
         ]
+
+
+@call_protocol("plain")
+class PlainProtocol:
+    """No calls: each turn is the final answer, and nothing is added to the prompt. It takes no tools."""
+
+    stop = ()
+    native_tools = False
+    tags = ()
+
+    def default_system_prompt(self, tools: list[Tool]) -> str | None:
+        return None
+
+    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+        return ParsedTurn({"role": "assistant", "content": text}, answer=text.strip())
+
+    def replies(self, turn: Turn) -> list[Message]:
+        return []

@@ -1,6 +1,6 @@
 """Rewards: classes to subclass, built-in rewards, and the functions that run them."""
 
-from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
+from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward, completion_ids
 from mt_grpo.rewards.environment import EnvReward, env_reward, reasoning_gym_reward, step_reward
 from mt_grpo.rewards.format import format_reward_func, xml_reward_func
 from mt_grpo.rewards.gain import InformationGain, information_gain
@@ -26,6 +26,7 @@ __all__ = [
     "Scores",
     "StateScore",
     "TurnReward",
+    "completion_ids",
     "cut_after",
     "env_reward",
     "exact_match_reward_func",

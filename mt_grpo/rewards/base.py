@@ -112,7 +112,8 @@ class OutcomeReward(RewardFunc):
 
 class FunctionReward(OutcomeReward):
     """
-    A plain TRL reward function as an outcome reward. It is called once for the whole batch, as TRL does.
+    A plain TRL reward function as an outcome reward. It is called once for the whole batch, as TRL does: with texts
+    where the prompts of the dataset are text, else with messages.
 
     Args:
         function (`Callable`): `f(prompts, completions, **columns) -> list[float | None]`, sync or async. One with a
@@ -161,8 +162,8 @@ class FunctionReward(OutcomeReward):
         if self.takes_environments and any(environment is not None for environment in environments):
             columns["environments"] = environments
         return {
-            "prompts": [trajectory.prompt for trajectory in trajectories],
-            "completions": [trajectory.completion for trajectory in trajectories],
+            "prompts": [each.prompt if each.texts is None else each.texts[0] for each in trajectories],
+            "completions": [each.completion if each.texts is None else each.texts[1] for each in trajectories],
             "completion_ids": [completion_ids(trajectory) for trajectory in trajectories],
             **columns,
         }

@@ -176,6 +176,8 @@ def _number(func: RewardFunc, value: Any, trajectory: Trajectory) -> float | Non
     if value is None:
         return None
     try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError(f"it returned {value!r}, which is text: return a number")
         number = float(value)
         if math.isnan(number):
             raise ValueError("it returned nan: return `None` where it does not apply")

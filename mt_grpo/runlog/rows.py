@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from mt_grpo.runlog.jsonl import to_json, whole
 from mt_grpo.runlog.schema import ROLLOUTS, rollouts_file, session_id
-from mt_grpo.trajectory import Trajectory
+from mt_grpo.trajectory import UNWRITTEN, Trajectory
 
 SHOWN = 80
 """Characters of a prompt or an answer in the index."""
@@ -136,7 +136,7 @@ def record(trajectory: Trajectory) -> bytes:
     fields = {
         name: getattr(trajectory, name)
         for name in Trajectory.__dataclass_fields__
-        if name not in ("environment", "tree", "turns", "stop_reason")
+        if name not in (*UNWRITTEN, "tree", "turns", "stop_reason")
     }
     fields["turns"] = [{**vars(turn), "tool_calls": list(map(vars, turn.tool_calls))} for turn in trajectory.turns]
     fields["stop_reason"] = trajectory.stop_reason and trajectory.stop_reason.value

@@ -70,8 +70,9 @@ class MTGRPOConfig(GRPOConfig):
         tools (`list[str]`, *optional*): Tools by name or dotted path.
         tools_config_file (`str`, *optional*): YAML file of further tools, those of MCP servers among them, in verl's
             form; see `mt_grpo.tools.load_tools_file`.
-        call_protocol (`str`, *optional*): `"tags"` or `"native"` (the model's own tool calls). Where it is unset:
-            `"tags"`, and for `environment_factory` `"native"`, as in TRL.
+        call_protocol (`str`, *optional*): `"tags"`, `"native"` (the model's own tool calls) or `"plain"` (no calls: a
+            conversation is one answer). Where it is unset: `"tags"`, and for `environment_factory` `"native"`, as in
+            TRL.
         external_plugins (`list[str]`, *optional*): Python files imported before anything is looked up by name.
         turn_reward_funcs (`list[str]`, *optional*): Turn rewards by name or dotted path; a class also by a mapping of
             its `name` or path and its options, as JSON on the command line.
@@ -79,7 +80,7 @@ class MTGRPOConfig(GRPOConfig):
         state_score (`str`, *optional*): A `StateScore` by name or dotted path, the baseline of `state_baseline`.
         system_prompt (`str`, *optional*): Replaces the call protocol's instructions.
         max_env_steps (`int`, *optional*): Replies of the environment in one conversation; 5 where it is unset, for
-            `environment_factory` no bound but the tokens, as in TRL.
+            `environment_factory` no bound but the tokens, as in TRL. TRL's `max_tool_calling_iterations` is the same.
         max_turn_length (`int`, *optional*): Tokens sampled in one turn; no bound of its own where unset.
         env_mask (`int`, *optional*, defaults to `0`): Completion mask of tokens the environment wrote.
         turn_advantage_coef (`float`, *optional*): Weight of the turn advantage, the credit rule's `turn_coef`; the
@@ -248,10 +249,7 @@ class MTGRPOConfig(GRPOConfig):
         if self.simulated_user is not None:
             self.simulated_user = parse_user(self.simulated_user)
         self.advantage_estimator = parse_rule(self.advantage_estimator)
-        names = registered_names()
-        if self.env is not None:  # its module, which is not imported yet, may register a protocol
-            del names["call_protocol"]
-        check_options(vars(self), names)
+        self.check()
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and has_bfloat16()
         with left_to_training(self):
@@ -259,6 +257,20 @@ class MTGRPOConfig(GRPOConfig):
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # torch warns, since there is nothing to pin it for
         self.check_credit()
+
+    def check(self) -> None:
+        """
+        Holds the options against each other. TRL's `max_tool_calling_iterations` is taken as `max_env_steps`.
+
+        Raises:
+            ConfigError: For the first rule that they break.
+        """
+        names = registered_names()
+        if self.env is not None:  # its module, which is not imported yet, may register a protocol
+            del names["call_protocol"]
+        check_options(vars(self), names)
+        if self.max_env_steps is None:
+            self.max_env_steps = self.max_tool_calling_iterations
 
     def check_credit(self) -> None:
         """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from itertools import chain
@@ -38,22 +39,38 @@ OPTIONS = (
 """Options of a run that one of several environments may have for itself."""
 
 
-def build_env(args: MTGRPOConfig, factory: Factory | None = None) -> EnvSource:
+def build_env(
+    args: MTGRPOConfig,
+    factory: Factory | None = None,
+    tools: Sequence[Any] | None = None,
+    plain: bool = False,
+) -> EnvSource:
     """
     The environment, or environments by name, that `args` describe.
 
     Args:
         args (`MTGRPOConfig`): The options.
         factory (`Factory`, *optional*): What the trainer was given as `environment_factory`.
+        tools (`Sequence`, *optional*): What it was given as `tools`, beside those of `args`; their calls are native
+            and unbounded where `args` do not say otherwise, as in TRL.
+        plain (`bool`, *optional*, defaults to `False`): Whether a run without tools and partners has the call protocol
+            `plain`, so that a conversation is one answer, as in TRL.
 
     Raises:
         ConfigError: If what they name is no environment; see `MultiTurnToolEnv` for further errors.
     """
     options = {name: getattr(args, name) for name in OPTIONS}
+    if tools:
+        options["tools"] = [*(args.tools or []), *tools]
+        options["call_protocol"] = args.call_protocol or "native"
+        options["max_env_steps"] = sys.maxsize if args.max_env_steps is None else args.max_env_steps
     if factory is not None:
         options["environment_factory"] = factory
     elif args.environment_factory is not None:
         options["environment_factory"] = import_factory(args.environment_factory, "environment_factory")
+    others = (*PARTNERS, "tools", "tools_config_file", "multi_turn_scheduler", "call_protocol")
+    if plain and args.environments is None and not any(options[name] for name in others):
+        options["call_protocol"] = "plain"
     if args.environments is None:
         return _build(options, "env", args)
     if options["environment_factory"] is not None:
@@ -159,6 +176,8 @@ def check_env(
     args: MTGRPOConfig,
     *datasets: Rows | dict[str, Rows] | None,
     factory: Factory | None = None,
+    tools: Sequence[Any] | None = None,
+    plain: bool = False,
 ) -> EnvSource:
     """
     Holds an environment that was made by hand against the options that would have made it, as far as these are not
@@ -170,7 +189,14 @@ def check_env(
     """
     if env is not None and factory is not None:
         raise ConfigError("The trainer was given both `env` and `environment_factory`: leave one out.")
-    env = build_env(args, factory) if env is None else env
+    if env is not None and tools:
+        raise ConfigError("The trainer was given both `env` and `tools`: give the tools to the environment.")
+    if isinstance(env, (list, str)):
+        raise ConfigError(
+            "The second argument of the trainer is `env`, not a list of rewards as in TRL: pass rewards by name, as "
+            "`reward_funcs=...`."
+        )
+    env = build_env(args, factory, tools, plain) if env is None else env
     check_source(env, branches=args.branch_at is not None)
     every = [rows for data in datasets for rows in (data.values() if isinstance(data, dict) else [data])]
     known = [rows for rows in every if isinstance(rows, Dataset)]  # rows of a stream are not known before

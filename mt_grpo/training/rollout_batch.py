@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mt_grpo.credit import RewardBatch
-from mt_grpo.rewards import Scores, spread
+from mt_grpo.rewards import Scores, completion_ids, spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
 from mt_grpo.rollout.branching import Branching
 from mt_grpo.training.config import MTGRPOConfig
@@ -64,6 +64,20 @@ class RolloutBatch:
     def counted(self) -> list[Trajectory]:
         """The trajectories that were run."""
         return counted(self.trajectories)
+
+    def add_texts(self, tokenizer: Any, rows_had_text: bool) -> None:
+        """
+        Adds what reward functions in TRL's form get where prompts are text: prompt and completion as text.
+
+        Args:
+            tokenizer: The trainer's tokenizer.
+            rows_had_text (`bool`): Whether the prompts were text before they became messages, see `load_rows`.
+        """
+        for row, trajectory in zip(self.rows, self.trajectories, strict=True):
+            prompt = row["prompt"]
+            if isinstance(prompt, str) or rows_had_text:
+                said = tokenizer.decode(completion_ids(trajectory), skip_special_tokens=True)
+                trajectory.texts = prompt if isinstance(prompt, str) else prompt[-1]["content"], said
 
     def add_extra(self, name: str, values: Sequence[Any]) -> list[Any]:
         """Takes what a reward function logs of the conversations that it judged; returns it per row."""

@@ -16,15 +16,19 @@ logger = logging.getLogger(__name__)
 
 def read_truncation(args: MTGRPOConfig) -> Truncation | None:
     """The truncation that a run samples with; `None` if there is none."""
-    truncation = Truncation(max(args.top_k or 0, 0), args.top_p, args.min_p or 0.0)
+    truncation = Truncation(max(args.top_k or 0, 0), _top_p(args), args.min_p or 0.0)
     return None if truncation == Truncation() else truncation
+
+
+def _top_p(args: MTGRPOConfig) -> float:
+    return 1.0 if args.top_p is None else args.top_p  # as in TRL, `None` keeps all
 
 
 def sampling_params(args: MTGRPOConfig) -> SamplingParams:
     """The sampling options of a run."""
     return SamplingParams(
         temperature=args.temperature,
-        top_p=args.top_p,
+        top_p=_top_p(args),
         top_k=args.top_k or 0,
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,

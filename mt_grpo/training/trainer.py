@@ -11,8 +11,10 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOConfig
 
 from mt_grpo.credit import audit_rewards, estimate
+from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.source import tool_names
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
@@ -42,6 +44,7 @@ from mt_grpo.training.records import RunRecords
 from mt_grpo.training.reference import check_reference
 from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
 from mt_grpo.training.reward_columns import check_reward_columns
+from mt_grpo.training.reward_models import ModelReward, as_in_trl, with_models
 from mt_grpo.training.rollout_batch import RolloutBatch, branching
 from mt_grpo.training.sampling import sampling_params
 from mt_grpo.training.servers import (
@@ -53,11 +56,21 @@ from mt_grpo.training.servers import (
     without_client_of_trl,
 )
 from mt_grpo.training.signal import has_signal, leave_out, sample_again, share_out
+from mt_grpo.training.trl_arguments import (
+    as_list,
+    as_rows,
+    check_rollout_func,
+    no_adapter_left,
+    outcomes_of,
+    tokenizers_of,
+    widened,
+)
 from mt_grpo.training.watch import RewardWatch
 from mt_grpo.trajectory import Trajectory, visible
 from mt_grpo.weights.transport import WeightSync
 
-Rewards = Sequence[str | Callable[..., Any] | RewardFunc] | None
+Reward = str | Callable[..., Any] | RewardFunc | PreTrainedModel
+Rewards = Reward | Sequence[Reward] | None
 
 
 class MTGRPOEnvTrainer(CheckpointedTrainer):
@@ -69,15 +82,24 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         model (`str` or `PreTrainedModel`): The policy; `embedded`, a folder, one with an adapter, or a Hub id.
         env (`EnvSource`, *optional*): What environments are made from; built from `args` where none is given.
         turn_reward_funcs (`list`, *optional*): Turn rewards: `TurnReward`s, names or dotted paths.
-        outcome_reward_funcs (`list`, *optional*): Outcome rewards: `OutcomeReward`s, names, dotted paths or TRL
-            reward functions. Both default to those of `args`, a `MTGRPOConfig`.
+        outcome_reward_funcs (`list`, *optional*): Outcome rewards: `OutcomeReward`s, names, dotted paths, TRL reward
+            functions, or reward models (a folder, a Hub id or an object). Both default to those of `args`. One reward
+            needs no list.
+        args (`MTGRPOConfig`, *optional*): The options; a `GRPOConfig` is taken too, see `widened`.
         train_dataset, eval_dataset (`Dataset`): Rows with a `prompt` (text or messages); other columns reach rewards.
+            A list of rows is taken too.
         engine (`Engine`, *optional*): Samples the completions. By default it is the server of `args` with `use_vllm`,
             else the model itself. The trainer sends no weights to an engine that is given here. With `use_vllm` the
             loss corrects for the difference between its log-probs and the model's.
         processing_class, callbacks, optimizers, quantization_config, peft_config: As in TRL.
         environment_factory (`Callable` or `dict`, *optional*): Environments in TRL's form, see `TRLEnv`. A class with
             `get_reward` gives an outcome reward by itself. A single factory with `max_steps` needs no dataset.
+        reward_funcs (*optional*): TRL's name for `outcome_reward_funcs`. Without tools or an environment each
+            conversation is then one answer, and nothing is added to the prompt, as in TRL.
+        reward_processing_classes (*optional*): As in TRL: tokenizers of reward models, one for each outcome reward.
+        tools (`list`, *optional*): Functions that the model calls in its own format, as often as it likes unless
+            `max_env_steps` is set, as in TRL. Names and dotted paths are tools too.
+        rollout_func (*optional*): TRL's; it is refused with what to write instead.
 
     Raises:
         ConfigError: If there is no reward function, no dataset, or a reward needs a column that the dataset lacks.
@@ -96,9 +118,9 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         env: EnvSource | None = None,
         turn_reward_funcs: Rewards = None,
         outcome_reward_funcs: Rewards = None,
-        args: MTGRPOConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset | IterableDataset | dict[str, Dataset] | None = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | list[dict[str, Any]] | None = None,
+        eval_dataset: Dataset | IterableDataset | list[dict[str, Any]] | dict[str, Any] | None = None,
         engine: Engine | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -106,32 +128,44 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         environment_factory: Factory | None = None,
+        reward_funcs: Rewards = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
+        tools: Sequence[Callable[..., Any] | str] | None = None,
+        rollout_func: Callable[..., Any] | None = None,
     ) -> None:
         if args is None:
             name = Path(model if isinstance(model, str) else model.config.name_or_path).name
             args = MTGRPOConfig(f"{name}-MT-GRPO")
+        args = widened(args)
+        check_rollout_func(rollout_func)
         args.check_credit()
         check_surroundings(args)
-        self.env = check_env(env, args, train_dataset, eval_dataset, factory=environment_factory)
+        train_dataset, eval_dataset = as_rows(train_dataset, "train_dataset"), as_rows(eval_dataset, "eval_dataset")
+        given = {"factory": environment_factory, "tools": tools, "plain": reward_funcs is not None}
+        self.env = check_env(env, args, train_dataset, eval_dataset, **given)
         train_dataset = rows_of(train_dataset, self.env, args)
-        rewards = self._load_rewards(turn_reward_funcs, outcome_reward_funcs, args)
+        outcomes = outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)
+        rewards = self._load_rewards(turn_reward_funcs, outcomes, args)
+        tokenizers = tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
         check_scorers(rewards, args, engine)
         check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
         self.watch = RewardWatch(rewards, args, self.state_scores, tool_names(self.env))
-        with without_client_of_trl(args), opened(model, args, quantization_config, peft_config) as policy:
-            super().__init__(
-                **policy,
-                reward_funcs=[reward.score for reward in rewards],  # TRL counts and names them; they are called here
-                args=args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                callbacks=[*(callbacks or []), self.watch],
-                optimizers=optimizers,
-            )
-        self._prepare_models()
-        self._prepare_credit(rewards)
-        self._prepare_rollouts(engine)
+        with no_adapter_left(model):
+            with without_client_of_trl(args), opened(model, args, quantization_config, peft_config) as policy:
+                super().__init__(
+                    **policy,
+                    reward_funcs=[as_in_trl(reward) for reward in rewards],  # TRL loads models; they are called here
+                    reward_processing_classes=tokenizers,
+                    args=args,
+                    train_dataset=train_dataset,
+                    eval_dataset=eval_dataset,
+                    processing_class=processing_class,
+                    callbacks=[*(callbacks or []), self.watch],
+                    optimizers=optimizers,
+                )
+            self._prepare_models()
+            self._prepare_credit(rewards)
+            self._prepare_rollouts(engine)
         self._batch: RolloutBatch | None = None  # the latest: TRL's methods have no argument for it
         self._loss_columns: TokenColumns | None = None  # of the micro-batch whose loss TRL's forward computes
         self.eval_trajectories: list[Trajectory] = []  # of this process, in the latest evaluation
@@ -139,10 +173,9 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
     # Setting up
 
     def _load_rewards(self, turns: Rewards, outcomes: Rewards, args: MTGRPOConfig) -> list[RewardFunc]:
-        turns = args.turn_reward_funcs if turns is None else turns
-        outcomes = args.outcome_reward_funcs if outcomes is None else outcomes
-        self.turn_reward_funcs = load_rewards(list(turns or []), "turn")
-        self.outcome_reward_funcs = load_rewards(list(outcomes or []), "outcome")
+        turns = args.turn_reward_funcs if turns is None else as_list(turns)
+        self.turn_reward_funcs = load_rewards(turns or [], "turn")
+        self.outcome_reward_funcs = load_rewards(with_models(outcomes or [], args), "outcome")
         self.state_scores = load_rewards([args.state_score] if args.state_score else [], "state")
         listed = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
         self.outcome_reward_funcs += add_own_rewards(listed, self.env, args)
@@ -159,6 +192,9 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         self._distribution = prepare_forward(self)
 
     def _prepare_credit(self, rewards: list[RewardFunc]) -> None:
+        for reward, model, tokenizer in zip(rewards, self.reward_funcs, self.reward_processing_classes, strict=True):
+            if isinstance(reward, ModelReward):
+                reward.use(model, tokenizer, self.chat_template_kwargs)
         self.reward_func_names = [reward.name for reward in rewards]
         if self.args.reward_weights is None:
             self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float32)
@@ -299,6 +335,8 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
             "log_extra": batch.add_extra,
             "log_metric": self._log_metric,
         }
+        dataset = self.train_dataset if batch.mode == "train" else self.eval_dataset
+        batch.add_texts(self._tokenizer, had_text_prompts(dataset))
         given = self.turn_reward_funcs, self.outcome_reward_funcs, batch.counted, extra, self.state_scores
         with self.activity.of("rewards"):
             score_answers(self, batch)

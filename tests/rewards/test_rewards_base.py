@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from support.scoring import score
 
@@ -157,7 +158,7 @@ def test_no_reward_is_asked_about_a_trajectory_that_failed():
     assert batch[0].rewards == {"turn": {"Words": [None, None]}, "outcome": {"Returns": None}}
 
 
-@pytest.mark.parametrize("value", [True, 1, "1.0"])
+@pytest.mark.parametrize("value", [True, 1, np.float32(1.0)])
 def test_whatever_reads_as_a_number_becomes_a_float(value):
     [[result]] = score([], [Returns(value)], [make_trajectory()]).outcome
     assert result == 1.0 and type(result) is float
@@ -169,7 +170,8 @@ def test_whatever_reads_as_a_number_becomes_a_float(value):
         (math.nan, "ValueError: it returned nan: return `None` where it does not apply"),
         (math.inf, "ValueError: it returned inf, which is not a finite number"),
         (-math.inf, "ValueError: it returned -inf, which is not a finite number"),
-        ("good", "ValueError: could not convert string to float: 'good'"),
+        ("good", "TypeError: it returned 'good', which is text: return a number"),
+        ("1.0", "TypeError: it returned '1.0', which is text: return a number"),
         ([1.0], "TypeError: float"),
     ],
 )

@@ -307,7 +307,10 @@ def test_without_any_reward_it_refuses(build):
         ({"multi_objective_aggregation": "normalize_then_sum"}, "normalize_then_sum"),
         ({"advantage_estimator": "mtgrpo"}, "mt_grpo"),
         ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "`generation_kwargs` has no effect"),
-        ({"max_tool_calling_iterations": 3}, "set `max_env_steps`"),
+        ({"max_tool_calling_iterations": 3, "max_env_steps": 2}, "both bound the replies"),
+        ({"max_tool_calling_iterations": -1}, "`max_tool_calling_iterations` is -1; set 0 or more"),
+        ({"beta": -0.1}, "`beta` is -0.1; set 0 or more"),
+        ({"epsilon": -0.2}, "`epsilon` is -0.2; set 0 or more"),
     ],
 )
 def test_wrong_options_are_refused_with_the_mend(build, options, message):

@@ -16,6 +16,7 @@ from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer, TemplateError
 from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.training.reward_columns import check_reward_columns
+from mt_grpo.training.reward_models import with_models
 
 Lines = Iterator[tuple[str, str, str]]
 
@@ -47,7 +48,7 @@ def rows(case: Case) -> Lines:
     needed = case.batch // case.args.num_generations
     train, evaluated = case.train_rows, case.rows[1]
     listed = load_rewards(case.args.turn_reward_funcs or [], "turn")
-    listed += load_rewards(case.args.outcome_reward_funcs or [], "outcome")
+    listed += load_rewards(with_models(case.args.outcome_reward_funcs or [], case.args), "outcome")
     check_reward_columns(listed, train, evaluated)
     if isinstance(train, IterableDataset):
         yield OK, "they are a stream, and its columns are those that rewards read", ""

@@ -1,0 +1,130 @@
+"""Arguments in the forms that TRL's `GRPOTrainer` takes, as those of `MTGRPOEnvTrainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from typing import Any
+
+from datasets import Dataset
+from peft import PeftModel
+from trl import GRPOConfig
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.rewards import RewardFunc
+from mt_grpo.training.config import MTGRPOConfig
+
+REFERENCE = "ref"
+"""The adapter in which TRL's trainer keeps the reference of a model that comes with an adapter."""
+
+
+def widened(args: Any) -> MTGRPOConfig:
+    """
+    Options as a `MTGRPOConfig`: a `GRPOConfig` with the defaults of all else, and every value that it has.
+
+    Raises:
+        ConfigError: If they are no `GRPOConfig`, or have a value that rollouts of many turns cannot follow.
+    """
+    if isinstance(args, MTGRPOConfig):
+        return args
+    if not isinstance(args, GRPOConfig):
+        raise ConfigError(
+            f"`args` is a {type(args).__name__}: give a `MTGRPOConfig`, or the `GRPOConfig` of a script for TRL's "
+            "trainer."
+        )
+    # made without `__init__`: TRL has filled in fields that it would not take a second time
+    whole = object.__new__(MTGRPOConfig)
+    for field in fields(MTGRPOConfig):
+        setattr(whole, field.name, field.default if field.default_factory is MISSING else field.default_factory())
+    vars(whole).update(vars(args))
+    if not args.use_vllm:
+        whole.vllm_mode = "server"  # TRL's default says nothing where no server is used
+    whole.check()
+    return whole
+
+
+def as_rows(data: Any, name: str) -> Any:
+    """
+    A dataset as it is, and a list of rows as a dataset; `name` is that of the argument.
+
+    Raises:
+        ConfigError: If it is a list of something else than rows.
+    """
+    if isinstance(data, dict):
+        return {split: as_rows(rows, f"{name}[{split!r}]") for split, rows in data.items()}
+    if not isinstance(data, (list, tuple)):
+        return data
+    for number, row in enumerate(data):
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"`{name}` is a list whose element {number} is {str(row)[:80]!r}: give a `datasets.Dataset`, or a "
+                'list of rows such as `{"prompt": ...}`.'
+            )
+    return Dataset.from_list([dict(row) for row in data])
+
+
+def outcomes_of(reward_funcs: Any, outcome_reward_funcs: Any, listed: list[Any] | None) -> list[Any]:
+    """
+    The outcome rewards: those that the trainer was given, under TRL's name or ours, else those of the options.
+
+    Raises:
+        ConfigError: If it was given both.
+    """
+    if reward_funcs is not None and outcome_reward_funcs is not None:
+        raise ConfigError(
+            "The trainer was given `reward_funcs` and `outcome_reward_funcs`, which are the same: give one list."
+        )
+    given = outcome_reward_funcs if reward_funcs is None else reward_funcs
+    return as_list(listed if given is None else given)
+
+
+def as_list(given: Any) -> list[Any]:
+    """One thing as a list of it, and nothing as an empty list."""
+    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def tokenizers_of(
+    given: Any, listed: list[Any], rewards: list[RewardFunc], turn_rewards: list[RewardFunc]
+) -> list[Any]:
+    """
+    TRL's `reward_processing_classes`, with one for each reward.
+
+    Args:
+        given: What the trainer was given: one tokenizer, or one for each outcome reward.
+        listed (`list`): The outcome rewards that are listed.
+        rewards (`list[RewardFunc]`): All: those of turns, those that are listed, and those of environments.
+        turn_rewards (`list[RewardFunc]`): Those of turns.
+
+    Raises:
+        ConfigError: If there are more or fewer than outcome rewards.
+    """
+    tokenizers = [None] * len(listed) if given is None else as_list(given)
+    if len(tokenizers) != len(listed):
+        raise ConfigError(
+            f"The number of reward processing classes ({len(tokenizers)}) must match that of the reward "
+            f"functions ({len(listed)}): give one for each, and `None` for a function."
+        )
+    before = [None] * len(turn_rewards)
+    return [*before, *tokenizers, *[None] * (len(rewards) - len(before) - len(tokenizers))]
+
+
+def check_rollout_func(rollout_func: Callable[..., Any] | None) -> None:
+    """Refuses TRL's `rollout_func`, which knows neither turns nor the columns of rows."""
+    if rollout_func is not None:
+        raise ConfigError(
+            "`rollout_func` returns tokens without turns, so there is nothing to credit: write its loop as an "
+            "environment (docs/environments.md) or as an agent (docs/any_agent.md)."
+        )
+
+
+@contextmanager
+def no_adapter_left(model: Any) -> Iterator[None]:
+    """Takes the reference that TRL adds to a model with an adapter away, where the trainer is then refused."""
+    before = isinstance(model, PeftModel) and REFERENCE in model.peft_config
+    try:
+        yield
+    except BaseException:
+        if isinstance(model, PeftModel) and REFERENCE in model.peft_config and not before:
+            model.delete_adapter(REFERENCE)
+        raise

@@ -1,0 +1,266 @@
+"""The trainer with the arguments of a script for TRL's trainer: what they mean there, or one sentence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from support.models import CPU_RUN, build_model, build_tokenizer, lookup
+from support.trainers import Letters, batch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
+from trl import GRPOConfig
+
+from mt_grpo.data import load_rows
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.errors import ConfigError
+from mt_grpo.rollout import ScriptedEngine
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+
+TEXTS = [{"prompt": f"capital {number}", "answer": "Lima"} for number in range(4)]
+MESSAGES = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in TEXTS]
+CALL = '<tool_call>\n{"name": "lookup", "arguments": {"query": "Lima"}}\n</tool_call>'
+
+
+def words(completions, **columns):
+    return [float(len(completion)) for completion in completions]
+
+
+def member(session):
+    return int(session.rsplit("-", 1)[1]) % 4
+
+
+def one_answer(session, turn):
+    return ["Lima", "of Peru", "Lima Lima", "no"][member(session)]
+
+
+@pytest.fixture
+def trainer(tmp_path, tokenizer):
+    """Makes trainers as scripts for TRL do."""
+
+    def make(
+        script=one_answer, data=TEXTS, config=MTGRPOConfig, model=None, tokenizer=tokenizer, given=None, **options
+    ):
+        options = {"max_completion_length": 200, "max_steps": 1, "learning_rate": 1e-2, **CPU_RUN, **options}
+        given = {"reward_funcs": words, **(given or {})}
+        return MTGRPOEnvTrainer(
+            build_model(tokenizer, max_position_embeddings=2048) if model is None else model,
+            args=config(str(tmp_path), **options),
+            train_dataset=data,
+            engine=ScriptedEngine(tokenizer, script) if script else None,
+            processing_class=tokenizer,
+            **given,
+        )
+
+    return make
+
+
+# Text and messages
+
+
+@pytest.mark.parametrize(("data", "conversational"), [(TEXTS, False), (MESSAGES, True)], ids=["text", "messages"])
+def test_a_reward_function_gets_what_the_prompts_are(trainer, data, conversational):
+    seen = {}
+
+    def judge(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer, **columns):
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids, state=trainer_state, answer=answer)
+        log_extra("length", [len(ids) for ids in completion_ids])
+        log_metric("seen", 2.0)
+        return [float(len(ids)) for ids in completion_ids]
+
+    one = trainer(data=data, given={"reward_funcs": judge})
+    batch(one)
+    assert seen["prompts"] == [data[0]["prompt"]] * 4 and seen["answer"] == ["Lima"] * 4
+    texts = ["Lima", "of Peru", "Lima Lima", "no"]
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    assert seen["completions"] == (messages if conversational else texts)
+    assert [one._tokenizer.decode(ids, skip_special_tokens=True) for ids in seen["ids"]] == texts
+    assert seen["state"] is one.state
+    one.train()
+    assert one.state.log_history[0]["seen"] == 2.0
+
+
+def test_text_of_a_file_reaches_reward_functions_as_text(trainer, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in TEXTS))
+    seen = []
+
+    def judge(prompts, completions, **columns):
+        seen.extend(zip(prompts, completions, strict=True))
+        return [0.0] * len(prompts)
+
+    batch(trainer(data=load_rows(str(path), "train"), given={"reward_funcs": judge}))
+    assert seen[0] == ("capital 0", "Lima")
+
+
+def test_text_of_several_turns_is_all_that_followed(trainer):
+    seen = []
+
+    def judge(completions, **columns):
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
+    batch(trainer(lambda session, turn: [CALL, "Lima"][turn], given={"reward_funcs": judge, "tools": [lookup]}))
+    assert seen[0].startswith("<tool_call>") and "about Lima" in seen[0] and seen[0].endswith("Lima")
+
+
+# Rewards
+
+
+def test_without_tools_a_conversation_is_one_answer(trainer):
+    one = trainer(lambda session, turn: ["<tool>{}</tool> and more", "x"][turn])
+    batch(one)
+    found = one._batch.trajectories[0]
+    assert found.messages == [
+        {"role": "user", "content": "capital 0"},
+        {"role": "assistant", "content": "<tool>{}</tool> and more"},
+    ]
+
+
+def classifier(tokenizer, seed=0):
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForSequenceClassification(config)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    """The folder of a reward model."""
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "judge", build_tokenizer()
+    classifier(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("data", [TEXTS, MESSAGES], ids=["text", "messages"])
+def test_a_reward_model_gives_its_logit(trainer, reward_model, data):
+    one = trainer(data=data, given={"reward_funcs": str(reward_model)})
+    batch(one)
+    tokenizer, model = build_tokenizer(), classifier(build_tokenizer())
+    for trajectory in one._batch.trajectories:
+        text = (
+            tokenizer.apply_chat_template(trajectory.messages, tokenize=False)
+            if data is MESSAGES
+            else "capital 0" + trajectory.turns[0].text
+        )
+        with torch.no_grad():
+            right = model(**tokenizer(text, return_tensors="pt")).logits.item()
+        assert trajectory.rewards["outcome"] == {"judge": pytest.approx(right, abs=1e-5)}
+    one.train()
+    assert "rewards/judge/mean" in one.state.log_history[0]
+
+
+def test_models_functions_and_classes_go_together(trainer, reward_model, tokenizer):
+    listed = [words, classifier(tokenizer), Letters()]
+    given = {"reward_funcs": listed, "reward_processing_classes": [None, tokenizer, None]}
+    one = trainer(given={**given, "turn_reward_funcs": "step_reward"}, reward_weights=[0.5, 1.0, 2.0, 3.0])
+    batch(one)
+    assert list(one._batch.trajectories[0].rewards["outcome"])[::2] == ["words", "Letters"]
+    assert one.reward_weights.tolist() == [0.5, 1.0, 2.0, 3.0]
+    with pytest.raises(ConfigError, match=r"The number of reward processing classes \(1\)"):
+        trainer(given={"reward_funcs": listed, "reward_processing_classes": tokenizer})
+
+
+def test_a_reward_model_that_is_nowhere_is_one_sentence(trainer):
+    with pytest.raises(ConfigError, match="'./nowhere/judge' cannot be loaded: there is no such folder"):
+        trainer(given={"reward_funcs": "./nowhere/judge"})
+
+
+def test_a_reward_that_gives_text_is_refused(trainer):
+    with pytest.raises(RuntimeError, match="it returned '1.0', which is text"):
+        batch(trainer(given={"reward_funcs": lambda completions, **columns: ["1.0"] * len(completions)}))
+
+
+# Tools, options and rows
+
+
+def test_tools_are_called_in_the_models_own_format(trainer):
+    calls = 7  # more than our own default of 5
+    one = trainer(
+        lambda session, turn: CALL if turn < calls else "Lima", given={"tools": [lookup]}, max_completion_length=2000
+    )
+    batch(one)
+    found = one._batch.trajectories[0]
+    assert len(found.turns) == calls + 1 and found.turns[0].replies[0]["role"] == "tool"
+    assert found.prompt == [{"role": "user", "content": "capital 0"}]
+
+
+def test_tool_calling_iterations_bound_the_replies(trainer):
+    one = trainer(
+        lambda session, turn: CALL, given={"tools": [lookup]}, max_tool_calling_iterations=2, max_completion_length=900
+    )
+    batch(one)
+    assert [len(turn.replies) for turn in one._batch.trajectories[0].turns] == [1, 1, 0]
+    assert one._batch.trajectories[0].stop_reason == "max_steps"
+
+
+def test_a_grpo_config_keeps_each_of_its_values(trainer, tmp_path):
+    args = {"epsilon": 0.3, "temperature": 0.7, "top_p": None, "logging_steps": 3, "lr_scheduler_type": "cosine"}
+    plain = GRPOConfig(str(tmp_path), **{**CPU_RUN, **args}, gradient_accumulation_steps=2)
+    one = trainer(config=lambda folder, **options: plain)
+    assert isinstance(one.args, MTGRPOConfig) and one.args.advantage_estimator == "mt_grpo"
+    changed = {field.name for field in fields(plain) if getattr(plain, field.name) != getattr(one.args, field.name)}
+    assert changed <= {"vllm_mode", "dataloader_pin_memory"}
+    batch(one)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"generation_kwargs": {"num_beams": 2}}, "`generation_kwargs` has no effect"),
+        ({"use_vllm": True}, "`vllm_mode: colocate` is not supported"),
+        ({"importance_sampling_level": "sequence"}, "is lost"),
+    ],
+)
+def test_a_grpo_config_is_held_to_the_same_rules(trainer, options, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(config=GRPOConfig, **options)
+
+
+def test_top_p_of_none_keeps_every_token(trainer):
+    assert trainer(top_p=None)._sampling.top_p == 1.0
+
+
+def test_rows_may_be_a_list(trainer):
+    one = trainer(data=TEXTS, given={"eval_dataset": {"a": TEXTS}})
+    assert isinstance(one.train_dataset, Dataset) and one.train_dataset.to_list() == TEXTS
+    assert one.eval_dataset["a"].to_list() == TEXTS
+    with pytest.raises(ConfigError, match="`train_dataset` is a list whose element 0 is 'capital'"):
+        trainer(data=["capital"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rollout_func": lambda prompts, trainer: {}}, "`rollout_func` returns tokens without turns"),
+        ({"outcome_reward_funcs": [words]}, "`reward_funcs` and `outcome_reward_funcs`, which are the same"),
+        ({"env": [words]}, "pass rewards by name, as `reward_funcs=...`"),
+        ({"env": MultiTurnToolEnv([lookup]), "tools": [lookup]}, "both `env` and `tools`"),
+    ],
+)
+def test_what_has_no_meaning_here_is_one_sentence(trainer, given, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(given=given)
+
+
+def test_a_refused_trainer_leaves_no_adapter_behind(trainer, tokenizer):
+    base = build_model(tokenizer, max_position_embeddings=2048)
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(ConfigError, match="`call_protocol: native` cannot"):
+        trainer(model=model, tokenizer=build_tokenizer("gemma"), beta=0.1, given={"tools": [lookup]})
+    assert list(model.peft_config) == ["default"]
+    assert isinstance(trainer(model=model, beta=0.1).model, nn.Module)
