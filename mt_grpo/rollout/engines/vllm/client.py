@@ -98,7 +98,7 @@ class VLLMServerClient:
         Waits for the servers, then checks that they hold the right model and learns their context length.
 
         Args:
-            progress (`Callable[[str], None]`, *optional*): Is told every few seconds what the client waits for.
+            progress (`Callable[[str], None]`, *optional*): Is told now and then what the client waits for.
 
         Raises:
             ServerGoneError: If none is up after `server_timeout` seconds; the message has the command that starts one.
