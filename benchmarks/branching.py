@@ -10,10 +10,13 @@ without scaling and at the same number of sampled turns: signal-to-noise grows w
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
-from mt_grpo.credit.exact import measure
-from mt_grpo.credit.exact_branching import measure_branching, sampled_turns
-from mt_grpo.credit.processes import PROCESSES, settled
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from support.decision_processes import PROCESSES, settled
+from support.exact_gradients import measure, measure_branching, sampled_turns
 
 TRUNKS = BRANCHES = 4
 

@@ -3,15 +3,21 @@ The bias and the noise of every credit rule, exactly, as the table of docs/credi
 
     python benchmarks/credit.py
 
-Rules are measured without scaling, in groups of 4 (`mt_grpo.credit.exact`), times G / (G - 1) where a mean includes
+Rules are measured without scaling, in groups of 4 (`support.exact_gradients`), times G / (G - 1) where a mean includes
 the member itself. `state_baseline` looks at other groups, so it is measured on 20,000 groups that are drawn.
 """
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from support.decision_processes import PROCESSES
+from support.exact_gradients import Measurement, measure, sample
+
 from mt_grpo.credit import Rule, rule_label
-from mt_grpo.credit.exact import Measurement, measure, sample
-from mt_grpo.credit.processes import PROCESSES
 
 GROUP_SIZE = 4
 

@@ -1,25 +1,32 @@
 """Credit: from the rewards of a batch to an advantage per turn."""
 
-from mt_grpo.credit.anchors import gigpo
 from mt_grpo.credit.audit import Audit, RewardAudit, audit_rewards, without_signal
-from mt_grpo.credit.branching import branch_to_go
-from mt_grpo.credit.check import CreditError, estimate
-from mt_grpo.credit.estimators import (
+from mt_grpo.credit.batch import RewardBatch
+from mt_grpo.credit.rule import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
-    RewardBatch,
+    CreditError,
+    Rule,
     advantage_estimator,
-    biases_of_mt_grpo,
+    bind_rule,
+    estimate,
     get_estimator,
-    grpo_mr,
-    grpo_or,
-    mt_grpo,
+    rule_label,
     splits_turns,
     sums_turns,
 )
-from mt_grpo.credit.returns import gdpo, gtpo, leave_one_out, mt_grpo_discounted, reward_to_go, turn_gae
-from mt_grpo.credit.rule import Rule, bind_rule, rule_label
-from mt_grpo.credit.state_baseline import state_baseline
+from mt_grpo.credit.rules.anchors import gigpo
+from mt_grpo.credit.rules.branching import branch_to_go
+from mt_grpo.credit.rules.paper import biases_of_mt_grpo, grpo_mr, grpo_or, mt_grpo
+from mt_grpo.credit.rules.returns import (
+    gdpo,
+    gtpo,
+    leave_one_out,
+    mt_grpo_discounted,
+    reward_to_go,
+    state_baseline,
+    turn_gae,
+)
 from mt_grpo.credit_options import parse_rule, rule_name
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.estimators import RewardBatch
+from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.normalisation import centre, deviation, to_go
 
 

@@ -1,6 +1,6 @@
 """
-A credit rule as a recipe gives it: its name, or a mapping of its name and options. Options are checked against the
-rule's signature.
+What a credit rule is: its entry in the registry, how a recipe names it with its options, and what it must return.
+Options are checked against the rule's signature.
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ from __future__ import annotations
 import inspect
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from mt_grpo.credit.estimators import AdvantageEstimator, get_estimator
-from mt_grpo.credit.normalisation import Between
+import torch
+from torch import Tensor
+
+from mt_grpo.credit.batch import RewardBatch
+from mt_grpo.credit.normalisation import Between, Scale
 from mt_grpo.credit_options import rule_name
-from mt_grpo.errors import ConfigError
-from mt_grpo.imports import did_you_mean
+from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.imports import Registry, check_name, did_you_mean
 
 Rule = str | Mapping[str, Any]
 """`"mt_grpo"`, or `{"name": "mt_grpo", "turn_coef": 0.5}`."""
@@ -136,3 +139,125 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is list:
         return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
     return isinstance(value, type(None) if hint is None else origin or hint)
+
+
+AdvantageEstimator = Callable[..., Tensor]
+"""
+`(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor` of shape (B, K). A rule may
+have further options of its own. It may leave out `turn_coef` or `scale_rewards` if it does not use them.
+"""
+
+
+ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", "mt_grpo.credit.rules")
+"""The estimators that a recipe can name in `advantage_estimator`."""
+
+
+WHOLE: set[str] = set()
+"""The estimators that give all turns of a trajectory the same advantage."""
+
+
+SUMMING: set[str] = set()
+"""The estimators that use no turn reward but in the sum over a trajectory's turns."""
+
+
+def advantage_estimator(
+    name: str, *, splits_turns: bool = True, sums_turns: bool = False
+) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
+    """
+    Registers an estimator under a name.
+
+    Args:
+        name (`str`): Its name in recipes.
+        splits_turns (`bool`, *optional*, defaults to `True`): Whether turns of one trajectory can get different
+            advantages. Such a rule is refused with a loss that weighs whole sequences.
+        sums_turns (`bool`, *optional*, defaults to `False`): Whether turn rewards matter only in their sum over the
+            trajectory, so that a turn reward may depend on later turns.
+
+    Raises:
+        RegistrationError: If the name is no word, or another file has registered it.
+    """
+    check_name(name, "advantage estimator")
+
+    def register(function: AdvantageEstimator) -> AdvantageEstimator:
+        ADVANTAGE_ESTIMATORS.add(name, function, function.__module__)
+        (WHOLE.discard if splits_turns else WHOLE.add)(name)
+        (SUMMING.add if sums_turns else SUMMING.discard)(name)
+        return function
+
+    return register
+
+
+def splits_turns(name: str) -> bool:
+    """Whether the estimator of that name can give turns of one trajectory different advantages."""
+    return name not in WHOLE
+
+
+def sums_turns(name: str) -> bool:
+    """Whether the estimator of that name uses turn rewards only in their sum over a trajectory."""
+    return name in SUMMING
+
+
+def get_estimator(name: str) -> AdvantageEstimator:
+    """
+    Looks an estimator up.
+
+    Raises:
+        ConfigError: If there is none of that name. The message lists the known ones and the nearest.
+    """
+    if name not in ADVANTAGE_ESTIMATORS:
+        known = ", ".join(ADVANTAGE_ESTIMATORS)
+        raise ConfigError(
+            f"The advantage estimator {name!r} is not one of {known}{did_you_mean(name, ADVANTAGE_ESTIMATORS)}."
+        )
+    return ADVANTAGE_ESTIMATORS[name]
+
+
+class CreditError(UserError, ValueError):
+    """A credit rule returned something unusable. The message is one sentence that names the rule."""
+
+
+def estimate(
+    rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None, scale_rewards: Scale = "group"
+) -> Tensor:
+    """
+    Calls a rule.
+
+    Args:
+        rule (`str` or `Mapping`): Its name, or a mapping of its `name` and its own options.
+        batch (`RewardBatch`): The rewards.
+        turn_coef (`float`, *optional*): Weight of the turn advantage; by default the rule's own.
+        scale_rewards (`str`, *optional*, defaults to `"group"`): What rewards are divided by, see `mt_grpo`.
+
+    Returns:
+        `Tensor`: Its advantages, shape (B, K), float32; 0 where a turn does not exist.
+
+    Raises:
+        ConfigError: If there is no such rule, or it does not take its options.
+        CreditError: If it returns no tensor, a tensor of another shape, or a number that is not finite at a turn that
+            exists.
+    """
+    name = rule_name(rule)
+    function, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards)
+    advantages = function(batch, **options)
+    wanted = tuple(batch.turn_mask.shape)
+    if not isinstance(advantages, Tensor):
+        raise CreditError(
+            f"The advantage estimator {name!r} returned a {type(advantages).__name__}: return a tensor with an "
+            f"advantage for each trajectory and turn, of the shape {wanted} of `turn_mask`."
+        )
+    if advantages.shape != batch.turn_mask.shape:
+        raise CreditError(
+            f"The advantage estimator {name!r} returned a tensor of shape {tuple(advantages.shape)}: return an "
+            f"advantage for each trajectory and turn, of the shape {wanted} of `turn_mask`."
+        )
+    advantages = advantages.to(batch.turn_mask.device, torch.float32)
+    wrong = ~advantages.isfinite() & batch.turn_mask
+    if wrong.any():
+        row, turn = wrong.nonzero()[0].tolist()
+        raise CreditError(
+            f"The advantage estimator {name!r} gave {advantages[row, turn]} to turn {turn + 1} of trajectory {row}, "
+            f"whose turn reward is {batch.turn_rewards[row, turn]} and whose outcome reward is "
+            f"{batch.outcome_rewards[row]}, in groups of {batch.group_size}: return a finite number for every turn "
+            "that exists, also where a reward is NaN because it does not apply or a group has no deviation."
+        )
+    return advantages.masked_fill(~batch.turn_mask, 0.0)

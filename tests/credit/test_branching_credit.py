@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.decision_processes import PROCESSES, settled, stopper
+from support.exact_gradients import measure, measure_branching, sampled_turns
 from support.registered import keep_estimators
 
 from mt_grpo.credit import RewardBatch, advantage_estimator, branch_to_go, reward_to_go
-from mt_grpo.credit.exact import measure
-from mt_grpo.credit.exact_branching import measure_branching, sampled_turns
-from mt_grpo.credit.processes import PROCESSES, settled, stopper
 
 
 def measured(rule, name, branch_at, num_branches, **options):

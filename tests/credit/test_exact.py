@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from support.decision_processes import PROCESSES, late, one_search, stopper
+from support.exact_gradients import Measurement, Paths, measure, sample
 from support.registered import keep_estimators
 
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, advantage_estimator, bind_rule, without_signal
-from mt_grpo.credit.exact import Measurement, Paths, measure, sample
-from mt_grpo.credit.processes import PROCESSES, late, one_search, stopper
 
 UNBIASED = [
     ("reward_to_go", {}, True),

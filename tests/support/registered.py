@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mt_grpo.credit import ADVANTAGE_ESTIMATORS, estimators
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, rule
 from mt_grpo.imports import Registry
 
 
@@ -17,5 +17,5 @@ def keep(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> None:
 def keep_estimators(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for credit rules, and what is known of them."""
     keep(monkeypatch, ADVANTAGE_ESTIMATORS)
-    monkeypatch.setattr(estimators, "WHOLE", set(estimators.WHOLE))
-    monkeypatch.setattr(estimators, "SUMMING", set(estimators.SUMMING))
+    monkeypatch.setattr(rule, "WHOLE", set(rule.WHOLE))
+    monkeypatch.setattr(rule, "SUMMING", set(rule.SUMMING))

@@ -8,12 +8,11 @@ import math
 import pytest
 import torch
 from datasets import Dataset
+from support.decision_processes import stopper
+from support.exact_gradients import measure, measure_branching
 from support.models import CPU_RUN, build_model
 from transformers import TrainerCallback
 
-from mt_grpo.credit.exact import measure
-from mt_grpo.credit.exact_branching import measure_branching
-from mt_grpo.credit.processes import stopper
 from mt_grpo.envs import Step, StepEnv
 from mt_grpo.rewards import EnvReward
 from mt_grpo.rewards.environment import StepReward
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 class Stopper(StepEnv):
-    """`mt_grpo.credit.processes.stopper`: up to three times the model goes on, which earns .3, or stops."""
+    """`support.decision_processes.stopper`: up to three times the model goes on, which earns .3, or stops."""
 
     stop = (GO, STOP)
 

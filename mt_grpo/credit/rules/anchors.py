@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.estimators import RewardBatch, advantage_estimator
+from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.normalisation import EPSILON, Scale, Share, deviation, normalize, to_go, without_rounding
-from mt_grpo.credit.returns import with_outcome
+from mt_grpo.credit.rule import advantage_estimator
+from mt_grpo.credit.rules.returns import with_outcome
 
 
 @advantage_estimator("gigpo")

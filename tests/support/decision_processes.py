@@ -1,11 +1,11 @@
 """
 Small processes on which credit rules are measured: several tool boundaries, a length that the policy decides, and
-results that are partly chance. See `mt_grpo.credit.exact`.
+results that are partly chance. See `support.exact_gradients`.
 """
 
 from __future__ import annotations
 
-from mt_grpo.credit.exact import Play, Process
+from support.exact_gradients import Play, Process
 
 
 def stopper(play: Play) -> float:

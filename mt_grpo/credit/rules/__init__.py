@@ -1,0 +1,1 @@
+"""The credit rules, each a pure function from a `RewardBatch` to one advantage per turn, (B, K)."""

@@ -1,0 +1,105 @@
+"""
+The rules of the paper, in the form of its public code: `mt_grpo` (Zeng et al. 2025, arXiv 2505.11821), where the
+coefficient weighs the turn term, and its baselines `grpo_or` and `grpo_mr`.
+
+Axes: B trajectory, G group member, K turn.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mt_grpo.credit.batch import RewardBatch
+from mt_grpo.credit.normalisation import Scale, normalize, to_go
+from mt_grpo.credit.rule import advantage_estimator
+
+
+@advantage_estimator("mt_grpo", sums_turns=True)
+def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+    """
+    The position-aware rule of MT-GRPO: the turn advantage goes to the turns up to the first tool result.
+
+    A^O is the normalised outcome reward. A^T is the normalised sum of the trajectory's turn rewards. The turns up to
+    and including the first one that a tool result follows get A^O + turn_coef × A^T. Later turns get A^O. In a
+    trajectory without a tool result every turn gets the normalised sum of both rewards.
+
+    Bias: none (× G / (G − 1)) with one tool boundary, `turn_coef` 1 and `scale_rewards: none`. With several boundaries
+    the turns after the first tool result get nothing for the turn rewards that they earn. With another `turn_coef`
+    trajectories without a tool result weigh turn rewards by 1 all the same. `biases_of_mt_grpo` finds both in a batch;
+    `reward_to_go` has neither.
+
+    Args:
+        batch (`RewardBatch`): The rewards.
+        turn_coef (`float`, *optional*, defaults to `1.0`): Weight of the turn advantage.
+        scale_rewards (`str`, *optional*, defaults to `"group"`): What the centred rewards are divided by: the standard
+            deviation of the `"group"`, of the whole `"batch"`, or nothing (`"none"`).
+
+    Returns:
+        `Tensor`: Advantages, shape (B, K), float32; 0 where a turn does not exist. An outcome that does not apply is
+        0, and is left out of the group's mean and standard deviation. A trajectory to which no turn reward applies has
+        the turn reward 0.
+    """
+    outcome = normalize(batch.outcome_rewards.double(), batch.group_size, scale_rewards)
+    turn = normalize(_turn_sums(batch), batch.group_size, scale_rewards)
+    merged = normalize(_merged(batch), batch.group_size, scale_rewards)
+    earlier_results = batch.result_mask.cumsum(dim=1) - batch.result_mask.long()
+    split = outcome[:, None] + turn_coef * turn[:, None] * (earlier_results == 0)
+    has_result = batch.result_mask.any(dim=1, keepdim=True)
+    return (torch.where(has_result, split, merged[:, None]) * batch.turn_mask).float()
+
+
+@advantage_estimator("grpo_or", splits_turns=False, sums_turns=True)
+def grpo_or(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+    """GRPO on the outcome reward alone: its advantage on every turn, shape (B, K). `turn_coef` has no effect."""
+    outcome = normalize(batch.outcome_rewards.double(), batch.group_size, scale_rewards)
+    return (outcome[:, None] * batch.turn_mask).float()
+
+
+@advantage_estimator("grpo_mr", splits_turns=False, sums_turns=True)
+def grpo_mr(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+    """GRPO on the sum of turn and outcome rewards: its advantage on every turn, (B, K). `turn_coef` has no effect."""
+    return (normalize(_merged(batch), batch.group_size, scale_rewards)[:, None] * batch.turn_mask).float()
+
+
+def _turn_sums(batch: RewardBatch) -> Tensor:
+    """
+    Sum of each trajectory's turn rewards, shape (B,); NaN for a trajectory without any turn.
+
+    A trajectory to which no turn reward applies counts as 0: the policy decides whether it calls tools, so leaving it
+    out of the group's mean would bias the gradient.
+    """
+    return to_go(batch.of_turns())[:, 0]
+
+
+def _merged(batch: RewardBatch) -> Tensor:
+    """Sum of turn and outcome rewards, shape (B,); NaN where neither applies."""
+    rewards = torch.cat([batch.turn_rewards, batch.outcome_rewards[:, None]], dim=1)
+    return to_go(rewards.nan_to_num(nan=0.0))[:, 0].masked_fill(rewards.isnan().all(dim=1), torch.nan)
+
+
+def biases_of_mt_grpo(batch: RewardBatch, turn_coef: float) -> list[str]:
+    """
+    The ways in which `mt_grpo` is biased on a batch, each as half a sentence; turns without turn rewards have none.
+
+    Args:
+        batch (`RewardBatch`): The rewards.
+        turn_coef (`float`): The weight of the turn advantage.
+    """
+    results = batch.result_mask.sum(dim=1)
+    if not batch.turn_rewards.nan_to_num(nan=0.0).any():
+        return []
+    several = (results > 1).sum().item()
+    without = ((results == 0) & ~batch.failed).sum().item()
+    biases = []
+    if several:
+        biases.append(
+            f"in {several} of {len(results)} trajectories a tool result follows more than one turn, and turns after "
+            "the first result get no credit for the turn rewards they earn"
+        )
+    if without and turn_coef != 1:
+        biases.append(
+            f"{without} of {len(results)} trajectories have no tool result, and weigh turn rewards by 1 instead of "
+            f"`turn_coef` {turn_coef}"
+        )
+    return biases
