@@ -31,7 +31,8 @@ def prepare(recipe: str, folder: Path, monkeypatch) -> list[str]:
     Path("my_agent.py").write_text(code)
     Path("agent.sh").write_text(script)
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    Path("recipe.yaml").write_text(yaml.safe_dump(options | yaml.safe_load(recipe) | {"dataset_name": "rows.jsonl"}))
+    data = {"dataset_name": "rows.jsonl", "do_eval": False}
+    Path("recipe.yaml").write_text(yaml.safe_dump(options | yaml.safe_load(recipe) | data))
     return ["recipe.yaml", "--max_turn_length", "12", "--output_dir", "run"]
 
 
@@ -40,7 +41,7 @@ RECIPES = [block for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) 
 
 @pytest.mark.slow
 def test_the_loop_of_the_page_trains(tmp_path, monkeypatch):
-    options = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--do_eval", "false"]
+    options = ["--max_steps", "1", "--per_device_train_batch_size", "8"]
     assert main(["train", *prepare(RECIPES[0], tmp_path, monkeypatch), *options]) == 0
     lines = list(read_trajectories("run"))
     assert len(lines) == 8 and {line["error"] for line in lines} == {None}
