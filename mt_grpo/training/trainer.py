@@ -59,6 +59,7 @@ from mt_grpo.training.signal import has_signal, leave_out, sample_again, share_o
 from mt_grpo.training.trl_arguments import (
     as_list,
     as_rows,
+    check_no_images,
     check_rollout_func,
     no_adapter_left,
     outcomes_of,
@@ -141,6 +142,7 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         args.check_credit()
         check_surroundings(args)
         train_dataset, eval_dataset = as_rows(train_dataset, "train_dataset"), as_rows(eval_dataset, "eval_dataset")
+        check_no_images(train_dataset, eval_dataset)
         given = {"factory": environment_factory, "tools": tools, "plain": reward_funcs is not None}
         self.env = check_env(env, args, train_dataset, eval_dataset, **given)
         train_dataset = rows_of(train_dataset, self.env, args)

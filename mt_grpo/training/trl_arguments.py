@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, Image, List
 from peft import PeftModel
 from trl import GRPOConfig
 
@@ -62,6 +62,25 @@ def as_rows(data: Any, name: str) -> Any:
                 'list of rows such as `{"prompt": ...}`.'
             )
     return Dataset.from_list([dict(row) for row in data])
+
+
+def check_no_images(*data: Any) -> None:
+    """
+    Refuses datasets with pictures, which TRL would show to the model.
+
+    Raises:
+        ConfigError: If one has a column `image` or `images` of pictures.
+    """
+    every = [rows for one in data for rows in (one.values() if isinstance(one, dict) else [one])]
+    for rows in every:
+        features = (None if rows is None else rows.features) or {}
+        for name in ("image", "images"):
+            feature = features.get(name)
+            if isinstance(feature, Image) or (isinstance(feature, List) and isinstance(feature.feature, Image)):
+                raise ConfigError(
+                    f"The column {name!r} of the dataset holds pictures, and rollouts are of text only: remove the "
+                    f"column (`remove_columns({name!r})`), or train with TRL's `GRPOTrainer`."
+                )
 
 
 def outcomes_of(reward_funcs: Any, outcome_reward_funcs: Any, listed: list[Any] | None) -> list[Any]:

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Image, List, Value
 from peft import LoraConfig, get_peft_model
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 from support.trainers import Letters, batch
@@ -241,6 +241,14 @@ def test_rows_may_be_a_list(trainer):
     assert one.eval_dataset["a"].to_list() == TEXTS
     with pytest.raises(ConfigError, match="`train_dataset` is a list whose element 0 is 'capital'"):
         trainer(data=["capital"])
+
+
+@pytest.mark.parametrize("columns", [{"image": Image()}, {"images": List(Image())}], ids=["one", "several"])
+def test_pictures_are_refused(trainer, columns):
+    features = Features({"prompt": Value("string"), **columns})
+    rows = Dataset.from_dict({"prompt": ["a"] * 4, **{name: [None] * 4 for name in columns}}, features=features)
+    with pytest.raises(ConfigError, match="holds pictures, and rollouts are of text only"):
+        trainer(data=rows)
 
 
 @pytest.mark.parametrize(
