@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,20 @@ from mt_grpo.errors import UserError
 from mt_grpo.tools.loading import tool
 
 NO_RESULTS = "No results."
+
+WIKIPEDIA_CONCURRENCY = 4
+"""Searches of one process under way at once. Wikipedia asks its users to send few at a time."""
+
+WIKIPEDIA_WAIT = 15.0
+"""Seconds that one search waits at most, in all, where Wikipedia asks for it."""
+
+WIKIPEDIA_TRIES = 5
+
+LONGEST_PAUSE = 300.0
+"""Seconds after which Wikipedia is asked again, whatever it said."""
+
+COME_LATER = (429, 503, "ratelimited", "maxlag")
+"""Statuses, and codes in an answer of status 200, by which the API asks to come again later."""
 TEXT_FIELDS = (("contents",), ("title", "text"), ("text",))
 """The fields of a document that are searched, in the forms retrieval corpora have."""
 
@@ -147,7 +166,8 @@ class RetrievalSearch:
 @tool("wikipedia_search")
 class WikipediaSearch:
     """
-    Search over the live Wikipedia through the MediaWiki API.
+    Search over the live Wikipedia through the MediaWiki API. Few searches of a process run at once. Where Wikipedia
+    answers that there are too many, all of them wait as long as its `Retry-After` says, and try again.
 
     Args:
         top_k (`int`, *optional*, defaults to `1`): Articles a search returns at most.
@@ -168,7 +188,9 @@ class WikipediaSearch:
         self.base_url = base_url
         headers = {"User-Agent": "mt-grpo (research; httpx)"}
         self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
+        self._pause = Pause()
 
+    @tool(concurrency=WIKIPEDIA_CONCURRENCY)
     def search(self, query: str) -> str:
         """Search Wikipedia.
 
@@ -179,7 +201,7 @@ class WikipediaSearch:
             The articles found, best first.
 
         Raises:
-            RuntimeError: The server could not be reached or refused the request.
+            RuntimeError: The server could not be reached, refused the request, or asks to wait for too long.
         """
         params: dict[str, str | int] = {
             "action": "query",
@@ -194,19 +216,69 @@ class WikipediaSearch:
             "exsentences": self.sentences,
             "exlimit": "max",
         }
-        try:
-            response = self._client.get(self.base_url, params=params)
-            response.raise_for_status()
-        except httpx.HTTPError as error:
-            raise RuntimeError(f"Wikipedia search failed: {error}") from error
-        payload = response.json()
-        # The API reports its own failures, such as an empty search string, with status 200.
-        if "error" in payload:
-            raise RuntimeError(f"Wikipedia search failed: {payload['error']['info']}")
+        payload = self._ask(params)
         pages = payload.get("query", {}).get("pages", [])
         # The API lists pages by id; `index` is the rank in the search.
         pages = sorted(pages, key=lambda page: page["index"])
         return "\n".join(f"{page['title']}: {page.get('extract', '').strip()}" for page in pages) or NO_RESULTS
+
+    def _ask(self, params: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request, which is sent again where Wikipedia asks to come later."""
+        give_up = time.monotonic() + WIKIPEDIA_WAIT
+        for attempt in range(WIKIPEDIA_TRIES):
+            self._pause.wait(give_up)
+            try:
+                response = self._client.get(self.base_url, params=params)
+                if response.status_code not in COME_LATER:
+                    response.raise_for_status()
+                    payload = response.json()
+                    # The API reports its own failures, such as an empty search string, with status 200.
+                    if "error" not in payload:
+                        return payload
+                    if payload["error"]["code"] not in COME_LATER:
+                        raise RuntimeError(f"Wikipedia search failed: {payload['error']['info']}")
+            except (httpx.HTTPError, ValueError) as error:
+                raise RuntimeError(f"Wikipedia search failed: {error}") from error
+            self._pause.begin(_retry_after(response.headers.get("Retry-After"), attempt))
+        raise RuntimeError(f"Wikipedia search failed: too many requests, {WIKIPEDIA_TRIES} times in a row.")
+
+
+class Pause:
+    """A time before which no request is sent, by any thread: who was not told to wait would be refused too."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self._lock = threading.Lock()
+
+    def begin(self, seconds: float) -> None:
+        with self._lock:
+            self._until = max(self._until, time.monotonic() + min(seconds, LONGEST_PAUSE))
+
+    def wait(self, give_up: float) -> None:
+        """
+        Returns when the pause is over.
+
+        Raises:
+            RuntimeError: If it lasts beyond `give_up`, in seconds of `time.monotonic`.
+        """
+        while (left := self._until - time.monotonic()) > 0:
+            if self._until > give_up:
+                raise RuntimeError(f"Wikipedia search failed: too many requests; Wikipedia asks to wait {left:.0f} s.")
+            time.sleep(left)
+
+
+def _retry_after(header: str | None, attempt: int) -> float:
+    """Seconds to wait: those of a `Retry-After`, in seconds or a date, and more each time without a usable one."""
+    backoff = 2.0**attempt * random.uniform(0.5, 1.0)
+    try:
+        return max(0.02 * backoff, float(header or backoff))
+    except ValueError:
+        pass
+    try:
+        date = parsedate_to_datetime(header)
+    except ValueError:
+        return backoff
+    return max(0.02 * backoff, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
 
 
 def _text_fields(document: Mapping[str, Any]) -> Sequence[str]:

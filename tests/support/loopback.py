@@ -31,11 +31,12 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A status and a body; where `length` is more than the body, the connection is closed in its middle."""
+    """A status, a body and headers; where `length` is more than the body, the connection is closed in its middle."""
 
     status: int
     content: bytes
     length: int
+    headers: dict[str, str] = {}
 
 
 class Loopback:
@@ -60,6 +61,8 @@ class Loopback:
                 try:
                     self.send_response(reply.status)
                     self.send_header("Content-Length", str(reply.length))
+                    for name, value in reply.headers.items():
+                        self.send_header(name, value)
                     self.end_headers()
                     self.wfile.write(reply.content)
                 except OSError:  # the client gave up
@@ -82,7 +85,7 @@ class Loopback:
         self._server.server_close()
 
 
-Answer = tuple[int, Any] | None
+Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]] | None
 Script = Callable[[str, str, dict[str, Any]], Answer]
 
 
@@ -91,8 +94,8 @@ class ScriptedServer(Loopback):
     An HTTP server whose every answer is scripted. Where it has a `key`, it wants that as a real one does.
 
     Args:
-        script: Function of method, path and decoded body; returns status and JSON value (a string goes out as it is),
-            or `None` to close the connection without an answer.
+        script: Function of method, path and decoded body; returns status, JSON value (a string goes out as it is) and,
+            where there are some, headers, or `None` to close the connection without an answer.
         port: Where it listens; a free port where none is given.
     """
 
@@ -119,9 +122,9 @@ class ScriptedServer(Loopback):
             answer = (401, {"error": "The key is missing or wrong."})
         if answer is None:
             return None
-        status, value = answer
+        status, value, *extra = answer
         content = (value if isinstance(value, str) else json.dumps(value)).encode()
-        return Reply(status, content, len(content))
+        return Reply(status, content, len(content), *extra)
 
     def stop(self) -> None:
         """Refuses connections, and closes open ones at their next request without an answer."""

@@ -1,12 +1,17 @@
+import asyncio
+import threading
+import time
 from urllib.parse import parse_qs, urlparse
 
 import pytest
 from support.loopback import ScriptedServer
 from transformers.utils import get_json_schema
 
+from mt_grpo.envs.execution import execute_calls
 from mt_grpo.tools import Tool
 from mt_grpo.tools.results import read_result
 from mt_grpo.tools.search import CorpusError, CorpusSearch, RetrievalSearch, WikipediaSearch
+from mt_grpo.trajectory import ToolCall
 
 DOCUMENTS = [
     "Peru: The capital of Peru is Lima.",
@@ -92,8 +97,8 @@ def test_the_schema_describes_the_query(tool):
 
 @pytest.fixture
 def upstream():
-    """A loopback server that gives the reply it is told to."""
-    server = ScriptedServer(lambda method, path, body: server.reply)
+    """A loopback server that gives the reply it is told to, or that of a function."""
+    server = ScriptedServer(lambda *request: server.reply() if callable(server.reply) else server.reply)
     yield server
     server.stop()
 
@@ -133,6 +138,84 @@ def test_wikipedia_failure_told_in_the_body(upstream):
 def test_wikipedia_unreachable():
     with pytest.raises(RuntimeError, match="Wikipedia search failed"):
         WikipediaSearch(timeout=1.0, base_url="http://127.0.0.1:1/").search("Peru")
+
+
+BUSY = {"error": {"code": "ratelimited", "info": "You have exceeded your rate limit."}}
+FOUND = {"query": {"pages": [{"pageid": 1, "index": 1, "title": "Lima", "extract": "The capital."}]}}
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        (429, "slow down", {"Retry-After": "0"}),
+        (503, {}, {"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"}),
+        (200, BUSY, {"Retry-After": "0"}),
+    ],
+)
+def test_wikipedia_is_asked_again_where_it_says_later(upstream, refusal):
+    replies = iter([refusal, refusal, (200, FOUND)])
+    upstream.reply = lambda: next(replies)
+    assert WikipediaSearch(base_url=upstream.url).search("Lima") == "Lima: The capital."
+    assert len(upstream.requests) == 3
+
+
+def test_wikipedia_is_not_asked_for_ever(upstream):
+    upstream.reply = 429, {}, {"Retry-After": "0"}
+    with pytest.raises(RuntimeError, match="too many requests, 5 times in a row"):
+        WikipediaSearch(base_url=upstream.url).search("Lima")
+    assert len(upstream.requests) == 5
+
+
+@pytest.mark.parametrize("later", ["120", "1e9", "Fri, 01 Jan 2100 00:00:00 GMT"])
+def test_a_long_wait_is_told_and_kept_by_every_search(upstream, later):
+    upstream.reply = 429, {}, {"Retry-After": later}
+    search = WikipediaSearch(base_url=upstream.url)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"too many requests; Wikipedia asks to wait (120|119|300|299) s"):
+            search.search("Lima")
+    assert len(upstream.requests) == 1
+
+
+def test_wikipedia_is_waited_for_as_long_as_it_says(upstream, monkeypatch):
+    replies = iter([(429, {}, {"Retry-After": "7"}), (429, {}), (200, FOUND)])
+    upstream.reply = lambda: next(replies)
+    clock, slept = [time.monotonic()], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert WikipediaSearch(base_url=upstream.url).search("Lima") == "Lima: The capital."
+    assert slept[0] == pytest.approx(7.0) and 1.0 <= slept[1] <= 2.0
+
+
+def test_few_searches_of_wikipedia_run_at_once(upstream):
+    running, most, gate, lock = 0, 0, threading.Event(), threading.Lock()
+
+    def answer():
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+            if running == 4:
+                gate.set()
+        gate.wait(10)
+        with lock:
+            running -= 1
+        return 200, FOUND
+
+    upstream.reply = answer
+    tool = Tool.from_function(WikipediaSearch(base_url=upstream.url).search)
+    calls = [ToolCall("search", {"query": str(number)}) for number in range(48)]
+
+    async def conversations():
+        await asyncio.gather(*(execute_calls([call], {"search": tool}, 30.0) for call in calls))
+
+    asyncio.run(conversations())
+    assert most == 4
+    assert [call.result for call in calls] == ["Lima: The capital."] * 48
 
 
 # A retrieval server
