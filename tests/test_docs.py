@@ -18,7 +18,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from support.models import build_model
-from support.recipes import RECIPES
+from support.recipes import RECIPES, processes_of
 from support.registered import keep, keep_estimators
 from support.runs import write_run
 
@@ -96,12 +96,14 @@ LINES = [(page.name, line) for page in [*PAGES, *RECIPES] for line in page.read_
 """All that may be copied."""
 
 
-def test_beside_seven_training_gpus_the_server_has_the_eighth():
+def test_the_server_has_the_gpu_after_those_that_train():
     """Elsewhere vLLM takes 92 % of the first of the trainer's."""
-    pattern = r"(\S* )mt-grpo serve --config recipes/(?!quickstart)"
-    started = [(name, found[1]) for name, line in LINES for found in re.finditer(pattern, line)]
-    assert {name for name, _ in started} >= {"gpus.md", *(path.name for path in RECIPES if path.parent.name == "Qwen")}
-    assert {before for _, before in started} == {"CUDA_VISIBLE_DEVICES=7 "}
+    pattern = r"(\S* )mt-grpo serve --config (recipes/(?!quickstart)[\w./]+)"
+    started = [(name, *found.groups()) for name, line in LINES for found in re.finditer(pattern, line)]
+    served = {path.name for path in RECIPES if path.parent.name == "Qwen" and "\nuse_vllm: true" in path.read_text()}
+    assert {name for name, _, _ in started} >= {"gpus.md", *served}
+    for _, before, recipe in started:
+        assert before.endswith(f"CUDA_VISIBLE_DEVICES={processes_of(ROOT / recipe)} ")
 
 
 CUDA_OF_TORCH = {"2.13.0": "13.0"}
@@ -171,15 +173,16 @@ def test_view_command_shows_a_run(command, tmp_path):
 
 
 @pytest.mark.parametrize("command", LAUNCHED)
-def test_launched_command_fits_and_asks_for_seven_gpus(command, monkeypatch, capsys):
-    """Seven GPUs are not at hand: the recipe is parsed for seven processes, and the launch says what it lacks."""
+def test_launched_command_fits_and_asks_for_its_gpus(command, monkeypatch, capsys):
+    """They are not at hand: the recipe is parsed for its processes, and the launch says what it lacks."""
     monkeypatch.chdir(ROOT)
     (recipe,) = [word for word in words(command) if word.endswith(".yaml")]
-    monkeypatch.setattr(MTGRPOConfig, "world_size", 7)
+    processes = processes_of(ROOT / recipe)
+    monkeypatch.setattr(MTGRPOConfig, "world_size", processes)
     checks.check_batch_sizes(parse_recipe([recipe]).training)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert main(words(command)[1:]) == 1
-    assert "takes 7 GPUs, a process each, and this machine has 1" in capsys.readouterr().err
+    assert f"takes {processes} GPUs, a process each, and this machine has 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", starting("accelerate"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from support.recipes import RECIPES, ROOT
+from support.recipes import RECIPES, ROOT, processes_of
 from support.registered import keep, keep_estimators
 
 from mt_grpo.app.recipe import parse_recipe
@@ -21,7 +21,7 @@ from mt_grpo.training.environment import build_env
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_is_valid_for_its_number_of_processes(path, monkeypatch):
-    monkeypatch.setattr(MTGRPOConfig, "world_size", 7 if path.parent.name == "Qwen" else 1)
+    monkeypatch.setattr(MTGRPOConfig, "world_size", processes_of(path))
     recipe = parse_recipe(["--config", str(path)])
     check_batch_sizes(recipe.training)
     env = build_env(recipe.training)
@@ -31,11 +31,31 @@ def test_recipe_is_valid_for_its_number_of_processes(path, monkeypatch):
     assert recipe.training.output_dir == f"runs/{path.stem}"
 
 
-def test_the_paper_setting_is_met():
-    args = parse_recipe(["--config", str(ROOT / "Qwen" / "triviaqa_7b.yaml")]).training
+def test_the_setting_is_that_of_the_papers_public_code():
+    path = ROOT / "Qwen" / "triviaqa_7b.yaml"
+    assert yaml.safe_load(path.read_text())["model_name_or_path"] == "Qwen/Qwen2.5-7B"
+    args = parse_recipe(["--config", str(path)]).training
     assert (args.learning_rate, args.num_generations, args.num_iterations, args.max_steps) == (1e-6, 21, 2, 300)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (12, 4)
     assert (args.beta, args.max_grad_norm, args.warmup_steps) == (0.0, 0.1, 20)
+    assert (args.adam_beta1, args.adam_beta2, args.weight_decay, args.epsilon) == (0.9, 0.99, 0.0, 0.2)
+    assert (args.max_completion_length, args.max_env_steps, args.temperature) == (1024, 2, 0.9)
+    assert (args.loss_type, args.turn_advantage_coef, args.save_steps) == ("bnpo", 1.0, 100)
+    assert args.lr_scheduler_type == "constant_with_warmup"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("Qwen/triviaqa_*.yaml")), ids=lambda path: path.stem)
+def test_other_sizes_keep_the_batch_and_the_settings_of_the_paper(path):
+    whole = yaml.safe_load((ROOT / "Qwen" / "triviaqa_7b.yaml").read_text())
+    other = yaml.safe_load(path.read_text())
+    assert other["per_device_train_batch_size"] * other["gradient_accumulation_steps"] * processes_of(path) == 336
+    may_differ = {"model_name_or_path", "output_dir", "per_device_train_batch_size", "per_device_eval_batch_size"}
+    may_differ |= {"gradient_accumulation_steps"}
+    if path.stem == "triviaqa_1.5b_1gpu":
+        may_differ |= {name for name in (*whole, *other) if name.startswith(("vllm", "lora"))}
+        may_differ |= {"use_vllm", "use_peft", "learning_rate"}
+    assert whole.keys() - other.keys() <= may_differ >= other.keys() - whole.keys()
+    assert all(other[name] == whole[name] for name in whole.keys() - may_differ)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("accelerate/*.yaml")), ids=lambda path: path.stem)

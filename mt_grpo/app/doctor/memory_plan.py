@@ -145,7 +145,8 @@ def files(case: Case) -> Lines:
         saved = int(steps / args.save_steps) if args.save_steps >= 1 else int(1 / args.save_steps)
     elif args.save_strategy == "epoch":
         saved = int(args.num_train_epochs)
-    kept = min(saved, args.save_total_limit or saved)
+    # The one that is written lies beside those that are kept, of which it replaces one afterwards.
+    kept = min(saved, args.save_total_limit + 1 if args.save_total_limit else saved)
     each = checkpoint(case.shape, case.precision, case.candidates()[-1])
     if args.save_only_model:
         each = case.shape.trained * case.precision.weights
