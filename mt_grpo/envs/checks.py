@@ -21,8 +21,7 @@ def checked_outcome(outcome: Any, env: Env) -> Outcome:
     Raises:
         TypeError, ValueError: If it is no `Outcome`, or a field of it is not of its type. The message says which.
     """
-    steps = isinstance(env, StepEnv) and type(env).run is StepEnv.run
-    method = env.step if steps else env.run
+    method = env.step if isinstance(env, StepEnv) and type(env).run is StepEnv.run else env.run
     name = f"{type(env).__name__}.{method.__name__}{defined_at(method)}"
     if not isinstance(outcome, Outcome):
         raise TypeError(

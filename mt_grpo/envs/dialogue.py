@@ -87,9 +87,9 @@ class DialogueEnv(MultiTurnToolEnv):
 class Words:
     """Of a model that has nothing to call: all that it writes is said."""
 
-    stop = ()
+    stop: tuple[str, ...] = ()
     native_tools = False
-    tags = ()
+    tags: tuple[str, ...] = ()
 
     def default_system_prompt(self, tools: list[Tool]) -> str | None:
         return None

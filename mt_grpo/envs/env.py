@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +14,9 @@ from mt_grpo.envs.threads import call
 from mt_grpo.faults import defined_at
 from mt_grpo.tools.results import check_data
 from mt_grpo.trajectory import Message, StopReason, Turn
+
+Said = str | list[Message]
+"""What an environment says: text is the user's message."""
 
 
 @dataclass
@@ -179,11 +182,11 @@ class StepEnv(Env):
     step_timeout: float | None = 60.0
 
     @abstractmethod
-    def reset(self, row: dict[str, Any]) -> str | list[Message]:
+    def reset(self, row: dict[str, Any]) -> Said | Awaitable[Said]:
         """The messages that the conversation begins with; text is the user's message."""
 
     @abstractmethod
-    def step(self, turn: Turn) -> str | list[Message] | Step:
+    def step(self, turn: Turn) -> Said | Step | Awaitable[Said | Step]:
         """What follows the turn that the model just took, the last of `turns`."""
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:

@@ -50,6 +50,7 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
 
 
 async def _run_in_limit(tool: Tool, call: ToolCall, timeout: float | None) -> None:
+    assert tool.limit is not None  # others are not brought here
     async with tool.limit:
         await _run([(tool, call)], timeout)
 

@@ -86,12 +86,12 @@ class MultiTurnToolEnv(StepEnv):
         self.system_prompt = system_prompt
 
     @property
-    def stop(self) -> tuple[str, ...]:
+    def stop(self) -> tuple[str, ...]:  # type: ignore[override]  # the protocol's, which nobody sets here
         """Strings that end a turn."""
         return self.protocol.stop
 
     @property
-    def tool_schemas(self) -> list[dict[str, Any]] | None:
+    def tool_schemas(self) -> list[dict[str, Any]] | None:  # type: ignore[override]  # those of its tools
         """Schemas the chat template shows to the model; `None` where the system prompt does."""
         schemas = [tool.schema for tool in self.tools.values()]
         return schemas if self.protocol.native_tools and schemas else None

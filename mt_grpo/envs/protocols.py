@@ -82,9 +82,11 @@ class TagProtocol:
         <answer>Peru</answer>                                           ends the conversation
     """
 
-    stop = ("</tool>", "</answer>")
+    stop: tuple[str, ...] = ("</tool>", "</answer>")
     native_tools = False
-    tags = tuple(f"<{end}{name}>" for name in ("reasoning", "tool", "result", "answer") for end in ("", "/"))
+    tags: tuple[str, ...] = tuple(
+        f"<{end}{name}>" for name in ("reasoning", "tool", "result", "answer") for end in ("", "/")
+    )
     _tool = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
     _answer = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -111,7 +113,7 @@ class TagProtocol:
         if blocks:
             for block in blocks:
                 call, error = _json_call(block, arguments_key="args")
-                if error:
+                if call is None:
                     return ParsedTurn(parsed.message, error=f"{error} {_TAG_CALL}")
                 parsed.calls.append(call)
         elif answers:
@@ -161,9 +163,9 @@ class NativeProtocol:
     A turn without a call is the final answer.
     """
 
-    stop = ()
+    stop: tuple[str, ...] = ()
     native_tools = True
-    tags = ()
+    tags: tuple[str, ...] = ()
 
     def default_system_prompt(self, tools: list[Tool]) -> str | None:
         return None

@@ -21,6 +21,8 @@ GREETING = "Hello! How can I help you?"
 
 REACH_TIMEOUT = 10.0
 """Seconds in which the endpoint has to answer before a run begins."""
+NO_KEY = "none"
+"""What the client sends where there is no key: it wants some text."""
 
 _LONGEST = 500  # characters of an endpoint's words in an error
 
@@ -89,7 +91,9 @@ class SimulatedUser:
         import openai
 
         try:
-            with openai.OpenAI(**self._account(), timeout=REACH_TIMEOUT, max_retries=0) as client:
+            with openai.OpenAI(
+                api_key=self._key or NO_KEY, base_url=self.base_url, timeout=REACH_TIMEOUT, max_retries=0
+            ) as client:
                 client.models.list()
         except openai.APIConnectionError as error:
             raise ConfigError(
@@ -125,7 +129,9 @@ class SimulatedUser:
         import openai
 
         if self._client is None:
-            self._client = openai.AsyncOpenAI(**self._account(), timeout=self.timeout, max_retries=self.max_retries)
+            self._client = openai.AsyncOpenAI(
+                api_key=self._key or NO_KEY, base_url=self.base_url, timeout=self.timeout, max_retries=self.max_retries
+            )
         self._conversations += 1
 
     async def leave(self) -> None:
@@ -185,9 +191,6 @@ class SimulatedUser:
             seen.append({"role": "user", "content": GREETING})
         other = {"user": "assistant", "assistant": "user"}
         return seen + [{**message, "role": other[message["role"]]} for message in dialogue]
-
-    def _account(self) -> dict[str, str]:
-        return {"base_url": self.base_url, "api_key": self._key or "none"}
 
     @property
     def _key(self) -> str | None:

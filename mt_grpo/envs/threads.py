@@ -39,7 +39,8 @@ def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
             future.set_exception(error)
 
     def work() -> None:
-        result, error = None, None
+        result: Any = None
+        error: Exception | None = None
         try:
             result = function()
         except StopIteration as stop:  # a future cannot carry it

@@ -44,6 +44,7 @@ async def answer_all(
 
         async def answer(index: int, messages: list[Message]) -> ChatReply:
             context = renderer.prompt_ids(messages)
+            assert context is not None  # it is `None` for prompts beyond a limit only, and none is given
             drawing = replace(
                 sampling,
                 max_tokens=sampling.max_tokens or client.context_length - len(context),

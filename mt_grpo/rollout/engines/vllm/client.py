@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -123,6 +124,7 @@ class VLLMServerClient:
             EngineError: If the server refuses the request, or fails more than `max_retries` times.
             ServerGoneError: If no server is up for `server_timeout` seconds.
         """
+        assert sampling.max_tokens is not None
         version = self.weight_version
         content = completion_request(self.model, context, sampling)
         sample = await self.ask(session, context, content, read_sample, TOKEN_TIME * sampling.max_tokens)
@@ -234,13 +236,13 @@ class VLLMServerClient:
                 if not server.up and server.url not in wire.watchers:
                     watcher = asyncio.ensure_future(self._watch(server, wire))
                     wire.watchers[server.url] = watcher
-                    watcher.add_done_callback(lambda done, server=server: wire.end_watch(server, done))
+                    watcher.add_done_callback(functools.partial(wire.end_watch, server))
                 if server.failure is not None:
                     raise server.failure
-            server = self.pool.place(session, context)
-            if server is not None:
-                return server
-            since = max(one.down_since for one in self.pool.servers)
+            placed = self.pool.place(session, context)
+            if placed is not None:
+                return placed
+            since = max(one.down_since for one in self.pool.servers if one.down_since is not None)
             left = since + self.server_timeout - time.monotonic()
             if left <= 0:
                 raise ServerGoneError(self.gone())

@@ -174,9 +174,10 @@ class Connections:
         self, server: Server, method: str, path: str, content: bytes | None, timeout: float
     ) -> tuple[int, bytes]:
         limit = aiohttp.ClientTimeout(timeout, sock_connect=CONNECT_TIMEOUT)
-        options = {"data": content, "timeout": limit, "headers": headers(server.key)}
         try:
-            async with self.http.request(method, server.url + path, **options) as answer:
+            async with self.http.request(
+                method, server.url + path, data=content, timeout=limit, headers=headers(server.key)
+            ) as answer:
                 return answer.status, await answer.read()
         except (TimeoutError, aiohttp.ClientError) as error:
             raise no_answer(f"{method} {server.url}{path}", error) from error
