@@ -1,7 +1,16 @@
-"""`python -m mt_grpo` is the `mt-grpo` command."""
+"""`python -m mt_grpo` and `mt-grpo` are one command. Ctrl-C ends it with a line while its modules are imported."""
 
 import sys
 
-from mt_grpo.cli import main
+from mt_grpo.app.interrupt import ends_at_once
 
-sys.exit(main())
+
+def main() -> int:
+    """Imports the command line, which takes a moment, and runs it."""
+    with ends_at_once():
+        from mt_grpo import cli
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from mt_grpo import __version__
-from mt_grpo.app.interrupt import run_interruptibly
+from mt_grpo.app.interrupt import ends_at_once, run_interruptibly
 from mt_grpo.app.places import check_places
 from mt_grpo.app.request import OWN_OPTIONS, Request, check_processes, read_request
 from mt_grpo.errors import UserError
@@ -70,9 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     module, function = path.split(":")
     try:
-        return vars(importlib.import_module(module))[function](arguments)
+        with ends_at_once():
+            command = vars(importlib.import_module(module))[function]
+        return command(arguments)
     except UserError as error:
         return _refuse(error)
+    except KeyboardInterrupt:
+        if name in OWN_OPTIONS:
+            raise
+        print("mt-grpo: interrupted by Ctrl-C.", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         if name in OWN_OPTIONS:  # may be of a server or a tool
             raise
@@ -113,7 +120,8 @@ def train(arguments: list[str]) -> int:
     request = read_request(arguments, "train")
     check_places(request.values, "train")
     if request.own["accelerate_config"] is not None:
-        from mt_grpo.app.launch import launch
+        with ends_at_once():
+            from mt_grpo.app.launch import launch
 
         return launch(request)
     check_processes(request)
@@ -162,8 +170,9 @@ def serve(arguments: list[str]) -> int:
     check_served(request.values)
     check_places(request.values, "serve")
     warnings.simplefilter("ignore", FutureWarning)
-    from mt_grpo.app import serve as server
-    from mt_grpo.app.recipe import build_recipe
+    with ends_at_once():
+        from mt_grpo.app import serve as server
+        from mt_grpo.app.recipe import build_recipe
 
     server.serve(build_recipe(request))
     return 1
@@ -175,7 +184,8 @@ def doctor(arguments: list[str]) -> int:
     request = read_request(arguments, "doctor")
     check_places(request.values, "doctor")
     warnings.simplefilter("ignore", FutureWarning)
-    from mt_grpo.app.doctor.command import diagnose
+    with ends_at_once():
+        from mt_grpo.app.doctor.command import diagnose
 
     return diagnose(request)
 
@@ -194,10 +204,11 @@ def _console(quiet: bool = False):
 def _prepare(request: Request, trains: bool = True, writes: bool = True):
     """The trainer of a recipe and its resolved options."""
     warnings.simplefilter("ignore", FutureWarning)  # libraries' notes to each other, not to the user
-    from transformers.utils.logging import disable_progress_bar
+    with ends_at_once():
+        from transformers.utils.logging import disable_progress_bar
 
-    from mt_grpo.app.build import build_trainer
-    from mt_grpo.app.recipe import build_recipe
+        from mt_grpo.app.build import build_trainer
+        from mt_grpo.app.recipe import build_recipe
 
     if not sys.stderr.isatty():  # a bar in a file is a heap of lines
         disable_progress_bar()

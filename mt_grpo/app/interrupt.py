@@ -5,12 +5,37 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 ECHO = 2.0
 """Seconds in which a launcher passes on what all of its processes have got already."""
 WORDS = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}
+
+
+@contextmanager
+def ends_at_once() -> Iterator[None]:
+    """
+    Within it a signal ends the process with its line, whatever is being imported: a module may turn the exception of a
+    signal into another, and nothing has begun that would have to be ended.
+    """
+
+    def end(number: int, frame: object) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, f"mt-grpo: {WORDS[number]}.\n".encode())
+        os._exit(128 + number)
+
+    heard = [number for number in WORDS if signal.getsignal(number) is not signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread():  # others may set no handler
+        heard = []
+    before = {number: signal.signal(number, end) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str]) -> int:

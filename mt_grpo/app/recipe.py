@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -90,6 +91,21 @@ def build_recipe(request: Request) -> Recipe:
     parser.set_defaults_with_config(**request.recipe)
     with libraries_may_refuse("The options do not fit together"):
         script, training, model = parser.parse_args_into_dataclasses(request.arguments)
-    if isinstance(script.column_mapping, str):
-        script.column_mapping = yaml.safe_load(script.column_mapping)
+    script.column_mapping = _columns(script.column_mapping)
     return Recipe(script, training, model)
+
+
+def _columns(given: Any) -> dict[str, str] | None:
+    """The columns to rename, as a recipe or a command line gives them."""
+    mapping = given
+    if isinstance(given, str):
+        with contextlib.suppress(yaml.YAMLError):
+            mapping = yaml.safe_load(given)
+    if mapping is None:
+        return None
+    if not isinstance(mapping, dict) or not all(isinstance(name, str) for pair in mapping.items() for name in pair):
+        raise ConfigError(
+            f"`column_mapping` is {given!r}: give a mapping from the wanted column to the one that is there, such as "
+            "`{prompt: question}`."
+        )
+    return mapping

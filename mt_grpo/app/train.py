@@ -29,6 +29,7 @@ from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.runlog import open_run
 from mt_grpo.runlog.findings import find_in_run
 from mt_grpo.training.audit_log import read_audit
+from mt_grpo.training.checkpoint import says_what_cannot_be_written
 from mt_grpo.training.folder import clear_folder, locked
 from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
@@ -37,7 +38,7 @@ from mt_grpo.viewer import render_trajectory
 from mt_grpo.weights.update_calls import WeightSyncError
 
 EXAMPLES = 3
-FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFiniteError)
+FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFiniteError, RewardError)
 """What ends a run with one sentence for the user instead of a traceback."""
 
 
@@ -116,7 +117,8 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         nonlocal model_saved
         if not trainer.state.global_step:  # the dataset had no row: the trainer says so
             return
-        trainer.save_model(args.output_dir)
+        with says_what_cannot_be_written(folder, folder):
+            trainer.save_model(args.output_dir)
         model_saved = True
         if evaluates:
             summary["after"] = _measure(trainer, progress, "after")
@@ -128,7 +130,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     try:
         progress.begin()
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    except (*FAILURES, RewardError) as error:  # the last keeps its traceback, which is of the user's code
+    except FAILURES as error:
         if not trainer.state.global_step:
             raise
         checkpoint = trainer.save_checkpoint()

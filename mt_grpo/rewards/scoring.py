@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mt_grpo.errors import UserError
+from mt_grpo.faults import find_fault
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import Trajectory
@@ -18,7 +20,7 @@ Pending = Callable[[], Coroutine[Any, Any, Any]]
 """Waits for the value of a reward that was called."""
 
 
-class RewardError(RuntimeError):
+class RewardError(UserError, RuntimeError):
     """A reward failed. The message is one sentence that names the reward, the failure, the trajectory and its row."""
 
 
@@ -192,8 +194,10 @@ def _failure(func: RewardFunc, error: Exception, trajectory: Trajectory, scope: 
     row = json.dumps(trajectory.row, default=str, ensure_ascii=False)
     row = row if len(row) <= 200 else row[:199] + "…"
     reason = " ".join(f"{type(error).__name__}: {error}".split())
+    where = find_fault(error).where
     return RewardError(
-        f"The reward {func.name!r} failed with {reason} on {scope}trajectory {trajectory.session!r}, row {row}."
+        f"The reward {func.name!r} failed with {reason} on {scope}trajectory {trajectory.session!r}, row {row}"
+        f"{f', in {where}' if where else ''}."
     )
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers.trainer import TRAINER_STATE_NAME
+from safetensors import SafetensorError, safe_open
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME
 
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.training.config import MTGRPOConfig
 
 logger = logging.getLogger(__name__)
@@ -27,6 +32,24 @@ BATCH_OPTIONS = (
     "use_vllm",
 )
 """Options that decide the shape of the rollouts in a checkpoint, and how many rows of the dataset were used."""
+
+
+UNREADABLE = (pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, ValueError, KeyError, EOFError)
+"""What the readers of a checkpoint's files raise where these are damaged."""
+
+
+READERS = {
+    TRAINER_STATE_NAME: lambda path: json.loads(path.read_text(encoding="utf-8")),
+    **dict.fromkeys(
+        (OPTIMIZER_NAME, SCHEDULER_NAME),
+        lambda path: torch.load(path, mmap=True, map_location="cpu", weights_only=True),
+    ),
+}
+"""How to tell whether files of a checkpoint can be read."""
+
+
+class CheckpointError(UserError, OSError):
+    """A checkpoint or a model cannot be written. The message is one sentence fit for the user."""
 
 
 def batch_options(args: MTGRPOConfig) -> dict[str, Any]:
@@ -56,7 +79,7 @@ def save_rollouts(folder: Path, accelerator: Accelerator, step: int, batches: An
 def load_rollouts(folder: Path, accelerator: Accelerator) -> tuple[int, Any]:
     """The step and the micro-batches that `save_rollouts` saved for this process. Call `check_checkpoint` first."""
     path = _path(folder, accelerator.process_index)
-    state = torch.load(path, map_location=accelerator.device, weights_only=True)
+    state = _read(path, map_location=accelerator.device)
     for batch in state["buffered_inputs"] or []:
         if "parents" in batch:  # as older checkpoints name the column
             batch["parent"] = batch.pop("parents")
@@ -76,7 +99,9 @@ def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes
         ConfigError: If another number of processes, other options or another trainer wrote the checkpoint.
     """
     path = _path(folder, rank)
-    state = torch.load(path, mmap=True, map_location="cpu", weights_only=True) if path.exists() else None
+    state = _read(path, mmap=True) if path.exists() else None
+    if state is not None and state["processes"] == processes and (why := _damage(folder)):
+        raise ConfigError(why)
     if state is None or state["processes"] != processes:
         count = len(list(folder.glob("rollouts-rank*.pt")))
         raise ConfigError(
@@ -134,6 +159,42 @@ def check_adapter(folder: Path, adapter: dict[str, Any] | None) -> None:
         )
 
 
+def check_weights_fit(folder: Path, model: torch.nn.Module) -> None:
+    """
+    Whether a checkpoint's weights are those of a model, by their names and shapes. What is sharded is passed over.
+
+    Args:
+        folder (`Path`): The checkpoint.
+        model (`nn.Module`): The model, not wrapped.
+
+    Raises:
+        ConfigError: If they are of another model, or damaged.
+    """
+    files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model*.safetensors")]
+    saved = {name: shape for file in files for name, shape in _shapes(file).items()}
+    known = {name.replace(".default.", "."): list(each.shape) for name, each in model.named_parameters()}
+    both = [name for name in known if name in saved and known[name] != [0]]
+    other = next((name for name in both if known[name] != saved[name]), None)
+    if other is not None:
+        what = f"`{other}` has the shape {saved[other]} there and {known[other]} here"
+    elif saved and not both and any(shape != [0] for shape in known.values()):
+        what = f"`{next(iter(saved))}` is there and not here"
+    else:
+        return
+    raise ConfigError(
+        f"The checkpoint {folder} is of another model ({what}): resume with the `model_name_or_path` that it was made "
+        "with, or begin a run of its own (another `output_dir`)."
+    )
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    except UNREADABLE as error:
+        raise damaged(file, error) from None
+
+
 def adapter_settings(folder: str | Path) -> dict[str, Any] | None:
     """What peft saved with the adapter in a folder; `None` where there is no adapter."""
     path = Path(folder) / ADAPTER_CONFIG_NAME
@@ -150,12 +211,19 @@ def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
     if wanted is None or str(wanted).lower() == "false":
         return None
     if str(wanted).lower() != "true":
-        if not Path(str(wanted)).is_dir():
+        folder = Path(str(wanted))
+        if not folder.is_dir():
             raise ConfigError(
                 f"`resume_from_checkpoint: {wanted}` is no folder: name one, or `true` for the latest in `output_dir`."
             )
+        if not (folder / TRAINER_STATE_NAME).exists() and not any(folder.glob("rollouts-rank*.pt")):
+            there = ", ".join(map(str, _checkpoints(folder))) or "of which this folder has none"
+            raise ConfigError(f"`resume_from_checkpoint: {wanted}` is no checkpoint: name one, {there}.")
         return str(wanted)
     latest = latest_checkpoint(output_dir)
+    for folder in _checkpoints(output_dir) if latest else []:
+        if int(folder.name.rsplit("-", 1)[1]) > int(latest.name.rsplit("-", 1)[1]) and (why := _damage(folder)):
+            logger.warning("%s So the run goes on from the checkpoint before, %s.", why, latest)
     if latest is None:
         raise ConfigError(
             f"There is no checkpoint in `output_dir: {output_dir}` to resume from; `save_strategy: steps` leaves some."
@@ -165,19 +233,89 @@ def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
 
 def latest_checkpoint(output_dir: str) -> Path | None:
     """The folder of the latest whole checkpoint in an output folder, where there is one."""
-    folders = [path.parent for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/rollouts-rank0.pt")]
-    folders.sort(key=lambda folder: int(folder.name.rsplit("-", 1)[1]), reverse=True)
-    return next(filter(is_whole, folders), None)
+    return next(filter(is_whole, reversed(_checkpoints(output_dir))), None)
+
+
+def _checkpoints(output_dir: str | Path) -> list[Path]:
+    """Folders of checkpoints, whole or not, by their steps."""
+    found = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    folders = [path for path in found if path.name.rsplit("-", 1)[1].isdecimal() and path.is_dir()]
+    return sorted(folders, key=lambda folder: int(folder.name.rsplit("-", 1)[1]))
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether every process had finished writing a checkpoint."""
-    first = _path(folder, 0)
-    if not first.exists():
+    """Whether every process had finished writing a checkpoint, and what they wrote can be read."""
+    if not _path(folder, 0).exists() or _damage(folder) is not None:
         return False
-    processes = torch.load(first, mmap=True, map_location="cpu", weights_only=True)["processes"]
+    processes = _read(_path(folder, 0), mmap=True)["processes"]
     paths = [folder / TRAINER_STATE_NAME, *(_path(folder, rank) for rank in range(processes))]
     return all(path.exists() for path in paths)
+
+
+def _damage(folder: Path) -> str | None:
+    """What keeps the rollouts of a checkpoint from being read, in a sentence; `None` where nothing does."""
+    try:
+        for file in folder.glob("rollouts-rank*.pt"):
+            _read(file, mmap=True)
+        for file in [*folder.glob("model*.safetensors"), *folder.glob("adapter_model*.safetensors")]:
+            _shapes(file)
+        for name, read in READERS.items():
+            try:
+                if (folder / name).exists():
+                    read(folder / name)
+            except UNREADABLE as error:
+                raise damaged(folder / name, error) from None
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def damaged(path: Path, error: BaseException) -> ConfigError:
+    """The sentence about a file of a checkpoint that cannot be read, and what to resume from instead."""
+    why = " ".join(str(error).split()) or type(error).__name__
+    before = [str(each) for each in _checkpoints(path.parent.parent) if each != path.parent]
+    other = f"resume from another one ({', '.join(before)})" if before else "begin the run anew"
+    return ConfigError(
+        f"The checkpoint {path.parent} is damaged, its {path.name} cannot be read ({why[:120]}): {other}."
+    )
+
+
+def _read(path: Path, map_location: Any = "cpu", **options: Any) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location=map_location, weights_only=True, **options)
+        if not isinstance(state, dict) or not isinstance(state["processes"], int):
+            raise ValueError("it is of another program")
+    except UNREADABLE as error:
+        raise damaged(path, error) from None
+    return state
+
+
+@contextmanager
+def says_what_cannot_be_written(folder: Path, output_dir: str | Path) -> Iterator[None]:
+    """
+    Turns the errors of writing a model or a checkpoint into a sentence.
+
+    Args:
+        folder (`Path`): What is written.
+        output_dir (`str` or `Path`): The run's folder, in which whole checkpoints may be.
+
+    Raises:
+        CheckpointError: If the disk is full, or the folder cannot be written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        torch_writes = any(name in str(error) for name in ("PytorchStreamWriter", "inline_container"))
+        if isinstance(error, UserError) or (isinstance(error, RuntimeError) and not torch_writes):
+            raise  # of training, not of writing
+        why = error.strerror or error if isinstance(error, OSError) else error
+        free = shutil.disk_usage(output_dir).free / 1e9
+        whole = [each for each in reversed(_checkpoints(output_dir)) if each != folder and is_whole(each)][:1]
+        last = f"go on from the last whole checkpoint (`--resume_from_checkpoint {whole[0]}`)" if whole else ""
+        raise CheckpointError(
+            f"{folder} cannot be written: {' '.join(str(why).split())[:160]} ({free:.1f} GB are free there): free "
+            f"space or choose another `output_dir`, and {last or 'begin anew, since there is no whole checkpoint'}."
+        ) from error
 
 
 def _path(folder: Path, rank: int) -> Path:

@@ -13,7 +13,13 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mt_grpo.envs.source import tool_names
-from mt_grpo.training.checkpoint import batch_options, is_whole, load_rollouts, save_rollouts
+from mt_grpo.training.checkpoint import (
+    batch_options,
+    is_whole,
+    load_rollouts,
+    save_rollouts,
+    says_what_cannot_be_written,
+)
 from mt_grpo.training.counted import CountedTrainer
 from mt_grpo.training.jsonl import to_json
 from mt_grpo.training.reference import load_reference, save_reference
@@ -51,12 +57,13 @@ class CheckpointedTrainer(CountedTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = self._checkpoint_folder(trial)
         try:
-            super()._save_checkpoint(model, trial)
-            save_reference(folder, self.args, self.accelerator, self.ref_model)
-            if self.is_world_process_zero():
-                (folder / MADE_WITH).write_text(to_json(self._made_with()), encoding="utf-8")
-            options = batch_options(self.args)
-            save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, options)
+            with says_what_cannot_be_written(folder, self.args.output_dir):
+                super()._save_checkpoint(model, trial)
+                save_reference(folder, self.args, self.accelerator, self.ref_model)
+                if self.is_world_process_zero():
+                    (folder / MADE_WITH).write_text(to_json(self._made_with()), encoding="utf-8")
+                options = batch_options(self.args)
+                save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, options)
         except BaseException:  # a checkpoint is whole or absent, whatever stops its writing
             shutil.rmtree(folder, ignore_errors=True)
             raise

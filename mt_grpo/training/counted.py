@@ -17,7 +17,13 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.options import check_eval_batch
 from mt_grpo.training.activity import Activity
 from mt_grpo.training.audit_log import AuditLog
-from mt_grpo.training.checkpoint import batch_options, check_adapter, check_checkpoint, find_checkpoint
+from mt_grpo.training.checkpoint import (
+    batch_options,
+    check_adapter,
+    check_checkpoint,
+    check_weights_fit,
+    find_checkpoint,
+)
 from mt_grpo.training.checks import check_training, tell_device
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.conversation_log import ConversationLog
@@ -73,6 +79,7 @@ class CountedTrainer(FiniteTrainer):
         if checkpoint is not None:
             adapter = self.model.peft_config["default"].to_dict() if is_peft_model(self.model) else None
             check_adapter(Path(checkpoint), adapter)
+            check_weights_fit(Path(checkpoint), self.accelerator.unwrap_model(self.model))
         earlier = [path.name for path in self._earlier if path.exists()]
         if earlier and not resume_from_checkpoint and self.is_world_process_zero():
             logger.warning(

@@ -194,8 +194,10 @@ def test_a_reward_that_raises_names_reward_trajectory_and_row():
     batch = [make_trajectory("good", session="s-1"), make_trajectory("good", "bad", session="s-2", question="ü?")]
     with pytest.raises(RewardError) as caught:
         score([Raises()], [], batch)
+    line = Raises.score.__code__.co_firstlineno + 2
     assert str(caught.value) == (
-        "The reward 'Raises' failed with KeyError: 'no\\nsuch key' on trajectory 's-2', row {\"question\": \"ü?\"}."
+        "The reward 'Raises' failed with KeyError: 'no\\nsuch key' on trajectory 's-2', row {\"question\": \"ü?\"}, "
+        f"in {__file__}, line {line}, in score."
     )
     assert isinstance(caught.value.__cause__, KeyError)
     assert batch[0].rewards == {}
