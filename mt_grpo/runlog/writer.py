@@ -135,7 +135,12 @@ class RunWriter:
         """Calls `save` with the path of the tokenizer's folder. Returns the lines of what it wrote."""
         path = self.folder.parent / TOKENIZER
         with self._refusing(path):
-            save(path)
+            try:
+                save(path)
+            except OSError:
+                raise
+            except Exception as error:  # the library tokenizers raises no narrower one, for a full disk too
+                raise OSError(str(error)) from error
             file = path / "tokenizer.json"
             return [_file_line(TOKENIZER_FILE, file.read_bytes())] if file.is_file() else []
 

@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_while_saving_is_one_sentence(tmp_path):
         *("--num_generations", "2", "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "run")),
         *("--gradient_accumulation_steps", "1", "--report_to", "none"),
     ]
-    limit = 200_000
+    limit = 2_000_000
     ended = subprocess.run(
         command,
         capture_output=True,
