@@ -202,9 +202,9 @@ class NativeProtocol:
 class PlainProtocol:
     """No calls: each turn is the final answer, and nothing is added to the prompt. It takes no tools."""
 
-    stop = ()
+    stop: tuple[str, ...] = ()
     native_tools = False
-    tags = ()
+    tags: tuple[str, ...] = ()
 
     def default_system_prompt(self, tools: list[Tool]) -> str | None:
         return None

@@ -270,8 +270,10 @@ class Pause:
 def _retry_after(header: str | None, attempt: int) -> float:
     """Seconds to wait: those of a `Retry-After`, in seconds or a date, and more each time without a usable one."""
     backoff = 2.0**attempt * random.uniform(0.5, 1.0)
+    if not header:
+        return backoff
     try:
-        return max(0.02 * backoff, float(header or backoff))
+        return max(0.02 * backoff, float(header))
     except ValueError:
         pass
     try:
