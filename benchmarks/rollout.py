@@ -5,9 +5,10 @@ Rollouts whose engine and tools take scripted times: what the host adds to them.
    (median 50 ms, sigma 1.5, four calls a conversation); the engine answers at once, so it hides nothing.
 2. Host time of a turn (25 tokens sampled, a reply of 22), late over early in a conversation, and absolute. CPU time of
    the process, which does not depend on what else the machine does; wall time beside it.
-3. Event-loop lag once 256 conversations with prompts of 32,768 tokens (groups of 8) are under way, each finished one
-   checked as in training: with an engine of log-normal times (median 1 s, sigma 0.5), and with the vLLM client against
-   an HTTP server of such times in another process. Lag is how late a timer due at any millisecond fires.
+3. Event-loop lag from the first request on, of 256 conversations with prompts of 32,768 tokens (groups of 8), each
+   finished one checked as in training: with an engine of log-normal times (median 1 s, sigma 0.5), and with the vLLM
+   client against an HTTP server of such times in another process. Lag is how late a timer due at any millisecond
+   fires.
 4. The same conversations through TRL's own tool loop: its time over ours, in one run, for equal tokens and masks. TRL
    runs the tools of one conversation after another, so this is 32 conversations and a median of 10 ms.
 
@@ -132,8 +133,6 @@ def event_loop_lag(tokenizer, engine: Engine, conversations: int, context: int) 
 
     async def measure() -> None:
         rollouts = asyncio.ensure_future(runner.run(requests(conversations, text), SamplingParams(max_tokens=100)))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)  # every prompt is rendered
         due = time.perf_counter()
         while not rollouts.done():
             used = time.thread_time()

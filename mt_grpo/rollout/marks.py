@@ -41,7 +41,7 @@ class Marks:
 
     def __init__(self, tokenizer: Any, template: str, kept: Iterable[str] = ()) -> None:
         self._tokenizer = tokenizer
-        backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        self._backend = backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         constants = [(token.type, token.value) for token in Environment().lexer.tokenize(template)]
         written = "\0".join(value for kind, value in constants if kind in ("string", "data"))
         self.ids: dict[int, str] = {}
@@ -180,14 +180,21 @@ class Marks:
     def encode(self, text: str) -> list[int]:
         """Ids of shielded text."""
         if SHIELD not in text and _ESCAPE not in text and self._normalize is None:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return self._encoded(text)
         ids, begin = [], 0
         for start, end in self._sections(text):
             if self._spells(text[start:end]):
-                ids += self._tokenizer.encode(text[begin:start], add_special_tokens=False)
+                ids += self._encoded(text[begin:start])
                 ids += self._as_text(text[start:end], leads=start == 0)
                 begin = end
-        return ids + self._tokenizer.encode(text[begin:], add_special_tokens=False)
+        return ids + self._encoded(text[begin:])
+
+    def _encoded(self, text: str) -> list[int]:
+        backend = self._backend
+        if backend is None or backend.truncation is not None or backend.padding is not None:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        # of the backend's ways this one lets other threads run, and leaves out what nobody asks for
+        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _sections(self, text: str) -> Iterator[tuple[int, int]]:
         """Begin and end of each piece of text between marks. Some marks include the white space around them."""
@@ -241,9 +248,9 @@ class _PlainText:
 
     def __call__(self, text: str, leads: bool) -> list[int]:
         if leads:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         else:
-            ids = self._tokenizer.encode(self._lead + text, add_special_tokens=False).ids[1:]
+            ids = self._tokenizer.encode_batch_fast([self._lead + text], add_special_tokens=False)[0].ids[1:]
         return [self._ids.get(token, token) for token in ids]
 
 

@@ -7,7 +7,8 @@ import copy
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from mt_grpo.envs.env import ConversationEnded, check_messages
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
@@ -25,6 +26,7 @@ HEADER_TOKENS = 32
 REWRITTEN = "messages"
 """The cause of a fork where the caller's messages do not go on from those before."""
 
+T = TypeVar("T")
 _NATIVE = NativeProtocol()
 
 
@@ -118,7 +120,7 @@ class ConversationPolicy:
             known = self._said.latest(messages) if self._history is not None else 0
             try:
                 check_messages(messages[known:])
-                context = self._extended(messages[known:]) if known else self._begun(messages[:])
+                context = await (self._extended(messages, known) if known else self._begun(messages[:]))
                 turn = await self._take(*context, tuple(stop), max_tokens, protocol)
             except BaseException:
                 self._history = None  # what was appended was not sampled after: who asks again begins anew
@@ -140,26 +142,35 @@ class ConversationPolicy:
 
     # The context of a turn: what follows the latest context and action, and the whole of it where it is rewritten
 
-    def _extended(self, replies: Sequence[Message]) -> tuple[list[int], list[int] | None]:
-        """The latest conversation and its replies."""
-        self._trajectory.turns[-1].replies = list(replies)
-        extension = self._history.extend(self._trajectory, self._action, self._most)
+    async def _aside(self, messages: Sequence[Message], work: Callable[[], T]) -> T:
+        """Renders and encodes messages, and nothing else: the conversation may be over when it is done."""
+        done = await self._sampler.aside(sum(map(_size, messages)), work)
+        if self.ended is not None:
+            raise ConversationEnded(self.ended)
+        return done
+
+    async def _extended(self, messages: Sequence[Message], known: int) -> tuple[list[int], list[int] | None]:
+        """The latest conversation, which is the first `known` messages, and its replies."""
+        self._trajectory.turns[-1].replies = list(messages[known:])
+        told = messages[known:] if self._sampler.history == "keep" else messages
+        extend = partial(self._history.extend, self._trajectory, self._action, self._most)
+        extension = await self._aside(told, extend)
         if extension is None:
             raise ConversationEnded(self._sampler.budget(self._most, self._most - self._prompt_length)[1])
         return extension
 
-    def _begun(self, messages: list[Message]) -> tuple[list[int], list[int] | None]:
+    async def _begun(self, messages: list[Message]) -> tuple[list[int], list[int] | None]:
         """A conversation that does not go on from the latest: the first of all, or a past that the caller rewrote."""
-        self._history = History(self.renderer, self._sampler.history, self._sampler.compact_every)
+        history = self._history = History(self.renderer, self._sampler.history, self._sampler.compact_every)
         first = self._prompt_length is None
         index, known = (-1, 0) if first or self._sampler.history != "keep" else self._said.longest(messages)
         replies = messages[known:]
         path = self._trajectory.tree.path_of_turn(index) if known else []  # empty where the turn is
         if path and self._renderers[index] is self.renderer and all(reply["role"] != "assistant" for reply in replies):
             calls = messages[known - 1].get("tool_calls") or ()
-            suffix = self.renderer.reply_ids(replies, path[-1], calls=calls)
+            suffix = await self._aside(replies, partial(self.renderer.reply_ids, replies, path[-1], calls=calls))
             return self._rewritten(suffix, path + suffix)
-        context = self._history.begin(messages, self._sampler.engine.context_length)
+        context = await self._aside(messages, partial(history.begin, messages, self._sampler.engine.context_length))
         if context is None:
             self._history = None
             raise ConversationEnded(StopReason.CONTEXT_FULL)
@@ -191,19 +202,20 @@ class ConversationPolicy:
                 path = path[:-1]
             if added:
                 self._trajectory.turns[-1].replies = [{**last, "content": added}]
-            suffix = self._encoded({**last, "content": added})
+            suffix = await self._encoded({**last, "content": added})
             context = self._rewritten(suffix, path + suffix)
         else:
-            suffix, rewritten = self._begun(before)
-            context = self._rewritten([], (rewritten or suffix) + self._encoded(last))
+            suffix, rewritten = await self._begun(before)
+            context = self._rewritten([], (rewritten or suffix) + await self._encoded(last))
         turn = await self._take(*context, stop, max_tokens, protocol)
         self._said.add(before, 0, turn, {**turn.message, "content": words + turn.text})
         if self._sampler.history != "keep":
             self._history = None  # it does not know of the part that was added
         return turn
 
-    def _encoded(self, message: Message) -> list[int]:
-        return self.renderer.encode(self.renderer.marks.shield(message)["content"] or "")
+    async def _encoded(self, message: Message) -> list[int]:
+        renderer = self.renderer
+        return await self._aside([message], lambda: renderer.encode(renderer.marks.shield(message)["content"] or ""))
 
     # Taking a turn
 
@@ -291,3 +303,8 @@ class ConversationPolicy:
             parsed.error,
             parsed.answer,
         )
+
+
+def _size(message: Message) -> int:
+    """Characters of a message, roughly."""
+    return sum(len(value) if isinstance(value, str) else len(str(value)) for value in message.values())

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
-from mt_grpo.rollout.engine import Engine
+from mt_grpo.rollout.engine import Engine, LocalEngine
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.trajectory import StopReason
+
+T = TypeVar("T")
+LONG = 2_000
+"""Characters from which a text is encoded in a thread: about half a millisecond of work."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class Sampler:
         self.history, self.compact_every = history, compact_every
         self._template_kwargs = template_kwargs
         self._renderers: dict[tuple[str, tuple[str, ...]], ChatRenderer] = {}
+        self._threads: WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadPoolExecutor] = WeakKeyDictionary()
 
     def renderer(self, tools: list[dict[str, Any]] | None, tags: tuple[str, ...] = ()) -> ChatRenderer:
         """The renderer of conversations with these tools and tags."""
@@ -63,6 +72,19 @@ class Sampler:
         if key not in self._renderers:
             self._renderers[key] = ChatRenderer(self.engine.tokenizer, tools, self._template_kwargs, tags)
         return self._renderers[key]
+
+    async def aside(self, size: int, work: Callable[[], T]) -> T:
+        """
+        Does what reads `size` characters: long work in a thread, so that the conversations of the event loop go on. It
+        is one thread, so that a group's prompt, which its members ask for at once, is encoded once. An engine in this
+        process samples those together that ask together: for it nobody steps aside.
+        """
+        if size < LONG or isinstance(self.engine, LocalEngine):
+            return work()
+        loop = asyncio.get_running_loop()
+        if loop not in self._threads:
+            self._threads[loop] = ThreadPoolExecutor(1, "mt-grpo-encode")
+        return await loop.run_in_executor(self._threads[loop], work)
 
     def budget(self, context_length: int, used: int, max_tokens: int | None = None) -> tuple[int, StopReason]:
         """
