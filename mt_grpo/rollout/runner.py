@@ -156,6 +156,7 @@ class RolloutRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
             warn_of_unclosed(unclosed)
             checker.shutdown(wait=False, cancel_futures=True)
+            self.sampler.close()
             if outermost:
                 gc.set_threshold(*thresholds)
             await self.engine.close()

@@ -86,6 +86,12 @@ class Sampler:
             self._threads[loop] = ThreadPoolExecutor(1, "mt-grpo-encode")
         return await loop.run_in_executor(self._threads[loop], work)
 
+    def close(self) -> None:
+        """Lets the thread of this event loop end; the next long work begins another."""
+        thread = self._threads.pop(asyncio.get_running_loop(), None)
+        if thread is not None:
+            thread.shutdown(wait=False)
+
     def budget(self, context_length: int, used: int, max_tokens: int | None = None) -> tuple[int, StopReason]:
         """
         Tokens that a turn may sample, and what has cut it off when it samples as many.
