@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mt_grpo.envs import Outcome
+from mt_grpo.integrations.openai_api import AgentSource, Command
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, Sample, SamplingParams
-from mt_grpo.rollout.endpoint import AgentSource, Command
 
 WORDS = '<reasoning>look</reasoning>\n<tool>{"name": "wait", "args": {"seconds": 0.0500}}</tool>'
 REPLY = "<result>waited until the end</result>"

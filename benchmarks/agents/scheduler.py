@@ -3,8 +3,8 @@
 import json
 import re
 
-from mt_grpo.compat.swift import MultiTurnScheduler, multi_turns
 from mt_grpo.data.embedded.tool import search
+from mt_grpo.integrations.swift import MultiTurnScheduler, multi_turns
 from mt_grpo.trajectory import ToolCall
 
 

@@ -258,7 +258,7 @@ def _hint(value: Any) -> str:
     if isinstance(value, dict) and value.keys() <= {each.name for each in fields(Step)}:
         return ", as `Step(**...)`"
     if isinstance(value, tuple):
-        return ", or wrap an environment of Gym's in `mt_grpo.compat.gym.GymEnv`"
+        return ", or wrap an environment of Gym's in `mt_grpo.integrations.gym.GymEnv`"
     return ""
 
 

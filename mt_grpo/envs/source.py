@@ -155,8 +155,8 @@ def check_source(source: Any, name: str = "env", branches: bool = False) -> None
         if not issubclass(source, Env):
             raise ConfigError(
                 f"`{name}` is the class {source.__name__}, which has no `run` and `close`: subclass `StepEnv`, "
-                "give it as `environment_factory` if it is one of TRL's, or wrap it in `mt_grpo.compat.gym.GymEnv` if "
-                "it has Gym's `reset` and `step(action)`."
+                "give it as `environment_factory` if it is one of TRL's, or wrap it in "
+                "`mt_grpo.integrations.gym.GymEnv` if it has Gym's `reset` and `step(action)`."
             )
         if inspect.isabstract(source):
             missing = ", ".join(sorted(source.__abstractmethods__))

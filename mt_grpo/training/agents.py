@@ -6,13 +6,14 @@ import inspect
 from typing import Any
 
 from mt_grpo.agent_options import parse_agent, parse_env_config, verifiers_name
-from mt_grpo.compat.swift import MultiTurnScheduler, SchedulerSource, multi_turns
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.integrations.openai_api import AgentSource, Command
+from mt_grpo.integrations.swift import MultiTurnScheduler, SchedulerSource, multi_turns
+from mt_grpo.integrations.verifiers_source import VerifiersSource
 from mt_grpo.options import is_bare
-from mt_grpo.rollout.endpoint import AgentSource, Command, VerifiersSource
 
 
 def build_scheduler(options: dict[str, Any]) -> SchedulerSource:
@@ -36,7 +37,7 @@ def build_scheduler(options: dict[str, Any]) -> SchedulerSource:
     if not (isinstance(found, type) and issubclass(found, MultiTurnScheduler)):
         raise ConfigError(
             f"`multi_turn_scheduler: {name}` leads to {found!r}: give a subclass of `MultiTurnScheduler`, which is in "
-            "`mt_grpo.compat.swift`."
+            "`mt_grpo.integrations.swift`."
         )
     tags = PROTOCOLS[options["call_protocol"] or "tags"]().tags
     limits = options["max_turns"], options["loss_scale"], options["system_prompt"], tags, options["tool_timeout"]

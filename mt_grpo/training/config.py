@@ -63,7 +63,7 @@ class MTGRPOConfig(GRPOConfig):
         interaction_config_file (`str`, *optional*): YAML file of verl's interactions, which answer every turn without
             a tool call, see `load_interactions`.
         multi_turn_scheduler (`str`, *optional*): A scheduler in the place of an environment, by name or dotted path,
-            see `mt_grpo.compat.swift`.
+            see `mt_grpo.integrations.swift`.
         max_turns (`int`, *optional*): Responses of one conversation of the scheduler; no bound of its own where unset.
         loss_scale (`str`, *optional*, defaults to `"all"`): Of a scheduler's responses train `"all"` or the
             `"last_round"`; it is a mask, and gives way to a `response_loss_mask`.

@@ -13,14 +13,14 @@ from datasets import Dataset
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
 from mt_grpo.agent_options import PARTNERS, check_agent, check_partner, check_scheduler, parse_user, verifiers_name
-from mt_grpo.compat.trl_env import TRLEnv
-from mt_grpo.compat.verl import InteractionEnv, load_interactions
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.envs.simulated_user import SimulatedUser, SimulatedUserEnv
 from mt_grpo.envs.source import COLUMN, check_rows, check_source, close_environments, prototypes
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.integrations.trl import TRLEnv
+from mt_grpo.integrations.verl import InteractionEnv, load_interactions
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
 from mt_grpo.rollout.background import run
 from mt_grpo.tools import load_tools, load_tools_file

@@ -8,13 +8,13 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from mt_grpo.compat.trl_env import TRLEnv
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.source import prototypes
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.integrations.trl import TRLEnv
+from mt_grpo.integrations.verifiers_source import VerifiersSource
 from mt_grpo.rewards import EnvReward, RewardFunc
-from mt_grpo.rollout.endpoint import VerifiersSource
 from mt_grpo.training.config import MTGRPOConfig
 
 logger = logging.getLogger(__name__)

@@ -247,7 +247,7 @@ class Wrong(StepEnv):
          "messages or a `Step`, as `Step(**...)`."),
         ({"next": 1.0}, "gave float for messages: return text, a list of messages or a `Step`, as `Step(reward=1.0, "
          "done=True)`."),
-        ({"next": ("o", 1.0, True)}, "or wrap an environment of Gym's in `mt_grpo.compat.gym.GymEnv`."),
+        ({"next": ("o", 1.0, True)}, "or wrap an environment of Gym's in `mt_grpo.integrations.gym.GymEnv`."),
         ({"next": [1]}, "Wrong.step ({file}, line {step}): A message is int, without a text `role`"),
         ({"next": Step(reward="1.0")}, "Wrong.step ({file}, line {step}): the reward of a step is str"),
         ({"first": None}, "Wrong.reset ({file}, line {reset}) gave `None` for messages: return text or a list of "

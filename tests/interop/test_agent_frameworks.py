@@ -17,8 +17,8 @@ from support.models import CPU_RUN, build_model
 from support.trainers import Length, batch, check_log_probs
 
 from mt_grpo.envs.protocols import ParsedTurn
+from mt_grpo.integrations.openai_api import AgentSource
 from mt_grpo.rollout import ScriptedEngine
-from mt_grpo.rollout.endpoint import AgentSource
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import StopReason, ToolCall
 

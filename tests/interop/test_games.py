@@ -9,11 +9,11 @@ import re
 import pytest
 from support.models import build_tokenizer
 
-from mt_grpo.compat.textarena import textarena_game
 from mt_grpo.data import load_rows
 from mt_grpo.data.schemas import DatasetError
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
+from mt_grpo.integrations.textarena import textarena_game
 from mt_grpo.rewards import reasoning_gym_reward
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason

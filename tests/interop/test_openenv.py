@@ -10,8 +10,8 @@ import time
 import pytest
 from support.models import build_tokenizer
 
-from mt_grpo.compat.openenv import openenv_server
-from mt_grpo.compat.trl_env import TRLEnv
+from mt_grpo.integrations.openenv import openenv_server
+from mt_grpo.integrations.trl import TRLEnv
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason
 

@@ -27,9 +27,9 @@ from transformers import AutoTokenizer
 from mt_grpo.app.doctor.shape import read_shape
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.forward.lm_head import Truncation
+from mt_grpo.integrations.openai_api import AgentSource
 from mt_grpo.rewards import InformationGain
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.rollout.endpoint import AgentSource
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl, ServerGoneError, ServerSetupError, find_key
 from mt_grpo.runlog import open_run, read_trajectories

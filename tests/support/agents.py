@@ -7,8 +7,8 @@ from functools import cache
 
 from trl.chat_template_utils import add_response_schema
 
+from mt_grpo.integrations.openai_api import AgentSource
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.rollout.endpoint import AgentSource
 from support.models import build_tokenizer
 
 END = "<|im_end|>"

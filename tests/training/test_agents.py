@@ -13,7 +13,7 @@ from support.trainers import batch, check_log_probs
 from mt_grpo.cli import main
 from mt_grpo.data import load_rows
 from mt_grpo.errors import ConfigError
-from mt_grpo.rollout.endpoint import AgentSource, Command
+from mt_grpo.integrations.openai_api import AgentSource, Command
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.environment import build_env, check_env
 from mt_grpo.trajectory import StopReason

@@ -11,9 +11,9 @@ from support.models import CPU_RUN, build_model, build_tokenizer
 from support.trl_environments import DOORS, LEDGER, Doors, Ledger, by_script
 from trl import GRPOConfig, GRPOTrainer
 
-from mt_grpo.compat.trl_env import TRLEnv
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
+from mt_grpo.integrations.trl import TRLEnv
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 

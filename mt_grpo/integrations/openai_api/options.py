@@ -1,0 +1,189 @@
+"""What a request for a chat completion asks for: what is honoured, what the run decides, what is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mt_grpo.integrations.openai_api.errors import ApiError
+from mt_grpo.integrations.openai_api.messages import read_messages, wrong
+from mt_grpo.tools.results import too_deep
+from mt_grpo.trajectory import Message
+
+logger = logging.getLogger(__name__)
+
+HONOURED = frozenset(
+    """messages model tools tool_choice stop n max_tokens max_completion_tokens logprobs top_logprobs stream
+    stream_options response_format""".split()
+)
+NEUTRAL = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
+"""Fields that do not concern what is sampled."""
+MOST_CHOICES = 128
+"""What `n` may be, as with OpenAI."""
+MOST_TOOLS = 128
+"""Tools of one request, as with OpenAI."""
+MOST_STOPS = 64
+"""Strings in `stop`; each is looked for after each token."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """
+    What one request asks for.
+
+    Args:
+        messages (`list[dict]`): The conversation, see `read_messages`.
+        model (`str`): The client's name of the model, which is given back.
+        tools (`list[dict]`, *optional*): Schemas to show.
+        reads_calls (`bool`): Whether calls are looked for in the answer.
+        stop (`tuple[str, ...]`): Strings that end the answer and are no part of what the client is told.
+        n (`int`): Answers.
+        max_tokens (`int`, *optional*): Tokens of each.
+        logprobs (`bool`): Whether the client wants log-probabilities.
+        stream (`bool`): Whether it wants the answer as events.
+        usage (`bool`): Whether it wants the token counts as the last event.
+    """
+
+    messages: list[Message]
+    model: str
+    tools: list[dict[str, Any]] | None = None
+    reads_calls: bool = True
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    max_tokens: int | None = None
+    logprobs: bool = False
+    stream: bool = False
+    usage: bool = False
+
+
+class Warnings:
+    """One warning about each field that requests of a run set in vain."""
+
+    def __init__(self) -> None:
+        self._named: set[str] = set()
+
+    def once(self, field: str, why: str) -> None:
+        """Warns, unless it was about the same field before."""
+        if field not in self._named:
+            self._named.add(field)
+            logger.warning("The agent's requests set `%s`: %s.", field, why)
+
+
+def read_request(body: Any, as_chat: Callable[[Any], Any], fixed: dict[str, Any], warnings: Warnings) -> Wish:
+    """
+    Reads a request that `as_chat` makes one for a chat completion of; see `read_wish`.
+
+    Raises:
+        ApiError: If it cannot be honoured, or has anything in a place where another type belongs.
+    """
+    try:
+        return read_wish(as_chat(body), fixed, warnings)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ApiError(
+            400, f"A field of the request has another type than it should: {error}.", "invalid_type"
+        ) from error
+
+
+def read_wish(body: Any, fixed: dict[str, Any], warnings: Warnings) -> Wish:
+    """
+    Reads the body of a request.
+
+    Args:
+        body: The decoded JSON.
+        fixed (`dict`): What the run decides about sampling, by OpenAI's and vLLM's names.
+        warnings (`Warnings`): Of the run.
+
+    Raises:
+        ApiError: If a field is wrong, or asks for what would not be the policy's own sample.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(400, "The body of the request is no JSON object.", "invalid_value")
+    messages = read_messages(body.get("messages"))
+    _warn(body, fixed, warnings)
+    tools, reads_calls = _read_tools(body, warnings)
+    kind = (body.get("response_format") or {"type": "text"}).get("type")
+    if kind != "text":
+        raise wrong("response_format", f"is {kind!r}, which would force tokens that the policy did not choose")
+    if body.get("top_logprobs"):
+        raise wrong("top_logprobs", "is set, and log-probabilities are known of the sampled tokens only")
+    n = _count(body, "n") or 1
+    if n > MOST_CHOICES:
+        raise wrong("n", f"is {n}, above {MOST_CHOICES}")
+    most = [_count(body, name) for name in ("max_tokens", "max_completion_tokens")]
+    stream = bool(body.get("stream"))
+    return Wish(
+        messages,
+        body["model"] if isinstance(body.get("model"), str) else "policy",
+        tools,
+        reads_calls,
+        _read_stop(body.get("stop")),
+        n,
+        min((count for count in most if count is not None), default=None),
+        bool(body.get("logprobs")),
+        stream,
+        stream and bool((body.get("stream_options") or {}).get("include_usage")),
+    )
+
+
+def _warn(body: dict[str, Any], fixed: dict[str, Any], warnings: Warnings) -> None:
+    for name in ("functions", "function_call"):
+        if body.get(name):
+            raise wrong(name, "is an older form that is not read: give `tools`")
+    for name in body.keys() - HONOURED - NEUTRAL:
+        if name in fixed:
+            if body[name] is not None and body[name] != fixed[name]:
+                warnings.once(name, f"the run samples with {fixed[name]}, and so it stays")
+        elif body[name]:
+            warnings.once(name, "it has no effect, since the run decides how is sampled")
+
+
+def _read_tools(body: dict[str, Any], warnings: Warnings) -> tuple[list[dict[str, Any]] | None, bool]:
+    choice, tools = body.get("tool_choice"), body.get("tools") or None
+    if tools is not None:
+        if not isinstance(tools, list):
+            raise wrong("tools", "is no list")
+        if len(tools) > MOST_TOOLS:
+            raise wrong("tools", f"has {len(tools)} tools, above {MOST_TOOLS}")
+        tools = [_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    if choice in (None, "auto"):
+        return tools, True
+    if choice == "none":
+        return tools, False
+    named = choice.get("function", choice).get("name") if isinstance(choice, dict) else None
+    if choice != "required" and named is None:
+        raise wrong("tool_choice", f"is {choice!r}: give auto, none, required or a function")
+    names = [tool["function"]["name"] for tool in tools or ()]
+    if not names or named is not None and names != [named]:
+        asked = "required" if named is None else f"the function {named!r}"
+        raise wrong("tool_choice", f"is {asked}, and `tools` has {', '.join(names) or 'none'}: give that tool alone")
+    warnings.once("tool_choice", "no call is forced, since it would not be the policy's own; treat text as a miss")
+    return tools, True
+
+
+def _read_tool(tool: Any, place: str) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise wrong(place, "is no function with a name")
+    shown = {"name": function["name"], "description": function.get("description") or ""}
+    shown["parameters"] = function.get("parameters") or {"type": "object", "properties": {}}
+    if too_deep(shown):
+        raise wrong(place, "has brackets that are too deep")
+    return {"type": "function", "function": shown}
+
+
+def _read_stop(stop: Any) -> tuple[str, ...]:
+    stop = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        raise wrong("stop", "is neither text nor a list of texts")
+    if len(stop) > MOST_STOPS:
+        raise wrong("stop", f"has {len(stop)} texts, above {MOST_STOPS}")
+    return tuple(stop)
+
+
+def _count(body: dict[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise wrong(name, f"is {value!r}: give a whole number above 0")
+    return value

@@ -1,0 +1,170 @@
+"""OpenAI's Responses: requests as those of chat completions, and answers in the form of Responses."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orjson
+
+from mt_grpo.integrations.openai_api.answers import Choice, count_usage, event
+from mt_grpo.integrations.openai_api.errors import ApiError
+from mt_grpo.integrations.openai_api.messages import wrong
+from mt_grpo.integrations.openai_api.options import Wish
+from mt_grpo.trajectory import Message
+
+READ = frozenset(
+    """input instructions tools tool_choice max_output_tokens previous_response_id text include truncation
+    background conversation""".split()
+)
+
+
+def as_chat(body: Any, known: dict[str, list[Message]]) -> dict[str, Any]:
+    """
+    The body of the same request for a chat completion.
+
+    Args:
+        body: The decoded JSON.
+        known (`dict`): The messages of earlier responses, by their identifiers, answers included.
+
+    Raises:
+        ApiError: If it has no form that can be read, or goes on from a response that is not known.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(400, "The body of the request is no JSON object.", "invalid_value")
+    for name in ("background", "conversation"):
+        if body.get(name):
+            raise wrong(name, "is nothing that this server keeps: send the whole conversation as `input`")
+    if body.get("n") is not None:
+        raise wrong("n", "is no field of Responses, which have one answer")
+    previous = body.get("previous_response_id")
+    if previous is not None and previous not in known:
+        raise ApiError(404, f"There is no response {previous!r}.", "not_found", "previous_response_id")
+    before = known.get(previous, [])
+    if body.get("instructions"):  # they stand in for those of the response before
+        before = [{"role": "system", "content": body["instructions"]}, *_without_instructions(before)]
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list):
+        raise wrong("input", "is neither text nor a list of items")
+    chat = {name: value for name, value in body.items() if name not in READ}
+    chat |= {"messages": [*before, *_messages(items)], "max_tokens": body.get("max_output_tokens")}
+    chat["response_format"] = (body.get("text") or {}).get("format")
+    if body.get("tools"):
+        chat["tools"] = [_tool(tool, index) for index, tool in enumerate(body["tools"])]
+    chat["tool_choice"] = body.get("tool_choice")
+    return chat
+
+
+def _without_instructions(messages: list[Message]) -> list[Message]:
+    return messages[1:] if messages and messages[0]["role"] == "system" else messages
+
+
+def _tool(tool: Any, index: int) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise wrong(f"tools[{index}]", "is no function of the client's")
+    return {"type": "function", "function": tool}
+
+
+def _messages(items: list[Any]) -> list[dict[str, Any]]:
+    """Items as messages; what the assistant said and called without anybody between is one."""
+    messages: list[dict[str, Any]] = []
+    said: dict[str, Any] | None = None
+    for index, item in enumerate(items):
+        place = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise wrong(place, "is no item")
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            continue
+        if kind == "function_call_output":
+            result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+            said = messages.append(result)
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            if said is None:
+                messages.append(said := {"role": "assistant", "content": "", "tool_calls": []})
+            said["tool_calls"].append({"type": "function", "id": item.get("call_id"), "function": function})
+        elif kind == "message":
+            messages.append({"role": item.get("role"), "content": item.get("content"), "tool_calls": []})
+            said = messages[-1] if item.get("role") == "assistant" else None
+        else:
+            raise wrong(place, f"is of the type {kind!r}, which the policy does not read")
+    return messages
+
+
+def answer(wish: Wish, choices: Sequence[Choice], name: str) -> Iterator[bytes]:
+    """What the client gets: one piece, or the events of a stream."""
+    (choice,) = choices
+    usage, cut = count_usage(choices), choice.finish_reason == "length"
+    whole = {
+        "id": name,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "model": wish.model,
+        "output": _items(choice),
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [{**tool["function"], "type": "function", "strict": False} for tool in wish.tools or ()],
+        "metadata": {},
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+    if not wish.stream:
+        yield orjson.dumps(whole)
+        return
+    for number, (kind, data) in enumerate(_events(whole)):
+        yield event({"type": kind, "sequence_number": number, **data}, kind)
+
+
+def _items(choice: Choice) -> list[dict[str, Any]]:
+    message, items = choice.message, []
+    if "reasoning_content" in message:
+        thought = {"type": "reasoning_text", "text": message["reasoning_content"]}
+        items.append({"type": "reasoning", "id": _named("rs"), "summary": [], "content": [thought]})
+    if message["content"] or not message.get("tool_calls"):
+        text = {"type": "output_text", "text": message["content"] or "", "annotations": []}
+        said = {"id": _named("msg"), "status": "completed", "role": "assistant", "content": [text]}
+        items.append({"type": "message", **said})
+    for call in message.get("tool_calls", ()):
+        made = {"id": _named("fc"), "call_id": call["id"], "status": "completed"} | call["function"]
+        items.append({"type": "function_call", **made})
+    return items
+
+
+def _named(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+def _events(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    begun = whole | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield "response.created", {"response": begun}
+    yield "response.in_progress", {"response": begun}
+    for index, item in enumerate(whole["output"]):
+        place = {"output_index": index, "item_id": item["id"]}
+        empty = {"message": {"content": []}, "function_call": {"arguments": ""}, "reasoning": {"content": []}}
+        begun = item | empty[item["type"]] | ({} if item["type"] == "reasoning" else {"status": "in_progress"})
+        yield "response.output_item.added", {"output_index": index, "item": begun}
+        if item["type"] == "message":
+            (part,) = item["content"]
+            place = place | {"content_index": 0}
+            yield "response.content_part.added", place | {"part": part | {"text": ""}}
+            yield "response.output_text.delta", place | {"delta": part["text"], "logprobs": []}
+            yield "response.output_text.done", place | {"text": part["text"], "logprobs": []}
+            yield "response.content_part.done", place | {"part": part}
+        elif item["type"] == "function_call":
+            yield "response.function_call_arguments.delta", place | {"delta": item["arguments"]}
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            yield "response.function_call_arguments.done", place | done
+        yield "response.output_item.done", {"output_index": index, "item": item}
+    yield f"response.{whole['status']}", {"response": whole}

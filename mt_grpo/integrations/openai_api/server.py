@@ -1,0 +1,256 @@
+"""The policy over HTTP: a server that speaks OpenAI's language, on this machine, while conversations are under way."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import secrets
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+from aiohttp import web
+
+from mt_grpo.envs.protocols import CallProtocol
+from mt_grpo.integrations.openai_api import anthropic, responses
+from mt_grpo.integrations.openai_api.answers import Choice, completion, events
+from mt_grpo.integrations.openai_api.conversation import Conversation
+from mt_grpo.integrations.openai_api.errors import ApiError
+from mt_grpo.integrations.openai_api.options import Warnings, Wish, read_request
+from mt_grpo.integrations.openai_api.retries import Attempt
+from mt_grpo.integrations.openai_api.strangers import Strangers
+from mt_grpo.rollout.policy import ConversationPolicy
+
+LARGEST = 8 << 20
+"""Bytes that a request may have: several times the text of the longest contexts."""
+ENDED = 4096
+"""Conversations that ended last: who still asks in one of them is told so."""
+OPEN_FILES = 8192
+"""Files and connections that this process may have open, where the system allows as many."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Endpoint:
+    """
+    Serves the policies of the conversations under way, each under a path of its own,
+
+        POST http://127.0.0.1:PORT/SESSION/v1/chat/completions
+
+    (`/responses` and Anthropic's `/messages` too), or under `/v1/...` with the header `X-Session-ID: SESSION`. It is
+    there as long as a conversation is. Each conversation has a key of its own, and is found by nobody without it.
+
+    Args:
+        host (`str`, *optional*, defaults to `"127.0.0.1"`): Address to listen on.
+
+    Attributes:
+        relay_key (`str`): Finds every conversation by a name that `add_session` gave it, for code of this process that
+            asks for several conversations with one client. No agent is given it.
+    """
+
+    def __init__(self, host: str = LOOPBACK[0]) -> None:
+        self.host, self.relay_key = host, secrets.token_urlsafe(24)
+        self._warnings, self._strangers = Warnings(), Strangers()
+        self._conversations: dict[str, Conversation] = {}
+        self._keys: set[str] = set()
+        self._ended: deque[str] = deque(maxlen=ENDED)  # keys
+        self._entered = 0
+        self._start: asyncio.Future[tuple[web.AppRunner, int]] | None = None
+
+    @asynccontextmanager
+    async def conversation(
+        self, policy: ConversationPolicy, protocol: CallProtocol | None = None, session: str | None = None
+    ) -> AsyncIterator[Conversation]:
+        """
+        Serves a policy while the context lasts. What is asked for and not sampled at its end is dropped.
+
+        Args:
+            policy (`ConversationPolicy`): Takes the turns, in this event loop.
+            protocol (`CallProtocol`, *optional*): Writes and reads calls as text, see `Calls`.
+            session (`str`, *optional*): Name of the conversation; the policy's where none is given.
+        """
+        session = policy.session if session is None else session
+        self._entered += 1
+        if self._start is None:
+            self._start = asyncio.ensure_future(self._listen())
+        start = self._start
+        try:
+            _, port = await asyncio.shield(start)
+            base_url = f"http://{self.host}:{port}/{quote(session, safe='')}/v1"
+            conversation = Conversation(policy, protocol, base_url, secrets.token_urlsafe(24))
+            self._conversations[session] = conversation
+            self._keys.add(conversation.api_key)
+            try:
+                yield conversation
+            finally:
+                for name in (session, *conversation.names):
+                    del self._conversations[name]
+                self._keys.remove(conversation.api_key)
+                self._ended.append(conversation.api_key)
+                conversation.close()
+        finally:
+            self._entered -= 1
+            if self._entered == 0:
+                self._start = None
+                await (await start)[0].cleanup()
+                self._strangers.tell()
+
+    def add_session(self, conversation: Conversation, name: str) -> None:
+        """
+        Gives a conversation a further name until it ends; called from any thread.
+
+        Raises:
+            ValueError: If one has it already.
+        """
+        if name in self._conversations:
+            raise ValueError(f"A conversation has the name {name!r} already.")
+        self._conversations[name] = conversation
+        conversation.names.append(name)
+
+    async def _listen(self) -> tuple[web.AppRunner, int]:
+        _allow_files()
+        app = web.Application(client_max_size=LARGEST, middlewares=[self._guard])
+        for prefix in ("", "/{session}"):
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
+            app.router.add_post(f"{prefix}/v1/responses", self._responses)
+            app.router.add_post(f"{prefix}/v1/messages", self._messages)
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, logger=self._strangers.log)
+        await runner.setup()
+        await web.TCPSite(runner, self.host, 0, backlog=OPEN_FILES).start()
+        return runner, runner.addresses[0][1]
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Lets in who has a key, and answers with errors that clients can read."""
+        try:
+            self._admit(request)
+            return await handler(request)
+        except web.HTTPRequestEntityTooLarge:
+            error = ApiError(413, f"The request has more than {LARGEST} bytes.", "request_too_large")
+        except web.HTTPException as wrong:
+            error = ApiError(wrong.status, f"There is no {request.method} {request.path}.", "not_found")
+        except web.RequestPayloadError:
+            error = ApiError(400, "The body of the request is damaged: its encoding is not what its headers say.")
+        except ApiError as refusal:
+            error = refusal
+        return web.json_response(error.body, status=error.status, headers=error.headers)
+
+    def _admit(self, request: web.Request) -> None:
+        try:
+            host = request.url.host
+        except ValueError:  # a port that is none, for instance
+            host = None
+        if self.host in LOOPBACK and host not in LOOPBACK:  # a page in a browser, which gave us a name of its own
+            self._strangers.note()
+            raise ApiError(403, f"This server is for {self.host} alone.", "wrong_host")
+        key = self._key(request)
+        if key != self.relay_key and key not in self._keys and key not in self._ended:
+            self._strangers.note()
+            raise ApiError(401, "The API key is missing or wrong.", "invalid_api_key")
+
+    def _key(self, request: web.Request) -> str:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+    def _found(self, request: web.Request) -> Conversation:
+        """The conversation that a request names, where its key is for it."""
+        key, session = self._key(request), request.match_info.get("session", request.headers.get("X-Session-ID"))
+        if session is None:
+            raise ApiError(404, "No conversation is named: set the header `X-Session-ID`.", "conversation_not_found")
+        found = self._conversations.get(session)
+        if found is None or key != found.api_key and (key != self.relay_key or session not in found.names):
+            message = f"There is no conversation {session!r} for this key: it is over, or has not begun."
+            raise ApiError(404, message, "conversation_not_found")
+        return found
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        name = f"chatcmpl-{uuid.uuid4().hex}"
+
+        def told(wish: Wish, choices: list[Choice]) -> Iterable[bytes]:
+            return events(name, wish, choices) if wish.stream else [completion(name, wish, choices)]
+
+        return await self._serve(request, lambda body: body, told)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, anthropic.as_chat, anthropic.answer)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        name, known = f"resp_{uuid.uuid4().hex}", self._found(request).responses
+
+        def told(wish: Wish, choices: list[Choice]) -> Iterable[bytes]:
+            known[name] = [*wish.messages, choices[0].message]
+            return responses.answer(wish, choices, name)
+
+        return await self._serve(request, lambda body: responses.as_chat(body, known), told)
+
+    async def _serve(
+        self,
+        request: web.Request,
+        as_chat: Callable[[Any], Any],
+        told: Callable[[Wish, list[Choice]], Iterable[bytes]],
+    ) -> web.StreamResponse:
+        """Answers a request: read as one for a chat completion, and written in the client's own form."""
+        content = await request.read()
+        conversation = self._found(request)
+        wish = read_request(_decoded(content), as_chat, conversation.fixed, self._warnings)
+
+        async def answer() -> tuple[bytes, ...]:
+            return tuple(told(wish, await conversation.choices(wish)))
+
+        return await self._send(request, conversation.attempt(content, request.headers, answer), wish.stream)
+
+    async def _send(self, request: web.Request, attempt: Attempt, stream: bool) -> web.StreamResponse:
+        """Answers a request, as far as its client is still there."""
+        try:
+            parts: Iterable[bytes] = await asyncio.shield(attempt.answer)
+        except asyncio.CancelledError:
+            if attempt.answer.cancelled():
+                raise ApiError(404, "The conversation ended before the turn did.", "conversation_ended") from None
+            raise
+        kind = "text/event-stream" if stream else "application/json"
+        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+        if not stream:
+            (content,) = parts
+            response = web.Response(body=content, content_type=kind)
+        try:
+            await response.prepare(request)
+            if stream:
+                for part in parts:
+                    await response.write(part)
+            await response.write_eof()
+            attempt.delivered = True
+        except ConnectionError:
+            pass
+        return response
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [_described("policy")]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        return web.json_response(_described(request.match_info["model"]))
+
+
+def _described(model: str) -> dict[str, Any]:
+    return {"id": model, "object": "model", "created": 0, "owned_by": "mt_grpo"}
+
+
+def _decoded(content: bytes) -> Any:
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"The body of the request is no JSON: {error}.", "invalid_json") from error
+
+
+def _allow_files() -> None:
+    """A conversation needs two connections, an agent in a process of its own more: often above the usual 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,98 @@
+"""Games of TextArena (0.7) as environments; `pip install mt-grpo[textarena]`."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean
+from mt_grpo.integrations.gym import GymEnv
+
+Opponent = Callable[[str], str]
+"""What plays the other side: from what it is shown to its move. Agents of TextArena are such functions."""
+
+_lock = threading.Lock()
+"""Games draw from Python's global generator: one at a time, each with a state of its own."""
+
+
+def textarena_game(
+    game: str, opponent: Opponent | None = None, max_turns: int | None = None, **options: Any
+) -> GymEnv:
+    """
+    A game of TextArena, by its id. The row's `seed` decides how it begins, see `GymEnv`.
+
+    Args:
+        game (`str`): The id, such as `"GuessTheNumber-v0"`.
+        opponent (`Callable`, *optional*): Plays the second side of a game for two; the model begins.
+        max_turns (`int`, *optional*): Turns that a conversation may have.
+        **options: Arguments of the game itself, instead of those that TextArena registers with the id.
+
+    Raises:
+        ConfigError: If TextArena is not installed, or has no such game.
+    """
+    try:
+        import textarena
+    except ImportError as error:
+        raise ConfigError(f"TextArena is not installed ({error}): `pip install mt-grpo[textarena]`.") from error
+    known = textarena.envs.registration.ENV_REGISTRY
+    name = game if game.endswith("-raw") else f"{game}-raw"  # which gives messages instead of the whole history
+    if name not in known:
+        games = [key.removesuffix("-raw") for key in known if key.endswith("-raw")]
+        raise ConfigError(f"TextArena has no game {game!r}{did_you_mean(game, games)}.")
+    return GymEnv(lambda: Game(name, opponent, options), max_turns=max_turns)
+
+
+class Game:
+    """A game of TextArena in Gym's form; the model is player 0."""
+
+    def __init__(self, name: str, opponent: Opponent | None, options: dict[str, Any]) -> None:
+        import textarena
+
+        self._opponent = opponent
+        self._drawing: Any = None
+        with self._draws():
+            self._env = textarena.make(name, **options)
+
+    def reset(self, seed: int) -> str:
+        """Begins the game that `seed` decides."""
+        with self._draws():
+            self._env.reset(num_players=1 if self._opponent is None else 2, seed=seed)
+        return self._seen(0)
+
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        """Plays a move, and the opponent's moves after it."""
+        done = self._move(action)
+        while not done and self._env.state.current_player_id != 0:
+            done = self._move(self._opponent(self._seen(self._env.state.current_player_id)))
+        seen = self._seen(0)
+        if not done:
+            return seen, 0.0, False, {}
+        with self._draws():
+            rewards, info = self._env.close()
+        return seen, float((rewards or {}).get(0, 0.0)), True, {"game": info.get(0, {})}
+
+    def _move(self, action: str) -> bool:
+        with self._draws():
+            done, _ = self._env.step(action)
+        return done
+
+    def _seen(self, player: int) -> str:
+        """What a player was told since the last time, its own words left out."""
+        told, self._env.state.observations[player] = self._env.state.observations[player], []
+        return "\n".join(message for sender, message, _ in told if sender != player)
+
+    @contextlib.contextmanager
+    def _draws(self) -> Iterator[None]:
+        with _lock:
+            others = random.getstate()
+            if self._drawing is not None:
+                random.setstate(self._drawing)
+            try:
+                yield
+            finally:
+                self._drawing = random.getstate()
+                random.setstate(others)

@@ -1,0 +1,299 @@
+"""
+Interactions as verl has them: classes that answer the model's turns, score them, and are chosen by the row.
+
+A file written for verl runs here as it is (`mt_grpo.peers`); others import from here. The classes of its tools are
+here too.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mt_grpo.envs.dialogue import DialogueEnv
+from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, finite
+from mt_grpo.envs.threads import call
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.rewards.gsm8k import find_number
+from mt_grpo.tools import BaseTool, MCPBaseTool, OpenAIFunctionToolSchema, ToolResponse
+from mt_grpo.trajectory import Message, Turn
+
+__all__ = [
+    "BaseInteraction",
+    "BaseTool",
+    "Gsm8kInteraction",
+    "InteractionEnv",
+    "MCPBaseTool",
+    "OpenAIFunctionToolSchema",
+    "ToolResponse",
+    "load_interactions",
+]
+
+KEYS = ("name", "class_name", "config")
+"""Keys of an entry of an interaction file."""
+
+
+class BaseInteraction(ABC):
+    """
+    Answers the turns of many conversations, each known by its `instance_id`. Methods may be `async`; plain ones are
+    called in a thread. `**kwargs` are the row's `extra_info["interaction_kwargs"]`, `name` included.
+
+    Args:
+        config (`dict`): The entry's `config`, and its `name`.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.name: str = config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Called before the first turn of a conversation."""
+        return uuid.uuid4().hex if instance_id is None else instance_id
+
+    @abstractmethod
+    async def generate_response(
+        self, instance_id: str, messages: list[Message], **kwargs: Any
+    ) -> tuple[bool, str, float | None, dict[str, Any]]:
+        """
+        Answers the last of `messages`, the assistant's.
+
+        Returns:
+            `(should_terminate, response, score, additional_data)`: whether the conversation ends; what the user says;
+            the turn's reward, or `None`; what is kept with the trajectory, in its `info`.
+        """
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float | None:
+        """The reward of the whole conversation, asked for when it is over; `None` where there is none."""
+        return None
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Lets go of a conversation. It is called after rewards were scored, however the conversation ended."""
+        return None
+
+
+class Gsm8kInteraction(BaseInteraction):
+    """
+    Tells whether the last number that the model wrote is the right one, and lets it try again until it is. A turn, and
+    the conversation by its last turn, scores 1.0 if right, else 0.0.
+
+    A row's `interaction_kwargs` bring `ground_truth`: a number, or GSM8K's worked solution that ends in `#### number`.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._golds: dict[str, Decimal] = {}
+        self._scores: dict[str, float] = {}
+
+    async def start_interaction(self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any) -> str:
+        instance_id = await super().start_interaction(instance_id)
+        gold = find_number(str(ground_truth))
+        if gold is None:
+            raise ValueError(f"`ground_truth` in the row's `interaction_kwargs` holds no number: {ground_truth!r}.")
+        self._golds[instance_id], self._scores[instance_id] = gold, 0.0
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[Message], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        said = [message["content"] or "" for message in messages if message["role"] == "assistant"]
+        right = bool(said) and find_number(said[-1]) == self._golds[instance_id]
+        self._scores[instance_id] = float(right)
+        if right:
+            return True, "That is the right answer.", 1.0, {}
+        return False, "That is not the right answer. Go over your steps, find the mistake, and answer again.", 0.0, {}
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        return self._scores[instance_id]
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        self._golds.pop(instance_id, None)
+        self._scores.pop(instance_id, None)
+
+
+BUILT_IN = {"verl.interactions.gsm8k_interaction.Gsm8kInteraction": Gsm8kInteraction}
+"""Classes of verl that files name, and what stands for them here."""
+
+
+class InteractionEnv(DialogueEnv):
+    """
+    A conversation that an interaction answers, chosen by `name` in the row's `extra_info["interaction_kwargs"]`. Its
+    score for a turn is `Turn.reward`; `calculate_score` is a reward of the conversation, under the interaction's name;
+    additional data are in `info["interaction"]`, an entry for each answer that has some.
+
+    Args:
+        interactions (`Mapping[str, BaseInteraction]`): By name.
+        **options: As in `DialogueEnv`. `tool_timeout` bounds each call of the interaction too.
+    """
+
+    interaction: BaseInteraction | None = None
+    """The conversation's, once it has begun."""
+
+    def __init__(self, interactions: Mapping[str, BaseInteraction], **options: Any) -> None:
+        super().__init__(**options)
+        self.interactions = interactions
+
+    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+        """The loop of `DialogueEnv` between the interaction's start and its score."""
+        self.kwargs = find_kwargs(self.interactions, row)
+        self.instance_id, self.data = uuid.uuid4().hex, []
+        self.interaction = self.interactions[self.kwargs["name"]]
+        await self._call(partial(self.interaction.start_interaction, self.instance_id, **self.kwargs))
+        try:
+            outcome = await super().run(policy, row)
+        except ConversationEnded as ended:
+            outcome = Outcome(stop_reason=ended.stop_reason)
+        score = await self._call(_bound(self.interaction.calculate_score, self.instance_id, self.kwargs))
+        if score is not None:
+            what = f"{type(self.interaction).__name__}.calculate_score gave"
+            outcome.rewards = {**outcome.rewards, self.kwargs["name"]: finite(score, what)}
+        if self.data:
+            outcome.info = {**outcome.info, "interaction": self.data}
+        return outcome
+
+    async def respond(self, turn: Turn) -> Step:
+        """The interaction's answer."""
+        said = [message for each in self.turns for message in (each.message, *each.replies)]
+        messages = copy.deepcopy([*self.opening, *said])
+        method = self.interaction.generate_response
+        answer = await self._call(partial(method, self.instance_id, messages, **self.kwargs))
+        if not isinstance(answer, tuple) or len(answer) != 4 or not isinstance(answer[1], str):
+            raise TypeError(
+                f"{type(self.interaction).__name__}.generate_response returned {answer!r:.200}: return "
+                "`(should_terminate, response, score, additional_data)`, the response as text."
+            )
+        done, text, score, data = answer
+        if data:
+            self.data.append(data)
+        return Step(text, score, bool(done))
+
+    async def close(self) -> None:
+        """Ends the interaction, and lets go of the tools."""
+        try:
+            if self.interaction is not None:
+                await self._call(_bound(self.interaction.finalize_interaction, self.instance_id, self.kwargs))
+        finally:
+            await super().close()
+
+    async def _call(self, bound: partial[Any]) -> Any:
+        what = f"{type(self.interaction).__name__}.{bound.func.__name__}"
+        return await call(bound, what=what, timeout=self.tool_timeout)
+
+    def check_rows(self, rows: Iterable[dict[str, Any]]) -> None:
+        """
+        Whether each row names an interaction.
+
+        Args:
+            rows (`Iterable[dict]`): With their `extra_info`.
+
+        Raises:
+            ConfigError: If one does not.
+        """
+        for row in rows:
+            find_kwargs(self.interactions, row)
+
+
+def find_kwargs(interactions: Mapping[str, BaseInteraction], row: dict[str, Any]) -> dict[str, Any]:
+    """
+    What a row gives its interaction, `name` included, without what is `None`: a table has every key in every row.
+
+    Raises:
+        ConfigError: If the row names none of `interactions`.
+    """
+    given = (row.get("extra_info") or {}).get("interaction_kwargs") or {}
+    name = given.get("name")
+    if name is None:
+        raise ConfigError(
+            "A row does not say who answers it: set `name` in its `extra_info.interaction_kwargs` to one of "
+            f"{', '.join(interactions)}."
+        )
+    if name not in interactions:
+        raise ConfigError(
+            f"A row names the interaction {name!r}{did_you_mean(name, interactions)}: the interactions are "
+            f"{', '.join(interactions)}."
+        )
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _bound(method: Callable[..., Any], instance_id: str, kwargs: dict[str, Any]) -> partial[Any]:
+    """A method with as much as it takes: verl, which never calls these two, declares them without any argument."""
+    for args, keywords in (((instance_id,), kwargs), ((instance_id,), {})):
+        try:
+            inspect.signature(method).bind(*args, **keywords)
+        except TypeError:
+            continue
+        return partial(method, *args, **keywords)
+    return partial(method)
+
+
+def load_interactions(path: str) -> dict[str, BaseInteraction]:
+    """
+    The interactions of a YAML file, by name:
+
+        interaction:
+          - name: gsm8k
+            class_name: mt_grpo.integrations.verl.Gsm8kInteraction
+            config: {}
+
+    Without a `name` it is that of the class in small letters, without `Interaction` at its end.
+
+    Raises:
+        ConfigError: If the file or an entry is wrong.
+        ImportPathError: If a `class_name` does not lead to an object.
+    """
+    try:
+        listed = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"`interaction_config_file: {path}` cannot be read: {reason}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"`interaction_config_file: {path}` is not YAML: {' '.join(str(error).split())}.") from error
+    entries = listed.get("interaction") if isinstance(listed, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(
+            f"`interaction_config_file: {path}` has no list `interaction`: give it one, of `class_name` and `config`."
+        )
+    interactions: dict[str, BaseInteraction] = {}
+    for entry in entries:
+        name, interaction = _load(entry, path)
+        if name in interactions:
+            raise ConfigError(f"Two interactions of {path} are named {name!r}: give each a `name` of its own.")
+        interactions[name] = interaction
+    return interactions
+
+
+def _load(entry: Any, path: str) -> tuple[str, BaseInteraction]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str) or not entry["class_name"]:
+        raise ConfigError(f"An entry of `interaction` in {path} has no `class_name`: give the dotted path of a class.")
+    for key in entry:
+        if key not in KEYS:
+            hint = did_you_mean(key, KEYS)
+            raise ConfigError(f"An entry of `interaction` in {path} has an unknown key {key!r}{hint}.")
+    class_name, config = entry["class_name"], entry.get("config") or {}
+    found = BUILT_IN.get(class_name) or import_object(class_name, what="interaction")
+    if not (isinstance(found, type) and issubclass(found, BaseInteraction)):
+        raise ConfigError(
+            f"The interaction {class_name!r} of {path} is no subclass of `BaseInteraction`: import that from "
+            "`mt_grpo.integrations.verl`, and subclass it."
+        )
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"The interaction {class_name!r} of {path} lacks {missing}: define it.")
+    if not isinstance(config, dict):
+        raise ConfigError(f"`config` of the interaction {class_name!r} in {path} is {config!r}: give a mapping.")
+    name = entry.get("name") or found.__name__.removesuffix("Interaction").lower() or found.__name__
+    try:
+        return str(name), found({**config, "name": str(name)})
+    except Exception as error:  # whatever the user's class raises
+        raise ConfigError(
+            f"The interaction {class_name!r} of {path} does not start: {type(error).__name__}: {error}."
+        ) from error

@@ -1,0 +1,532 @@
+"""Schedulers as people have them: their loop is kept, what is trained is what was sampled, nothing ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+
+import pytest
+import torch
+from support.conversations import user
+from support.models import build_model, build_tokenizer
+
+from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.reference import turn_by_turn_logps
+from mt_grpo.integrations.swift import (
+    Env,
+    MultiTurnScheduler,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+    SchedulerSource,
+    envs,
+    multi_turns,
+)
+from mt_grpo.integrations.swift import loops as scheduler_loops
+from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.training.batch import batch_logps
+from mt_grpo.trajectory import StopReason, ToolCall
+
+END = "<|im_end|>"
+
+
+class Ask(MultiTurnScheduler):
+    """Asks the next question, and returns what its row says beside it."""
+
+    def step(self, infer_request, response_choice, current_turn):
+        infer_request.messages.append({"role": "user", "content": f"Q{current_turn + 1}"})
+        return {"infer_request": infer_request}
+
+
+class Extend(MultiTurnScheduler):
+    """Writes into the assistant's message, and masks what it wrote."""
+
+    def step(self, infer_request, response_choice, current_turn):
+        infer_request.messages[-1]["content"] += " Wait,"
+        ids = response_choice.token_ids
+        added = self.infer_engine.default_template.tokenizer.encode(" Wait,", add_special_tokens=False)
+        mask = [1] * len(ids)
+        mask[0] = 0
+        ids.extend(added)
+        return {
+            "infer_request": infer_request,
+            "response_token_ids": ids,
+            "response_loss_mask": mask + [0] * len(added),
+        }
+
+
+def hold(scheduler, answers, row=None, prompt="Q1", max_turns=3, loss_scale="all", sessions=1, timeout=5.0, **limits):
+    """Runs conversations of a scheduler: their trajectories, the runner, and the contexts as text."""
+    tokenizer = build_tokenizer()
+    engine = ScriptedEngine(tokenizer, answers)
+    source = SchedulerSource(scheduler, max_turns, loss_scale, timeout=timeout)
+    runner = RolloutRunner(source, engine, RolloutLimits(**limits))
+    requests = [RolloutRequest(prompt, f"{index:03d}", dict(row or {})) for index in range(sessions)]
+    trajectories = asyncio.run(runner.run(requests, SamplingParams(), keep_environments=True))
+    contexts = [tokenizer.decode(context) for _, context, _ in engine.requests]
+    return trajectories if sessions > 1 else trajectories[0], runner, contexts
+
+
+def said(*words):
+    roles = ["user", "assistant"] * len(words)
+    whole = "".join(f"<|im_start|>{role}\n{word}{END}\n" for role, word in zip(roles, words, strict=False))
+    return f"{whole}<|im_start|>assistant\n"
+
+
+def talk(session, turn):
+    return f"A{turn + 1}{END}"
+
+
+def test_messages_go_on_until_there_are_enough_turns():
+    trajectory, _, contexts = hold(Ask, talk)
+    assert contexts == [said("Q1"), said("Q1", "A1", "Q2"), said("Q1", "A1", "Q2", "A2", "Q3")]
+    assert (trajectory.stop_reason, trajectory.info) == (StopReason.MAX_STEPS, {"num_turns": 3})
+    assert trajectory.tree.num_sequences == 1 and trajectory.error is None
+    [(messages, _)] = trajectory.environment.records
+    assert [message["content"] for message in messages] == ["Q1", "A1", "Q2", "A2", "Q3", "A3"]
+
+
+def test_a_response_that_is_cut_off_ends_the_conversation():
+    trajectory, _, _ = hold(Ask, lambda session, turn: "A B C D E F", max_turn_tokens=3)
+    assert trajectory.stop_reason is StopReason.LENGTH and len(trajectory.turns) == 1
+
+
+def test_a_budget_ends_a_scheduler_without_max_turns():
+    trajectory, _, _ = hold(Ask, talk, max_turns=None, max_completion_tokens=60)
+    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET and trajectory.info["num_turns"] == len(trajectory.turns)
+
+
+def test_the_assistants_message_goes_on_with_masked_words():
+    trajectory, runner, contexts = hold(Extend, talk, max_turns=2)
+    assert contexts[1] == said("Q1") + "A1 Wait,"
+    assert [message["content"] for message in trajectory.environment.records[0][0]] == ["Q1", "A1 Wait,A2"]
+    row, first, second = runner.completion(trajectory), *trajectory.turns
+    assert first.mask == [0] + [1] * (first.num_tokens - 1) and second.mask is None
+    assert sum(row.mask) == first.num_tokens + second.num_tokens - 1
+
+
+def test_masked_forks_have_the_log_probs_of_each_turn_alone():
+    """The end of each turn that goes on is a fork, so masks are those of an action in two parts."""
+    trajectory, runner, contexts = hold(Extend, talk, max_turns=3)
+    assert trajectory.tree.num_sequences > 1
+    row, model = runner.completion(trajectory), build_model(build_tokenizer()).double()
+    names = ("prompt_ids", "ids", "mask", "turns", "parent")
+    prompt, ids, mask, turns, parent = (torch.tensor([getattr(row, name)]) for name in names)
+    actions = trajectory.tree.actions()
+    for turn, action in enumerate(actions):
+        own = (turns[0] == turn) & ~torch.tensor(row.logprobs).isnan()
+        assert ids[0][own].tolist() == action
+        assert mask[0][own].tolist() == (trajectory.turns[turn].mask or [1] * len(action))
+    assert mask.sum() == sum(map(len, actions)) - 2
+    enable_trees(model)
+    ones = torch.ones_like
+    tree, _ = batch_logps(model, prompt, ones(prompt), ids, ones(ids), mask, parent)
+    alone, _ = turn_by_turn_logps(model, prompt, ones(prompt), ids, mask, turns, parent, temperature=1.0)
+    assert torch.allclose(tree.float(), alone, atol=1e-5) and tree.count_nonzero() == mask.sum()
+
+
+def returns(**extra):
+    class Returns(Ask):
+        def step(self, infer_request, response_choice, current_turn):
+            given = super().step(infer_request, response_choice, current_turn)
+            ids = list(response_choice.token_ids)
+            return {**given, **{name: value(ids) for name, value in extra.items()}}
+
+    return Returns
+
+
+PLUS = {"response_token_ids": lambda ids: [*ids, 5, 6]}
+WRONG = {
+    "mask length": (
+        {"response_token_ids": lambda ids: ids, "response_loss_mask": lambda ids: [1] * (len(ids) + 1)},
+        "Turn 1: `response_loss_mask` has 4 entries and `response_token_ids` has 3",
+    ),
+    "mask alone": ({"response_loss_mask": lambda ids: [1]}, "Turn 1: `response_loss_mask` came without"),
+    "mask values": (
+        {"response_token_ids": lambda ids: ids, "response_loss_mask": lambda ids: [0.5] * len(ids)},
+        "Turn 1: `response_loss_mask` has 0.5 at 0",
+    ),
+    "mask of what was not sampled": (
+        {**PLUS, "response_loss_mask": lambda ids: [1] * (len(ids) + 2)},
+        "trains token 3 of the 5 in `response_token_ids`, which was not sampled",
+    ),
+    "logprobs beside a mask": (
+        {**PLUS, "response_loss_mask": lambda ids: [1] * len(ids) + [0, 0], "rollout_logprobs": lambda ids: [0.0] * 5},
+        "Turn 1: `rollout_logprobs` has 5 entries and the 1s of `response_loss_mask` are 3",
+    ),
+    "logprobs beside ids": (
+        {"response_token_ids": lambda ids: ids, "rollout_logprobs": lambda ids: [0.0]},
+        "Turn 1: `rollout_logprobs` has 1 entries and `response_token_ids` has 3",
+    ),
+    "logprobs alone": (
+        {"rollout_logprobs": lambda ids: [0.0]},
+        "Turn 1: `rollout_logprobs` has 1 entries and the sampled tokens are 3",
+    ),
+    "reward": ({"reward": lambda ids: float("nan")}, "Turn 1: `reward` is nan"),
+    "infos": ({"rollout_infos": lambda ids: "none"}, "Turn 1: `rollout_infos` is str"),
+    "no request": ({"infer_request": lambda ids: None}, "Turn 1: `step` returned no `infer_request`"),
+    "tool calls": ({"tool_calls": lambda ids: ["look"]}, "Turn 1: `tool_calls` has a str"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_does_not_fit_is_an_error_with_turn_and_lengths(kind):
+    given, problem = WRONG[kind]
+    trajectory, _, _ = hold(returns(**given), talk)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and problem in trajectory.error
+    assert len(trajectory.turns) == 1
+
+
+def test_sampled_tokens_that_were_edited_away_are_not_trained():
+    trajectory, runner, _ = hold(returns(response_token_ids=lambda ids: [*ids[:1], 7, 7]), talk, max_turns=2)
+    assert trajectory.error is None and trajectory.turns[0].mask == [1, 0, 0]
+    assert sum(runner.completion(trajectory).mask) == 1 + trajectory.turns[1].num_tokens
+
+
+def test_only_the_last_round_is_trained():
+    trajectory, runner, _ = hold(Ask, talk, loss_scale="last_round")
+    assert [turn.mask for turn in trajectory.turns] == [[0] * 3, [0] * 3, None]
+    assert sum(runner.completion(trajectory).mask) == trajectory.turns[2].num_tokens
+
+
+def test_what_is_out_of_time_has_its_last_round_trained():
+    class Slow(Ask):
+        def step(self, infer_request, response_choice, current_turn):
+            time.sleep(1.0 * (current_turn == 2))
+            return super().step(infer_request, response_choice, current_turn)
+
+    trajectory, _, _ = hold(Slow, talk, loss_scale="last_round", rollout_timeout=0.3)
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+    assert [turn.mask for turn in trajectory.turns] == [[0] * 3, None]
+
+
+def test_responses_in_one_message_are_one_round():
+    class Mixed(MultiTurnScheduler):
+        def step(self, infer_request, response_choice, current_turn):
+            if current_turn == 1:
+                infer_request.messages.append({"role": "user", "content": "Q2"})
+            else:
+                infer_request.messages[-1]["content"] += " Wait,"
+            return {"infer_request": infer_request}
+
+    trajectory, _, _ = hold(Mixed, talk, loss_scale="last_round")
+    assert [turn.mask is None for turn in trajectory.turns] == [False, True, True]
+
+
+def test_a_mask_goes_before_loss_scale(caplog):
+    with caplog.at_level(logging.WARNING):
+        trajectories, _, _ = hold(Extend, talk, loss_scale="last_round", sessions=3)
+    assert caplog.text.count("`loss_scale: last_round` is ignored where Extend returns a `response_loss_mask`") == 1
+    assert sum(trajectories[0].turns[0].mask) == trajectories[0].turns[0].num_tokens - 1
+
+
+# Loops of their own
+
+
+class Forget(MultiTurnScheduler):
+    """Every response is a record of its own, sampled after the question alone; it blocks as files do."""
+
+    async def run(self, infer_request, request_config, **kwargs):
+        records = []
+        for number in range(1, 4):
+            request = RolloutInferRequest(user(f"Q{number}"))
+            response = await self.infer_engine.infer_async(request, request_config, **kwargs)
+            choice = response.choices[0]
+            time.sleep(0.01)
+            messages = [*request.messages, {"role": "assistant", "content": choice.message.content}]
+            records.append(
+                RolloutOutput(response, messages, choice.token_ids, [1] * len(choice.token_ids), {"number": number})
+            )
+        return records
+
+
+def test_records_make_up_one_trajectory():
+    trajectories, runner, contexts = hold(Forget, talk, sessions=12)
+    trajectory = trajectories[3]
+    assert contexts[:36].count(said("Q2")) == 12 and trajectory.stop_reason is StopReason.ENV_DONE
+    assert [infos for _, infos in trajectory.environment.records] == [{"number": number} for number in (1, 2, 3)]
+    assert sum(runner.completion(trajectory).mask) == sum(turn.num_tokens for turn in trajectory.turns)
+    assert not scheduler_loops._loops
+
+
+def test_a_response_that_no_record_has_is_not_trained():
+    class Best(MultiTurnScheduler):
+        async def run(self, infer_request, request_config, **kwargs):
+            responses = [await self.infer_engine.infer_async(infer_request, request_config) for _ in range(3)]
+            ids = responses[1].choices[0].token_ids
+            return RolloutOutput(responses[1], infer_request.messages, [ids])
+
+    trajectory, _, _ = hold(Best, talk)
+    assert [turn.mask and sum(turn.mask) for turn in trajectory.turns] == [0, 3, 0]
+
+
+def test_the_last_round_of_each_record_is_trained():
+    class Two(MultiTurnScheduler):
+        async def run(self, infer_request, request_config, **kwargs):
+            records = []
+            for _ in range(2):
+                for number in range(2):
+                    request = RolloutInferRequest(user(f"Q{len(records)}{number}"))
+                    response = await self.infer_engine.infer_async(request, request_config)
+                records.append(RolloutOutput(response, request.messages))
+            return records
+
+    trajectory, _, _ = hold(Two, talk, loss_scale="last_round")
+    # a turn stands in the round of its record's end only where that goes on with it
+    assert [turn.mask is None for turn in trajectory.turns] == [False, True, False, True]
+
+
+def own_run(work):
+    class Own(MultiTurnScheduler):
+        async def run(self, infer_request, request_config, **kwargs):
+            response = await self.infer_engine.infer_async(infer_request, request_config)
+            return await work(self, infer_request, response)
+
+    return Own
+
+
+async def _hangs(scheduler, request, response):
+    await asyncio.Event().wait()
+
+
+async def _blocks(scheduler, request, response):
+    time.sleep(2)
+
+
+async def _raises(scheduler, request, response):
+    raise ZeroDivisionError("in run")
+
+
+async def _exits(scheduler, request, response):
+    raise SystemExit(3)
+
+
+async def _nothing(scheduler, request, response):
+    return None
+
+
+async def _hot(scheduler, request, response):
+    await scheduler.infer_engine.infer_async(request, RequestConfig(temperature=0.1))
+
+
+async def _lengths(scheduler, request, response):
+    ids = response.choices[0].token_ids
+    return RolloutOutput(response, [], [ids], [[1] * (len(ids) + 2)])
+
+
+async def _turns(scheduler, request, response):
+    ids = response.choices[0].token_ids
+    return RolloutOutput(response, [], [ids], [[1] * len(ids)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("work", "problem"),
+    [
+        (_hangs, "run took longer than 0.2 s between two responses"),
+        (_blocks, "run took longer than 0.2 s between two responses"),
+        (_raises, "ZeroDivisionError: in run"),
+        (_exits, "SystemExit: 3"),
+        (_nothing, "run returned NoneType: return a `RolloutOutput`"),
+        (_hot, "`RequestConfig.temperature` is 0.1"),
+        (_lengths, "Record 1, turn 1: `response_loss_mask` has 5 entries and `response_token_ids` has 3"),
+        (_turns, "Record 1: `response_loss_mask` is of 2 turns and `response_token_ids` of 1"),
+    ],
+)
+def test_a_loop_that_goes_wrong_ends_its_conversation(work, problem):
+    trajectory, _, _ = hold(own_run(work), talk, timeout=0.2)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and problem in trajectory.error
+
+
+class Broken(Ask):
+    """Does what its row says."""
+
+    async def on_trajectory_start(self, requests):
+        if requests[0].data_dict["kind"] == "start":
+            raise ZeroDivisionError("in start")
+
+    async def on_turn_end(self, infer_request, response_choice, current_turn):
+        if infer_request.data_dict["kind"] == "turn end":
+            await asyncio.Event().wait()
+
+    def check_finished(self, infer_request, response_choice, current_turn):
+        if infer_request.data_dict["kind"] == "check":
+            time.sleep(1)
+        return super().check_finished(infer_request, response_choice, current_turn)
+
+    def step(self, infer_request, response_choice, current_turn):
+        if infer_request.data_dict["kind"] == "step":
+            raise SystemExit(4)
+        if infer_request.data_dict["kind"] == "no messages":
+            infer_request.messages.clear()
+        return super().step(infer_request, response_choice, current_turn)
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("start", "in start"),
+        ("turn end", "Broken.on_turn_end took longer than 0.2 s"),
+        ("check", "Broken.check_finished took longer than 0.2 s"),
+        ("step", "SystemExit: 4"),
+    ],
+)
+def test_a_method_that_goes_wrong_ends_its_conversation(kind, problem):
+    trajectory, _, _ = hold(Broken, talk, {"kind": kind}, timeout=0.2)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and problem in trajectory.error
+
+
+def test_a_scheduler_that_cannot_be_made_fails_its_conversations():
+    class Unmade(Ask):
+        def __init__(self, **kwargs):
+            raise FileNotFoundError("corpus.jsonl")
+
+    trajectories, _, _ = hold(Unmade, talk, sessions=3)
+    assert all("FileNotFoundError: corpus.jsonl" in trajectory.error for trajectory in trajectories)
+
+
+def test_an_engine_that_fails_ends_the_conversation_as_anywhere():
+    for scheduler in (Ask, Forget):
+        trajectory, _, _ = hold(scheduler, [EngineError("The server is gone.")])
+        assert (trajectory.stop_reason, trajectory.error) == (StopReason.ENGINE_ERROR, "The server is gone.")
+
+
+def test_a_conversation_that_is_out_of_time_leaves_no_thread():
+    before = threading.active_count()
+    trajectory, _, _ = hold(own_run(_hangs), talk, timeout=None, rollout_timeout=0.2)
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert threading.active_count() <= before
+
+
+# What schedulers see
+
+
+def test_a_scheduler_has_copies_of_everything():
+    seen = []
+
+    class Greedy(Ask):
+        def __init__(self, max_turns=None, *args, **kwargs):
+            super().__init__(max_turns, *args, **kwargs)  # as in files that know no engine
+
+        def check_finished(self, infer_request, response_choice, current_turn):
+            content = response_choice.logprobs["content"]
+            seen.append(([entry["logprob"] for entry in content], list(response_choice.token_ids)))
+            response_choice.token_ids.clear()
+            content.clear()
+            infer_request.data_dict["answers"].append("mine")
+            return super().check_finished(infer_request, response_choice, current_turn)
+
+    row = {"answers": ["theirs"]}
+    trajectory, _, _ = hold(Greedy, talk, row)
+    assert row == {"answers": ["theirs"]} and trajectory.row == row
+    assert [ids for _, ids in seen] == trajectory.tree.actions() and len(seen) == 3
+    assert [len(logprobs) for logprobs, _ in seen] == [turn.num_tokens for turn in trajectory.turns]
+
+
+@pytest.mark.parametrize("form", [list, json.dumps])
+def test_tools_of_a_row_are_shown_and_calls_left_alone(form):
+    tools = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}]
+    called = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    trajectory, _, contexts = hold(Ask, lambda session, turn: called + END, {"tools": form(tools)}, max_turns=2)
+    assert trajectory.error is None and "Looks." in contexts[0] and contexts[1].startswith(contexts[0] + called)
+    assert trajectory.turns[0].text == called and trajectory.tree.num_sequences == 1
+
+
+def test_the_answer_a_row_ends_with_is_not_shown():
+    prompt = [*user("Q1"), {"role": "assistant", "content": "the solution"}]
+    _, _, contexts = hold(Ask, talk, prompt=prompt, max_turns=1)
+    assert contexts == [said("Q1")]
+
+
+def test_hooks_end_a_conversation_and_tell_of_its_turns():
+    class Told(Ask):
+        async def on_trajectory_start(self, requests):
+            requests[0].messages.insert(0, {"role": "system", "content": "Be brief."})
+
+        async def on_turn_end(self, infer_request, response_choice, current_turn):
+            infos = {"done": current_turn == 2, "rollout_infos": {f"turn_{current_turn}": True}, "reward": 0.5}
+            return {**infos, **({"answer": "4"} if current_turn == 2 else {})}
+
+        def step(self, infer_request, response_choice, current_turn):
+            call = ToolCall("look", {}, "found", executed=True)
+            return {**super().step(infer_request, response_choice, current_turn), "tool_calls": [call]}
+
+    trajectory, _, contexts = hold(Told, talk, max_turns=5)
+    assert contexts[0].startswith("<|im_start|>system\nBe brief.")
+    assert (trajectory.stop_reason, trajectory.answer) == (StopReason.ANSWERED, "4")
+    assert trajectory.info == {"turn_1": True, "turn_2": True, "num_turns": 2}
+    assert [turn.reward for turn in trajectory.turns] == [0.5, 0.5]
+    assert [turn.has_result for turn in trajectory.turns] == [True, False]
+
+
+# Built in
+
+
+@pytest.mark.parametrize(("right", "turns"), [("2", 2), ("9", 3)])
+def test_a_wrong_answer_is_asked_for_again(right, turns):
+    trajectory, _, contexts = hold(
+        multi_turns["retry_scheduler"], lambda session, turn: f"It is \\boxed{{{turn + 1}}}{END}", {"solution": right}
+    )
+    assert len(trajectory.turns) == turns and "Find the mistake" in contexts[1]
+
+
+def test_thinking_tips_show_no_thought_twice():
+    trajectory, runner, contexts = hold(
+        multi_turns["thinking_tips_scheduler"],
+        lambda session, turn: f"<think>\nhm{turn}\n</think>\n\n<answer>{turn}</answer>{END}",
+        {"solution": "2"},
+    )
+    assert "hm0" not in contexts[1] and "<answer>0</answer>" in contexts[1] and len(trajectory.turns) == 3
+    assert [infos for _, infos in trajectory.environment.records] == [{"num_turns": number} for number in (1, 2, 3)]
+    assert sum(runner.completion(trajectory).mask) == sum(turn.num_tokens for turn in trajectory.turns)
+
+
+@pytest.mark.parametrize("given", ["6*7", '{"expression": "6*7"}'])
+def test_tool_results_stand_in_the_message_and_are_masked(given):
+    def script(session, turn):
+        return f"Action: calculator\nAction Input: {given}\nObservation:" if turn == 0 else f" so 42{END}"
+
+    trajectory, runner, contexts = hold(multi_turns["tool_call_scheduler"], script)
+    assert contexts[1].endswith("Observation: 42\n") and trajectory.info["tool_results"] == "42"
+    assert [turn.has_result for turn in trajectory.turns] == [True, False]
+    assert sum(runner.completion(trajectory).mask) == sum(turn.num_tokens for turn in trajectory.turns)
+    assert trajectory.stop_reason is StopReason.ENV_DONE
+
+
+class Count(Env):
+    """Plays until a number is said."""
+
+    closed: list[str] = []
+
+    async def reset(self, config):
+        self.number = self.env_config["number"]
+        if self.number < 0:
+            raise ValueError("no such game")
+        return "Count.", {}, "You count."
+
+    def step(self, action):  # a plain method does as well
+        over = action[-1]["content"] == f"A{self.number}"
+        return "Go on.", 0.5, over, {"trajectory": len(action)}
+
+    async def close(self):
+        Count.closed.append(self.env_config["name"])
+
+
+def test_gym_environments_reward_turns_and_are_closed(monkeypatch):
+    monkeypatch.setitem(envs, "count", Count)
+    Count.closed = []
+    row = {"env_config": {"name": "count", "number": 2}}
+    trajectory, runner, contexts = hold(multi_turns["gym_scheduler"], talk, row, max_turns=5)
+    assert contexts[0].startswith(f"<|im_start|>system\nYou count.{END}\n") and "Go on." in contexts[1]
+    assert [turn.reward for turn in trajectory.turns] == [0.5, 0.5] and trajectory.env_rewards == {"total_reward": 1.0}
+    assert trajectory.info["step_rewards"] == [0.5, 0.5] and trajectory.stop_reason is StopReason.ENV_DONE
+    asyncio.run(trajectory.environment.close())
+    assert Count.closed == ["count"]
+    for config, problem in (({"name": "count", "number": -1}, "no such game"), ({"name": "chess"}, "names the env")):
+        trajectory, _, _ = hold(multi_turns["gym_scheduler"], talk, {"env_config": config})
+        assert problem in trajectory.error

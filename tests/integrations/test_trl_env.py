@@ -1,0 +1,228 @@
+"""Environments of TRL's form: in one conversation, and their instances between conversations."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+from support.models import build_tokenizer
+from support.trl_environments import DOORS, LEDGER, Ledger, Stopped, Waking, by_script, called
+from trl.chat_template_utils import add_response_schema
+
+from mt_grpo.envs.source import close_environments
+from mt_grpo.errors import ConfigError
+from mt_grpo.integrations.trl import TRLEnv
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.tools.function import ToolDefinitionError
+from mt_grpo.trajectory import StopReason
+
+ONE = [["Done."]]
+
+
+def run(env, rows, turns, keep=False, **limits):
+    tokenizer = build_tokenizer()
+    add_response_schema(tokenizer)
+    runner = RolloutRunner(env, ScriptedEngine(tokenizer, by_script(turns)), RolloutLimits(**limits))
+    requests = [RolloutRequest("Play.", f"{index:03d}", row) for index, row in enumerate(rows)]
+    return asyncio.run(runner.run(requests, SamplingParams(), keep_environments=keep))
+
+
+def results(trajectory):
+    return [call.result for turn in trajectory.turns for call in turn.tool_calls]
+
+
+def test_methods_are_tools_of_the_conversation_s_own_instance():
+    env = TRLEnv(Ledger)
+    assert sorted(env.tools) == ["add", "double", "fail"] and env.reward_name == "Ledger"
+    added, failed, wrong, idle = run(env, [{"start": start} for start in (0, 10, 20, 30)], LEDGER)
+    assert added.prompt == [{"role": "user", "content": "Play. It begins at 0."}]
+    assert results(added) == ["2", "5", "{'total': 10}"]
+    assert results(failed) == ["{'error': 'too late'}", "11"]
+    assert results(wrong)[0] == "{'error': \"Ledger.add() got an unexpected keyword argument 'sum'\"}"
+    assert "unknown tool 'multiply'" in results(wrong)[1] and results(wrong)[1].startswith("{'error': ")
+    assert [one.env_rewards["Ledger"] for one in (added, failed, wrong, idle)] == [10.0, 11.0, 20.0, 30.0]
+    assert {one.stop_reason for one in (added, failed, wrong, idle)} == {StopReason.ANSWERED}
+
+
+def test_async_classes_work_and_their_reset_is_shown():
+    trajectories = run(TRLEnv(Waking), [{}] * 4, DOORS)
+    assert trajectories[0].prompt[-1]["content"] == "Play. Open the doors. Now."
+    assert [one.env_rewards["Waking"] for one in trajectories] == [0.5, 1.0, 0.0, 0.5]
+
+
+def test_instances_are_made_once_and_used_again():
+    env = TRLEnv(Ledger)
+    Ledger.made = 0
+    for _ in range(3):
+        run(env, [{}, {}, {}], ONE)
+    assert Ledger.made == 2 and len(env.pool) == 3  # the first was made to read its methods
+    run(env, [{}] * 5, ONE, max_concurrent=1)
+    assert Ledger.made == 2
+
+
+def test_rewards_get_the_user_s_instance():
+    env = TRLEnv(Ledger)
+    [trajectory] = run(env, [{"start": 4}], ONE, keep=True)
+    assert type(trajectory.environment.user_environment) is Ledger
+    assert trajectory.environment.user_environment.total == 4 and len(env.pool) == 0
+    asyncio.run(close_environments([trajectory]))
+    assert len(env.pool) == 1
+
+
+def test_a_tool_may_end_the_conversation_and_close_is_none():
+    env = TRLEnv(Stopped)
+    assert "close" not in env.tools
+    [trajectory] = run(env, [{}], [[called("add", amount=1), called("finish"), "never"]])
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.ENV_DONE, 2)
+    assert trajectory.env_rewards == {"Stopped": 1.0}
+
+
+def test_instances_are_closed_when_nothing_uses_them():
+    Stopped.closed = []
+    env = TRLEnv(Stopped)
+    run(env, [{}, {}], [["Done."], ["Done."]])
+    assert Stopped.closed == []
+    del env
+    gc.collect()
+    assert sorted(Stopped.closed) == [1, 1]
+
+
+def test_a_limit_leaves_the_reward():
+    [trajectory] = run(TRLEnv(Ledger, max_steps=1), [{}], [[called("add", amount=2)] * 3])
+    assert trajectory.stop_reason is StopReason.MAX_STEPS and trajectory.env_rewards == {"Ledger": 2.0}
+    [trajectory] = run(TRLEnv(Ledger), [{}], [[called("add", amount=2)] * 9], max_completion_tokens=150)
+    assert trajectory.stop_reason is StopReason.TOKEN_BUDGET and trajectory.env_rewards["Ledger"] > 0
+
+
+class Broken:
+    """Does what its row says."""
+
+    closed: list[str] = []
+
+    def reset(self, kind):
+        self.kind, self.threads = kind, set()
+        if kind == "reset raises":
+            raise ZeroDivisionError("in reset")
+        if kind == "reset hangs":
+            time.sleep(2)
+        return {"reset shows an image": [{"type": "image"}], "reset returns nothing": None}.get(kind, "")
+
+    def wait(self) -> str:
+        """Waits."""
+        self.threads.add(threading.current_thread().name)
+        if self.kind == "tool hangs":
+            time.sleep(2)
+        if self.kind == "tool exits":
+            raise SystemExit(3)
+        return "waited"
+
+    def get_reward(self):
+        if self.kind == "reward raises":
+            raise ZeroDivisionError("in get_reward")
+        return {"reward is nan": float("nan"), "reward is none": None, "reward is infinite": float("inf")}.get(
+            self.kind, 1
+        )
+
+    def close(self):
+        Broken.closed.append(self.kind)
+        raise ZeroDivisionError("in close")
+
+
+ERRORS = {
+    "reset raises": "FactoryError: Broken.reset raised ZeroDivisionError: in reset",
+    "reset hangs": "OutOfTime: Broken.reset took longer than 0.3 s.",
+    "reset shows an image": "TypeError: A part of type 'image' cannot be shown: the model reads text only.",
+    "reward raises": "FactoryError: Broken.get_reward raised ZeroDivisionError: in get_reward",
+    "reward is infinite": "FactoryError: Broken.get_reward returned inf: return a finite number.",
+}
+
+
+def test_whatever_a_class_does_ends_its_conversation_only():
+    kinds = [*ERRORS, "tool hangs", "tool exits", "reward is nan", "reward is none", "reset returns nothing"]
+    Broken.closed = []
+    env = TRLEnv(Broken, tool_timeout=0.3)
+    turns = [[called("wait"), "Done."]] * len(kinds)
+    ended = dict(zip(kinds, run(env, [{"kind": kind} for kind in kinds], turns), strict=True))
+    for kind, trajectory in ended.items():
+        if kind in ERRORS:
+            assert (trajectory.stop_reason, trajectory.error) == (StopReason.ENV_ERROR, ERRORS[kind])
+        else:
+            assert trajectory.stop_reason is StopReason.ANSWERED, trajectory.error
+    assert results(ended["tool hangs"]) == ["{'error': 'wait took longer than 0.3 s.'}"]
+    assert results(ended["tool exits"]) == ["{'error': 'RuntimeError: SystemExit: 3'}"]
+    assert ended["reward is nan"].env_rewards == ended["reward is none"].env_rewards == {}
+    assert ended["reset returns nothing"].env_rewards == {"Broken": 1.0}
+    assert sorted(Broken.closed) == ["reset hangs", "reset raises", "tool hangs"]  # the rest can be used again
+    assert len(env.pool) == len(kinds) - 3
+
+
+def test_a_conversation_without_time_gives_its_instance_up():
+    Broken.closed = []
+    env = TRLEnv(Broken, tool_timeout=5.0)
+    [trajectory] = run(env, [{"kind": "tool hangs"}], [[called("wait")]], rollout_timeout=0.3)
+    assert trajectory.stop_reason is StopReason.TIMEOUT and trajectory.env_rewards == {}
+    assert Broken.closed == ["tool hangs"] and len(env.pool) == 0
+
+
+def test_an_instance_made_too_late_is_kept_for_others():
+    def slow():
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.6)
+        return Ledger()
+
+    env = TRLEnv(slow)
+
+    async def hold_all():
+        await env.pool.take(None)
+        making = asyncio.ensure_future(env.pool.take(None))
+        await asyncio.sleep(0.1)
+        making.cancel()
+        await asyncio.wait([making])
+        for _ in range(100):
+            if len(env.pool):
+                return True
+            await asyncio.sleep(0.05)
+
+    assert asyncio.run(hold_all())
+
+
+# Refused at the door
+
+
+class NoReset:
+    def act(self) -> str:
+        """Acts."""
+
+
+class Undescribed:
+    def reset(self, **row):
+        pass
+
+    def act(self, what):
+        pass
+
+
+def raises():
+    raise ZeroDivisionError("in the factory")
+
+
+@pytest.mark.parametrize(
+    ("factory", "problem"),
+    [
+        (3, "`environment_factory` is 3, which cannot be called"),
+        (lambda row: row, "is called without arguments, and raised TypeError"),
+        (raises, "`environment_factory` raises is called without arguments, and raised ZeroDivisionError: in the fac"),
+        (NoReset, "`environment_factory` NoReset makes NoReset, which has no `reset`"),
+    ],
+)
+def test_what_makes_no_environment_is_refused(factory, problem):
+    with pytest.raises(ConfigError, match=problem):
+        TRLEnv(factory)
+
+
+def test_a_method_that_cannot_be_described_is_refused():
+    with pytest.raises(ToolDefinitionError, match="The tool 'act' has no docstring"):
+        TRLEnv(Undescribed)
