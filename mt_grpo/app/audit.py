@@ -15,8 +15,8 @@ from mt_grpo.rewards import Scores
 from mt_grpo.runlog import Batch
 from mt_grpo.runlog.findings import Counts, Finding, find
 from mt_grpo.runlog.rows import rollout_lines
-from mt_grpo.training.audit_log import as_record
 from mt_grpo.training.reward_batch import gather_rewards
+from mt_grpo.training.step_log.warnings import as_record
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory, visible
 

@@ -28,10 +28,10 @@ from mt_grpo.rollout.engines.vllm.http import ServerGoneError
 from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.runlog import open_run
 from mt_grpo.runlog.findings import find_in_run
-from mt_grpo.training.audit_log import read_audit
 from mt_grpo.training.checkpoint import says_what_cannot_be_written
 from mt_grpo.training.folder import clear_folder, locked
 from mt_grpo.training.nonfinite import NonFiniteError
+from mt_grpo.training.step_log.warnings import read_audit
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
 from mt_grpo.viewer import render_trajectory

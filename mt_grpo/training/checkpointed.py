@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mt_grpo.envs.source import tool_names
+from mt_grpo.runlog.jsonl import to_json
 from mt_grpo.training.checkpoint import (
     batch_options,
     is_whole,
@@ -21,7 +22,6 @@ from mt_grpo.training.checkpoint import (
     says_what_cannot_be_written,
 )
 from mt_grpo.training.counted import CountedTrainer
-from mt_grpo.training.jsonl import to_json
 from mt_grpo.training.reference import load_reference, save_reference
 
 MADE_WITH = "made_with.json"

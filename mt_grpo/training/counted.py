@@ -15,8 +15,6 @@ from transformers.integrations import TensorBoardCallback
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.options import check_eval_batch
-from mt_grpo.training.activity import Activity
-from mt_grpo.training.audit_log import AuditLog
 from mt_grpo.training.checkpoint import (
     batch_options,
     check_adapter,
@@ -26,11 +24,13 @@ from mt_grpo.training.checkpoint import (
 )
 from mt_grpo.training.checks import check_training, tell_device
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.conversation_log import ConversationLog
 from mt_grpo.training.evaluation import EvaluationRows
 from mt_grpo.training.folder import left_by_runs
 from mt_grpo.training.nonfinite import FiniteTrainer, check_weights
-from mt_grpo.training.tally import Tally
+from mt_grpo.training.step_log.console import Activity
+from mt_grpo.training.step_log.metrics import Tally
+from mt_grpo.training.step_log.table import ConversationLog
+from mt_grpo.training.step_log.warnings import AuditLog
 
 logger = logging.getLogger(__name__)
 

@@ -29,18 +29,9 @@ from mt_grpo.training.environment import build_runner, check_env, open_environme
 from mt_grpo.training.evaluation import fill_up, fill_up_scores
 from mt_grpo.training.factories import Factory, add_own_rewards, rows_of
 from mt_grpo.training.forward import completion_logps, keep_outputs_exact, prepare_forward, prove_forward
-from mt_grpo.training.metrics import (
-    audit_metrics,
-    credit_metrics,
-    mismatch_metrics,
-    reward_metrics,
-    rollout_metrics,
-    show_advantages,
-)
 from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.policy import opened
 from mt_grpo.training.processes import everywhere, run_here
-from mt_grpo.training.records import RunRecords
 from mt_grpo.training.reference import check_reference
 from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
 from mt_grpo.training.reward_columns import check_reward_columns
@@ -56,6 +47,16 @@ from mt_grpo.training.servers import (
     without_client_of_trl,
 )
 from mt_grpo.training.signal import has_signal, leave_out, sample_again, share_out
+from mt_grpo.training.step_log.metrics import (
+    audit_metrics,
+    credit_metrics,
+    mismatch_metrics,
+    reward_metrics,
+    rollout_metrics,
+    show_advantages,
+)
+from mt_grpo.training.step_log.records import RunRecords
+from mt_grpo.training.step_log.warnings import RewardWatch
 from mt_grpo.training.trl_arguments import (
     as_list,
     as_rows,
@@ -66,7 +67,6 @@ from mt_grpo.training.trl_arguments import (
     tokenizers_of,
     widened,
 )
-from mt_grpo.training.watch import RewardWatch
 from mt_grpo.trajectory import Trajectory, visible
 from mt_grpo.weights.transport import WeightSync
 

@@ -24,10 +24,10 @@ from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.rewards import InformationGain, OutcomeReward, StateScore, TurnReward, reward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.audit_log import read_audit
 from mt_grpo.training.batch import batch_logps
 from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.reference import load_reference
+from mt_grpo.training.step_log.warnings import read_audit
 from mt_grpo.weights.parameters import FullParameters
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 

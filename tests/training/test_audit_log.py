@@ -9,8 +9,8 @@ from support.trainers import Calls, Letters
 
 from mt_grpo.credit import Audit, RewardAudit
 from mt_grpo.rewards import OutcomeReward, TurnReward
-from mt_grpo.training import audit_log
-from mt_grpo.training.audit_log import STILL, as_record, mean_record, read_audit, why_still
+from mt_grpo.training.step_log import warnings
+from mt_grpo.training.step_log.warnings import STILL, as_record, mean_record, read_audit, why_still
 
 REWARD = {name: 0.5 for name in RewardAudit.__dataclass_fields__}
 
@@ -38,7 +38,7 @@ class Share(TurnReward):
 
 
 def said(caplog):
-    return [entry.message for entry in caplog.records if entry.name == "mt_grpo.training.audit_log"]
+    return [entry.message for entry in caplog.records if "gradient" in entry.message]
 
 
 def test_a_run_records_what_its_rewards_tell_apart(build, tmp_path):
@@ -65,7 +65,7 @@ def test_a_run_records_what_its_rewards_tell_apart(build, tmp_path):
 
 
 def test_a_gradient_that_stays_zero_is_spoken_of_once(build, caplog, monkeypatch):
-    monkeypatch.setattr(audit_log, "STILL", 2)
+    monkeypatch.setattr(warnings, "STILL", 2)
     build(rewards=((Never(),), (Same(),)), max_steps=3).train()
     (message,) = said(caplog)
     assert message == (

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.readable import MOST_CHARACTERS, MOST_MESSAGES, as_markdown, plain, table_row, turn_pieces
+from mt_grpo.training.step_log.table import MOST_CHARACTERS, MOST_MESSAGES, as_markdown, plain, table_row, turn_pieces
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 

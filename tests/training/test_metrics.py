@@ -15,8 +15,7 @@ from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.metrics import rollout_metrics
-from mt_grpo.training.tally import Tally
+from mt_grpo.training.step_log.metrics import Tally, rollout_metrics
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'

@@ -13,7 +13,7 @@ from mt_grpo.credit import estimate
 from mt_grpo.runlog import RunLogError, open_run
 from mt_grpo.runlog.writer import RunWriter
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.updates import _row_of, number_rows, update_rows
+from mt_grpo.training.step_log.records import _row_of, number_rows, update_rows
 from mt_grpo.trajectory import Trajectory
 
 
@@ -103,7 +103,7 @@ def test_credit_and_weights_are_those_that_are_trained(build, tmp_path):
     for row, wanted in zip(run.rows, expected, strict=True):
         assert row["advantages"] == pytest.approx(wanted[: row["turns"]].tolist(), abs=1e-5)
     totals = trainer._batch.rewards.outcome_rewards + trainer._batch.rewards.turn_rewards.nansum(dim=1)
-    torch.testing.assert_close(torch.tensor([row["reward"] for row in run.rows]), totals)
+    assert [row["reward"] for row in run.rows] == pytest.approx(totals.tolist(), abs=1e-6)
     weights = {reward["name"]: reward["weight"] for reward in run.about["rewards"]}
     assert weights == {"Calls": 3.0, "Answered": 0.5} == run.trajectory(run.rows[0]["session"])["weights"]
     assert {row["group"] for row in run.rows} == {0} and [row["member"] for row in run.rows] == [0, 1, 2, 3]

@@ -7,7 +7,7 @@ from support.trainers import Calls, Letters, conversation, member
 
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import EngineError
-from mt_grpo.training.watch import CUT
+from mt_grpo.training.step_log.warnings import CUT
 
 
 class Never(TurnReward):
@@ -28,7 +28,7 @@ class Same(OutcomeReward):
 
 
 def said(caplog):
-    return [record.message for record in caplog.records if record.name == "mt_grpo.training.watch"]
+    return [record.message for record in caplog.records if record.name == "mt_grpo.training.step_log.warnings"]
 
 
 def test_a_reward_that_never_applies_is_named_once_and_again(build, caplog):
