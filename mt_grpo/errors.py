@@ -1,4 +1,16 @@
-"""Errors that users can mend."""
+"""Errors that users can mend, and where the code of users failed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sysconfig
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 
 class UserError(Exception):
@@ -11,3 +23,78 @@ class UnsupportedModelError(UserError, ValueError):
 
 class ConfigError(UserError, ValueError):
     """An option is wrong. The message is one sentence fit for the user."""
+
+
+MOST_FRAMES = 20
+"""Frames that are kept: the innermost ones."""
+
+_OURS = str(Path(__file__).parent)
+_PYTHON = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+
+
+@dataclass(frozen=True)
+class Fault:
+    """
+    Where users' code failed.
+
+    Args:
+        where (`str`, *optional*): Their innermost frame, as `FILE, line N, in FUNCTION`; `None` where none is theirs.
+        traceback (`str`): Their frames as Python shows them, outermost first; the innermost frame of all where none is
+            theirs.
+    """
+
+    where: str | None
+    traceback: str
+
+
+def find_fault(error: BaseException) -> Fault:
+    """
+    Where an exception comes from. Frames of mt_grpo and of Python's own library are left out, and those of installed
+    packages where any other is there. An exception without a frame of the user's is asked for its cause, and a group
+    of exceptions for its members.
+    """
+    frames: list[traceback.FrameSummary] = []
+    for one in _causes(error):
+        raised = traceback.extract_tb(one.__traceback__)
+        theirs = [frame for frame in raised if not _is_ours_or_python(frame.filename)]
+        frames = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)] or theirs
+        if frames:
+            error = one
+            break
+    shown = frames or traceback.extract_tb(error.__traceback__)[-1:]
+    of_frames = textwrap.dedent("".join(traceback.StackSummary.from_list(shown[-MOST_FRAMES:]).format()))
+    text = of_frames + "".join(traceback.format_exception_only(error))
+    where = f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else None
+    return Fault(where, text.strip())
+
+
+def _is_ours_or_python(file: str) -> bool:
+    return file.startswith((_OURS, "<frozen")) or (file.startswith(_PYTHON) and not file.startswith(_INSTALLED))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The exception, and what it was raised from; each once."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        waiting += [before for before in (one.__cause__, one.__context__) if before is not None]
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """Where a user's function is written, as ` (FILE, line N)`; nothing for one of mt_grpo or not of Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not inspect.isfunction(function):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_filename.startswith(_OURS):
+        return ""
+    return f" ({code.co_filename}, line {code.co_firstlineno})"

@@ -1,4 +1,4 @@
-"""Objects named in a recipe: registered names, dotted paths, `module:attribute`, and attributes of a Python file."""
+"""What a recipe names: registered names, dotted paths, `module:attribute`, attributes of a Python file, data files."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from mt_grpo.peers import stand_in
 T = TypeVar("T")
 
 _NAME = re.compile(r"[\w-]+")
+
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"""The files that a dataset can be, each with the name of its reader in `datasets`."""
 
 
 class ImportPathError(UserError, ValueError):
@@ -210,3 +213,8 @@ def choose(name: str, value: Any, known: Iterable[str]) -> None:
     known = list(known)
     if value not in known:
         raise ConfigError(f"`{name}` is {value!r}{did_you_mean(value, known)}: choose one of {', '.join(known)}.")
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether a name can only be that of a file or a folder, and not a Hub id."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from mt_grpo.faults import MOST_FRAMES, defined_at, find_fault
+from mt_grpo.errors import MOST_FRAMES, defined_at, find_fault
 
 
 def caught(function):

@@ -10,9 +10,8 @@ from typing import Any
 from mt_grpo.agent_options import parse_agent
 from mt_grpo.credit_options import parse_reward
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import check_place
+from mt_grpo.imports import FORMATS, check_place, looks_like_path
 from mt_grpo.options import is_bare
-from mt_grpo.paths import FORMATS, looks_like_path
 
 KINDS = {"tools": "tool", "turn_reward_funcs": "turn reward", "outcome_reward_funcs": "outcome reward"}
 

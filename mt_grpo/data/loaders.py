@@ -13,8 +13,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from mt_grpo.data.hub import hub_fault
 from mt_grpo.data.schemas import REASONING_GYM, SCHEMAS, DatasetError, Row, Schema, as_messages, puzzles
-from mt_grpo.imports import did_you_mean
-from mt_grpo.paths import FORMATS, looks_like_path
+from mt_grpo.imports import FORMATS, did_you_mean, looks_like_path
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 

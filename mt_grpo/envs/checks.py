@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mt_grpo.envs.env import Env, Outcome, StepEnv, finite
-from mt_grpo.faults import defined_at
+from mt_grpo.errors import defined_at
 from mt_grpo.tools.results import check_data
 from mt_grpo.trajectory import StopReason
 

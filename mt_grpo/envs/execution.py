@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mt_grpo.envs.threads import abandon, guarded, in_thread
-from mt_grpo.faults import find_fault
+from mt_grpo.errors import find_fault
 from mt_grpo.tools import Tool
 from mt_grpo.tools.results import cut, describe_error, read_result, render
 from mt_grpo.trajectory import ToolCall, Turn

@@ -10,8 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mt_grpo.errors import UserError
-from mt_grpo.faults import find_fault
+from mt_grpo.errors import UserError, find_fault
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import Trajectory

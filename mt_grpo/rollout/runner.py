@@ -16,7 +16,7 @@ from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv
 from mt_grpo.envs.execution import fail_unanswered
 from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_each, make_env, prototypes, warn_of_unclosed
 from mt_grpo.envs.threads import abandon, guarded
-from mt_grpo.faults import find_fault
+from mt_grpo.errors import find_fault
 from mt_grpo.options import check_history
 from mt_grpo.rollout.branching import Branching, Fork, Trunk
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams

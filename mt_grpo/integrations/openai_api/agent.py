@@ -12,7 +12,7 @@ from typing import Any
 from mt_grpo.envs.env import ConversationEnded, Outcome, finite
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.threads import abandon, in_thread
-from mt_grpo.faults import defined_at
+from mt_grpo.errors import defined_at
 from mt_grpo.integrations.openai_api.agent_loop import run_agent
 from mt_grpo.integrations.openai_api.client import AgentClient
 from mt_grpo.integrations.openai_api.command import Command
