@@ -7,9 +7,10 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# models are so small that more threads only wait for each other: one takes a third of the time, also in what is started
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
 from datasets import Dataset
 from support.models import build_model, build_tokenizer, lookup
 from support.own_process import pytest_pyfunc_call
@@ -17,8 +18,6 @@ from support.trainers import trainer_builder
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 __all__ = ["pytest_pyfunc_call"]  # a hook
-
-torch.set_num_threads(2)
 
 # what tests start in processes of their own may use what tests share
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -230,6 +230,7 @@ def test_a_comparison_of_rows_without_room_says_so(benchmark, monkeypatch):
         benchmark(tree_row, "tree_row")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a kernel for this GPU")
 def test_a_kernel_that_cannot_be_had_is_asked_for_in_a_sentence():
     command = [sys.executable, BENCHMARKS / "tree_row.py", "--device", "cuda"]

@@ -291,18 +291,18 @@ def test_the_recipe_of_the_readme_trains_as_printed(tmp_path, monkeypatch):
     assert [json.loads(line)["step"] for line in lines if '"loss"' in line] == [1, 2]
 
 
-def test_the_example_of_a_credit_rule_trains_in_a_recipe(tmp_path):
+def test_the_example_of_a_credit_rule_trains_in_a_recipe(tmp_path, monkeypatch):
     """With the YAML of the page, that of a built-in rule with an option too."""
     _, example, _ = [block for name, block in blocks("python") if name == "credit.md"]
+    keep_estimators(monkeypatch)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "turn_only.py").write_text(example)
     _, named, with_option = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "credit.md"]
     options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     for rule in (named, {**named, **with_option}):
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options | rule))
-        command = [sys.executable, "-m", "mt_grpo", "train", "--config", "recipe.yaml", *shlex.split(SMALL["train"])]
-        command += ["--output_dir", "run", "--overwrite_output_dir", "true"]
-        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
+        small = [*shlex.split(SMALL["train"]), "--output_dir", "run", "--overwrite_output_dir", "true"]
+        assert main(["train", "--config", "recipe.yaml", *small]) == 0
         for name in ("summary.json", "config.yaml"):  # JSON is YAML
             recorded = yaml.safe_load((tmp_path / "run" / name).read_text())
             assert recorded["advantage_estimator"] == rule["advantage_estimator"]

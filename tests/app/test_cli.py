@@ -266,6 +266,7 @@ TagProtocol.stop = tuple("aeiou ")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "rollout"])
 def test_ctrl_c_ends_a_command_though_a_conversation_swallows_it(recipe, tmp_path, command):
     (tmp_path / "stubborn.py").write_text(STUBBORN)
