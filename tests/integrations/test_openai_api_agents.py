@@ -449,13 +449,14 @@ STUBBORN = (
 
 
 @pytest.mark.parametrize("end", ["import time; time.sleep(600)", "print(1.0, flush=True)", "raise SystemExit(3)"])
-def test_no_process_outlives_its_conversation(end):
-    start = f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {STUBBORN!r}])\n"
+def test_no_process_outlives_its_conversation(end, tmp_path):
+    stubborn = f"{STUBBORN}  # {tmp_path}"  # the same test may run elsewhere on this machine
+    start = f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {stubborn!r}])\n"
     before = {process.pid for process in psutil.process_iter()}
     (trajectory,), _ = run_agent(script(start + end), answers, idle_timeout=1.5 if "sleep" in end else 60.0)
     gc.collect()
     left = [process for process in psutil.process_iter(["pid", "cmdline"]) if process.pid not in before]
-    assert not [process for process in left if STUBBORN in (process.info["cmdline"] or [])]
+    assert not [process for process in left if stubborn in (process.info["cmdline"] or [])]
     assert (trajectory.stop_reason is StopReason.ENV_DONE) == end.startswith("print")
 
 
