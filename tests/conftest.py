@@ -7,8 +7,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# models are so small that more threads, here and in what is started, only wait for each other: one takes a third of the
-# CPU time
+# models are so small that more threads only wait for each other, here and in what is started
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
