@@ -35,18 +35,18 @@ MODULES: dict[str, dict[str, Sequence[str]]] = {
     "verl.interactions.base": {VERL: ("BaseInteraction",)},
     "verl.interactions.gsm8k_interaction": {VERL: ("Gsm8kInteraction",)},
     "verl.tools.base_tool": {TOOLS: ("BaseTool", "OpenAIFunctionToolSchema", "ToolResponse")},
-    "verl.tools.gsm8k_tool": {"mt_grpo.integrations.verl_tools": ("Gsm8kTool",)},
+    "verl.tools.gsm8k_tool": {"mt_grpo.integrations.verl": ("Gsm8kTool",)},
     "verl.tools.mcp_base_tool": {"mt_grpo.tools.mcp.base": ("MCPBaseTool",)},
-    "verl.tools.mcp_search_tool": {"mt_grpo.integrations.verl_tools": ("MCPSearchTool",)},
+    "verl.tools.mcp_search_tool": {"mt_grpo.integrations.verl": ("MCPSearchTool",)},
     "verl.tools.schemas": {
         TOOLS: (
             *("OpenAIFunctionParametersSchema", "OpenAIFunctionPropertySchema", "OpenAIFunctionSchema"),
             *("OpenAIFunctionToolSchema", "ToolResponse"),
         )
     },
-    "verl.tools.search_tool": {"mt_grpo.integrations.verl_tools": ("SearchTool",)},
-    "verl.utils.reward_score.gsm8k": {"mt_grpo.integrations.verl_tools": ("compute_score", "extract_solution")},
-    "verl.utils.rollout_trace": {"mt_grpo.integrations.verl_tools": ("rollout_trace_op",)},
+    "verl.tools.search_tool": {"mt_grpo.integrations.verl": ("SearchTool",)},
+    "verl.utils.reward_score.gsm8k": {"mt_grpo.integrations.verl": ("compute_score", "extract_solution")},
+    "verl.utils.rollout_trace": {"mt_grpo.integrations.verl": ("rollout_trace_op",)},
 }
 """What each module has, by where it comes from."""
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
+import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.execution import execute_calls
-from mt_grpo.envs.source import COLUMN
+from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN
 from mt_grpo.envs.threads import OutOfTime, call
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.pool import InstancePool
 from mt_grpo.tools import Tool
 from mt_grpo.tools.results import describe_error
 from mt_grpo.trajectory import Message, ToolCall
@@ -26,15 +30,15 @@ NOT_TOOLS = ("reset", "get_reward", "close")
 
 
 class MethodError(Exception):
-    """What a method raised, in its own words: TRL shows them to the model without the name of the exception."""
+    """A method raised. The message is the exception's own: TRL shows it to the model without the exception's name."""
 
 
 class FactoryError(Exception):
-    """`reset` or `get_reward` of the user's class failed; the message says which, and how."""
+    """`reset` or `get_reward` of the user's class failed. The message names the method and the cause."""
 
 
 class Method(Tool):
-    """A tool that is called as TRL calls it: with the arguments that the model wrote, unchecked."""
+    """A tool that gets the model's arguments unchecked, as in TRL."""
 
     def check(self, arguments: Any) -> str | None:
         return None
@@ -45,18 +49,18 @@ class TRLEnv(MultiTurnToolEnv):
     Environments that a factory in TRL's form makes (TRL 1.16, `GRPOTrainer(environment_factory=...)`). An instance is
     made when a conversation needs one and none is free; `reset` begins each conversation.
 
-    - `reset(**row)`: sync or `async`; gets the columns that it takes. Text that it returns is joined to the last
-      message of the prompt.
+    - `reset(**row)`: sync or `async`; gets the columns that its signature takes. Text that it returns is appended to
+      the last message of the prompt.
     - Public methods are tools, except `reset`, `get_reward` and `close`. The model reads `str(result)`, or
       `{'error': ...}` where a method raised. Plain methods run in a thread, one after another; `async` ones of a turn
       then run concurrently.
     - `get_reward()`, sync or `async`: an outcome reward under the name of the class.
-    - `close()`, sync or `async`: called when the process ends, and for an instance that is given up because `reset`
-      raised or a call of it hangs.
+    - `close()`, sync or `async`: called when the process ends, and when an instance is dropped because `reset` raised
+      or a call hangs.
 
     Args:
-        factory (`Callable`): Makes an instance; called without arguments. One instance is made at once, to read its
-            methods.
+        factory (`Callable`): Makes an instance; called without arguments. The constructor makes the first one, to read
+            its methods.
         tools (`Sequence`, *optional*): Tools beside the methods.
         max_steps (`int`, *optional*): See `MultiTurnToolEnv`; `None`, as in TRL, is no limit.
         protocol (`str`, *optional*, defaults to `"native"`): The call protocol; `"native"` is TRL's.
@@ -70,11 +74,11 @@ class TRLEnv(MultiTurnToolEnv):
     """
 
     user_environment: Any = None
-    """The instance of this conversation, which reward functions get as one of their `environments`."""
+    """The instance of this conversation. Reward functions get it in their `environments`."""
     named = False
-    """Whether the column `environment` chose it; `reset` then does not get that column, as in TRL."""
+    """Whether the column `environment` chose it. `reset` then does not get that column, as in TRL."""
     _begun = False  # `reset` has succeeded
-    _calls: list[str]  # under way, in this conversation's instance
+    _calls: list[str]  # names of the methods of the instance that have not returned
 
     def __init__(
         self,
@@ -98,18 +102,18 @@ class TRLEnv(MultiTurnToolEnv):
 
     @property
     def reward_name(self) -> str | None:
-        """The name of the reward that the class gives; `None` where it has no `get_reward`."""
+        """The name of the reward of `get_reward`; `None` if the class has no such method."""
         return self.pool.name if "get_reward" in self.pool.methods else None
 
     @property
     def needed_columns(self) -> list[str]:
-        """The columns that `reset` cannot do without."""
+        """The columns that `reset` requires."""
         parameters = inspect.signature(self.pool.first.reset).parameters.values()
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return [one.name for one in parameters if one.kind in by_name and one.default is inspect.Parameter.empty]
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
-        """The loop of `MultiTurnToolEnv` in an instance of the factory, and the reward that it gives in the end."""
+        """Runs the loop of `MultiTurnToolEnv` with an instance of the factory, then asks for its reward."""
         self._calls = []
         self.user_environment = await self.pool.take(self.tool_timeout)
         self.tools = dict(self.tools)
@@ -128,7 +132,7 @@ class TRLEnv(MultiTurnToolEnv):
         return outcome
 
     async def reset(self, row: dict[str, Any]) -> list[Message]:
-        """The prompt of the row, with what the instance's `reset` returned at the end of its last message."""
+        """The prompt of the row. What the instance's `reset` returned is appended to the last message."""
         messages = await super().reset(row)
         columns = {name: value for name, value in row.items() if not (self.named and name == COLUMN)}
         observation = await self._ask("reset", **_taken(self.user_environment.reset, columns))
@@ -139,7 +143,7 @@ class TRLEnv(MultiTurnToolEnv):
         return [*before, {**last, "content": _text(last["content"]) + _text(observation)}]
 
     async def execute(self, calls: list[ToolCall]) -> None:
-        """Runs calls in TRL's order: plain methods see what the calls before them did."""
+        """Runs calls in TRL's order: plain methods one after another, then all `async` ones concurrently."""
         at_once = [each for each in calls if each.name in self.tools and self.tools[each.name].is_async]
         for each in calls:
             if each not in at_once:
@@ -151,7 +155,7 @@ class TRLEnv(MultiTurnToolEnv):
                 each.result = str({"error": each.error})
 
     async def close(self) -> None:
-        """Gives the instance back, or gives it up where it can no longer be trusted."""
+        """Returns the instance to the pool, or drops it if `reset` failed or a call of it hangs."""
         await super().close()
         instance, self.user_environment = self.user_environment, None
         if instance is None:
@@ -163,7 +167,7 @@ class TRLEnv(MultiTurnToolEnv):
 
     async def _ask(self, name: str, **arguments: Any) -> Any:
         what = f"{self.pool.name}.{name}"
-        self._calls.append(name)  # one that hangs stays
+        self._calls.append(name)  # a method that hangs stays in the list
         try:
             answer = await call(
                 partial(getattr(self.user_environment, name), **arguments), what=what, timeout=self.tool_timeout
@@ -177,26 +181,26 @@ class TRLEnv(MultiTurnToolEnv):
         return answer
 
     def _as_in_trl(self, tool: Tool, function: Callable[..., Any]) -> Method:
-        """The tool with results and errors as TRL shows them, and `_calls` kept."""
+        """The tool with results and errors in TRL's form. It keeps `_calls`."""
         calls = vars(self).get("_calls", [])
 
-        def answer(**arguments: Any) -> str:
+        @contextmanager
+        def under_way() -> Iterator[None]:
             calls.append(tool.name)
             try:
-                return _text(function(**arguments))
+                yield
             except Exception as error:  # whatever the user's method raises
                 raise MethodError(str(error)) from error
             finally:
                 calls.remove(tool.name)
 
+        def answer(**arguments: Any) -> str:
+            with under_way():
+                return _text(function(**arguments))
+
         async def answer_later(**arguments: Any) -> str:
-            calls.append(tool.name)
-            try:
+            with under_way():
                 return _text(await function(**arguments))
-            except Exception as error:  # whatever the user's method raises
-                raise MethodError(str(error)) from error
-            finally:
-                calls.remove(tool.name)
 
         bound = copy.copy(tool) if isinstance(tool, Method) else Method(**vars(tool))
         bound.function = answer_later if tool.is_async else answer
@@ -204,7 +208,7 @@ class TRLEnv(MultiTurnToolEnv):
 
 
 def _first_of(factory: Callable[[], Any]) -> Any:
-    """An instance, to read the methods of its class; refuses what is no factory of environments."""
+    """The first instance; refuses a factory whose instances are no environments."""
     if not callable(factory):
         raise ConfigError(
             f"`environment_factory` is {factory!r}, which cannot be called: give a class, or a function that makes an "
@@ -226,7 +230,7 @@ def _first_of(factory: Callable[[], Any]) -> Any:
 
 
 def _taken(reset: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
-    """The columns that `reset` takes. TRL passes all, so that a class has `**row`; one that has not works as well."""
+    """The columns that `reset` takes. TRL passes all of them; here a `reset` without `**row` works too."""
     parameters = inspect.signature(reset).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return row
@@ -235,10 +239,93 @@ def _taken(reset: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(said: Any) -> str:
-    """What a class said, as text: `str(said)`, as in TRL; of a list of parts, as templates take it, the texts."""
+    """A result as text: `str(said)`, as in TRL; the joined texts if it is a list of content parts."""
     if isinstance(said, list) and said and all(isinstance(part, dict) and "type" in part for part in said):
         for part in said:
             if part["type"] != "text":
                 raise TypeError(f"A part of type {part['type']!r} cannot be shown: the model reads text only.")
         return "".join(part["text"] for part in said)
     return str(said)
+
+
+logger = logging.getLogger(__name__)
+
+
+class InstancePool:
+    """
+    Instances of a factory, which one conversation after another uses. When the pool or the process ends, the free
+    instances are closed if their class has a `close`.
+
+    Args:
+        factory (`Callable`): Makes an instance.
+        first (`Any`): The first instance; its class has the methods.
+    """
+
+    def __init__(self, factory: Callable[[], Any], first: Any) -> None:
+        self.first = first
+        self.name = type(first).__name__
+        # of the class, as in TRL: reading the instance would evaluate its properties
+        self.methods = [name for name, _ in inspect.getmembers(type(first), predicate=inspect.isfunction)]
+        self._factory = factory
+        self._free = [first]
+        if "close" in self.methods:
+            over, closed = threading.Event(), threading.Event()
+            # an interpreter that is ending can start no thread, so this one waits from the beginning
+            threading.Thread(
+                target=_close_all, args=(self._free, over, closed), daemon=True, name=f"close {self.name}"
+            ).start()
+            weakref.finalize(self, _end, over, closed)
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    async def take(self, timeout: float | None) -> Any:
+        """
+        A free instance, or another one of the factory.
+
+        Args:
+            timeout (`float`, *optional*): Seconds that the factory may take.
+        """
+        if self._free:
+            return self._free.pop()
+        making = asyncio.ensure_future(call(self._factory, what=f"the factory of {self.name}", timeout=timeout))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(self._give_late)
+            raise
+
+    def give(self, instance: Any) -> None:
+        """Makes an instance free for the next conversation."""
+        self._free.append(instance)
+
+    async def drop(self, instance: Any) -> None:
+        """Closes an instance that is not to be used again."""
+        if "close" in self.methods:
+            await call(instance.close, what=f"{self.name}.close", timeout=CLOSE_TIMEOUT)
+
+    def _give_late(self, making: asyncio.Future[Any]) -> None:
+        if not making.cancelled() and making.exception() is None:
+            self.give(making.result())
+
+
+def _close_all(free: list[Any], over: threading.Event, closed: threading.Event) -> None:
+    over.wait()
+    while free:
+        instance = free.pop()
+        try:
+            closing = instance.close()
+            if inspect.isawaitable(closing):
+                asyncio.run(_awaited(closing))
+        except Exception as error:  # whatever the user's class raises
+            logger.warning("%s could not be closed: %s", type(instance).__name__, describe_error(error))
+    closed.set()
+
+
+async def _awaited(closing: Any) -> None:
+    await closing
+
+
+def _end(over: threading.Event, closed: threading.Event) -> None:
+    over.set()
+    closed.wait(CLOSE_TIMEOUT)

@@ -8,8 +8,7 @@ from datasets import Dataset
 
 from mt_grpo.envs.env import Outcome
 from mt_grpo.envs.protocols import CallProtocol
-from mt_grpo.integrations.openai_api.agent import AgentSource
-from mt_grpo.integrations.openai_api.client import AgentClient
+from mt_grpo.integrations.openai_api.agent import AgentClient, AgentSource
 from mt_grpo.integrations.verifiers import load_environment
 
 

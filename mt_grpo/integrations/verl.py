@@ -1,21 +1,21 @@
 """
-Interactions as verl has them: classes that answer the model's turns, score them, and are chosen by the row.
-
-A file written for verl runs here as it is (`mt_grpo.peers`); others import from here. The classes of its tools are
-here too.
+verl's interactions, classes that answer the model's turns and score them, and the tools that verl brings. A file
+written for verl runs unchanged, also under verl's own module names (`mt_grpo.peers`); other files import from here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -26,17 +26,25 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.rewards.gsm8k import find_number
 from mt_grpo.tools import BaseTool, MCPBaseTool, OpenAIFunctionToolSchema, ToolResponse
+from mt_grpo.tools.function import ToolDefinitionError
+from mt_grpo.tools.search import RetrievalSearch
 from mt_grpo.trajectory import Message, Turn
 
 __all__ = [
     "BaseInteraction",
     "BaseTool",
     "Gsm8kInteraction",
+    "Gsm8kTool",
     "InteractionEnv",
     "MCPBaseTool",
+    "MCPSearchTool",
     "OpenAIFunctionToolSchema",
+    "SearchTool",
     "ToolResponse",
+    "compute_score",
+    "extract_solution",
     "load_interactions",
+    "rollout_trace_op",
 ]
 
 KEYS = ("name", "class_name", "config")
@@ -45,8 +53,8 @@ KEYS = ("name", "class_name", "config")
 
 class BaseInteraction(ABC):
     """
-    Answers the turns of many conversations, each known by its `instance_id`. Methods may be `async`; plain ones are
-    called in a thread. `**kwargs` are the row's `extra_info["interaction_kwargs"]`, `name` included.
+    Answers the model's turns. One object serves all conversations: keep state by `instance_id`. Methods that are not
+    `async` run in threads. `**kwargs` are the row's `extra_info["interaction_kwargs"]`, with `name`.
 
     Args:
         config (`dict`): The entry's `config`, and its `name`.
@@ -68,25 +76,25 @@ class BaseInteraction(ABC):
         Answers the last of `messages`, the assistant's.
 
         Returns:
-            `(should_terminate, response, score, additional_data)`: whether the conversation ends; what the user says;
-            the turn's reward, or `None`; what is kept with the trajectory, in its `info`.
+            `(should_terminate, response, score, additional_data)`: whether the conversation ends, the user's words,
+            the turn's reward or `None`, and data to keep in the trajectory's `info`.
         """
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float | None:
-        """The reward of the whole conversation, asked for when it is over; `None` where there is none."""
+        """The reward of the whole conversation, or `None`. Called when it is over."""
         return None
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Lets go of a conversation. It is called after rewards were scored, however the conversation ended."""
+        """Releases a conversation. Called after the rewards were computed, however the conversation ended."""
         return None
 
 
 class Gsm8kInteraction(BaseInteraction):
     """
-    Tells whether the last number that the model wrote is the right one, and lets it try again until it is. A turn, and
-    the conversation by its last turn, scores 1.0 if right, else 0.0.
+    Tells the model whether the last number that it wrote is right, and lets it try again until it is. A turn scores
+    1.0 if right, else 0.0; the conversation scores as its last turn.
 
-    A row's `interaction_kwargs` bring `ground_truth`: a number, or GSM8K's worked solution that ends in `#### number`.
+    A row's `interaction_kwargs` have `ground_truth`: a number, or GSM8K's worked solution that ends in `#### number`.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -121,29 +129,29 @@ class Gsm8kInteraction(BaseInteraction):
 
 
 BUILT_IN = {"verl.interactions.gsm8k_interaction.Gsm8kInteraction": Gsm8kInteraction}
-"""Classes of verl that files name, and what stands for them here."""
+"""Our classes for verl's, by the names in interaction files."""
 
 
 class InteractionEnv(DialogueEnv):
     """
-    A conversation that an interaction answers, chosen by `name` in the row's `extra_info["interaction_kwargs"]`. Its
-    score for a turn is `Turn.reward`; `calculate_score` is a reward of the conversation, under the interaction's name;
-    additional data are in `info["interaction"]`, an entry for each answer that has some.
+    A conversation with the interaction that `name` in the row's `extra_info["interaction_kwargs"]` chooses. The score
+    of a turn is `Turn.reward`. `calculate_score` is a reward of the conversation, under the interaction's name.
+    Additional data are listed in `info["interaction"]`.
 
     Args:
         interactions (`Mapping[str, BaseInteraction]`): By name.
-        **options: As in `DialogueEnv`. `tool_timeout` bounds each call of the interaction too.
+        **options: As in `DialogueEnv`. `tool_timeout` is also the time limit of each call of the interaction.
     """
 
     interaction: BaseInteraction | None = None
-    """The conversation's, once it has begun."""
+    """The interaction of this conversation, once it has begun."""
 
     def __init__(self, interactions: Mapping[str, BaseInteraction], **options: Any) -> None:
         super().__init__(**options)
         self.interactions = interactions
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
-        """The loop of `DialogueEnv` between the interaction's start and its score."""
+        """Starts the interaction, runs the loop of `DialogueEnv`, and asks for the score."""
         self.kwargs = find_kwargs(self.interactions, row)
         self.instance_id, self.data = uuid.uuid4().hex, []
         self.interaction = self.interactions[self.kwargs["name"]]
@@ -161,7 +169,7 @@ class InteractionEnv(DialogueEnv):
         return outcome
 
     async def respond(self, turn: Turn) -> Step:
-        """The interaction's answer."""
+        """Asks the interaction for its answer."""
         said = [message for each in self.turns for message in (each.message, *each.replies)]
         messages = copy.deepcopy([*self.opening, *said])
         method = self.interaction.generate_response
@@ -177,7 +185,7 @@ class InteractionEnv(DialogueEnv):
         return Step(text, score, bool(done))
 
     async def close(self) -> None:
-        """Ends the interaction, and lets go of the tools."""
+        """Ends the interaction and releases the tools."""
         try:
             if self.interaction is not None:
                 await self._call(_bound(self.interaction.finalize_interaction, self.instance_id, self.kwargs))
@@ -190,13 +198,13 @@ class InteractionEnv(DialogueEnv):
 
     def check_rows(self, rows: Iterable[dict[str, Any]]) -> None:
         """
-        Whether each row names an interaction.
+        Checks that each row names an interaction.
 
         Args:
             rows (`Iterable[dict]`): With their `extra_info`.
 
         Raises:
-            ConfigError: If one does not.
+            ConfigError: If a row does not.
         """
         for row in rows:
             find_kwargs(self.interactions, row)
@@ -204,7 +212,7 @@ class InteractionEnv(DialogueEnv):
 
 def find_kwargs(interactions: Mapping[str, BaseInteraction], row: dict[str, Any]) -> dict[str, Any]:
     """
-    What a row gives its interaction, `name` included, without what is `None`: a table has every key in every row.
+    The row's `interaction_kwargs`, with `name`, without keys that are `None`: a table has all keys in every row.
 
     Raises:
         ConfigError: If the row names none of `interactions`.
@@ -225,7 +233,7 @@ def find_kwargs(interactions: Mapping[str, BaseInteraction], row: dict[str, Any]
 
 
 def _bound(method: Callable[..., Any], instance_id: str, kwargs: dict[str, Any]) -> partial[Any]:
-    """A method with as much as it takes: verl, which never calls these two, declares them without any argument."""
+    """A method with the arguments that it takes: in verl, which never calls it, it may be declared without any."""
     for args, keywords in (((instance_id,), kwargs), ((instance_id,), {})):
         try:
             inspect.signature(method).bind(*args, **keywords)
@@ -237,14 +245,14 @@ def _bound(method: Callable[..., Any], instance_id: str, kwargs: dict[str, Any])
 
 def load_interactions(path: str) -> dict[str, BaseInteraction]:
     """
-    The interactions of a YAML file, by name:
+    Loads the interactions of a YAML file, by name:
 
         interaction:
           - name: gsm8k
             class_name: mt_grpo.integrations.verl.Gsm8kInteraction
             config: {}
 
-    Without a `name` it is that of the class in small letters, without `Interaction` at its end.
+    The default `name` is the class name in lower case without `Interaction` at its end.
 
     Raises:
         ConfigError: If the file or an entry is wrong.
@@ -297,3 +305,99 @@ def _load(entry: Any, path: str) -> tuple[str, BaseInteraction]:
         raise ConfigError(
             f"The interaction {class_name!r} of {path} does not start: {type(error).__name__}: {error}."
         ) from error
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+WORSE = -0.05
+"""Step reward of an answer that is no better than the one before, as in verl."""
+_FINAL = re.compile(r"####\s*(-?[0-9.,]+)")
+
+
+def rollout_trace_op(function: Function) -> Function:
+    """verl's decorator for traces. It does nothing here: the records have every call."""
+    return function
+
+
+def extract_solution(solution_str: str, method: str = "strict") -> str | None:
+    """The answer of a solution: the number after `####`, or with `"flexible"` the last number."""
+    found = _FINAL.findall(solution_str) if method == "strict" else []
+    number = find_number(solution_str) if method == "flexible" else find_number(found[-1]) if found else None
+    return None if number is None else str(number)
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """`score` for the right answer, `format_score` for a wrong one, 0 without an answer."""
+    said = extract_solution(solution_str, method)
+    if said is None:
+        return 0.0
+    return score if Decimal(said) == find_number(str(ground_truth)) else format_score
+
+
+class Gsm8kTool(BaseTool):
+    """
+    Tells the model whether its answer is right. A row has `create_kwargs: {ground_truth: ...}`. The conversation's
+    reward is 1.0 if the last answer was right. A call that does not improve on the one before costs 0.05.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        super().__init__(config, tool_schema)
+        self._states: dict[str, dict[str, Any]] = {}
+
+    async def create(self, instance_id: str, ground_truth: Any = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        if ground_truth is None:
+            raise ValueError("the row's `create_kwargs` of this tool have no `ground_truth`")
+        self._states[instance_id] = {"gold": ground_truth, "reward": 0.0}
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict]:
+        state, answer = self._states[instance_id], str(parameters.get("answer", ""))
+        before, state["reward"] = state["reward"], compute_score(answer, state["gold"], "flexible")
+        step_reward = 0.0 if state["reward"] > before else WORSE
+        return ToolResponse(text=f"Current parsed answer={answer!r} reward={state['reward']}"), step_reward, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return self._states[instance_id]["reward"]
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self._states.pop(instance_id, None)
+
+
+class SearchTool(BaseTool):
+    """
+    Sends each query of `query_list` to a retrieval server. `config` has `retrieval_service_url`, `topk` (defaults to
+    3), `timeout` (30 seconds) and `num_workers` (largest number of concurrent requests, 120).
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        super().__init__(config, tool_schema)
+        url = config.get("retrieval_service_url")
+        if not url:
+            raise ToolDefinitionError("The tool `SearchTool` has no `retrieval_service_url` in its `config`.")
+        self._search = RetrievalSearch(url, config.get("topk", 3), config.get("timeout", 30.0))
+        self._most = config.get("num_workers", 120)
+        self._places: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict]:
+        queries = parameters.get("query_list")
+        if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
+            raise ValueError("`query_list` is no list of queries")
+        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._most))
+
+        async def ask(query: str) -> str:
+            async with places:
+                found = await asyncio.to_thread(self._search.search, query)
+            return found[0] if isinstance(found, tuple) else found
+
+        texts = await asyncio.gather(*map(ask, queries))
+        return ToolResponse(text="\n---\n".join(texts)), 0.0, {"query_count": len(queries)}
+
+
+class MCPSearchTool(MCPBaseTool):
+    """A tool of an MCP server that searches; `MCPBaseTool` by verl's name."""

@@ -15,7 +15,7 @@ from support.conversations import user
 from mt_grpo.integrations.openai_api import anthropic, responses
 from mt_grpo.integrations.openai_api.errors import ApiError
 from mt_grpo.integrations.openai_api.messages import Told
-from mt_grpo.integrations.openai_api.options import Warnings, read_request
+from mt_grpo.integrations.openai_api.request import Warnings, read_request
 from mt_grpo.trajectory import StopReason
 
 FUNCTION = {"type": "function", **LOOKUP["function"], "strict": True}

@@ -194,7 +194,7 @@ def test_reward_models_are_plugins_with_a_model(plugin, tmp_path):
     )  # fmt: skip
     Qwen2ForSequenceClassification(config).save_pretrained(tmp_path / "judge")
     tokenizer.save_pretrained(tmp_path / "judge")
-    path = "mt_grpo.integrations.swift.reward_models.PluginReward"
+    path = "mt_grpo.integrations.swift.rewards.PluginReward"
     rewards = load_rewards([{"name": name, "model": str(tmp_path / "judge")} for name in ("longest", path)], "outcome")
     trajectories = [Trajectory([{"role": "user", "content": text}], session=text) for text in ("Q", "Q and more")]
     rows = [{"prompt": trajectory.prompt} for trajectory in trajectories]

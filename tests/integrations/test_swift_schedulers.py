@@ -25,7 +25,6 @@ from mt_grpo.integrations.swift import (
     envs,
     multi_turns,
 )
-from mt_grpo.integrations.swift import loops as scheduler_loops
 from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.training.batch import batch_logps
 from mt_grpo.trajectory import StopReason, ToolCall
@@ -249,7 +248,10 @@ def test_records_make_up_one_trajectory():
     assert contexts[:36].count(said("Q2")) == 12 and trajectory.stop_reason is StopReason.ENV_DONE
     assert [infos for _, infos in trajectory.environment.records] == [{"number": number} for number in (1, 2, 3)]
     assert sum(runner.completion(trajectory).mask) == sum(turn.num_tokens for turn in trajectory.turns)
-    assert not scheduler_loops._loops
+    for thread in threading.enumerate():
+        if thread.name == "scheduler loop":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def test_a_response_that_no_record_has_is_not_trained():

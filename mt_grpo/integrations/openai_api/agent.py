@@ -4,22 +4,236 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import numbers
-from collections.abc import Callable
+import os
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from mt_grpo.envs.env import ConversationEnded, Outcome, finite
 from mt_grpo.envs.protocols import CallProtocol
-from mt_grpo.envs.threads import abandon, in_thread
+from mt_grpo.envs.threads import abandon, guarded, in_thread
 from mt_grpo.errors import defined_at
-from mt_grpo.integrations.openai_api.agent_loop import run_agent
-from mt_grpo.integrations.openai_api.client import AgentClient
-from mt_grpo.integrations.openai_api.command import Command
 from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.integrations.openai_api.server import Endpoint
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.trajectory import StopReason
+
+
+@dataclass
+class AgentClient:
+    """
+    Where an agent's conversation takes place, for any client that speaks OpenAI's language.
+
+    Args:
+        base_url (`str`): OpenAI's base URL; it ends in `/v1`.
+        api_key (`str`): The key for it, which finds no other conversation.
+        session (`str`): Name of the conversation.
+        add_session (`Callable`): Gives the conversation a further name, which requests may have in `X-Session-ID`.
+    """
+
+    base_url: str
+    api_key: str = field(repr=False)
+    session: str
+    add_session: Callable[[str], None] = field(repr=False)
+    _opened: list[Any] = field(default_factory=list, repr=False)
+
+    @property
+    def host(self) -> str:
+        """Where the server is."""
+        return urlsplit(self.base_url).hostname
+
+    def openai(self, **options: Any) -> Any:
+        """
+        An `openai.AsyncOpenAI`, closed after the conversation.
+
+        Args:
+            **options: Further arguments of it, such as `timeout` and `max_retries`.
+
+        Raises:
+            ImportError: If the package is missing; `pip install "mt-grpo[openai]"` brings it.
+        """
+        import openai
+
+        if "http_client" not in options:  # loopback needs neither a proxy nor certificates, which take long to load
+            options["http_client"] = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
+        self._opened.append(openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options))
+        return self._opened[-1]
+
+    async def close(self) -> None:
+        """Closes what `openai` opened."""
+        while self._opened:
+            await self._opened.pop().close()
+
+
+KEPT = 1 << 20
+"""Bytes at the end of what a program writes that are kept."""
+LEAVING = 0.5
+"""Seconds that a program may take to end once it is asked to; then it is killed."""
+
+
+class CommandError(Exception):
+    """A program ended with an exit code that tells of a failure."""
+
+
+class Command:
+    """
+    A command line. The program finds `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment and the row as JSON on
+    its standard input. Whatever it starts in its process group ends with it.
+
+    Args:
+        line (`str`): As in a shell, though none is started.
+    """
+
+    def __init__(self, line: str) -> None:
+        self.arguments = shlex.split(line)
+
+    async def __call__(self, row: dict[str, Any], client: AgentClient) -> Any:
+        """
+        Runs it for one row.
+
+        Returns:
+            What the last line of its output says: a JSON number or object, else text; `None` where there is none.
+
+        Raises:
+            CommandError: If its exit code is not 0, with the end of what it wrote to standard error.
+            OSError: If it cannot be started.
+        """
+        hosts = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), client.host]))
+        variables = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key}
+        transport, process = await asyncio.get_running_loop().subprocess_exec(
+            _Process,
+            *self.arguments,
+            env={**os.environ, **variables, "no_proxy": hosts, "NO_PROXY": hosts},
+            start_new_session=True,
+        )
+        try:
+            stdin = transport.get_pipe_transport(0)
+            stdin.write(json.dumps(row, default=str).encode())
+            stdin.close()
+            await process.exited.wait()
+            _kill(transport, signal.SIGKILL)  # what it left behind
+            await _within(process.closed)
+        finally:
+            try:
+                if not process.exited.is_set():
+                    _kill(transport, signal.SIGTERM)
+                    await _within(process.exited)
+            finally:  # even where this is cancelled once more
+                _kill(transport, signal.SIGKILL)
+                transport.close()
+        if transport.get_returncode() != 0:
+            said = process.written[2].decode(errors="replace").strip()[-2000:]
+            raise CommandError(f"{self.arguments[0]} ended with exit code {transport.get_returncode()}: {said}")
+        return _result(process.written[1].decode(errors="replace"))
+
+
+class _Process(asyncio.SubprocessProtocol):
+    """Keeps the end of what a program writes."""
+
+    def __init__(self) -> None:
+        self.exited, self.closed = asyncio.Event(), asyncio.Event()
+        self.written = {1: b"", 2: b""}
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.written[fd] = (self.written[fd] + data)[-KEPT:]
+
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed.set()
+
+
+async def _within(event: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), LEAVING)
+
+
+def _kill(transport: asyncio.SubprocessTransport, how: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(transport.get_pid(), how)
+
+
+def _result(output: str) -> Any:
+    lines = output.strip().splitlines()
+    if not lines:
+        return None
+    try:
+        value = json.loads(lines[-1])
+    except (ValueError, RecursionError):
+        return lines[-1].strip()
+    return value if isinstance(value, (dict, int, float, str)) else lines[-1].strip()
+
+
+STUCK = 2.0
+"""Seconds without a sign of life after which further agents get another loop."""
+
+
+class _Loop:
+    """A daemon thread with an event loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._asked: float | None = None  # since when it has not shown that it lives
+        threading.Thread(target=self.loop.run_forever, daemon=True, name="mt-grpo-agents").start()
+
+    @property
+    def stuck(self) -> bool:
+        return self._asked is not None and time.monotonic() - self._asked > STUCK
+
+    def ask(self) -> None:
+        """Asks for a sign of life."""
+        if self._asked is None:
+            self._asked = time.monotonic()
+            self.loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        self._asked = None
+
+
+_current: _Loop | None = None
+_lock = threading.Lock()
+
+
+async def run_agent(work: Coroutine[Any, Any, Any], name: str) -> Any:
+    """
+    Runs an agent's coroutine beside this loop. All agents of a process share one, so they may share clients and locks.
+
+    Args:
+        work (`Coroutine`): Cancelled where this call is; it is not waited for then.
+        name (`str`): Of its task.
+    """
+    global _current
+    with _lock:
+        if _current is None or _current.stuck:
+            _current = _Loop()
+        agents = _current
+    agents.ask()
+
+    async def named() -> Any:
+        asyncio.current_task().set_name(name)
+        return await guarded(work)
+
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(named(), agents.loop))
+
+
+def _forget() -> None:
+    """A forked process has no threads of its parent."""
+    global _current, _lock
+    _current, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
 
 REWARD = "reward"
 """Name of a reward that an agent gives without one."""

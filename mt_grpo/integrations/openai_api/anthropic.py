@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 
-from mt_grpo.integrations.openai_api.answers import Choice, ended_by, event
+from mt_grpo.integrations.openai_api.chat import Choice, ended_by, event
 from mt_grpo.integrations.openai_api.errors import ApiError
 from mt_grpo.integrations.openai_api.messages import wrong
-from mt_grpo.integrations.openai_api.options import Wish
+from mt_grpo.integrations.openai_api.request import Wish
 
 SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")
 READ = frozenset((*SAME, "messages", "system", "tools", "tool_choice", "stop_sequences"))

@@ -10,7 +10,7 @@ from typing import Any
 from mt_grpo.envs.dialogue import Words
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
 from mt_grpo.integrations.openai_api.errors import ApiError
-from mt_grpo.integrations.openai_api.options import Wish
+from mt_grpo.integrations.openai_api.request import Wish
 from mt_grpo.trajectory import Message, ToolCall, Turn
 
 

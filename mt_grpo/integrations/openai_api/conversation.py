@@ -11,11 +11,11 @@ from jinja2 import TemplateError as TemplateFailure
 
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.protocols import CallProtocol
-from mt_grpo.integrations.openai_api.answers import Choice, tell, token_logprobs
 from mt_grpo.integrations.openai_api.calls import Calls
+from mt_grpo.integrations.openai_api.chat import Choice, tell, token_logprobs
 from mt_grpo.integrations.openai_api.errors import ApiError, refused
 from mt_grpo.integrations.openai_api.messages import Told
-from mt_grpo.integrations.openai_api.options import Wish
+from mt_grpo.integrations.openai_api.request import Wish
 from mt_grpo.integrations.openai_api.retries import Attempt, Retries
 from mt_grpo.rollout.engine import EngineError
 from mt_grpo.rollout.policy import ConversationPolicy

@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 
-from mt_grpo.integrations.openai_api.answers import Choice, count_usage, event
+from mt_grpo.integrations.openai_api.chat import Choice, count_usage, event
 from mt_grpo.integrations.openai_api.errors import ApiError
 from mt_grpo.integrations.openai_api.messages import wrong
-from mt_grpo.integrations.openai_api.options import Wish
+from mt_grpo.integrations.openai_api.request import Wish
 from mt_grpo.trajectory import Message
 
 READ = frozenset(

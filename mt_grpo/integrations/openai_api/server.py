@@ -17,10 +17,10 @@ from aiohttp import web
 
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.integrations.openai_api import anthropic, responses
-from mt_grpo.integrations.openai_api.answers import Choice, completion, events
+from mt_grpo.integrations.openai_api.chat import Choice, completion, events
 from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.integrations.openai_api.errors import ApiError
-from mt_grpo.integrations.openai_api.options import Warnings, Wish, read_request
+from mt_grpo.integrations.openai_api.request import Warnings, Wish, read_request
 from mt_grpo.integrations.openai_api.retries import Attempt
 from mt_grpo.integrations.openai_api.strangers import Strangers
 from mt_grpo.rollout.policy import ConversationPolicy

@@ -1,68 +1,59 @@
 """
-ms-swift's multi-turn schedulers, gym environments and reward classes: files that subclass them run here as they are,
-also under ms-swift's own module names (`mt_grpo.peers`). Names and behaviour are those of its documentation; see
-docs/schedulers.md.
+ms-swift's multi-turn schedulers, gym environments and reward classes, see docs/schedulers.md. Files that subclass them
+run here unchanged, also under ms-swift's own module names (`mt_grpo.peers`).
 """
 
-from mt_grpo.integrations.swift.builtin import RetryScheduler, ThinkingTipsScheduler, ToolCallScheduler
-from mt_grpo.integrations.swift.engine import Template
+from mt_grpo.integrations.swift.builtin import (
+    GymScheduler,
+    OpenEnvScheduler,
+    OpenEnvWrapper,
+    RetryScheduler,
+    ThinkingTipsScheduler,
+    ToolCallScheduler,
+)
 from mt_grpo.integrations.swift.env import SchedulerEnv, SchedulerSource
-from mt_grpo.integrations.swift.gym import GymScheduler
-from mt_grpo.integrations.swift.names import Messages, get_logger, remove_response
-from mt_grpo.integrations.swift.openenv import OpenEnvScheduler, OpenEnvWrapper
-from mt_grpo.integrations.swift.orm import ORM, Accuracy, AsyncORM
-from mt_grpo.integrations.swift.records import ResponseError
-from mt_grpo.integrations.swift.registry import envs, multi_turns, orms, rm_plugins
-from mt_grpo.integrations.swift.reward_models import DefaultRMPlugin, TransformersEngine, to_device
-from mt_grpo.integrations.swift.scheduler import MultiTurnScheduler
+from mt_grpo.integrations.swift.rewards import (
+    ORM,
+    Accuracy,
+    AsyncORM,
+    DefaultRMPlugin,
+    TransformersEngine,
+    orms,
+    rm_plugins,
+    to_device,
+)
+from mt_grpo.integrations.swift.scheduler import MultiTurnScheduler, Template, multi_turns
 from mt_grpo.integrations.swift.types import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
     ChatMessage,
     Env,
+    Messages,
     RequestConfig,
+    ResponseError,
     RolloutInferRequest,
     RolloutOutput,
+    envs,
+    get_logger,
+    remove_response,
 )
 
+# ms-swift's names of the same classes
 GYMScheduler, MathAccuracy = GymScheduler, Accuracy
 RolloutScheduler, InferRequest = MultiTurnScheduler, RolloutInferRequest
-"""Names that ms-swift has for these."""
 
 __all__ = [
+    "ORM",
+    "Accuracy",
     "AsyncORM",
     "DefaultRMPlugin",
-    "GYMScheduler",
-    "InferRequest",
     "MathAccuracy",
-    "Messages",
-    "OpenEnvScheduler",
-    "OpenEnvWrapper",
-    "RolloutScheduler",
-    "Template",
     "TransformersEngine",
-    "get_logger",
-    "remove_response",
-    "rm_plugins",
-    "to_device",
-    "Accuracy",
-    "ChatCompletionResponse",
-    "ChatCompletionResponseChoice",
-    "ChatMessage",
-    "Env",
-    "GymScheduler",
-    "MultiTurnScheduler",
-    "ORM",
-    "RequestConfig",
-    "ResponseError",
-    "RetryScheduler",
-    "RolloutInferRequest",
-    "RolloutOutput",
-    "SchedulerEnv",
-    "SchedulerSource",
-    "ThinkingTipsScheduler",
-    "ToolCallScheduler",
-    "envs",
-    "multi_turns",
     "orms",
+    "rm_plugins",
 ]
+__all__ += ["ChatCompletionResponse", "ChatCompletionResponseChoice", "ChatMessage", "InferRequest", "Messages"]
+__all__ += ["RequestConfig", "ResponseError", "RolloutInferRequest", "RolloutOutput", "Template"]
+__all__ += ["Env", "GYMScheduler", "GymScheduler", "OpenEnvScheduler", "OpenEnvWrapper", "envs"]
+__all__ += ["MultiTurnScheduler", "RetryScheduler", "RolloutScheduler", "ThinkingTipsScheduler", "ToolCallScheduler"]
+__all__ += ["SchedulerEnv", "SchedulerSource", "get_logger", "multi_turns", "remove_response", "to_device"]

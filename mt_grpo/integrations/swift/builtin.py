@@ -1,31 +1,202 @@
-"""Schedulers that recipes can name without a file of their own."""
+"""The schedulers that recipes can name without a file of their own."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from typing import Any
 
 from mt_grpo.envs.execution import execute_calls
-from mt_grpo.integrations.swift.engine import CONVERSATION
-from mt_grpo.integrations.swift.gym import GymScheduler
-from mt_grpo.integrations.swift.openenv import OpenEnvScheduler
-from mt_grpo.integrations.swift.orm import is_right
-from mt_grpo.integrations.swift.records import strip_thinking
-from mt_grpo.integrations.swift.registry import multi_turns
-from mt_grpo.integrations.swift.scheduler import MultiTurnScheduler
+from mt_grpo.envs.threads import call
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean
+from mt_grpo.integrations.swift.rewards import is_right
+from mt_grpo.integrations.swift.scheduler import CONVERSATION, MultiTurnScheduler, multi_turns
 from mt_grpo.integrations.swift.types import (
     ChatCompletionResponseChoice,
     RequestConfig,
     RolloutInferRequest,
     RolloutOutput,
+    envs,
+    strip_thinking,
 )
 from mt_grpo.tools import load_tools
 from mt_grpo.trajectory import ToolCall
 
 
+class GymScheduler(MultiTurnScheduler):
+    """
+    Plays the environment of `envs` that a row's `env_config` names. The reward of a step is the turn's reward. The sum
+    of them is the conversation's reward `total_reward`, which `env_reward` reads. Private names are ms-swift's:
+    subclasses in users' files rely on them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # by `infer_request.uuid`
+        self._envs: dict[str, Any] = {}
+        self._total_rewards: dict[str, float] = {}
+        self._step_rewards: dict[str, list[float]] = {}
+        self._pending_obs: dict[str, str | None] = {}
+
+    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
+        """Makes and resets the environment; its system message and observation are the first messages."""
+        for request in requests:
+            config = request.data_dict.get("env_config") or {}
+            env = await call(self._create_env, config, what=str(config.get("name")))
+            self._begin(request.uuid, env)
+            what = f"{type(env).__name__}.reset"
+            observation, _, system = await call(env.reset, copy.deepcopy(request), what=what)
+            request.messages = opening(system, observation)
+
+    def _begin(self, uuid: str, env: Any) -> None:
+        self._envs[uuid], self._pending_obs[uuid] = env, None
+        self._total_rewards[uuid], self._step_rewards[uuid] = 0.0, []
+
+    def _create_env(self, env_config: dict[str, Any]) -> Any:
+        name = env_config.get("name")
+        if name not in envs:
+            raise KeyError(
+                f"The row's `env_config` names the environment {name!r}{did_you_mean(str(name), envs)}: name one "
+                f"of {', '.join(envs) or '`envs`, which is empty'}."
+            )
+        return envs[name](env_config)
+
+    async def on_turn_end(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        """Takes a step of the environment."""
+        env = self._envs[infer_request.uuid]
+        what = f"{type(env).__name__}.step"
+        observation, reward, done, info = await call(env.step, copy.deepcopy(infer_request.messages), what=what)
+        return self._stepped(infer_request.uuid, observation, reward, done, info)
+
+    def _stepped(
+        self, uuid: str, observation: str, reward: float, done: bool, info: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        self._total_rewards[uuid] += float(reward)
+        self._step_rewards[uuid].append(float(reward))
+        self._pending_obs[uuid] = None if done else observation
+        infos = {"total_reward": self._total_rewards[uuid], "step_rewards": list(self._step_rewards[uuid])}
+        return {"done": done, "rollout_infos": {**infos, "gym_done": done, **(info or {})}}
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        """The observation, as the user's message."""
+        observation = self._pending_obs.get(infer_request.uuid)
+        if observation is not None:
+            infer_request.messages.append({"role": "user", "content": observation})
+        return {"infer_request": infer_request}
+
+    async def on_trajectory_end(self, uuid: str) -> None:
+        """Closes the environment."""
+        await self._close_and_remove(uuid)
+
+    async def _close_and_remove(self, uuid: str) -> None:
+        env = self._envs.pop(uuid, None)
+        for kept in (self._total_rewards, self._step_rewards, self._pending_obs):
+            kept.pop(uuid, None)
+        if env is not None:
+            await call(env.close, what=f"{type(env).__name__}.close")
+
+
+def opening(system: str | None, observation: str) -> list[dict[str, Any]]:
+    """The first messages: the system message, if there is one, and the observation."""
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, {"role": "user", "content": observation}]
+
+
+class OpenEnvWrapper:
+    """
+    A connection to an OpenEnv server. The first call opens it. The methods block.
+
+    Args:
+        env_config (`dict`): `base_url` (defaults to `http://localhost:8000`), and `reset_kwargs` for `reset`.
+    """
+
+    def __init__(self, env_config: dict[str, Any]) -> None:
+        self.base_url = env_config.get("base_url", "http://localhost:8000")
+        self.reset_kwargs = env_config.get("reset_kwargs") or {}
+        self._client: Any = None
+
+    def _opened(self) -> Any:
+        if self._client is None:
+            try:
+                from openenv.core import GenericEnvClient
+            except ImportError as error:
+                raise ConfigError(f"OpenEnv is not installed ({error}): `pip install mt-grpo[openenv]`.") from error
+            client = GenericEnvClient(base_url=self.base_url).sync()
+            client.__enter__()
+            self._client = client
+        return self._client
+
+    def reset(self) -> tuple[Any, Any]:
+        """The first observation as the server gives it, and `None`."""
+        return self._opened().reset(**self.reset_kwargs).observation, None
+
+    def step(self, action: dict[str, Any]) -> tuple[Any, float, bool, Any]:
+        """Sends an action; returns the observation, the reward, whether the episode is over, and `None`."""
+        result = self._opened().step(action)
+        return result.observation, float(result.reward or 0.0), bool(result.done), None
+
+    def close(self) -> None:
+        """Ends the connection."""
+        if self._client is not None:
+            self._client.__exit__(None, None, None)
+            self._client = None
+
+
+class OpenEnvScheduler(GymScheduler):
+    """
+    `GymScheduler` for OpenEnv servers. A row's `env_config` has `base_url`, `reset_kwargs` and `system_message`.
+    Override `parse_action` and `format_observation` for an environment of your own.
+    """
+
+    env_config_defaults: dict[str, Any] = {}
+
+    def _create_env(self, env_config: dict[str, Any]) -> Any:
+        return OpenEnvWrapper(env_config)
+
+    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
+        """Connects, and resets the environment; the observation is the first message."""
+        for request in requests:
+            config = {**self.env_config_defaults, **(request.data_dict.get("env_config") or {})}
+            env = await call(self._create_env, config, what="the OpenEnv client")
+            self._begin(request.uuid, env)
+            observation, _ = await call(env.reset, what="reset of the OpenEnv server")
+            request.messages = opening(config.get("system_message"), self.format_observation(observation))
+
+    async def on_turn_end(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        """Sends the action of a response."""
+        env = self._envs[infer_request.uuid]
+        action = self.parse_action(response_choice.message.content)
+        observation, reward, done, _ = await call(env.step, action, what="step of the OpenEnv server")
+        return self._stepped(
+            infer_request.uuid, "" if done else self.format_observation(observation), reward, done, {}
+        )
+
+    def parse_action(self, text: str) -> Any:
+        """The action: the response's JSON object, which may be in a code block, or else `{"message": text}`."""
+        text = text.strip()
+        if text.startswith("```") and text.endswith("```"):
+            text = text.partition("\n")[2].removesuffix("```").strip()
+        try:
+            action = json.loads(text)
+        except (ValueError, RecursionError):
+            action = None
+        return action if isinstance(action, dict) else {"message": text}
+
+    def format_observation(self, observation: Any) -> str:
+        """The text of an observation: its JSON."""
+        return json.dumps(observation, ensure_ascii=False, default=str)
+
+
 class RetryScheduler(MultiTurnScheduler):
-    """Tells the model that its answer is not that of the row's column `solution`, and asks again, until it is."""
+    """Asks the model again until its answer is that of the row's column `solution`."""
 
     feedback = "That answer is not correct. Find the mistake, and answer again."
 
@@ -47,14 +218,14 @@ class RetryScheduler(MultiTurnScheduler):
 
 class ThinkingTipsScheduler(RetryScheduler):
     """
-    `RetryScheduler` for models that think: of earlier turns the model sees what it said, not what it thought. Each
-    response is a record of its own, and all records of a trajectory share its reward.
+    `RetryScheduler` for models that think: the thinking of earlier turns is stripped. So each response is a record of
+    its own, and all records of a trajectory share its reward.
     """
 
     async def run(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
     ) -> list[RolloutOutput]:
-        """Holds one conversation."""
+        """Runs one conversation."""
         records: list[RolloutOutput] = []
         while True:
             response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
@@ -71,18 +242,18 @@ class ThinkingTipsScheduler(RetryScheduler):
 
 class ToolCallScheduler(MultiTurnScheduler):
     """
-    Tools that are called in the ReAct form, with results inside the assistant's message:
+    Tools that are called in the ReAct form, with the results inside the assistant's message:
 
         Action: calculator
         Action Input: 6*7
         Observation: 42
 
-    The input is JSON of the arguments, or the one argument as text. The model writes the first two lines; the third is
-    masked. Subclass it with other `tools`, given as to `load_tools`.
+    The input is a JSON object of the arguments, or the only argument as text. The model writes the first two lines;
+    the third is masked. Subclass it with other `tools`, in the form that `load_tools` takes.
     """
 
     tools: tuple[Any, ...] = ("calculator",)
-    stop = ("Observation:",)  # what follows is not the model's to write
+    stop = ("Observation:",)  # the result is not the model's to write
     _called = re.compile(r"Action:[ \t]*(.*?)[ \t]*\nAction Input:[ \t]*(.*?)[ \t]*(?:\n|$)")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +270,7 @@ class ToolCallScheduler(MultiTurnScheduler):
     async def step(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> dict[str, Any]:
-        """Runs the call, and writes its result behind the model's words."""
+        """Runs the call, and appends its result to the model's message."""
         words = response_choice.message.content
         name, given = self._called.findall(words)[-1]
         tool_call = ToolCall(name, self._arguments(name, given))

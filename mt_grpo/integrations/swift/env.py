@@ -1,28 +1,33 @@
-"""A scheduler as an environment: one scheduler for a run, one environment for each of its conversations."""
+"""
+A scheduler as an environment: one scheduler for a run, one environment per conversation. A scheduler's own `run` may
+block, so it runs in an event loop of another thread (`run_apart`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import json
 import logging
 import threading
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+from mt_grpo.envs.dialogue import Words
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy
-from mt_grpo.envs.threads import call
-from mt_grpo.integrations.swift.engine import CONVERSATION, Conversation, InferEngine, Words
-from mt_grpo.integrations.swift.loops import run_apart
-from mt_grpo.integrations.swift.records import (
+from mt_grpo.envs.threads import OutOfTime, call, guarded
+from mt_grpo.integrations.swift.scheduler import CONVERSATION, Conversation, InferEngine, MultiTurnScheduler
+from mt_grpo.integrations.swift.types import (
+    RequestConfig,
     ResponseError,
+    RolloutInferRequest,
+    RolloutOutput,
+    Sampled,
     check_infos,
     claim,
-    only_last_rounds,
     plain,
-    read_messages,
 )
-from mt_grpo.integrations.swift.scheduler import MultiTurnScheduler
-from mt_grpo.integrations.swift.types import RequestConfig, RolloutInferRequest, RolloutOutput
 from mt_grpo.trajectory import Message, StopReason
 
 logger = logging.getLogger(__name__)
@@ -33,11 +38,11 @@ class SchedulerSource:
     Makes the environments of a run's conversations, which share a scheduler.
 
     Args:
-        scheduler (`type[MultiTurnScheduler]`): Its class; it is made when the first conversation begins.
-        max_turns (`int`, *optional*): Responses of one conversation.
+        scheduler (`type[MultiTurnScheduler]`): The class; an instance is made when the first conversation begins.
+        max_turns (`int`, *optional*): Largest number of responses in a conversation.
         loss_scale (`str`, *optional*, defaults to `"all"`): `"last_round"` trains the last round only.
-        system_prompt (`str`, *optional*): For prompts that bring no system message.
-        tags (`tuple[str, ...]`): Added tokens that messages may hold.
+        system_prompt (`str`, *optional*): For prompts without a system message.
+        tags (`tuple[str, ...]`): Added tokens that messages may contain.
         timeout (`float`, *optional*): Seconds that one method of the scheduler may take.
     """
 
@@ -52,7 +57,8 @@ class SchedulerSource:
     ) -> None:
         self.scheduler_class, self.max_turns, self.loss_scale = scheduler, max_turns, loss_scale
         self.system_prompt, self.timeout = system_prompt, timeout
-        self.protocol = Words(tags)
+        self.protocol = Words()
+        self.protocol.tags = tags
         self._made: MultiTurnScheduler | None = None
         self._making = threading.Lock()
         self._warned = False
@@ -81,11 +87,11 @@ class SchedulerSource:
                 made = self.scheduler_class(
                     **{name: value for name, value in options.items() if any_name or name in parameters}
                 )
-                made.infer_engine, made.max_turns = engine, self.max_turns  # it may have kept them to itself
+                made.infer_engine, made.max_turns = engine, self.max_turns  # its constructor may not pass them on
                 self._made = made
 
     def warn_of_mask(self) -> None:
-        """Says once that a mask goes before `loss_scale`."""
+        """Warns once that `loss_scale` is ignored, since the scheduler returns masks."""
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -95,10 +101,10 @@ class SchedulerSource:
 
 class SchedulerEnv:
     """
-    One conversation that a scheduler holds.
+    One conversation of a scheduler.
 
     Args:
-        source (`SchedulerSource`): Where its scheduler comes from.
+        source (`SchedulerSource`): Has the scheduler and its options.
 
     Attributes:
         records (`list[tuple[list[dict], dict]]`): Messages and `rollout_infos` of each record of the trajectory.
@@ -110,7 +116,7 @@ class SchedulerEnv:
         self._conversation: Conversation | None = None
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
-        """Lets the scheduler hold the conversation, and checks what it returns."""
+        """Has the scheduler run the conversation, and checks what it returns."""
         source = self.source
         scheduler = await source.scheduler(policy.tokenizer)
         conversation = Conversation(policy, source.protocol, source.timeout)
@@ -124,9 +130,11 @@ class SchedulerEnv:
             last = self._keep(outputs, conversation)
         except ConversationEnded:
             pass
-        finally:  # also of one that is out of time
-            if source.loss_scale == "last_round":
-                self._mask_rounds(conversation, last)
+        finally:  # also when the conversation runs out of time
+            if source.loss_scale == "last_round" and conversation.masked:
+                source.warn_of_mask()
+            elif source.loss_scale == "last_round":
+                _mask_earlier_rounds(conversation.sampled, last or {len(conversation.sampled) - 1})
         infos = plain(self.records[-1][1]) if self.records else {}
         reason = StopReason.ENV_DONE if conversation.answer is None else StopReason.ANSWERED
         return Outcome(conversation.rewards, conversation.reason or reason, conversation.answer, infos)
@@ -134,13 +142,13 @@ class SchedulerEnv:
     def _request(self, policy: Policy, row: dict[str, Any]) -> RolloutInferRequest:
         prompt, data = copy.deepcopy(row["prompt"]), copy.deepcopy(row)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if messages[-1]["role"] == "assistant":  # the answer that a row of a chat dataset ends with
+        if messages[-1]["role"] == "assistant":  # a row of a chat dataset ends with the answer
             messages.pop()
         if self.source.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.source.system_prompt})
         data.pop("prompt")
         tools = data.pop("tools", None)
-        tools = json.loads(tools) if isinstance(tools, str) else tools  # text where rows have different ones
+        tools = json.loads(tools) if isinstance(tools, str) else tools  # JSON where the tools differ by row
         return RolloutInferRequest(messages, tools=tools, data_dict=data, uuid=policy.session)
 
     async def _hold(
@@ -162,7 +170,7 @@ class SchedulerEnv:
         return outputs
 
     def _keep(self, outputs: list[RolloutOutput], conversation: Conversation) -> set[int]:
-        """Keeps records, and writes their masks into the turns; returns the turns that records end with."""
+        """Stores the records, sets the masks of the turns, and returns the turns that the records end with."""
         turns, last = conversation.sampled, set()
         for number, output in enumerate(outputs, 1):
             ids, masks, logprobs = output.response_token_ids, output.response_loss_mask, output.rollout_logprobs
@@ -178,23 +186,110 @@ class SchedulerEnv:
                 claim(where, turns, response, mask, logprobs[turn] if logprobs else None)
             conversation.masked |= bool(masks)
             infos = check_infos(f"Record {number}", output.rollout_infos)
-            self.records.append((read_messages(output.messages or []), infos))
+            messages = [  # ms-swift's own schedulers write earlier messages of the assistant as plain text
+                {"role": "assistant", "content": message} if isinstance(message, str) else copy.deepcopy(message)
+                for message in output.messages or ()
+            ]
+            self.records.append((messages, infos))
             last.add(int(output.response.id))
         if any(output.response_token_ids for output in outputs):
-            for one in turns:  # a response that no record has is not trained
+            for one in turns:  # a response that is in no record is not trained
                 if not one.claimed:
                     one.turn.mask = [0] * len(one.ids)
         return last
 
-    def _mask_rounds(self, conversation: Conversation, last: set[int]) -> None:
-        if conversation.masked:
-            self.source.warn_of_mask()
-        elif conversation.sampled:
-            only_last_rounds(conversation.sampled, last or {len(conversation.sampled) - 1})
-
     async def close(self) -> None:
-        """Lets go of what the scheduler opened for the conversation."""
+        """Calls the scheduler's `on_trajectory_end`."""
         if self._conversation is not None:
             scheduler = await self.source.scheduler(self._conversation.policy.tokenizer)
             end = scheduler.on_trajectory_end
             await call(end, self._conversation.policy.session, what=end.__qualname__)
+
+
+def _mask_earlier_rounds(sampled: list[Sampled], last: set[int]) -> None:
+    """
+    Masks all turns but those of the last round: the turn that a record ends with, and the turns that it continues.
+
+    Args:
+        sampled (`list[Sampled]`): All turns in order.
+        last (`set[int]`): Indices of the turns that records end with.
+    """
+    trained = False
+    for one in reversed(sampled):
+        trained = trained or one.turn.index in last
+        if not trained:
+            one.turn.mask = [0] * len(one.ids)
+        trained = trained and one.continues
+
+
+MOST = 8
+"""Largest number of event loops. Coroutines that share a loop wait for each other when they block."""
+
+
+class _Loop:
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.users = 0
+        threading.Thread(target=self._work, daemon=True, name="scheduler loop").start()
+
+    def _work(self) -> None:
+        try:
+            self.loop.run_forever()
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.wait(left, timeout=1) if left else asyncio.sleep(0))
+        finally:
+            self.loop.close()
+
+
+_loops: list[_Loop] = []
+_lock = threading.Lock()
+
+
+async def run_apart(
+    function: Callable[..., Coroutine[Any, Any, Any]], *args: Any, idle: Callable[[], float], timeout: float | None
+) -> Any:
+    """
+    Awaits an `async` function of the user's in the event loop of another thread.
+
+    Args:
+        function (`Callable`), *args: The function and its arguments.
+        idle (`Callable`): Returns for how many seconds the function has not been waiting for the policy.
+        timeout (`float`, *optional*): Largest value of `idle()`. Above it the function is given up.
+
+    Raises:
+        OutOfTime: If `idle()` exceeds `timeout`.
+    """
+    with _lock:
+        if len(_loops) < MOST:
+            _loops.append(_Loop())
+        chosen = min(_loops, key=lambda one: one.users)
+        chosen.users += 1
+
+    async def work() -> Any:
+        return await guarded(function(*args))
+
+    future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), chosen.loop))
+    stuck = False
+    try:
+        while not future.done():
+            left = None if timeout is None else max(timeout - idle(), 0.01)
+            await asyncio.wait([future], timeout=left)
+            stuck = not future.done() and timeout is not None and idle() >= timeout
+            if stuck:
+                raise OutOfTime(f"{function.__qualname__} took longer than {timeout:g} s between two responses.")
+        return future.result()
+    finally:
+        future.cancel()
+        _leave(chosen, stuck)
+
+
+def _leave(chosen: _Loop, stuck: bool) -> None:
+    """Stops a loop that nobody uses any more. A loop in which something may be stuck gets no further coroutine."""
+    with _lock:
+        chosen.users -= 1
+        if (stuck or not chosen.users) and chosen in _loops:
+            _loops.remove(chosen)
+        if not chosen.users:
+            chosen.loop.call_soon_threadsafe(chosen.loop.stop)

@@ -1,13 +1,23 @@
-"""What schedulers are given and give back; names and fields are ms-swift's."""
+"""
+What schedulers are given and return, with ms-swift's names and fields, and how what they return becomes the mask of
+each turn (`claim`).
+"""
 
 from __future__ import annotations
 
+import inspect
+import logging
+import re
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mt_grpo.trajectory import Message
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import check_name
+from mt_grpo.token_tree import common_prefix
+from mt_grpo.trajectory import Message, Turn
 
 
 @dataclass
@@ -148,3 +158,176 @@ class Env(ABC):
 
     async def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Lets go of what the environment holds."""
+
+
+Messages = list[Message]
+
+
+def get_logger() -> logging.Logger:
+    """The logger for plugins."""
+    return logging.getLogger("mt_grpo.plugins")
+
+
+def remove_response(messages: Messages) -> str | None:
+    """Removes the last message if it is the assistant's, and returns its content."""
+    return messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
+
+
+@dataclass(eq=False)
+class Sampled:
+    """
+    A turn of a scheduler with its sampled token ids.
+
+    Args:
+        turn (`Turn`): The turn.
+        ids (`list[int]`): Its token ids.
+        continues (`bool`): Whether it continues the assistant's message of the turn before.
+        claimed (`bool`): Whether a response that the scheduler returned has these ids.
+    """
+
+    turn: Turn
+    ids: list[int]
+    continues: bool
+    claimed: bool = False
+
+
+_THINKING = re.compile(r"^.*?</think>\s*", re.DOTALL)
+
+
+def strip_thinking(message: Message) -> Message:
+    """An assistant's message without its thoughts; any other as it is."""
+    if message["role"] != "assistant":
+        return message
+    return {**message, "content": _THINKING.sub("", message["content"])}
+
+
+class ResponseError(ValueError):
+    """A scheduler returned token ids, masks or log-probabilities that contradict each other or the sampled ones."""
+
+
+def claim(
+    where: str,
+    sampled: Sequence[Sampled],
+    ids: list[int] | None,
+    mask: list[int] | None = None,
+    logprobs: list[float] | None = None,
+) -> None:
+    """
+    Finds the sampled turns in the ids of a response, and sets their masks.
+
+    - A sampled token in `ids` is trained as `mask` says; without a mask, it is trained.
+    - A sampled token that is missing from `ids` is not trained.
+    - A token in `ids` that was not sampled is context, which `mask` may not train.
+
+    Args:
+        where (`str`): Which response, for errors.
+        sampled (`Sequence[Sampled]`): The turns that it may be made of.
+        ids (`list[int]`, *optional*): Its token ids; without them only `logprobs` can be checked.
+        mask (`list[int]`, *optional*): 1 where a token is trained.
+        logprobs (`list[float]`, *optional*): One for each trained token. Only their number is checked: training
+            uses the log-probabilities of the sampling.
+
+    Raises:
+        ResponseError: If lengths differ, or a token is to be trained that was not sampled.
+    """
+    if mask is not None:
+        if ids is None:
+            raise ResponseError(f"{where}: `response_loss_mask` came without `response_token_ids`: return both.")
+        _check_length(where, "response_loss_mask", len(mask), "`response_token_ids` has", len(ids))
+        for position, value in enumerate(mask):
+            if value not in (0, 1):
+                raise ResponseError(f"{where}: `response_loss_mask` has {value!r} at {position}: set 0 or 1.")
+    if logprobs is not None:
+        if mask is not None:
+            trained, of = sum(mask), "the 1s of `response_loss_mask` are"
+        elif ids is not None:
+            trained, of = len(ids), "`response_token_ids` has"
+        else:
+            trained, of = sum(len(one.ids) for one in sampled), "the sampled tokens are"
+        _check_length(where, "rollout_logprobs", len(logprobs), of, trained)
+    if ids is not None:
+        _claim(where, sampled, list(ids), mask)
+
+
+def _check_length(where: str, name: str, length: int, of: str, expected: int) -> None:
+    if length != expected:
+        raise ResponseError(f"{where}: `{name}` has {length} entries and {of} {expected}: make them equal.")
+
+
+def _claim(where: str, sampled: Sequence[Sampled], ids: list[int], mask: list[int] | None) -> None:
+    position = 0
+    while position < len(ids):
+        found, size = _find(sampled, ids, position)
+        if found is None:
+            if mask is not None and mask[position]:
+                raise ResponseError(
+                    f"{where}: `response_loss_mask` trains token {position} of the {len(ids)} in "
+                    "`response_token_ids`, which was not sampled there: set 0 for what was not sampled."
+                )
+            position += 1
+            continue
+        kept = [1] * size if mask is None else [int(value) for value in mask[position : position + size]]
+        found.turn.mask = kept + [0] * (len(found.ids) - size)
+        found.claimed = True
+        position += size
+
+
+def _find(sampled: Sequence[Sampled], ids: list[int], position: int) -> tuple[Sampled | None, int]:
+    """The turn whose ids begin at a position, and how many of them; at position 0 its end may be cut off."""
+    best, longest = None, 0
+    for one in sampled:
+        if one.claimed or not one.ids or one.ids[0] != ids[position]:
+            continue
+        size = common_prefix(one.ids, ids, position)
+        if size == len(one.ids):
+            return one, size
+        if position == 0 and size > longest:
+            best, longest = one, size
+    return best, longest
+
+
+def check_infos(where: str, infos: Any) -> dict[str, Any]:
+    """`rollout_infos`; raises `ResponseError` if they are no dictionary."""
+    if not isinstance(infos, dict):
+        raise ResponseError(f"{where}: `rollout_infos` is {type(infos).__name__}: return a dictionary.")
+    return infos
+
+
+def plain(value: Any, depth: int = 8) -> Any:
+    """A copy that JSON can hold: other objects become text, and what is nested deeper than `depth` is left out."""
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, dict):
+        return {str(key): plain(item, depth - 1) for key, item in value.items()} if depth else "..."
+    if isinstance(value, list | tuple | set):
+        return [plain(item, depth - 1) for item in value] if depth else "..."
+    return str(value)
+
+
+class Names(dict[str, Any]):
+    """
+    Classes by name: `multi_turns["mine"] = Mine`.
+
+    Args:
+        what (`str`): What one of them is, for errors.
+        base (`type`): What each is a subclass of.
+        added (`Callable`, *optional*): Called with the name and the class of each.
+    """
+
+    def __init__(self, what: str, base: type, added: Callable[[str, type], None] | None = None) -> None:
+        super().__init__()
+        self._what, self._base, self._added = what, base, added
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_name(name, self._what)
+        if not (inspect.isclass(value) and issubclass(value, self._base)):
+            raise ConfigError(
+                f"The {self._what} {name!r} is {value!r}, which is no subclass of {self._base.__name__}: subclass it, "
+                "and import that from `mt_grpo.integrations.swift`."
+            )
+        if self._added is not None:
+            self._added(name, value)
+        super().__setitem__(name, value)
+
+
+envs = Names("environment of the gym scheduler", Env)

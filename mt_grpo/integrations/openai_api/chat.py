@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from mt_grpo.integrations.openai_api.options import Wish
+from mt_grpo.integrations.openai_api.request import Wish
 from mt_grpo.trajectory import Message, Turn
 
 REASONING = ("reasoning_content", "thinking", "reasoning")

@@ -1,0 +1,229 @@
+"""ms-swift's reward classes and its plugins for reward models, as outcome rewards: one value per trajectory."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import partialmethod
+from typing import Any
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.integrations.swift.env import SchedulerEnv
+from mt_grpo.integrations.swift.types import Names
+from mt_grpo.rewards import REWARDS, FunctionReward
+from mt_grpo.rewards.gsm8k import find_number
+from mt_grpo.rewards.triviaqa import normalize_answer
+from mt_grpo.trajectory import Message, Trajectory
+
+
+class ORM(FunctionReward):
+    """
+    An outcome reward in ms-swift's form: subclass it with `__call__(self, completions, **kwargs) -> list[float]`,
+    which may be `async`. It is called once per batch, with these keyword arguments, one entry per trajectory:
+
+    - `completions`: the assistant's last message in the trajectory's last record.
+    - the columns of the rows; `prompts` and `completion_ids` as in TRL.
+    - `messages` and `rollout_infos` of the last record.
+    - `request_id`: an identifier. `trajectory_inputs[request_id]` is the list of the trajectory's records, each a
+      dictionary of the row's columns, `messages`, `rollout_infos` and `request_id`.
+    """
+
+    brings = ("messages", "rollout_infos", "request_id", "trajectory_inputs")
+    takes_environments = False
+
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
+        self.args = args
+
+    @property
+    def function(self) -> Any:
+        """The function that `FunctionReward` calls."""
+        return self.__call__
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        """The rewards of a batch."""
+        raise NotImplementedError(f"{type(self).__name__} defines no `__call__`.")
+
+    def arguments(self, trajectories: list[Trajectory], rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """The keyword arguments of `__call__`."""
+        inputs = {trajectory.session: _records(trajectory) for trajectory in trajectories}
+        last = [inputs[trajectory.session][-1] for trajectory in trajectories]
+        return {
+            **super().arguments(trajectories, rows),
+            "completions": [_last_words(record["messages"]) for record in last],
+            "messages": [record["messages"] for record in last],
+            "rollout_infos": [record["rollout_infos"] for record in last],
+            "request_id": [trajectory.session for trajectory in trajectories],
+            "trajectory_inputs": inputs,
+        }
+
+
+class AsyncORM(ORM):
+    """An `ORM` whose `__call__` is `async`. It is called once per batch too."""
+
+    async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        """The rewards of a batch."""
+        raise NotImplementedError(f"{type(self).__name__} defines no `__call__`.")
+
+
+def _records(trajectory: Trajectory) -> list[dict[str, Any]]:
+    environment = trajectory.environment
+    whole = [(trajectory.messages, trajectory.info)]
+    records = environment.records if isinstance(environment, SchedulerEnv) and environment.records else whole
+    columns = {**trajectory.row, "request_id": trajectory.session}
+    return [{**columns, "messages": messages, "rollout_infos": infos} for messages, infos in records]
+
+
+def _last_words(messages: list[Message]) -> str:
+    contents = [message.get("content") or "" for message in messages if message["role"] == "assistant"]
+    return contents[-1] if contents else ""
+
+
+def register_orm(name: str, orm: type[ORM]) -> None:
+    """Lets recipes name a reward class of a plugin in `outcome_reward_funcs`."""
+    if orm is not Accuracy:  # recipes name it by its path: plugins register rewards of their own as "accuracy"
+        args = inspect.signature(orm).parameters.get("args")
+        if args is not None and args.default is args.empty:  # ms-swift's trainer passes its own arguments here
+            orm.__init__ = partialmethod(orm.__init__, None)
+        orm.name = name
+        REWARDS.add(name, orm, orm.__module__)
+
+
+_MARKED = re.compile(r"<answer>(.*?)</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", re.DOTALL)
+
+
+class Accuracy(ORM):
+    r"""
+    1.0 if the last answer equals the column `solution`, else 0.0. The answer is what `<answer>` or `\boxed{}` holds,
+    or else the last number. Numbers are compared by value, other answers as text without case and punctuation.
+    Expressions are not evaluated.
+    """
+
+    def __call__(self, completions: list[str], solution: list[Any], **kwargs: Any) -> list[float]:
+        """The rewards of a batch."""
+        return [float(is_right(said, str(right))) for said, right in zip(completions, solution, strict=True)]
+
+
+def is_right(said: str, right: str) -> bool:
+    """Whether two texts have the same final answer; see `Accuracy`."""
+    given, wanted = _final(said), _final(right)
+    if given is None or wanted is None:
+        return False
+    numbers = find_number(given), find_number(wanted)
+    if None not in numbers and not re.search(r"[^\W\d_]", given + wanted):
+        return numbers[0] == numbers[1]
+    return normalize_answer(given) == normalize_answer(wanted)
+
+
+def _final(text: str) -> str | None:
+    marked = _MARKED.findall(text)
+    if marked:
+        return "".join(marked[-1]).strip() or None  # one of the two groups matched
+    number = find_number(text)
+    if number is not None:
+        return str(number)
+    return text if len(text.split()) <= 5 else None
+
+
+class DefaultRMPlugin:
+    """
+    Scores conversations by the first logit of a classifier.
+
+    Args:
+        model: A `transformers` model for sequence classification.
+        template (`RewardTemplate`): Makes its inputs.
+    """
+
+    def __init__(self, model: Any, template: Any) -> None:
+        self.model, self.template = model, template
+
+    def __call__(self, inputs: list[dict[str, Any]], **kwargs: Any) -> Any:
+        """
+        The rewards of a batch, `(B,)`.
+
+        Args:
+            inputs (`list[dict]`): The columns of each row, with `messages`, the whole conversation.
+        """
+        import torch
+
+        encoded = self.template.data_collator([self.template.encode(one) for one in inputs])
+        with torch.inference_mode():
+            return self.model(**to_device(encoded, self.model.device)).logits[:, 0]
+
+
+class RewardTemplate:
+    """
+    Encodes conversations for a reward model, with its own chat template.
+
+    Args:
+        tokenizer: The reward model's.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def encode(self, inputs: dict[str, Any]) -> dict[str, list[int]]:
+        """The ids of one conversation."""
+        return dict(self.tokenizer.apply_chat_template(inputs["messages"], return_dict=True))
+
+    def data_collator(self, batch: list[dict[str, list[int]]]) -> dict[str, Any]:
+        """A padded batch, `(B, T)`."""
+        return dict(self.tokenizer.pad(batch, return_tensors="pt"))
+
+
+class PluginReward(ORM):
+    """
+    The reward of a plugin for reward models. Recipes name it by the plugin's name and give it a model:
+    `outcome_reward_funcs: [{name: my_plugin, model: path/or/id}]`.
+
+    Args:
+        model (`str`): A model for sequence classification, with a chat template: a folder or an id of the Hub.
+    """
+
+    plugin_class: type = DefaultRMPlugin
+
+    def __init__(self, model: str) -> None:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        super().__init__()
+        try:
+            loaded = AutoModelForSequenceClassification.from_pretrained(model).eval()
+            tokenizer = AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"The reward model {model!r} of {self.name!r} cannot be loaded: {str(error).splitlines()[0]}"
+            ) from error
+        self.plugin = self.plugin_class(loaded, RewardTemplate(tokenizer))
+
+    def __call__(self, completions: list[str], messages: list[list[Message]], **kwargs: Any) -> list[float]:
+        """The rewards of a batch."""
+        inputs = kwargs.pop("trajectory_inputs")
+        last = [inputs[session][-1] for session in kwargs["request_id"]]
+        return [float(reward) for reward in self.plugin(inputs=last, **kwargs)]
+
+
+def register_plugin(name: str, plugin: type) -> None:
+    """Lets recipes name a plugin in `outcome_reward_funcs`."""
+    if plugin is DefaultRMPlugin:  # recipes name `PluginReward` by its path
+        return
+    reward = type(plugin.__name__, (PluginReward,), {"plugin_class": plugin, "name": name, "__doc__": plugin.__doc__})
+    REWARDS.add(name, reward, plugin.__module__)
+
+
+def to_device(inputs: dict[str, Any], device: Any) -> dict[str, Any]:
+    """Tensors on a device."""
+    return {name: value.to(device) for name, value in inputs.items()}
+
+
+class TransformersEngine:
+    """The name that ms-swift's files import for generative reward models, which are refused."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            "A reward model that writes is not run in the trainer: serve it, and ask it in an `AsyncORM` over HTTP."
+        )
+
+
+orms = Names("reward", ORM, register_orm)
+orms["accuracy"] = Accuracy
+rm_plugins = Names("plugin of reward models", object, register_plugin)
+rm_plugins["default"] = DefaultRMPlugin
