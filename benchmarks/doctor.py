@@ -30,9 +30,7 @@ import torch
 from common import build_tokenizer, write
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from mt_grpo.app.doctor.memory import Precision, states
-from mt_grpo.app.doctor.shape import read_shape
-from mt_grpo.app.doctor.sharding import COPIES
+from mt_grpo.app.doctor.memory import COPIES, Precision, read_shape, states
 from mt_grpo.cli import main as mt_grpo
 from mt_grpo.data import embedded
 

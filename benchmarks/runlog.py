@@ -13,7 +13,7 @@ from measure import interleave
 
 from mt_grpo.data.embedded.corpus import passages
 from mt_grpo.runlog import Batch, RunWriter, open_run, read_trajectories
-from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.files import to_json
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 
 REWARDS = [

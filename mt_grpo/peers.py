@@ -36,7 +36,7 @@ MODULES: dict[str, dict[str, Sequence[str]]] = {
     "verl.interactions.gsm8k_interaction": {VERL: ("Gsm8kInteraction",)},
     "verl.tools.base_tool": {TOOLS: ("BaseTool", "OpenAIFunctionToolSchema", "ToolResponse")},
     "verl.tools.gsm8k_tool": {"mt_grpo.integrations.verl": ("Gsm8kTool",)},
-    "verl.tools.mcp_base_tool": {"mt_grpo.tools.mcp.base": ("MCPBaseTool",)},
+    "verl.tools.mcp_base_tool": {"mt_grpo.tools.mcp.tools": ("MCPBaseTool",)},
     "verl.tools.mcp_search_tool": {"mt_grpo.integrations.verl": ("MCPSearchTool",)},
     "verl.tools.schemas": {
         TOOLS: (

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mt_grpo.rewards import RewardFunc
-from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.files import to_json
 from mt_grpo.trajectory import Trajectory
 
 PACKAGES = ("mt-grpo", "trl", "transformers", "accelerate", "torch", "datasets", "peft")

@@ -35,7 +35,7 @@ from mt_grpo.training.step_log.warnings import read_audit
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
 from mt_grpo.viewer import render_trajectory
-from mt_grpo.weights.update_calls import WeightSyncError
+from mt_grpo.weights.updates import WeightSyncError
 
 EXAMPLES = 3
 FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFiniteError, RewardError)

@@ -12,8 +12,7 @@ from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.tools import Tool, ToolSession, load_tools
-from mt_grpo.tools.session import ToolStateError
-from mt_grpo.tools.stateful import StatefulTool
+from mt_grpo.tools.stateful import StatefulTool, ToolStateError
 from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
 
 if TYPE_CHECKING:

@@ -1,13 +1,16 @@
-"""Files of a run's folder, which may be damaged or a stranger's, and files that are whole or absent."""
+"""How files of a run are written and read: whole or absent, as JSON that every reader takes, and perhaps damaged."""
 
 from __future__ import annotations
 
+import json
+import math
 import secrets
 import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mt_grpo.errors import UserError
 
@@ -116,3 +119,32 @@ def check_target(path: Path) -> None:
 
 def _reason(error: Exception) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def to_json(record: dict[str, Any], **options: Any) -> str:
+    """
+    A record as JSON. NaN and infinity become `null`, since JSON lacks them. A value without a JSON form becomes its
+    text.
+
+    Args:
+        record (`dict`): What to write.
+        **options: As for `json.dumps`.
+    """
+    options = {"default": str, "ensure_ascii": False, **options}
+    try:
+        return json.dumps(record, allow_nan=False, **options)
+    except ValueError:  # what says so; looking at every number of a long record first would cost more
+        return json.dumps(_finite(record), allow_nan=False, **options)
+
+
+def whole(text: str) -> str:
+    """Text without half characters, which no encoding has; a question mark stands for each."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

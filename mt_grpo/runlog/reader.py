@@ -19,9 +19,8 @@ from tokenizers import Tokenizer
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import files, schema
-from mt_grpo.runlog.conversation import Damage, conversation, messages_of, plain_trajectory, read_record, words
+from mt_grpo.runlog.conversation import Damage, conversation, messages_of, misfit, plain_trajectory, read_record, words
 from mt_grpo.runlog.index import Index
-from mt_grpo.runlog.shapes import misfit
 
 NUMBERS = {
     "step": np.int32,

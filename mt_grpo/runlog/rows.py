@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 import pyarrow as pa
 
-from mt_grpo.runlog.jsonl import to_json, whole
+from mt_grpo.runlog.files import to_json, whole
 from mt_grpo.runlog.schema import ROLLOUTS, rollouts_file, session_id
 from mt_grpo.trajectory import UNWRITTEN, Trajectory
 

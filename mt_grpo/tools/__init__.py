@@ -2,11 +2,9 @@
 
 from mt_grpo.tools.calculator import calculator
 from mt_grpo.tools.function import Tool, ToolDefinitionError
-from mt_grpo.tools.loading import load_tools, tool
-from mt_grpo.tools.mcp.base import MCPBaseTool
-from mt_grpo.tools.session import ToolSession
-from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolResponse
-from mt_grpo.tools.tool_file import load_tools_file
+from mt_grpo.tools.loading import load_tools, load_tools_file, tool
+from mt_grpo.tools.mcp.tools import MCPBaseTool
+from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolResponse, ToolSession
 
 __all__ = [
     "BaseTool",

@@ -1,17 +1,25 @@
-"""Tools as a recipe names them: registered names, dotted paths, callables."""
+"""
+Tools as a recipe names them: by registered name, dotted path or callable (`tools`), and in a YAML file of verl's form
+(`tools_config_file`).
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
 
 from mt_grpo.errors import UserError
-from mt_grpo.imports import Registry, import_object
+from mt_grpo.imports import Registry, did_you_mean, import_object
 from mt_grpo.options import is_bare, unknown_tool
 from mt_grpo.tools.concurrency import ConcurrencyLimit
 from mt_grpo.tools.function import Tool, ToolDefinitionError, ToolOptions
-from mt_grpo.tools.stateful import BaseTool, StatefulTool
+from mt_grpo.tools.mcp.tools import MCPBaseTool, mcp_tools, remote_tools
+from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, StatefulTool
 
 TOOLS: Registry[Callable[..., Any]] = Registry("tool", "mt_grpo.tools")
 """The tools a recipe can list by bare name."""
@@ -107,3 +115,126 @@ def _started(cls: type) -> Any:
             f"The tool class {cls.__name__!r} does not start without arguments ({type(error).__name__}: {error}): "
             "make an object of it in a Python file and name that."
         ) from error
+
+
+TYPES = ("native", "mcp")
+
+Made = TypeVar("Made", bound=BaseTool)
+
+
+def load_tools_file(path: str) -> list[Tool]:
+    """
+    Makes the tools of a file, and starts the MCP servers it names.
+
+        tools:
+          - class_name: "my_tools.Counter"      # a subclass of `BaseTool`
+            config: {type: native}              # the class gets all of it
+            tool_schema: {type: function, function: {name: ..., description: ..., parameters: ...}}
+          - class_name: ""                      # or a subclass of `MCPBaseTool`
+            config: {type: mcp, timeout: 30, rate_limit: 10}
+            mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
+
+    Args:
+        path (`str`): The file; paths in it are relative to the current folder.
+
+    Raises:
+        ToolDefinitionError: If the file is missing or wrong, or a class in it does not start.
+        ImportPathError: If a `class_name` does not lead to a class.
+        ConfigError: If an MCP server cannot be started.
+    """
+    if not Path(path).is_file():
+        raise ToolDefinitionError(f"The file of tools {path!r} (`tools_config_file`) does not exist.")
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ToolDefinitionError(
+            f"The file of tools {path!r} is not valid YAML: {' '.join(str(error).split())}."
+        ) from error
+    entries = content.get("tools") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise ToolDefinitionError(f"The file of tools {path!r} lists no tools: write a list under `tools:`.")
+    return [tool for number, entry in enumerate(entries, 1) for tool in _tools(entry, f"Tool {number} in {path}")]
+
+
+def _tools(entry: Any, where: str) -> list[Tool]:
+    _check_keys(entry, ("class_name", "config", "tool_schema", "mcp"), where)
+    config = entry.get("config")
+    if not isinstance(config, dict) or config.get("type") not in TYPES:
+        raise ToolDefinitionError(f"{where} does not say what it is: write `config: {{type: native}}` or `type: mcp`.")
+    if config["type"] == "native":
+        return [_native(entry, config, where)]
+    return _mcp(entry, config, where)
+
+
+def _native(entry: dict[str, Any], config: dict[str, Any], where: str) -> Tool:
+    if "mcp" in entry:
+        raise ToolDefinitionError(f"{where} has `mcp` beside `type: native`: write `type: mcp`, or leave it out.")
+    tool_class = _tool_class(entry.get("class_name"), BaseTool, where)
+    schema = entry.get("tool_schema")
+    try:
+        schema = None if schema is None else OpenAIFunctionToolSchema.model_validate(schema)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ToolDefinitionError(
+            f"{where} has a wrong `tool_schema` at {'.'.join(map(str, first['loc']))!r}: {first['msg']}."
+        ) from error
+    return StatefulTool.of(_made(tool_class, config, schema, where))
+
+
+def _mcp(entry: dict[str, Any], config: dict[str, Any], where: str) -> list[Tool]:
+    options = entry.get("mcp")
+    if not isinstance(options, dict) or not isinstance(options.get("mcp_servers_config_path"), str):
+        raise ToolDefinitionError(
+            f"{where} names no file of MCP servers: write `mcp: {{mcp_servers_config_path: servers.json}}`."
+        )
+    _check_keys(options, ("mcp_servers_config_path", "tool_selected_list"), f"{where}, `mcp`,")
+    for name in ("timeout", "rate_limit"):
+        value = config.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+            unit = "seconds for a call" if name == "timeout" else "calls a second"
+            raise ToolDefinitionError(f"{where} has the `{name}` {value!r}: give {unit}, above 0, or leave it out.")
+    selected = options.get("tool_selected_list") or []
+    if not isinstance(selected, list) or not all(isinstance(name, str) for name in selected):
+        raise ToolDefinitionError(f"{where} has a `tool_selected_list` that is no list of names: {selected!r}.")
+    arguments = (options["mcp_servers_config_path"], selected, config.get("timeout"), config.get("rate_limit"))
+    if not entry.get("class_name"):
+        return mcp_tools(*arguments)
+    tool_class = _tool_class(entry["class_name"], MCPBaseTool, where)
+    tools: list[Tool] = []
+    for remote in remote_tools(*arguments):
+        base = _made(tool_class, config, OpenAIFunctionToolSchema.model_validate(remote.schema), where)
+        base.remote = remote
+        tools.append(StatefulTool.of(base))
+    return tools
+
+
+def _tool_class(name: Any, kind: type[Made], where: str) -> type[Made]:
+    if not isinstance(name, str) or not name:
+        raise ToolDefinitionError(f"{where} names no class: write `class_name: my_tools.Counter`.")
+    tool_class = import_object(name, what="tool class")
+    if not isinstance(tool_class, type) or not issubclass(tool_class, kind):
+        raise ToolDefinitionError(
+            f"{where} names {name}, which is no subclass of `{kind.__name__}`: subclass it, imported by `from "
+            f"mt_grpo.tools import {kind.__name__}`."
+        )
+    return tool_class
+
+
+def _made(tool_class: type[Made], config: dict[str, Any], schema: OpenAIFunctionToolSchema | None, where: str) -> Made:
+    try:
+        return tool_class(config=config, tool_schema=schema)
+    except ToolDefinitionError:
+        raise
+    except Exception as error:  # whatever the user's class raises
+        raise ToolDefinitionError(
+            f"{where}: the class {tool_class.__name__!r} does not start from `config` and `tool_schema` "
+            f"({type(error).__name__}: {error})."
+        ) from error
+
+
+def _check_keys(value: Any, known: tuple[str, ...], where: str) -> None:
+    if not isinstance(value, dict):
+        raise ToolDefinitionError(f"{where} is no mapping of keys to values.")
+    for key in value:
+        if key not in known:
+            raise ToolDefinitionError(f"{where} has the unknown key {key!r}{did_you_mean(key, known)}.")

@@ -1,8 +1,13 @@
-"""Tools with a state of their own in each conversation, in the form of verl's `BaseTool`."""
+"""Tools with a state per conversation, in the form of verl's `BaseTool`, and the session that holds these states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import copy
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -10,6 +15,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict
 
 from mt_grpo.tools.function import Tool, ToolDefinitionError
+from mt_grpo.tools.results import check_data, describe_error
 
 
 class OpenAIFunctionPropertySchema(BaseModel):
@@ -151,3 +157,190 @@ def _outside(name: str) -> Callable[..., Any]:
         raise RuntimeError(f"the tool {name!r} keeps a state, so it is called in a conversation only (`ToolSession`)")
 
     return refuse
+
+
+class ToolStateError(Exception):
+    """The state of a tool could not be made, scored or released. The message names tool and cause."""
+
+
+class ToolSession:
+    """
+    The tools of one conversation, those with a state bound to it. Use it in the event loop that runs the conversation:
+
+        session = ToolSession(tools, row, timeout)
+        try:
+            await session.create()
+            ... execute calls by `session.tools`; after those of a turn, turn.reward = session.take_reward() ...
+            rewards = await session.rewards()
+        finally:
+            await session.release()
+
+    Args:
+        tools (`Iterable[Tool]`): All tools of the conversation, in any mixture.
+        row (`dict`): Its dataset row, which may bring `tools_kwargs`.
+        timeout (`float`, *optional*): Seconds each `create`, `calc_reward` and `release` may take.
+
+    Attributes:
+        tools (`dict[str, Tool]`): The tools by name, ready to be called.
+        metrics (`dict[str, list[dict]]`): What `execute` gave to log, a mapping a call, by tool.
+        failures (`list[str]`): What `calc_reward` and `release` failed with, a sentence each.
+    """
+
+    def __init__(self, tools: Iterable[Tool], row: dict[str, Any], timeout: float | None = None) -> None:
+        tools = list(tools)
+        self.tools = {tool.name: self._bound(tool) if isinstance(tool, StatefulTool) else tool for tool in tools}
+        self.metrics: dict[str, list[dict[str, Any]]] = {}
+        self.failures: list[str] = []
+        self._stateful = [tool.base for tool in tools if isinstance(tool, StatefulTool)]
+        self._timeout = timeout
+        self._options = _options(row) if self._stateful else {}
+        self._instances: dict[str, str] = {}  # by tool, in the order they were made
+        self._step_rewards: list[float] = []
+        self._release: asyncio.Task[None] | None = None
+
+    async def create(self) -> None:
+        """
+        Makes the states, one tool after another.
+
+        Raises:
+            ToolStateError: If a tool fails or takes too long.
+        """
+        for base in self._stateful:
+            instance = uuid4().hex
+            # a tool that fails half-way has something to release, too
+            self._instances[base.name] = instance
+            try:
+                made = await self._ask(base, base.create, instance)
+            except Exception as error:  # whatever the user's tool raises
+                raise ToolStateError(self._failed(base, "create", error)) from error
+            made = made[0] if isinstance(made, tuple) else made
+            self._instances[base.name] = instance if made is None else made
+
+    def take_reward(self) -> float | None:
+        """The sum of the step rewards since this was asked last; `None` where no call gave one."""
+        rewards, self._step_rewards = self._step_rewards, []
+        return sum(rewards) if rewards else None
+
+    async def rewards(self) -> dict[str, float]:
+        """What `calc_reward` of each tool says, by tool; without those that do not override it, say `None` or fail."""
+        rewards = {}
+        for base in self._stateful:
+            if base.name in self._instances and type(base).calc_reward is not BaseTool.calc_reward:
+                try:
+                    reward = await self._ask(base, base.calc_reward, self._instances[base.name])
+                    if reward is not None:
+                        rewards[base.name] = _number(reward, "`calc_reward` returned")
+                except Exception as error:  # whatever the user's tool raises
+                    self.failures.append(self._failed(base, "calc_reward", error))
+        return rewards
+
+    async def release(self) -> None:
+        """
+        Releases the states, the last one made first, each once however often this is called. It never fails; where
+        its caller is cancelled, it goes on by itself.
+        """
+        if self._release is None:
+            self._release = asyncio.create_task(self._release_all(), name="release of the tools of a conversation")
+        await asyncio.shield(self._release)
+
+    async def _release_all(self) -> None:
+        bases = {base.name: base for base in self._stateful}
+        for name, instance in reversed(self._instances.items()):
+            try:
+                await self._ask(bases[name], bases[name].release, instance)
+            except Exception as error:  # whatever the user's tool raises
+                self.failures.append(self._failed(bases[name], "release", error))
+
+    def _bound(self, tool: StatefulTool) -> Tool:
+        async def execute(**arguments: Any) -> Any:
+            options = self._options.get(tool.base.name, {}).get("execute_kwargs", {})
+            result = await _call(tool.base.execute, self._instances[tool.base.name], arguments, **options)
+            if not isinstance(result, tuple) or len(result) != 3:
+                raise TypeError(f"`execute` must return (response, reward, metrics), not {type(result).__name__}")
+            response, reward, metrics = result
+            text, metrics = _read(response), {} if metrics is None else metrics
+            check_data(metrics, "the mapping of metrics that `execute` returned")
+            if reward is not None:
+                self._step_rewards.append(_number(reward, "`execute` returned the step reward"))
+            self.metrics.setdefault(tool.base.name, []).append(metrics)
+            return text
+
+        bound = copy.copy(tool)
+        bound.function = execute
+        return bound
+
+    async def _ask(self, base: BaseTool, method: Callable[..., Any], instance: str) -> Any:
+        options = self._options.get(base.name, {}).get(f"{method.__name__}_kwargs", {})
+        task = asyncio.ensure_future(_call(method, instance, **options))
+        task.set_name(f"{method.__name__} of tool {base.name!r}")
+        try:
+            # not `asyncio.timeout`, which waits for a tool that does not let itself be cancelled
+            done, _ = await asyncio.wait([task], timeout=self._timeout)
+        finally:
+            task.cancel()
+            task.add_done_callback(_retrieve)
+        if not done:
+            raise TimeoutError(f"it took longer than {self._timeout:g} s")
+        if task.cancelled():
+            raise RuntimeError("it was cancelled")
+        return task.result()
+
+    def _failed(self, base: BaseTool, method: str, error: Exception) -> str:
+        return f"`{method}` of the tool {base.name!r} failed: {describe_error(error)}."
+
+
+async def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Calls a method of a tool, in a thread where it may block, so that it ends neither the loop nor a future."""
+
+    def plain() -> Any:
+        try:
+            return method(*arguments, **options)
+        except StopIteration as stop:  # a future cannot carry it
+            raise RuntimeError(describe_error(stop)) from stop
+
+    try:
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments, **options)
+        result = await asyncio.to_thread(plain)
+        return await result if inspect.isawaitable(result) else result
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as caught:  # it would end the event loop, and the run with it
+        raise RuntimeError(describe_error(caught)) from caught
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Asks for the exception of a task that nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _options(row: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Arguments for the tools' methods, without those that a table fills with `None` since other rows have them."""
+    options = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
+    return {
+        tool: {
+            method: {name: value for name, value in arguments.items() if value is not None}
+            for method, arguments in methods.items()
+            if arguments
+        }
+        for tool, methods in options.items()
+        if methods
+    }
+
+
+def _read(response: Any) -> Any:
+    """What the model reads of a response."""
+    if isinstance(response, ToolResponse):
+        response = {"text": response.text, "image": response.image, "video": response.video}
+    if not isinstance(response, dict) or not response.keys() <= {"text", "image", "video"}:
+        return response
+    if response.get("image") or response.get("video"):
+        raise TypeError("images and videos cannot be shown in a conversation of text")
+    return response.get("text") or ""
+
+
+def _number(value: Any, what: str) -> float:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{what} {value!r}, which is no finite number")
+    return float(value)

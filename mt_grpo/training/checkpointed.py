@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mt_grpo.envs.source import tool_names
-from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.files import to_json
 from mt_grpo.training.checkpoint import (
     batch_options,
     is_whole,

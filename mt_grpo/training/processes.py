@@ -18,7 +18,7 @@ from mt_grpo.rollout.background import run
 from mt_grpo.rollout.engines.transformers import on_device
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
 from mt_grpo.runlog import RunLogError
-from mt_grpo.weights.update_calls import WeightSyncError
+from mt_grpo.weights.updates import WeightSyncError
 
 T = TypeVar("T")
 

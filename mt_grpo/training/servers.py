@@ -20,7 +20,7 @@ from mt_grpo.rollout.engines.vllm.http import ServerSetupError
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.sampling import check_sequence_ratio
 from mt_grpo.weights.transport import TRANSPORTS, WeightSync, WeightTransport
-from mt_grpo.weights.update_calls import WeightSyncError
+from mt_grpo.weights.updates import WeightSyncError
 
 _EVERYWHERE = "0.0.0.0"
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
-from mt_grpo.viewer.columns import Columns, short_name
-from mt_grpo.viewer.filters import parse_filter
+from mt_grpo.viewer.columns import Columns, parse_filter, short_name
 
 MOST_READ = 200
 """Conversations that are read to find answers that were lost."""

@@ -1,13 +1,18 @@
-"""A run at a glance: curves over its steps, and the numbers on top of them."""
+"""
+A run at a glance: curves over its steps, the numbers on top of them, and what is worth a look, each with a link to its
+conversations.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from mt_grpo.runlog.findings import BAD, WARN, Finding, find_in_run
 from mt_grpo.trajectory import StopReason
-from mt_grpo.viewer.columns import REWARD, SPREAD, Columns, short_name
+from mt_grpo.viewer.columns import REWARD, SPREAD, Columns, parse_filter, short_name
 
 POINTS = 400
 """Points of a curve; more steps than that are put together, as means of equally many."""
@@ -128,3 +133,138 @@ def _points(values: np.ndarray) -> list[float | None]:
         edges = np.linspace(0, len(values), POINTS + 1).astype(int)
         values = _means(values, np.repeat(np.arange(POINTS), np.diff(edges)), POINTS)
     return [None if np.isnan(value) else float(value) for value in values]
+
+
+GOOD = "ok"
+
+LIMITS = {
+    "groups without signal": 0.5,
+    "tokens clipped": 0.2,
+    "with a failed call": 0.3,
+}
+"""Shares above which a curve is worth a look."""
+
+TIMES_USUAL = 4
+"""How many times its median a curve may reach."""
+
+EXPLORES = 0.02
+"""Nats per token below which a policy hardly explores."""
+
+
+SHARES = {
+    "groups without signal": ("All members earned the same:", "groups", "spread=0"),
+    "with a failed call": ("A call failed:", "conversations", "errors>0"),
+}
+"""Curves of shares: what they say, of what they are shares, and the filter that finds them."""
+
+
+def limits(view: dict[str, Any]) -> dict[str, float]:
+    """Where each curve of `health` is worth a look: above it, and for the entropy below."""
+    found = dict(LIMITS)
+    for name in ("engine − trainer", "gradient norm"):
+        known = [value for value in view["health"][name] if value is not None]
+        if known:
+            found[name] = TIMES_USUAL * float(np.median(known))
+    return {**found, "entropy": EXPLORES}
+
+
+def findings(
+    view: dict[str, Any], columns: Columns, compared: dict[str, Any] | None, about: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """
+    The list, worst first.
+
+    Args:
+        view (`dict`): What `overview` returns.
+        columns (`Columns`): The run's conversations.
+        compared (`dict`, *optional*): What `compare` returns for the first and the last evaluation.
+        about (`dict`, *optional*): The index's line of kind `run`.
+
+    Returns:
+        `list[dict]`: `level` (`"bad"`, `"warn"` or `"ok"`), `strong` and `text`, the sentence in two parts, and `link`
+        with its words in `label`, or `None`. A link has a `view` and its parameters.
+    """
+    shared = find_in_run(columns.rows, about)
+    said = {finding.kind for finding in shared}
+    of_conversations = map(_as_dict, shared)
+    rules = [*_broken(compared), *of_conversations, *_stops(view, said), *_health(view, columns), *_reward(view)]
+    return sorted(rules, key=lambda finding: (BAD, WARN, GOOD).index(finding["level"]))
+
+
+def _finding(level: str, strong: str, text: str, label: str = "", **link: Any) -> dict[str, Any]:
+    return {"level": level, "strong": strong, "text": text, "label": label, "link": link or None}
+
+
+def _conversations(number: int) -> str:
+    return "1 conversation" if number == 1 else f"{number} conversations"
+
+
+def _broken(compared: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if compared and compared["counts"]["broken"]:
+        number, all_ = compared["counts"]["broken"], sum(compared["counts"].values())
+        text = f"held-out questions were right at step {compared['from']} and are wrong at step {compared['to']}."
+        yield _finding(BAD, f"{number} of {all_}", text, "compare", view="compare", show="broken")
+
+
+def _as_dict(finding: Finding) -> dict[str, Any]:
+    return _finding(finding.level, finding.strong, finding.text, "show them", view="find", q=finding.query)
+
+
+def _stops(view: dict[str, Any], said: set[str]) -> Iterator[dict[str, Any]]:
+    """How the shares of limits changed; `said` are those of which the whole run was spoken already."""
+    for name, shares in view["stops"].items():
+        first, last = ends(shares) or (0.0, 0.0)
+        if last > 0.1 and not name.endswith("_error") and name not in said:
+            text = f"{last:.0%} of the last steps ({first:.0%} of the first) were cut off there."
+            asked = f"mode=train stop={name}"
+            yield _finding(WARN, f"Stop reason {name}:", text, "show them", view="find", q=asked, sort="-step")
+        elif first > 0.1 and last < first / 2:
+            yield _finding(GOOD, f"Stop reason {name}:", f"{first:.0%} → {last:.0%}.")
+
+
+def _health(view: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
+    for name, (strong, of, query) in SHARES.items():
+        both = ends(view["health"][name])
+        if both is None:
+            continue
+        first, last = both
+        if last > LIMITS[name]:
+            text = f"{last:.0%} of the {of} of the last steps, {first:.0%} of the first."
+            yield _finding(WARN, strong, text, "show them", view="find", q=f"mode=train {query}", sort="-step")
+        elif first > 0.1 and last < first / 2:
+            yield _finding(GOOD, strong, f"{first:.0%} → {last:.0%} of the {of}.")
+    entropy = ends(view["health"]["entropy"])
+    if entropy and entropy[1] < min(EXPLORES, entropy[0] / 4):
+        yield _finding(WARN, f"Entropy {entropy[0]:.2g} → {entropy[1]:.2g}", "nats: exploration is nearly gone.")
+    yield from _bursts(view, columns)
+
+
+def _bursts(view: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
+    """Runs of steps at which engine and trainer differ more than they usually do."""
+    values = np.array([np.nan if value is None else value for value in view["health"]["engine − trainer"]])
+    if np.isnan(values).all():
+        return
+    usual = float(np.nanmedian(values))
+    high = np.flatnonzero(values > TIMES_USUAL * usual)
+    runs = np.split(high, np.flatnonzero(np.diff(high) > 1) + 1) if len(high) else []
+    for run in sorted(runs, key=lambda run: -float(values[run].max()))[:2]:
+        first, last = int(view["step"][run[0]]), int(view["step"][run[-1]])
+        where = f"step={first}" if first == last else f"step>={first} step<={last}"
+        asked = f"mode=train {where} mismatch>{TIMES_USUAL * usual:.2g}"
+        number = int(columns.where(parse_filter(asked)).sum())
+        text = f"engine and trainer differ {values[run].max() / usual:.0f}× as much as usual." if usual else "differ."
+        strong = f"Step {first}:" if first == last else f"Steps {first}–{last}:"
+        yield _finding(WARN, strong, text, _conversations(number), view="find", q=asked, sort="-mismatch")
+
+
+def _reward(view: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    both = ends(view["reward"])
+    if both is None or len(view["reward"]) < 3:
+        return
+    first, last = both
+    if last - first > 0.02 * max(abs(first), abs(last)):
+        yield _finding(GOOD, f"Reward {first:.2f} → {last:.2f}", "in the training batches.")
+    else:
+        text = f"in {len(view['reward'])} steps: nothing is learnt so far."
+        asked = {"view": "find", "q": "mode=train", "sort": "reward"}
+        yield _finding(WARN, f"Reward {first:.2f} → {last:.2f}", text, "the lowest", **asked)

@@ -10,10 +10,9 @@ from support.loopback import ScriptedServer, free_port
 from support.models import build_tokenizer
 
 from mt_grpo.app.doctor import memory_plan, probe, surroundings, time_plan
-from mt_grpo.app.doctor.case import Case
+from mt_grpo.app.doctor.case import Case, examine
 from mt_grpo.app.doctor.checks import CHECKS
 from mt_grpo.app.doctor.command import PLAN
-from mt_grpo.app.doctor.findings import examine
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import read_request
 

@@ -16,22 +16,24 @@ from support.recipes import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mt_grpo.app.doctor import time_plan
+from mt_grpo.app.doctor.checks import made_arguments
 from mt_grpo.app.doctor.memory import (
+    COPIES,
     GB,
     Precision,
+    Sharding,
     activations,
     checkpoint,
     checkpoints_of_layers,
     gathered,
     head,
+    read_shape,
+    read_sharding,
     server_tokens,
     shared_memory,
     states,
 )
-from mt_grpo.app.doctor.pace import Lengths, Step, assumed_lengths, server_seconds
-from mt_grpo.app.doctor.shape import read_shape
-from mt_grpo.app.doctor.sharding import COPIES, Sharding, read_sharding
-from mt_grpo.app.doctor.tool_calls import made_arguments
+from mt_grpo.app.doctor.time_plan import Lengths, Step, assumed_lengths, server_seconds
 from mt_grpo.cli import main
 from mt_grpo.data import embedded
 from mt_grpo.errors import ConfigError

@@ -10,7 +10,7 @@ import yaml
 
 from mt_grpo.imports import import_object
 from mt_grpo.tools import load_tools_file
-from mt_grpo.tools.session import ToolSession
+from mt_grpo.tools.stateful import ToolSession
 
 SCHEMA = {
     "type": "function",

@@ -27,7 +27,7 @@ from mt_grpo.envs import MultiTurnToolEnv, source
 from mt_grpo.envs.source import close_environments
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine, background
 from mt_grpo.rollout import runner as runners
-from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.files import to_json
 from mt_grpo.tools.mcp import mcp_tools
 from mt_grpo.tools.mcp import server as servers
 from mt_grpo.tools.mcp.thread import mcp_thread

@@ -24,7 +24,7 @@ from support.servers import ROOT, RealServer
 from support.trainers import Letters, batch
 from transformers import AutoTokenizer
 
-from mt_grpo.app.doctor.shape import read_shape
+from mt_grpo.app.doctor.memory import read_shape
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.integrations.openai_api import AgentSource
@@ -36,9 +36,8 @@ from mt_grpo.runlog import open_run, read_trajectories
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, token_logps
 from mt_grpo.trajectory import StopReason, Trajectory
-from mt_grpo.weights.transports.adapter import LoraTransport
-from mt_grpo.weights.transports.files import SafetensorsTransport
-from mt_grpo.weights.update_calls import WeightSyncError
+from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
+from mt_grpo.weights.updates import WeightSyncError
 
 pytestmark = [needs_server, pytest.mark.server]
 LENGTH = 512

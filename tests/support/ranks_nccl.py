@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from mt_grpo.app.train import leave_group
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.weights.nccl_group import take_bucket
 from mt_grpo.weights.transports import nccl as weight_transports
-from mt_grpo.weights.update_calls import WeightSyncError
+from mt_grpo.weights.transports.nccl import take_bucket
+from mt_grpo.weights.updates import WeightSyncError
 from support.models import build_model, build_tokenizer
 from support.replicas import Receiver, ScriptedGroup
 

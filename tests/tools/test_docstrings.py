@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mt_grpo.tools import Tool, ToolDefinitionError
-from mt_grpo.tools.docstrings import read_docstring
+from mt_grpo.tools.function import read_docstring
 
 GOOGLE = """
 Find documents.

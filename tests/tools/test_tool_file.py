@@ -107,7 +107,7 @@ def test_a_recipe_names_a_file_of_tools(write, servers, tmp_path):
         ({"class_name": ""}, "Tool 1 in .* names no class: write `class_name: my_tools.Counter`"),
         ({"class_name": "support.stateful_tools.schema"}, "no subclass of `BaseTool`: subclass it, imported by"),
         ({"class_name": "support.stateful_tools.Gues"}, "has no 'Gues'; the nearest is 'Guess'"),
-        ({"class_name": "verl.tools.gsm8k_tool.Gsm8kTool"}, "does not import: there is no module 'verl'"),
+        ({"class_name": "my_tools.Counter"}, "does not import: there is no module 'my_tools'"),
         ({"clas_name": "x"}, "unknown key 'clas_name'; the nearest is 'class_name'"),
         ({"config": {}}, "does not say what it is"),
         ({"config": {"type": "mpc"}}, "does not say what it is"),

@@ -12,7 +12,7 @@ from support.stateful_tools import Guess, schema
 
 from mt_grpo.envs.execution import execute_calls
 from mt_grpo.tools import BaseTool, Tool, ToolDefinitionError, ToolResponse, ToolSession, load_tools
-from mt_grpo.tools.session import ToolStateError
+from mt_grpo.tools.stateful import ToolStateError
 from mt_grpo.trajectory import ToolCall
 
 ROW = {"extra_info": {"tools_kwargs": {"guess": {"create_kwargs": {"ground_truth": 7, "other": None}}, "x": None}}}

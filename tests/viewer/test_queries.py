@@ -16,8 +16,7 @@ from mt_grpo.runlog import Batch, RunWriter, open_run
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 from mt_grpo.viewer.columns import Columns
-from mt_grpo.viewer.findings import findings
-from mt_grpo.viewer.overview import POINTS, overview
+from mt_grpo.viewer.overview import POINTS, findings, overview
 from mt_grpo.viewer.queries import Queries
 
 

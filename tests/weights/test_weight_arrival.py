@@ -13,11 +13,10 @@ from support.models import build_model
 from support.replicas import Replica
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.weights.parameters import FullParameters
-from mt_grpo.weights.transports.adapter import LoraTransport
-from mt_grpo.weights.transports.files import SafetensorsTransport
-from mt_grpo.weights.update_calls import WeightSyncError
+from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
+from mt_grpo.weights.updates import WeightSyncError
 from mt_grpo.weights.verification import EXACT
+from mt_grpo.weights.weight_file import FullParameters
 
 
 @pytest.fixture

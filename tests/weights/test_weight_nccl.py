@@ -16,9 +16,8 @@ from support.models import build_model
 from support.replicas import Receiver, ScriptedGroup, step_of
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.weights.nccl_group import BUCKET, take_bucket
-from mt_grpo.weights.transports.nccl import NcclTransport
-from mt_grpo.weights.update_calls import WeightSyncError
+from mt_grpo.weights.transports.nccl import BUCKET, NcclTransport, take_bucket
+from mt_grpo.weights.updates import WeightSyncError
 
 SUPPORT = Path(__file__).parents[1] / "support"
 UPDATE = ["/start_weight_update", "/update_weights", "/update_weights", "/finish_weight_update"]

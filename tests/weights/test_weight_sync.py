@@ -22,12 +22,9 @@ from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import own_engine
 from mt_grpo.vllm_plugin import keys
-from mt_grpo.weights.nccl_client import KeyedClient
-from mt_grpo.weights.nccl_group import NcclGroup
-from mt_grpo.weights.transports.adapter import LoraTransport
-from mt_grpo.weights.transports.files import SafetensorsTransport
-from mt_grpo.weights.transports.nccl import NcclTransport
-from mt_grpo.weights.update_calls import WeightSyncError, paused
+from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
+from mt_grpo.weights.transports.nccl import KeyedClient, NcclGroup, NcclTransport
+from mt_grpo.weights.updates import WeightSyncError, paused
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

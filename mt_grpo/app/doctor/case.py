@@ -1,13 +1,17 @@
-"""The run that is examined: each fact about it is found once, when the first check asks."""
+"""
+The run that is examined, and what checks find in it. Each fact is found once, when the first check asks. Checks run
+one after another, whatever an earlier one found.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import datasets
@@ -18,22 +22,23 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from trl import get_peft_config
 
 from mt_grpo.app.build import load_datasets, prompt_lengths
-from mt_grpo.app.doctor.findings import NotKnown
-from mt_grpo.app.doctor.memory import GB, Precision
-from mt_grpo.app.doctor.shape import Shape, read_shape
-from mt_grpo.app.doctor.sharding import COPIES, USUAL, Sharding, read_sharding
+from mt_grpo.app.doctor.memory import COPIES, GB, USUAL, Precision, Shape, Sharding, read_shape, read_sharding
 from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.app.request import Request
 from mt_grpo.data.hub import HubUnreachable, hub_fault
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.source import prototypes
-from mt_grpo.errors import UserError
+from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.environment import check_env, prepare_tokenizer
 from mt_grpo.training.factories import rows_of
 from mt_grpo.training.policy import resolve_base, resolve_model
 from mt_grpo.training.servers import server_urls
+
+if TYPE_CHECKING:
+    from mt_grpo.app.doctor.case import Case
+
 
 LONGEST = 64
 """Prompts whose tokens are counted: those with the most characters."""
@@ -285,3 +290,68 @@ class Case:
         """Port of the server, where it is one of this machine."""
         parts = urlsplit(self.urls[0])
         return (parts.port or 80) if parts.hostname in ("127.0.0.1", "localhost") else None
+
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """
+    One line of the report.
+
+    Args:
+        check (`str`): Which check found it.
+        status (`str`): `ok`, `warn` (the run begins, but look at this) or `fail` (it does not).
+        what (`str`): What was found, one sentence without a full stop.
+        mend (`str`, *optional*, defaults to `""`): What to do about it.
+    """
+
+    check: str
+    status: str
+    what: str
+    mend: str = ""
+
+
+class NotKnown(ConfigError):
+    """Something cannot be found out on this machine, e.g. without a network; the run may know it where it runs."""
+
+
+OF_THIS_MACHINE = ("server", ".venv-vllm", "ports", "files")
+"""Checks whose fails are a `warn` where the run is for another machine."""
+
+Check = Callable[["Case"], Iterator[tuple[str, str, str]]]
+"""Yields status, what and mend, for each line of a check."""
+
+
+def examine(case: Case, checks: Mapping[str, Check]) -> Iterator[Finding]:
+    """
+    Runs checks. What a check is refused with is a `fail`, or a `warn` where it is only not known; a refusal that stops
+    several checks is told once, and the others are listed in the end.
+
+    Args:
+        case (`Case`): The run.
+        checks (`Mapping[str, Check]`): By name, in the order in which they are run.
+    """
+    told: set[str] = set()
+    left_out = []
+    for name, check in checks.items():
+        try:
+            for status, what, mend in check(case):
+                yield _placed(case, Finding(name, status, what, mend))
+        except UserError as error:
+            words = " ".join(str(error).split()).removesuffix(".")
+            if words in told:
+                left_out.append(name)
+                continue
+            told.add(words)
+            yield _placed(case, Finding(name, WARN if isinstance(error, NotKnown) else FAIL, words))
+    if left_out:
+        yield Finding("left out", WARN, f"not checked, for the reasons above: {', '.join(left_out)}")
+
+
+def _placed(case: Case, found: Finding) -> Finding:
+    """A finding about this machine, weighed by whether the run is for this machine."""
+    if found.status != FAIL or found.check not in OF_THIS_MACHINE or not case.elsewhere:
+        return found
+    return Finding(found.check, WARN, f"here, which is not the machine of the run: {found.what}", found.mend)

@@ -12,9 +12,8 @@ from typing import TextIO
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from mt_grpo.app.doctor import memory_plan, time_plan
-from mt_grpo.app.doctor.case import Case
+from mt_grpo.app.doctor.case import FAIL, WARN, Case, Check, Finding, examine
 from mt_grpo.app.doctor.checks import CHECKS
-from mt_grpo.app.doctor.findings import FAIL, WARN, Check, Finding, examine
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import Request
 from mt_grpo.trajectory import visible

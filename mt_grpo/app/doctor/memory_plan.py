@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from datasets import IterableDataset
 
-from mt_grpo.app.doctor.case import Case
-from mt_grpo.app.doctor.findings import FAIL, OK, WARN
+from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case
 from mt_grpo.app.doctor.memory import (
     GB,
     PROCESS,
     RESERVE,
     SPARE,
+    Sharding,
     activations,
     checkpoint,
     gathered,
@@ -22,9 +22,8 @@ from mt_grpo.app.doctor.memory import (
     shared_memory,
     states,
 )
-from mt_grpo.app.doctor.pace import MOST_ROWS
-from mt_grpo.app.doctor.sharding import Sharding
 from mt_grpo.app.doctor.surroundings import free_bytes
+from mt_grpo.app.doctor.time_plan import MOST_ROWS
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.lm_head import CHUNK_ELEMENTS
 

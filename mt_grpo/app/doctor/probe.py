@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from trl import get_quantization_config
 from trl.trainer.utils import create_model_from_path, selective_log_softmax
 
-from mt_grpo.app.doctor.case import Case
-from mt_grpo.app.doctor.findings import FAIL, OK, WARN
+from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case
 from mt_grpo.app.doctor.memory import GB, SPARE
 from mt_grpo.app.doctor.memory_plan import parts, smaller
 from mt_grpo.app.libraries import libraries_may_refuse

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 import mt_grpo
-from mt_grpo.app.doctor.case import Case
-from mt_grpo.app.doctor.findings import FAIL, OK, WARN
+from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case
 from mt_grpo.app.env import MISSING, SERVER, version_here, version_in
 from mt_grpo.app.places import check_writable
 from mt_grpo.errors import ConfigError

@@ -1,26 +1,230 @@
-"""How long a step takes, what of it, and how many GPUs should serve."""
+"""
+About how long a step takes. An estimate from assumed speeds and lengths, until the metrics of a run correct both.
+All functions but `measure_cpu` are of numbers alone.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from mt_grpo.app.doctor.case import Case
-from mt_grpo.app.doctor.findings import OK, WARN, NotKnown
-from mt_grpo.app.doctor.memory import server_tokens
-from mt_grpo.app.doctor.pace import (
-    H100,
-    Lengths,
-    Speed,
-    Step,
-    assumed_lengths,
-    measure_cpu,
-    own_engine_seconds,
-    read_run,
-    server_seconds,
-    training_seconds,
-)
+import torch
+
+from mt_grpo.app.doctor.case import OK, WARN, Case, NotKnown
+from mt_grpo.app.doctor.memory import Shape, server_tokens
 from mt_grpo.errors import ConfigError
 from mt_grpo.options import check_batches
+
+EFFICIENCY = 0.5
+"""Share of the speed of a large matrix product that a whole model reaches on a CPU."""
+OPS_PER_LAYER = 200
+"""Small operations of a layer on a CPU, the work of Python among them."""
+OPS_PER_TOKEN = 2500
+"""The same for what is around the layers when the tokens of a batch are drawn."""
+MOST_ROWS = 64
+"""Conversations in one batch of the engine that samples from the trainer's own model."""
+RECOMPUTED = 4 / 3
+"""What checkpointed activations cost: a second forward."""
+LATEST = 3
+"""Latest batches of a run whose mean is taken."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """
+    What a processor reaches.
+
+    Args:
+        flops (`float`): Operations of matrix products per second.
+        bandwidth (`float`): Bytes read from memory per second.
+        layer (`float`): Seconds that a forward of one layer takes beside its products.
+        token (`float`): Seconds that the tokens of a batch take beside the layers, where the model itself samples.
+        name (`str`): Which processor, for messages.
+    """
+
+    flops: float
+    bandwidth: float
+    layer: float
+    token: float
+    name: str
+
+
+H100 = Speed(400e12, 2e12, 1e-4, 2e-3, "an H100 at 40 % of its peak, assumed")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """
+    Means over conversations.
+
+    Args:
+        turns (`float`): Turns.
+        sampled (`float`): Tokens that the model wrote.
+        unique (`float`): Tokens that training computes: those of its own, the environment's and the prompt's.
+        measured (`bool`): Whether they are a run's, not assumed.
+    """
+
+    turns: float
+    sampled: float
+    unique: float
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of the parts of a step."""
+
+    sampling: float
+    tools: float
+    training: float
+
+    @property
+    def total(self) -> float:
+        return self.sampling + self.tools + self.training
+
+    def scaled(self, factor: float) -> Step:
+        return Step(self.sampling * factor, self.tools * factor, self.training * factor)
+
+
+def assumed_lengths(prompt: int, steps: int, turn: int | None, completion: int) -> Lengths:
+    """
+    Half of what a recipe allows.
+
+    Args:
+        prompt (`int`): Tokens of the prompt.
+        steps (`int`): Replies of the environment.
+        turn (`int`, *optional*): Most tokens of a turn.
+        completion (`int`): Most tokens of a conversation behind the prompt.
+    """
+    turns = (steps + 2) / 2
+    sampled = min(turns * (turn or completion) / 2, completion / 2)
+    return Lengths(turns, sampled, prompt + max(sampled, completion / 2))
+
+
+def training_seconds(
+    shape: Shape, speed: Speed, tokens: float, ranks: int, checkpointing: bool, passes: float, microbatches: int
+) -> float:
+    """
+    Seconds of forwards and backwards of a step.
+
+    Args:
+        shape (`Shape`): The model's.
+        speed (`Speed`): Of one rank.
+        tokens (`float`): Unique tokens of the step, of all ranks.
+        ranks (`int`): How many train.
+        checkpointing (`bool`): Whether activations are computed again.
+        passes (`float`): Forwards and backwards over each token; a forward alone is a third.
+        microbatches (`int`): Of one rank.
+    """
+    # a frozen weight has no gradient of its own
+    work = (4 if shape.adapter else 6) * shape.parameters * tokens * passes * (RECOMPUTED if checkpointing else 1)
+    return work / (speed.flops * ranks) + 3 * microbatches * shape.layers * speed.layer
+
+
+def server_seconds(
+    shape: Shape, speed: Speed, lengths: Lengths, conversations: float, at_once: float, size: int, gpus: int
+) -> float:
+    """
+    Seconds in which one server samples.
+
+    Args:
+        shape (`Shape`), speed (`Speed`): Of the model, and of one of its GPUs.
+        lengths (`Lengths`): Of a conversation.
+        conversations (`float`): That it samples.
+        at_once (`float`): Of these at once.
+        size (`int`): Bytes of an element.
+        gpus (`int`): Over which it is spread.
+    """
+    at_once = max(1.0, min(conversations, at_once))
+    reads = size * shape.parameters + at_once * lengths.unique * shape.kv_bytes(size)
+    step = max(reads / speed.bandwidth, 2 * shape.parameters * at_once / speed.flops) / gpus
+    step += shape.layers * speed.layer
+    read = max(0.0, lengths.unique - lengths.sampled)  # prompts and results of tools, each once
+    prefill = 2 * shape.parameters * read * conversations / (speed.flops * gpus)
+    return math.ceil(conversations / at_once) * lengths.sampled * step + prefill
+
+
+def own_engine_seconds(shape: Shape, speed: Speed, turns: int, turn: float, conversations: int) -> float:
+    """
+    Seconds in which the trainer's own model samples: turn after turn, each as long as the longest row of a batch,
+    which is taken to be half of what is allowed.
+
+    Args:
+        shape (`Shape`), speed (`Speed`): Of the model, and of the processor.
+        turns (`int`): Most turns of a conversation.
+        turn (`float`): Most tokens of a turn.
+        conversations (`int`): Of one process.
+    """
+    rows = min(conversations, MOST_ROWS)
+    step = shape.layers * speed.layer + speed.token + 2 * shape.parameters * rows / speed.flops
+    return turns * math.ceil(conversations / MOST_ROWS) * turn / 2 * step
+
+
+def read_run(folder: str, steps_of_a_batch: float = 1.0) -> tuple[Lengths, float] | None:
+    """
+    Lengths and the seconds of a batch, from the metrics of a run; `None` where it has logged no step.
+
+    Args:
+        folder (`str`): Its `output_dir`.
+        steps_of_a_batch (`float`, *optional*, defaults to `1.0`): Optimiser steps taken with each batch.
+
+    Raises:
+        ConfigError: If its metrics cannot be read.
+    """
+    path = Path(folder, "metrics.jsonl")
+    if not path.is_file():
+        return None
+    try:
+        records: list[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise ConfigError(f"{path} is no record of a run ({error}): name the folder of one that is whole.") from error
+    latest = LATEST * max(1, round(steps_of_a_batch))
+    steps = [record for record in records if "step_time" in record][-latest:]  # not all have sampled
+    sampled = [record for record in records if "tokens/unique" in record][-LATEST:]
+    if not steps or not sampled:
+        return None
+
+    def mean(name: str) -> float:
+        return statistics.mean(record[name] for record in sampled)
+
+    lengths = Lengths(mean("turns/mean"), mean("completions/mean_length"), mean("tokens/unique"), True)
+    return lengths, statistics.mean(record["step_time"] for record in steps) * steps_of_a_batch
+
+
+def measure_cpu(shape: Shape, seconds: float = 0.15) -> Speed:
+    """
+    Measures this processor with matrices as wide as the model, in a fraction of a second.
+
+    Args:
+        shape (`Shape`): The model's.
+        seconds (`float`, *optional*, defaults to `0.15`): For each of the three measures.
+    """
+    width, inner = min(shape.hidden, 2048), min(shape.intermediate, 4096)
+    rows, matrix = torch.ones(512, width), torch.ones(width, inner)
+    flops = EFFICIENCY * 2 * 512 * width * inner / _fastest(lambda: rows @ matrix, seconds)
+    vector, small = torch.ones(1, min(width, 128)), torch.ones(min(width, 128), min(width, 128))
+    launch = _fastest(lambda: torch.nn.functional.silu(vector @ small), seconds) / 2
+    size = torch.ones(2**22)
+    bandwidth = 4 * 2**22 / _fastest(size.sum, seconds)
+    return Speed(flops, bandwidth, OPS_PER_LAYER * launch, OPS_PER_TOKEN * launch, "this CPU, measured")
+
+
+def _fastest(work: Any, seconds: float) -> float:
+    """Seconds of the fastest call in a while; the first is for warming up."""
+    work()
+    best, end = math.inf, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
 
 Lines = Iterator[tuple[str, str, str]]
 

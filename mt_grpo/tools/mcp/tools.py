@@ -1,4 +1,4 @@
-"""The tools of MCP servers as tools of a conversation."""
+"""The tools of MCP servers as tools of a conversation, and `MCPBaseTool`, verl's class to subclass for them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.mcp.config import read_servers
 from mt_grpo.tools.mcp.server import McpServer, McpToolError
+from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 
 
 @dataclass(frozen=True)
@@ -177,3 +178,35 @@ def _part_text(part: Any) -> str:
     if part.type == "resource" and "text" in (resource := part.resource.model_dump()):
         return resource["text"]
     return f"[{part.type}: not text]"
+
+
+class MCPBaseTool(BaseTool):
+    """
+    Reads the results of an MCP server in its own way: override `_parse_tool_result`. Name the subclass as the
+    `class_name` of an entry of `type: mcp`; one object is made for each tool of its servers.
+    """
+
+    remote: McpRemote
+    """The tool behind it."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
+        super().__init__(config, tool_schema)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
+        """Calls the tool of the server; an error of it is raised, and reaches the model as the error of its call."""
+        content, _ = await self.remote.call(parameters)
+        text, metrics = self._parse_tool_result(content)
+        return ToolResponse(text=text), 0.0, metrics
+
+    def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict]:
+        """
+        Reads a result.
+
+        Args:
+            content (`list`): The parts that the server sent, objects of the `mcp` library with a `type`; a `text`
+                part has a `text`.
+
+        Returns:
+            What the model reads, and numbers to log.
+        """
+        return result_text(content), {}

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from mt_grpo.envs.source import tool_names
 from mt_grpo.runlog import Batch, RunWriter
-from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import VERSION, session_id
 from mt_grpo.runlog.writer import end_with_a_line, finite
 from mt_grpo.training.processes import everywhere

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
-from mt_grpo.runlog.jsonl import to_json
+from mt_grpo.runlog.files import to_json
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.trajectory import Message, Trajectory, visible
 

@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 
 from mt_grpo.credit import Audit, RewardBatch, biases_of_mt_grpo, bind_rule, mt_grpo, rule_name, sums_turns
 from mt_grpo.rewards import RewardFunc, StateScore, TurnReward, score_cut
+from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.findings import Counts, find, why_equal
-from mt_grpo.runlog.jsonl import to_json
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.processes import run_here
 from mt_grpo.training.rollout_batch import RolloutBatch

@@ -7,19 +7,23 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 
 from mt_grpo.rollout.background import run
 from mt_grpo.rollout.engine import Sample, SamplingParams
-from mt_grpo.rollout.engines.vllm.chat import ChatReply, answer_all
-from mt_grpo.rollout.engines.vllm.check import check_server
-from mt_grpo.rollout.engines.vllm.completions import Read, completion_request, read_sample
-from mt_grpo.rollout.engines.vllm.holder import weight_label
-from mt_grpo.rollout.engines.vllm.http import CONNECT_TIMEOUT, RequestFailed, ServerGoneError, open_session
+from mt_grpo.rollout.engines.vllm.http import (
+    CONNECT_TIMEOUT,
+    RequestFailed,
+    ServerGoneError,
+    check_server,
+    open_session,
+)
+from mt_grpo.rollout.engines.vllm.lease import weight_label
 from mt_grpo.rollout.engines.vllm.pool import Connections, Server, ServerPool
-from mt_grpo.rollout.engines.vllm.scoring import score_tokens
+from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.trajectory import Message
 
 logger = logging.getLogger(__name__)
@@ -305,3 +309,159 @@ class VLLMServerClient:
             f"No vLLM server answered for {self.server_timeout:.0f} s at {', '.join(self.base_urls)}. {faults} Start "
             f"it with `{START_COMMAND}`, R.yaml being this run's recipe."
         )
+
+
+Read = Callable[[Any, str], tuple[Any, str | None]]
+"""Takes what is wanted, and the server's identity, from the answer to a request, which the text names."""
+
+
+def completion_request(model: str, context: list[int], sampling: SamplingParams) -> bytes:
+    """The body that samples one action. It sets every option, so that defaults of the server's model do not apply."""
+    body = {
+        "model": model,
+        "prompt": context,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": sampling.seed,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+        # ids come with the log-probabilities; `return_token_ids` would send the whole prompt back as well
+        "return_tokens_as_token_ids": True,
+    }
+    return orjson.dumps(body)
+
+
+def read_sample(answer: Any, request: str) -> tuple[Sample, str | None]:
+    """
+    The sample in an answer of `/v1/completions`, and the identity of the server that gave it.
+
+    Raises:
+        RequestFailed: If the answer holds no sample, or the server aborted the request. A repeat may help.
+    """
+    try:
+        choice = answer["choices"][0]
+        ids = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+        logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
+        reason = choice["finish_reason"]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        shown = str(answer)[:400]
+        raise RequestFailed(
+            f"{request} was answered with something that is not a completion: {shown}", True
+        ) from error
+    if reason not in ("stop", "length") or not ids or len(ids) != len(logprobs):
+        raise RequestFailed(
+            f"{request} was answered with {len(ids)} tokens, {len(logprobs)} log-probabilities and the finish reason "
+            f"{reason!r}.",
+            True,
+        )
+    return Sample(ids, logprobs, reason), answer.get("system_fingerprint")
+
+
+@dataclass
+class ChatReply:
+    """
+    One answer of `VLLMServerClient.chat`.
+
+    Args:
+        text (`str`): What the model wrote, without the token that ended it.
+        token_ids (`list[int]`), logprobs (`list[float]`): As sampled.
+        prompt_token_ids (`list[int]`): The conversation as token ids.
+        finish_reason (`str`): `"stop"` or `"length"`.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    prompt_token_ids: list[int]
+    finish_reason: str
+
+
+async def answer_all(
+    client: VLLMServerClient, messages_list: list[list[Message]], sampling: SamplingParams
+) -> list[ChatReply]:
+    """Answers all conversations concurrently. Connects first if the client is not connected, and disconnects last."""
+    try:
+        if not client.context_length:
+            await client.connect()
+        renderer = ChatRenderer(client.tokenizer)
+
+        async def answer(index: int, messages: list[Message]) -> ChatReply:
+            context = renderer.prompt_ids(messages)
+            assert context is not None  # it is `None` for prompts beyond a limit only, and none is given
+            drawing = replace(
+                sampling,
+                max_tokens=sampling.max_tokens or client.context_length - len(context),
+                stop_token_ids=(*sampling.stop_token_ids, renderer.end_id),
+            )
+            session = f"chat-{index}"
+            try:
+                sample = await client.generate(context, drawing, session)
+            finally:
+                client.release(session)
+            return ChatReply(renderer.text(sample.ids), sample.ids, sample.logprobs, context, sample.finish_reason)
+
+        return list(await asyncio.gather(*(answer(*item) for item in enumerate(messages_list))))
+    finally:
+        await client.close()
+
+
+def scoring_request(model: str, context: list[int], token: int) -> bytes:
+    """
+    The body that asks for the log-prob of one token after `context`.
+
+    `prompt_logprobs` would give those of all tokens in one request, but a request with it does not read the prefix
+    cache. Temperature 1 without truncation makes the processed log-probs the model's own.
+    """
+    body = {
+        "model": model,
+        "prompt": context,
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": 0,
+        "logprob_token_ids": [token],
+        "return_tokens_as_token_ids": True,
+    }
+    return orjson.dumps(body)
+
+
+def read_logprob(answer: Any, token: int, request: str) -> tuple[float, str | None]:
+    """
+    The log-prob in an answer, and the identity of the server that gave it.
+
+    Raises:
+        RequestFailed: If it is not there. A repeat may help.
+    """
+    try:
+        return (
+            float(answer["choices"][0]["logprobs"]["top_logprobs"][0][f"token_id:{token}"]),
+            answer.get("system_fingerprint"),
+        )
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        shown = str(answer)[:400]
+        raise RequestFailed(f"{request} was answered without the log-prob of token {token}: {shown}", True) from error
+
+
+async def score_tokens(client: VLLMServerClient, context: list[int], tokens: list[int], session: str) -> list[float]:
+    """See `ScoringEngine.logprobs`: a request for each token, after the tokens before it."""
+
+    async def one(number: int) -> float:
+        given, token = context + tokens[:number], tokens[number]
+        content = scoring_request(client.model, given, token)
+        return await client.ask(session, given, content, lambda answer, request: read_logprob(answer, token, request))
+
+    return list(await asyncio.gather(*map(one, range(len(tokens)))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mt_grpo.viewer.filters import Condition, FilterError, parse_filter
+from mt_grpo.viewer.columns import Condition, FilterError, parse_filter
 
 
 def reward(row):

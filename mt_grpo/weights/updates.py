@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from mt_grpo.errors import UserError
-from mt_grpo.rollout.engines.vllm.holder import holder, released
 from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
+from mt_grpo.rollout.engines.vllm.lease import holder, released
 from mt_grpo.vllm_plugin import BACKEND
 from mt_grpo.vllm_plugin.checksum import file_checksum
 

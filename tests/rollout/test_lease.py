@@ -11,14 +11,14 @@ from accelerate import Accelerator
 from support.models import build_model
 from support.replicas import Replica, step_of
 
-from mt_grpo.rollout.engines.vllm import holder as vllm_run
+from mt_grpo.rollout.engines.vllm import lease as vllm_run
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.holder import holder, new_run, released, weight_label
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError
+from mt_grpo.rollout.engines.vllm.lease import holder, new_run, released, weight_label
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import weight_sync
 from mt_grpo.weights.transports.files import SafetensorsTransport
-from mt_grpo.weights.update_calls import WeightSyncError
+from mt_grpo.weights.updates import WeightSyncError
 
 
 @pytest.fixture
