@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from mt_grpo.errors import ConfigError, UserError
-from mt_grpo.peers import stand_in
 
 T = TypeVar("T")
 
@@ -183,7 +185,7 @@ def _file_of(module: str) -> str:
 def _make_folder_importable() -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    stand_in()
+    offer_peers()
 
 
 def _load_module(name: str) -> Any:
@@ -192,7 +194,7 @@ def _load_module(name: str) -> Any:
 
 
 def _load_file(path: str) -> Any:
-    stand_in()
+    offer_peers()
     name = "mt_grpo_plugin_" + str(Path(path).resolve()).replace(os.sep, "_").removesuffix(".py")
     if name in sys.modules:
         return sys.modules[name]
@@ -218,3 +220,74 @@ def choose(name: str, value: Any, known: Iterable[str]) -> None:
 def looks_like_path(name: str) -> bool:
     """Whether a name can only be that of a file or a folder, and not a Hub id."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+# the modules of ms-swift and verl by their own names, so that files written for them run unchanged
+
+SWIFT, VERL, TOOLS = "mt_grpo.integrations.swift", "mt_grpo.integrations.verl", "mt_grpo.tools.stateful"
+MODULES: dict[str, dict[str, Sequence[str]]] = {
+    "swift.infer_engine": {SWIFT: ("InferRequest", "RequestConfig", "TransformersEngine")},
+    "swift.infer_engine.protocol": {
+        SWIFT: (
+            *("ChatCompletionResponse", "ChatCompletionResponseChoice", "ChatMessage", "RequestConfig"),
+            *("RolloutInferRequest", "RolloutOutput"),
+        )
+    },
+    "swift.rewards": {SWIFT: ("ORM", "AsyncORM", "orms", "rm_plugins")},
+    "swift.rewards.orm": {SWIFT: ("ORM", "AsyncORM", "MathAccuracy", "orms")},
+    "swift.rewards.rm_plugin": {SWIFT: ("DefaultRMPlugin", "rm_plugins")},
+    "swift.rollout": {SWIFT: ("Env", "MultiTurnScheduler", "RolloutScheduler", "envs", "multi_turns")},
+    "swift.rollout.gym_env": {SWIFT: ("Env", "envs")},
+    "swift.rollout.multi_turn": {
+        SWIFT: (
+            *("GYMScheduler", "Messages", "MultiTurnScheduler", "OpenEnvScheduler", "RolloutScheduler"),
+            *("envs", "multi_turns"),
+        )
+    },
+    "swift.rollout.openenv_wrapper": {SWIFT: ("OpenEnvWrapper",)},
+    "swift.template": {SWIFT: ("Messages", "Template")},
+    "swift.utils": {SWIFT: ("get_logger", "remove_response", "to_device")},
+    "verl.interactions.base": {VERL: ("BaseInteraction",)},
+    "verl.interactions.gsm8k_interaction": {VERL: ("Gsm8kInteraction",)},
+    "verl.tools.base_tool": {TOOLS: ("BaseTool", "OpenAIFunctionToolSchema", "ToolResponse")},
+    "verl.tools.gsm8k_tool": {VERL: ("Gsm8kTool",)},
+    "verl.tools.mcp_base_tool": {"mt_grpo.tools.mcp.tools": ("MCPBaseTool",)},
+    "verl.tools.mcp_search_tool": {VERL: ("MCPSearchTool",)},
+    "verl.tools.schemas": {
+        TOOLS: (
+            *("OpenAIFunctionParametersSchema", "OpenAIFunctionPropertySchema", "OpenAIFunctionSchema"),
+            *("OpenAIFunctionToolSchema", "ToolResponse"),
+        )
+    },
+    "verl.tools.search_tool": {VERL: ("SearchTool",)},
+    "verl.utils.reward_score.gsm8k": {VERL: ("compute_score", "extract_solution")},
+    "verl.utils.rollout_trace": {VERL: ("rollout_trace_op",)},
+}
+"""The names in each module of theirs, by our module that defines them."""
+
+PACKAGES = {name.rpartition(".")[0] for name in MODULES} | {"swift", "verl", "verl.utils"}
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes these modules. Python asks it last, so installed packages and files of the current folder come first."""
+
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        known = name in MODULES or name in PACKAGES
+        return importlib.machinery.ModuleSpec(name, self, is_package=name in PACKAGES) if known else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        for source, names in MODULES.get(module.__name__, {}).items():
+            found = importlib.import_module(source)
+            for name in names:
+                setattr(module, name, getattr(found, name))
+
+
+_FINDER = _Finder()
+
+
+def offer_peers() -> None:
+    """Makes ms-swift's and verl's modules importable, where the packages are not installed."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)

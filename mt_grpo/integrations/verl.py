@@ -1,6 +1,6 @@
 """
 verl's interactions, classes that answer the model's turns and score them, and the tools that verl brings. A file
-written for verl runs unchanged, also under verl's own module names (`mt_grpo.peers`); other files import from here.
+written for verl runs unchanged, also under verl's own module names (`mt_grpo.imports`); other files import from here.
 """
 
 from __future__ import annotations

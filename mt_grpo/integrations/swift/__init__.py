@@ -1,6 +1,6 @@
 """
 ms-swift's multi-turn schedulers, gym environments and reward classes, see docs/schedulers.md. Files that subclass them
-run here unchanged, also under ms-swift's own module names (`mt_grpo.peers`).
+run here unchanged, also under ms-swift's own module names (`mt_grpo.imports`).
 """
 
 from mt_grpo.integrations.swift.builtin import (
