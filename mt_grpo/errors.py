@@ -98,3 +98,12 @@ def defined_at(function: Callable[..., Any]) -> str:
     if code is None or code.co_filename.startswith(_OURS):
         return ""
     return f" ({code.co_filename}, line {code.co_firstlineno})"
+
+
+def describe_error(error: BaseException) -> str:
+    """The kind of an exception and what it says, as far as it can say it; of a group also its first member's."""
+    try:
+        said = f"{type(error).__name__}: {error}"
+        return f"{said}: {describe_error(error.exceptions[0])}" if isinstance(error, BaseExceptionGroup) else said
+    except BaseException:  # the exception is the user's class, and its `__str__` user's code
+        return type(error).__name__

@@ -11,9 +11,9 @@ import torch
 from support.registered import keep_estimators
 from support.servers import ROOT
 
+from mt_grpo.concurrency import run
 from mt_grpo.credit import RewardBatch
 from mt_grpo.rewards import score_cut, score_trajectories
-from mt_grpo.rollout.background import run
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 
 BENCHMARKS = ROOT / "benchmarks"

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
+from mt_grpo.concurrency import call
 from mt_grpo.envs.protocols import CallProtocol
-from mt_grpo.envs.threads import call
 from mt_grpo.errors import defined_at
 from mt_grpo.tools.results import check_data
 from mt_grpo.trajectory import Message, StopReason, Turn

@@ -7,10 +7,10 @@ import time
 from functools import partial
 from typing import Any
 
-from mt_grpo.envs.threads import abandon, guarded, in_thread
-from mt_grpo.errors import find_fault
+from mt_grpo.concurrency import abandon, begin, in_thread
+from mt_grpo.errors import describe_error, find_fault
 from mt_grpo.tools import Tool
-from mt_grpo.tools.results import cut, describe_error, read_result, render
+from mt_grpo.tools.results import cut, read_result, render
 from mt_grpo.trajectory import ToolCall, Turn
 
 
@@ -107,12 +107,10 @@ def _fail(call: ToolCall, error: str) -> None:
 
 
 def _begin(tool: Tool, arguments: dict[str, Any]) -> asyncio.Future[Any]:
-    """An async tool runs in a task that bears its name, by which it is known where it does not let itself be ended."""
+    """Begins a call: an async tool in a task, any other in a thread."""
     if not tool.is_async:
         return in_thread(partial(_call, tool, arguments), f"tool-{tool.name}")
-    task = asyncio.ensure_future(guarded(_call_async(tool, arguments)))
-    task.set_name(f"tool {tool.name!r}")
-    return task
+    return begin(_call_async(tool, arguments), f"tool {tool.name!r}")
 
 
 def _call(tool: Tool, arguments: dict[str, Any]) -> Any:

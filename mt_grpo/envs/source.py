@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from mt_grpo.concurrency import begin, call, in_thread
 from mt_grpo.envs.env import Env, StepEnv
 from mt_grpo.envs.multi_turn_tool_env import MultiTurnToolEnv
-from mt_grpo.envs.threads import call, guarded, in_thread
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.imports import did_you_mean
-from mt_grpo.tools.results import cut, describe_error
+from mt_grpo.tools.results import cut
 from mt_grpo.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,7 @@ async def make_env(source: EnvSource, row: dict[str, Any]) -> Env:
     else:
         env = await _made(in_thread(partial(source, *args), what))
     if inspect.isawaitable(env):
-        making = asyncio.ensure_future(guarded(env))
-        making.set_name(what)
-        env = await _made(making)
+        env = await _made(begin(env, what))
     if not isinstance(env, Env):
         raise TypeError(f"{_name(source)} made {type(env).__name__}, which has no `run` and `close`: return an `Env`.")
     return env

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from mt_grpo.concurrency import call
 from mt_grpo.envs import Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.env import ConversationEnded
-from mt_grpo.envs.threads import call
-from mt_grpo.errors import ConfigError
-from mt_grpo.tools.results import describe_error, render
+from mt_grpo.errors import ConfigError, describe_error
+from mt_grpo.tools.results import render
 from mt_grpo.trajectory import Message, StopReason, Turn
 
 INVALID = (ValueError, TypeError, LookupError, AssertionError)

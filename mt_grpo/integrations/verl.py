@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import yaml
 
+from mt_grpo.concurrency import call
 from mt_grpo.envs.dialogue import DialogueEnv
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, finite
-from mt_grpo.envs.threads import call
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.rewards.gsm8k import find_number

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mt_grpo.concurrency import call
 from mt_grpo.envs.env import StepEnv
 from mt_grpo.envs.source import close_each
-from mt_grpo.envs.threads import call
 from mt_grpo.rollout.engine import Engine, PlacingEngine
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.trajectory import Message, Trajectory

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mt_grpo.concurrency import run
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.rollout.background import run
 from mt_grpo.rollout.engine import Engine, SamplingParams
 from mt_grpo.rollout.runner import RolloutRequest, RolloutRunner
 from mt_grpo.rollout.sampler import RolloutLimits, derive_seed

@@ -6,17 +6,16 @@ import asyncio
 import gc
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, in_thread
 from mt_grpo.envs.checks import checked_outcome
 from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv
 from mt_grpo.envs.execution import fail_unanswered
 from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_each, make_env, prototypes, warn_of_unclosed
-from mt_grpo.envs.threads import abandon, guarded
-from mt_grpo.errors import find_fault
+from mt_grpo.errors import describe_error, find_fault
 from mt_grpo.options import check_history
 from mt_grpo.rollout.branching import Branching, Fork, Trunk
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
@@ -25,7 +24,7 @@ from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.sampler import RolloutLimits, Sampler
 from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row
-from mt_grpo.tools.results import cut, describe_error
+from mt_grpo.tools.results import cut
 from mt_grpo.trajectory import Message, StopReason, Trajectory
 
 GRACE = 2.0
@@ -116,18 +115,21 @@ class RolloutRunner:
         trajectories: list[Trajectory | None] = [None] * len(requests)
         size = 1 if branching is None else branching.number
         queue = iter(range(0, len(requests), size))
-        loop = asyncio.get_running_loop()
         unclosed: list[str] = []
-        checker, checks = ThreadPoolExecutor(1), []  # a check reads the whole context; nobody waits for it
-
+        checks: list[asyncio.Future[None]] = []
+        one_check = ConcurrencyLimit(1)  # it reads the whole context, and no conversation waits for it
         converse = partial(self._converse, sampling, keep_environments, unclosed)
+
+        async def check(trajectory: Trajectory, renderer: ChatRenderer) -> None:
+            async with one_check:
+                await in_thread(partial(self._check, trajectory, renderer), "mt-grpo-check")
 
         def finish(index: int, trajectory: Trajectory, policy: ConversationPolicy) -> None:
             trajectories[index] = trajectory
             if on_finish is not None:
                 on_finish(trajectory)
             if self.sanity is not None and self.history == "keep" and policy.renderer and not policy.rewrote:
-                checks.append(loop.run_in_executor(checker, self._check, trajectory, policy.renderer))
+                checks.append(asyncio.ensure_future(check(trajectory, policy.renderer)))
 
         async def work(queue: Iterator[int]) -> None:
             for first in queue:
@@ -151,12 +153,10 @@ class RolloutRunner:
             unclosed += await close_each(trajectory for trajectory in trajectories if trajectory is not None)
             raise
         finally:
-            for task in tasks:
+            for task in (*tasks, *checks):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, *checks, return_exceptions=True)
             warn_of_unclosed(unclosed)
-            checker.shutdown(wait=False, cancel_futures=True)
-            self.sampler.close()
             if outermost:
                 gc.set_threshold(*thresholds)
             await self.engine.close()
@@ -186,8 +186,7 @@ class RolloutRunner:
         finished, start = False, time.perf_counter() - trajectory.seconds
         self.under_way[request.session] = trajectory
         try:
-            running = asyncio.ensure_future(guarded(holding))
-            running.set_name(f"conversation {request.session!r}")
+            running = begin(holding, f"conversation {request.session!r}")
             try:
                 await self._wait(running, policy, trajectory, start)
             finally:

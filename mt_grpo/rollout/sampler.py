@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
+from mt_grpo.concurrency import ConcurrencyLimit, in_thread
 from mt_grpo.rollout.engine import Engine, LocalEngine
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.trajectory import StopReason
@@ -64,7 +62,7 @@ class Sampler:
         self.history, self.compact_every = history, compact_every
         self._template_kwargs = template_kwargs
         self._renderers: dict[tuple[str, tuple[str, ...]], ChatRenderer] = {}
-        self._threads: WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadPoolExecutor] = WeakKeyDictionary()
+        self._encoding = ConcurrencyLimit(1)
 
     def renderer(self, tools: list[dict[str, Any]] | None, tags: tuple[str, ...] = ()) -> ChatRenderer:
         """The renderer of conversations with these tools and tags."""
@@ -75,22 +73,14 @@ class Sampler:
 
     async def aside(self, size: int, work: Callable[[], T]) -> T:
         """
-        Does what reads `size` characters: long work in a thread, so that the conversations of the event loop go on. It
-        is one thread, so that a group's prompt, which its members ask for at once, is encoded once. An engine in this
-        process samples those together that ask together: for it nobody steps aside.
+        Does what reads `size` characters: long work in a thread, so that the conversations of the event loop go on.
+        One text is encoded at a time, so that the members of a group, which ask at once, encode their prompt once. An
+        engine in this process samples requests that come at once as a batch: for it all work is done at once.
         """
         if size < LONG or isinstance(self.engine, LocalEngine):
             return work()
-        loop = asyncio.get_running_loop()
-        if loop not in self._threads:
-            self._threads[loop] = ThreadPoolExecutor(1, "mt-grpo-encode")
-        return await loop.run_in_executor(self._threads[loop], work)
-
-    def close(self) -> None:
-        """Lets the thread of this event loop end; the next long work begins another."""
-        thread = self._threads.pop(asyncio.get_running_loop(), None)
-        if thread is not None:
-            thread.shutdown(wait=False)
+        async with self._encoding:
+            return await in_thread(work, "mt-grpo-encode")
 
     def budget(self, context_length: int, used: int, max_tokens: int | None = None) -> tuple[int, StopReason]:
         """

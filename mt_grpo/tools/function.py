@@ -20,9 +20,9 @@ from transformers.utils.chat_template_utils import (
     parse_google_format_docstring,
 )
 
+from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import UserError
 from mt_grpo.tools.argument_check import ArgumentCheck, UnsoundSchema, read_schema
-from mt_grpo.tools.concurrency import ConcurrencyLimit
 from mt_grpo.tools.results import render
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
+from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import UserError
 from mt_grpo.imports import Registry, did_you_mean, import_object
 from mt_grpo.options import is_bare, unknown_tool
-from mt_grpo.tools.concurrency import ConcurrencyLimit
 from mt_grpo.tools.function import Tool, ToolDefinitionError, ToolOptions
 from mt_grpo.tools.mcp.tools import MCPBaseTool, mcp_tools, remote_tools
 from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, StatefulTool

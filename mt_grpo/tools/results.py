@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+from mt_grpo.errors import describe_error
+
 MAX_DEPTH = 100
 """Levels of lists and dictionaries within each other that data may have: what handles it calls itself for each."""
 
@@ -85,15 +87,6 @@ def _items(holder: Any) -> Iterable[Any]:
     if isinstance(holder, dict):
         return holder.values()
     return holder if isinstance(holder, (list, tuple)) else ()
-
-
-def describe_error(error: BaseException) -> str:
-    """The kind of an exception and what it says, as far as it can say it; of a group also its first member's."""
-    try:
-        said = f"{type(error).__name__}: {error}"
-        return f"{said}: {describe_error(error.exceptions[0])}" if isinstance(error, BaseExceptionGroup) else said
-    except BaseException:  # the exception is the user's class, and its `__str__` user's code
-        return type(error).__name__
 
 
 def _decoded(value: bytes | bytearray | memoryview) -> str:

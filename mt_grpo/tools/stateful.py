@@ -14,8 +14,9 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict
 
+from mt_grpo.errors import describe_error
 from mt_grpo.tools.function import Tool, ToolDefinitionError
-from mt_grpo.tools.results import check_data, describe_error
+from mt_grpo.tools.results import check_data
 
 
 class OpenAIFunctionPropertySchema(BaseModel):

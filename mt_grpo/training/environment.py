@@ -13,6 +13,7 @@ from datasets import Dataset
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
 from mt_grpo.agent_options import PARTNERS, check_agent, check_partner, check_scheduler, parse_user, verifiers_name
+from mt_grpo.concurrency import run
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.envs.simulated_user import SimulatedUser, SimulatedUserEnv
@@ -22,7 +23,6 @@ from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.integrations.trl import TRLEnv
 from mt_grpo.integrations.verl import InteractionEnv, load_interactions
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
-from mt_grpo.rollout.background import run
 from mt_grpo.tools import load_tools, load_tools_file
 from mt_grpo.training.agents import build_agent, build_scheduler, build_verifiers, for_agents
 from mt_grpo.training.config import MTGRPOConfig

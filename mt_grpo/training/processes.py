@@ -11,10 +11,10 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
+from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import EngineError, RolloutError
-from mt_grpo.rollout.background import run
 from mt_grpo.rollout.engines.transformers import on_device
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
 from mt_grpo.runlog import RunLogError

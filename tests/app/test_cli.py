@@ -260,8 +260,8 @@ class Env(MultiTurnToolEnv):
 # a model that knows nothing would sample for long
 PRESSED = f"""{TERMINAL}
 from mt_grpo.envs.protocols import TagProtocol
-from mt_grpo.rollout import background
-background.GRACE = 0.5
+from mt_grpo import concurrency
+concurrency.GRACE = 0.5
 TagProtocol.stop = tuple("aeiou ")
 """
 

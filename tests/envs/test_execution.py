@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import pytest
 from pydantic import BaseModel
 
+from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.execution import execute_calls, fail_unanswered
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.tools import Tool, ToolDefinitionError, load_tools, tool
-from mt_grpo.tools.concurrency import ConcurrencyLimit
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 
 NOTHING = {"type": "object", "properties": {}}

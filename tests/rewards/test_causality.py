@@ -8,8 +8,8 @@ import random
 import pytest
 from support.scoring import score
 
+from mt_grpo.concurrency import run
 from mt_grpo.rewards import REWARDS, StateScore, TurnReward, cut_after, load_rewards, score_cut, score_trajectories
-from mt_grpo.rollout.background import run
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 

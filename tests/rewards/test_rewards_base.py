@@ -10,6 +10,7 @@ import pytest
 from support.scoring import score
 
 import mt_grpo.rewards as rewards
+from mt_grpo.concurrency import run
 from mt_grpo.errors import UserError
 from mt_grpo.imports import ImportPathError
 from mt_grpo.rewards import (
@@ -25,7 +26,6 @@ from mt_grpo.rewards import (
     score_trajectories,
 )
 from mt_grpo.rewards.base import completion_ids
-from mt_grpo.rollout.background import run
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 

@@ -23,14 +23,15 @@ from support import hostile
 from support.hostile import COUNTS, GATE, HARMS, LOOPS, NONSENSE, RAISED, VALUES
 from support.models import build_tokenizer
 
+from mt_grpo.concurrency import run
 from mt_grpo.envs import MultiTurnToolEnv, source
 from mt_grpo.envs.source import close_environments
-from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine, background
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout import runner as runners
 from mt_grpo.runlog.files import to_json
 from mt_grpo.tools.mcp import mcp_tools
 from mt_grpo.tools.mcp import server as servers
-from mt_grpo.tools.mcp.thread import mcp_thread
+from mt_grpo.tools.mcp.life import mcp_thread
 from mt_grpo.trajectory import Trajectory
 
 NUMBER = int(os.environ.get("MT_GRPO_CONVERSATIONS", 150))
@@ -198,12 +199,16 @@ LATE = [  # environments that are made too late, or never, in each run
 # What is left
 
 
+async def background_tasks():
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+
 class Left:
     """What the process holds that a conversation could leave behind."""
 
     def __init__(self):
         self.process = psutil.Process()
-        self.tasks = set(asyncio.all_tasks(background._background().loop))
+        self.tasks = run(background_tasks())
         self.threads = set(threading.enumerate())
         self.files = Counter(self._files())
         self.children = set(self.process.children(recursive=True))
@@ -276,7 +281,7 @@ def hold(sources, conversations, keep=False, concurrent=CONCURRENT, timeout=PATI
     runner = RolloutRunner(sources, engine, limits, sanity_check_mode="strict" if keep else "disable")
     requests = [RolloutRequest("Q", str(index), one.row) for index, one in enumerate(conversations)]
     start = time.perf_counter()
-    trajectories = background.run(runner.run(requests, SamplingParams(), on_finish, keep_environments=keep))
+    trajectories = run(runner.run(requests, SamplingParams(), on_finish, keep_environments=keep))
     assert not runner.under_way
     return runner, trajectories, time.perf_counter() - start
 
@@ -324,7 +329,7 @@ def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
     }
     number = NUMBER // 2
     conversations = [draw.choice(KINDS)(draw, expected) for _ in range(number - len(LATE))] + LATE
-    background.run(asyncio.sleep(0))
+    run(asyncio.sleep(0))
     before = Left()
     memory = psutil.Process().memory_info().rss
     finished = []
@@ -338,7 +343,7 @@ def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
     assert len(finished) == number
     if keep:
         assert any(trajectory.environment is not None for trajectory in trajectories)
-        background.run(close_environments(trajectories))
+        run(close_environments(trajectories))
     assert not any(trajectory.environment for trajectory in trajectories)
     judge(runner, trajectories, conversations)
     GATE.set()
@@ -380,8 +385,8 @@ def test_a_server_killed_in_mid_call_ends_calls_only(tmp_path, noise, briefly, m
         "env": {"PYTHONPATH": os.pathsep.join(sys.path)},
     }
     path.write_text(json.dumps({"mcpServers": {"hostile": small}}))
-    background.run(asyncio.sleep(0))
-    mcp_thread()
+    run(asyncio.sleep(0))
+    mcp_thread.get()
     before = Left()
     tools = mcp_tools(str(path), ["add", "big", "die", "fail"]) + mcp_tools(str(path), ["slow"], timeout=2.0)
     next(tool for tool in tools if tool.name == "big").max_result_size = 50

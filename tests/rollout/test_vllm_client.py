@@ -10,6 +10,8 @@ import pytest
 from support.loopback import free_port
 from support.upstreams import SAMPLING, client_of, completion
 
+from mt_grpo.concurrency import run
+from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engine import EngineError
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
 from mt_grpo.rollout.engines.vllm.pool import ServerPool
@@ -399,3 +401,40 @@ def test_a_server_lost_long_ago_is_asked_before_it_is_given_up(tokenizer, start)
     client = client_of(tokenizer, start())
     client.pool.servers[0].down_since = time.monotonic() - 1000
     assert ask(client, connect=False).ids == [5, 6]
+
+
+def test_chat_works_inside_a_running_loop(tokenizer, start):
+    server = start()
+
+    async def notebook():
+        return client_of(tokenizer, server).chat([[{"role": "user", "content": "Lima?"}]], SAMPLING)
+
+    assert [reply.token_ids for reply in asyncio.run(notebook())] == [[5, 6]]
+
+
+def test_a_chat_beside_a_rollout_leaves_it_its_connections(tokenizer, start):
+    asked, answered = threading.Event(), threading.Event()
+
+    def complete(number, body):
+        if body["max_tokens"] == 7:
+            asked.set()
+            answered.wait(20)
+        return completion(5)
+
+    client = client_of(tokenizer, start(complete))
+
+    async def rollout():
+        await client.connect()
+        try:
+            return await client.generate([1], SamplingParams(7), "rollout")
+        finally:
+            await client.close()
+
+    samples = []
+    waiting = threading.Thread(target=lambda: samples.append(run(rollout())))
+    waiting.start()
+    assert asked.wait(20)
+    client.chat([[{"role": "user", "content": "Lima?"}]], SAMPLING)
+    answered.set()
+    waiting.join(20)
+    assert [sample.ids for sample in samples] == [[5]] and len(client.pool.servers[0].sessions) <= 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mt_grpo.concurrency import run
 from mt_grpo.rewards import Scores, score_trajectories
-from mt_grpo.rollout.background import run
 
 
 def score(turn_funcs, outcome_funcs, trajectories, extra=None) -> Scores:

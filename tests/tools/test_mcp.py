@@ -340,7 +340,7 @@ if how == "fork":
     child = os.fork()
     if child == 0:
         mine = asyncio.run(process.function())
-        mt_grpo.tools.mcp.thread.close_servers()
+        mt_grpo.tools.mcp.life.close_servers()
         os._exit(0 if mine != pid else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert asyncio.run(process.function()) == pid

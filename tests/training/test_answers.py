@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset
 from support.conversations import converse
 from support.trainers import Answered, conversation
 
+from mt_grpo.concurrency import run
 from mt_grpo.credit import rule_name
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import enable_trees
@@ -17,7 +18,6 @@ from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rewards import InformationGain, cut_after, score_cut
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.rollout.answers import answer_ids, answer_leaves
-from mt_grpo.rollout.background import run
 from mt_grpo.rollout.engine import EngineError
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.answers import longest, mean_logprobs

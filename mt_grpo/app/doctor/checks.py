@@ -10,13 +10,13 @@ from datasets import IterableDataset
 
 from mt_grpo.app.doctor import surroundings
 from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case, Check, NotKnown
+from mt_grpo.concurrency import run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.execution import execute_calls
 from mt_grpo.errors import ConfigError
 from mt_grpo.options import check_batches
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer, TemplateError
-from mt_grpo.rollout.background import run
 from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.tools import Tool
 from mt_grpo.tools.mcp.tools import MCPBaseTool, McpRemote, McpTool

@@ -13,8 +13,8 @@ import mt_grpo
 from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case
 from mt_grpo.app.env import MISSING, SERVER, version_here, version_in
 from mt_grpo.app.places import check_writable
+from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
-from mt_grpo.rollout.background import run
 from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
 from mt_grpo.training.checks import check_push, check_trackers
 from mt_grpo.training.folder import check_folder

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from mt_grpo.concurrency import abandon, guarded, in_thread
 from mt_grpo.envs.env import ConversationEnded, Outcome, finite
 from mt_grpo.envs.protocols import CallProtocol
-from mt_grpo.envs.threads import abandon, guarded, in_thread
 from mt_grpo.errors import defined_at
 from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.integrations.openai_api.server import Endpoint

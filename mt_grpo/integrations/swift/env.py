@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from mt_grpo.concurrency import OutOfTime, call, guarded
 from mt_grpo.envs.dialogue import Words
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy
-from mt_grpo.envs.threads import OutOfTime, call, guarded
 from mt_grpo.integrations.swift.scheduler import CONVERSATION, Conversation, InferEngine, MultiTurnScheduler
 from mt_grpo.integrations.swift.types import (
     RequestConfig,

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
+from mt_grpo.concurrency import call
 from mt_grpo.envs.dialogue import Words
 from mt_grpo.envs.env import ConversationEnded, Policy
-from mt_grpo.envs.threads import call
 from mt_grpo.integrations.swift.types import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import concurrent.futures
 import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TextIO
 
+from mt_grpo.concurrency import LoopThread, OnePerProcess, retrieve
 from mt_grpo.tools.mcp.config import McpServerConfig
-from mt_grpo.tools.mcp.thread import McpThread
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +82,46 @@ PROBE_SECONDS = 10.0
 """How long a server may take to answer a ping after a call that failed or ran out of time."""
 HEARTBEAT_SECONDS = 5.0
 """Time between pings of a server at a URL while it works on a call."""
+STOP_SECONDS = 15.0
+"""How long the end of the process waits for its servers; the library kills one that does not end sooner than that."""
 
 _FIRST = asyncio.FIRST_COMPLETED
+
+
+class McpThread(LoopThread):
+    """
+    The thread with the sessions of all MCP servers of this process. A server outlives the event loop of a rollout, and
+    works while the optimiser does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("mt-grpo-mcp")
+        self.open: set[Life] = set()
+
+    def close(self) -> None:
+        """Stops every server, waits until they have ended, `STOP_SECONDS` at most, and ends the thread."""
+
+        async def stop() -> None:
+            ending = list(self.open)
+            for server in ending:
+                server.stop()
+            await asyncio.gather(*[server.ended() for server in ending])
+
+        concurrent.futures.wait([asyncio.run_coroutine_threadsafe(stop(), self.loop)], timeout=STOP_SECONDS)
+        self.stop()
+        self.thread.join(timeout=1.0)
+
+
+mcp_thread = OnePerProcess(McpThread)
+"""The thread of this process. A forked process leaves its parent's servers alone."""
+
+
+@atexit.register
+def close_servers() -> None:
+    """Stops all MCP servers of this process; a later call of a tool starts its server again."""
+    thread = mcp_thread.take()
+    if thread is not None:
+        thread.close()
 
 
 class StartError(Exception):
@@ -303,9 +343,3 @@ class Life:
 def _said(error: BaseException) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def retrieve(future: asyncio.Future[Any]) -> None:
-    """Asks for an exception that nobody else may ask for."""
-    if not future.cancelled():
-        future.exception()

@@ -11,10 +11,10 @@ import time
 import weakref
 from typing import Any
 
+from mt_grpo.concurrency import OnePerProcess, retrieve
 from mt_grpo.errors import ConfigError
 from mt_grpo.tools.mcp.config import McpServerConfig
-from mt_grpo.tools.mcp.life import Life, ServerEnded, StartError, retrieve
-from mt_grpo.tools.mcp.thread import McpThread, mcp_thread
+from mt_grpo.tools.mcp.life import Life, McpThread, ServerEnded, StartError, mcp_thread
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class McpServer:
     @classmethod
     def shared(cls, config: McpServerConfig) -> McpServer:
         """The server of this configuration, the same for all that ask while one of them holds it."""
-        with _lock:
+        with _lock.get():
             server = _shared.get(config.key)
             if server is None:
                 server = _shared[config.key] = cls(config)
@@ -91,8 +91,8 @@ class McpServer:
         return await connection.thread.run(connection.call(tool, arguments))
 
     def _connect(self) -> _Connection:
-        with _lock:
-            thread = mcp_thread()
+        with _lock.get():
+            thread = mcp_thread.get()
             if self._connection is None or self._connection.thread is not thread:
                 self._connection = _Connection(self.config, thread)
                 weakref.finalize(self, _stop, self._connection, os.getpid()).atexit = False
@@ -183,13 +183,4 @@ def _stop(connection: _Connection, process: int) -> None:
 
 
 _shared: weakref.WeakValueDictionary[str, McpServer] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
-
-
-def _forget() -> None:
-    """A thread of the parent may have held it."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget)
+_lock = OnePerProcess(threading.Lock)

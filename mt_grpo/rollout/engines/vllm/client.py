@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from mt_grpo.rollout.background import run
+from mt_grpo.concurrency import run
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.rollout.engines.vllm.http import (
     CONNECT_TIMEOUT,

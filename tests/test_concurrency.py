@@ -15,16 +15,22 @@ import pytest
 from support.models import CPU_RUN, build_model, lookup
 from support.own_process import TERMINAL
 from support.scoring import score
-from support.upstreams import SAMPLING, client_of, completion
 
+from mt_grpo import concurrency
+from mt_grpo.concurrency import run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
-from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine, background
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 CALL = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
 INTERRUPT = '<tool>{"name": "interrupt", "args": {}}</tool>'
 ANSWER = "<answer>Lima</answer>"
+
+
+async def other_tasks():
+    """Tasks of the background loop that are left."""
+    return asyncio.all_tasks() - {asyncio.current_task()}
 
 
 def test_a_coroutine_runs_with_the_context_of_its_caller():
@@ -36,17 +42,17 @@ def test_a_coroutine_runs_with_the_context_of_its_caller():
 
     async def notebook():
         variable.set("seen")
-        return background.run(work())
+        return run(work())
 
     assert asyncio.run(notebook()) == ("seen", False)
 
 
 def test_a_call_that_would_wait_for_itself_is_refused():
     async def work():
-        return background.run(asyncio.sleep(0))
+        return run(asyncio.sleep(0))
 
     with pytest.raises(RuntimeError, match="would wait for itself: await the coroutine"):
-        background.run(work())
+        run(work())
 
 
 @pytest.mark.own_process
@@ -55,23 +61,23 @@ def test_a_task_that_exits_ends_neither_thread_nor_process():
         raise SystemExit(3)
 
     with pytest.raises(SystemExit):
-        background.run(leave())
-    assert background.run(asyncio.sleep(0, "alive")) == "alive"
+        run(leave())
+    assert run(asyncio.sleep(0, "alive")) == "alive"
 
 
 @pytest.mark.own_process
 def test_a_forked_process_has_a_loop_of_its_own():
-    background.run(asyncio.sleep(0))
+    run(asyncio.sleep(0))
     child = os.fork()
     if not child:
         signal.alarm(20)
-        os._exit(0 if background.run(asyncio.sleep(0, True)) else 1)
+        os._exit(0 if run(asyncio.sleep(0, True)) else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.own_process
 def test_code_that_blocks_the_thread_is_left_behind(caplog, monkeypatch):
-    monkeypatch.setattr(background, "GRACE", 0.2)
+    monkeypatch.setattr(concurrency, "GRACE", 0.2)
     release = threading.Event()
 
     async def block():
@@ -80,9 +86,9 @@ def test_code_that_blocks_the_thread_is_left_behind(caplog, monkeypatch):
         release.wait(60)
 
     with pytest.raises(KeyboardInterrupt):
-        background.run(block())
+        run(block())
     assert "blocks its thread" in caplog.text and "conversation '7'" in caplog.text
-    assert background.run(asyncio.sleep(0, "alive")) == "alive"
+    assert run(asyncio.sleep(0, "alive")) == "alive"
     release.set()
 
 
@@ -95,43 +101,6 @@ def test_env_generate_works_inside_a_running_loop(tokenizer):
 
     messages = asyncio.run(notebook())["messages"][0]
     assert [message["content"] for message in messages] == [CALL, "<result>about Lima</result>", ANSWER]
-
-
-def test_chat_works_inside_a_running_loop(tokenizer, start):
-    server = start()
-
-    async def notebook():
-        return client_of(tokenizer, server).chat([[{"role": "user", "content": "Lima?"}]], SAMPLING)
-
-    assert [reply.token_ids for reply in asyncio.run(notebook())] == [[5, 6]]
-
-
-def test_a_chat_beside_a_rollout_leaves_it_its_connections(tokenizer, start):
-    asked, answered = threading.Event(), threading.Event()
-
-    def complete(number, body):
-        if body["max_tokens"] == 7:
-            asked.set()
-            answered.wait(20)
-        return completion(5)
-
-    client = client_of(tokenizer, start(complete))
-
-    async def rollout():
-        await client.connect()
-        try:
-            return await client.generate([1], SamplingParams(7), "rollout")
-        finally:
-            await client.close()
-
-    samples = []
-    waiting = threading.Thread(target=lambda: samples.append(background.run(rollout())))
-    waiting.start()
-    assert asked.wait(20)
-    client.chat([[{"role": "user", "content": "Lima?"}]], SAMPLING)
-    answered.set()
-    waiting.join(20)
-    assert [sample.ids for sample in samples] == [[5]] and len(client.pool.servers[0].sessions) <= 1
 
 
 def test_plain_rewards_run_in_the_callers_thread():
@@ -236,7 +205,7 @@ def test_training_goes_on_rightly_after_ctrl_c(tmp_path, tokenizer, questions):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert gc.get_threshold() == thresholds and tools.cancelled <= 1
-    assert not [task for task in asyncio.all_tasks(background._background().loop) if not task.done()]
+    assert not run(other_tasks())
     sessions.clear()
     trainer.train()
     assert trainer.state.global_step == 2 and len(set(sessions)) == 8
@@ -275,9 +244,9 @@ def test_rollouts_go_on_after_whatever_ended_the_last_ones(tokenizer, error):
     runner = RolloutRunner(MultiTurnToolEnv([lookup]), engine, sanity_check_mode="strict")
     requests = [RolloutRequest("hi", str(index)) for index in range(4)]
     with pytest.raises(type(error)):
-        background.run(runner.run(requests, SamplingParams(), fail_once))
+        run(runner.run(requests, SamplingParams(), fail_once))
     assert gc.get_threshold() == thresholds and failed == ["1"]
-    trajectories = background.run(runner.run(requests, SamplingParams(), fail_once))
+    trajectories = run(runner.run(requests, SamplingParams(), fail_once))
     assert [trajectory.stop_reason for trajectory in trajectories] == [StopReason.ANSWERED] * 4
 
 
@@ -285,14 +254,16 @@ def test_rollouts_go_on_after_whatever_ended_the_last_ones(tokenizer, error):
 
 STUBBORN = """
 import asyncio, threading
+from mt_grpo import concurrency
+from mt_grpo.concurrency import run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from support.scoring import score
-from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine, background
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import ToolCall, Trajectory, Turn
 
-background.GRACE = 0.5
+concurrency.GRACE = 0.5
 
 async def swallow():
     if "ctrl-c" in sys.argv:
@@ -318,7 +289,7 @@ try:
     if "reward" in sys.argv:
         score([], [Judge()], [Trajectory([], [turn])])
     else:
-        print(background.run(env.step(turn)).replies[0]["content"])
+        print(run(env.step(turn)).replies[0]["content"])
 except KeyboardInterrupt:
     print("interrupted", turn.tool_calls and turn.tool_calls[0].error)
 """

@@ -1,0 +1,431 @@
+"""
+The one way to run coroutines from threads, and functions in threads from coroutines.
+
+- `run(coroutine)`, from any thread: runs it in the background event loop of this process and waits for it.
+- `call(function, ...)`, in a coroutine: calls a user's function, `async` or not, within its time.
+- `in_thread(function, name)`, in a coroutine: begins a blocking call in a daemon thread.
+- `LoopThread`: a daemon thread with an event loop, for what outlives the loop of its caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import contextvars
+import inspect
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from mt_grpo.errors import describe_error
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+GRACE = 5.0
+"""Seconds that cancelled tasks may take to end before they are left behind."""
+_LOOK = 0.1  # seconds between looks for Ctrl-C: a signal that another thread took does not wake the one that waits
+_TASKS: contextvars.ContextVar[Any] = contextvars.ContextVar("tasks that the coroutine given to `run` has begun")
+
+
+# From a thread: coroutines
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """
+    Runs a coroutine in the background loop and waits for it; this works inside a running loop (a notebook) too. If the
+    wait is interrupted (Ctrl-C, a signal handler that raises), the coroutine and every task that it began are
+    cancelled. They have `GRACE` seconds to end; a warning names those that do not. Then the interruption is raised.
+
+    Args:
+        work (`Coroutine`): Runs with the context variables of the caller.
+
+    Returns:
+        The result of the coroutine. Its exceptions are raised.
+
+    Raises:
+        RuntimeError: If this is called in the background thread, which would wait for itself.
+    """
+    background = _background.get()
+    if threading.current_thread() is background.thread:
+        work.close()
+        raise RuntimeError(
+            "A call that waits was made inside a coroutine, which would wait for itself: await the coroutine behind "
+            "it, or make the call in a plain function."
+        )
+    root: asyncio.Task[T] | None = None
+    ended, tasks = threading.Event(), weakref.WeakSet()
+
+    def begin() -> None:
+        nonlocal root
+        root = background.loop.create_task(work)
+        root.add_done_callback(end)
+
+    def end(done: asyncio.Task[T]) -> None:
+        retrieve(done)  # an interrupted caller does not ask for its exception
+        ended.set()
+
+    async def drain() -> list[asyncio.Task[Any]]:
+        if root is None:
+            work.close()
+            return []
+        deadline = time.monotonic() + GRACE
+        root.cancel()
+        await asyncio.wait([root], timeout=GRACE)
+        return await _cancel(tasks, deadline - time.monotonic())
+
+    context = contextvars.copy_context()
+    context.run(_TASKS.set, tasks)
+    try:
+        background.loop.call_soon_threadsafe(begin, context=context)
+        while not ended.wait(_LOOK):
+            pass
+    except BaseException:
+        background.finish(drain())
+        raise
+    assert root is not None  # it has ended
+    return root.result()
+
+
+class LoopThread:
+    """
+    A daemon thread with an event loop.
+
+    Args:
+        name (`str`): Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._serve, daemon=True, name=name)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        stopped = False
+        while not stopped:
+            # a task that raises one of these keeps it for who waits for the task; the others go on
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self.loop.run_forever()
+                stopped = True
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` in the thread, awaited in any loop; cancelled with whoever awaits it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` in the thread and blocks; what interrupts the wait (Ctrl-C) cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            while not future.done():
+                concurrent.futures.wait([future], timeout=_LOOK)
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """Ends the loop, and the thread with it; what still runs there is left as it is."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+class OnePerProcess(Generic[T]):
+    """
+    What a process has one of, made on first use. A forked process makes its own: it has no threads of its parent, and
+    one of them may have held the lock.
+
+    Args:
+        make (`Callable`): Makes it.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._lock, self._value = threading.Lock(), None
+
+    def get(self, fit: Callable[[T], bool] = lambda value: True) -> T:
+        """The one there is; another, from here on, where there is none or it is not `fit`."""
+        with self._lock:
+            if self._value is None or not fit(self._value):
+                self._value = self._make()
+            return self._value
+
+    def take(self) -> T | None:
+        """The one there is, if any; the next `get` makes another."""
+        with self._lock:
+            value, self._value = self._value, None
+            return value
+
+
+class _Background(LoopThread):
+    """The thread of `run`, which knows the tasks that each coroutine has begun."""
+
+    def __init__(self) -> None:
+        super().__init__("mt-grpo-background")
+        self.left: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # cancelled, waited for, and named
+        self.loop.set_task_factory(_note_task)
+        self.loop.set_default_executor(_DaemonThreads())
+
+    def finish(self, draining: Coroutine[Any, Any, list[asyncio.Task[Any]]]) -> None:
+        """Waits until cancelled tasks have ended, for little more than `GRACE` seconds."""
+        future = asyncio.run_coroutine_threadsafe(draining, self.loop)
+        deadline = time.monotonic() + GRACE + 1.0
+        while not future.done() and time.monotonic() < deadline:
+            concurrent.futures.wait([future], timeout=_LOOK)
+        if future.done():
+            pending = future.result()
+            self.left.update(pending)
+            if pending:
+                logger.warning(
+                    "Cancelled, but not ended within %g s: %s. It is left to itself; let `asyncio.CancelledError` "
+                    "pass in it.",
+                    GRACE,
+                    _names(pending),
+                )
+            return
+        busy = asyncio.current_task(self.loop)
+        logger.warning(
+            "Code that blocks its thread did not end within %g s: %s. It is left to itself.",
+            GRACE,
+            "a callback" if busy is None else _names([busy]),
+        )
+        _background.take()  # the next call starts another thread
+
+
+_background = OnePerProcess(_Background)
+
+
+class _DaemonThreads(concurrent.futures.ThreadPoolExecutor):
+    """Runs the calls of `asyncio.to_thread`. A call that hangs holds up neither other calls nor the process's end."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()
+
+        def work() -> None:
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=work, daemon=True, name="mt-grpo-to-thread").start()
+        return future
+
+
+def _note_task(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
+    task = asyncio.Task(work, loop=loop, **options)
+    tasks = _TASKS.get(None)
+    if tasks is not None:
+        tasks.add(task)
+    return task
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]], seconds: float) -> list[asyncio.Task[Any]]:
+    """Cancels tasks, and returns those that have not ended after some seconds."""
+    tasks = [task for task in tasks if not task.done()]
+    for task in tasks:
+        task.cancel()
+    return list((await asyncio.wait(tasks, timeout=max(seconds, 0.0)))[1]) if tasks else []
+
+
+def _names(tasks: Iterable[asyncio.Task[Any]]) -> str:
+    """Names of tasks, as tools, rewards and conversations gave them; for other tasks, their functions."""
+    tasks = list(tasks)
+    named = {task.get_name() for task in tasks if not task.get_name().startswith("Task-")}
+    return ", ".join(sorted(named or {task.get_coro().__qualname__ for task in tasks}))
+
+
+@atexit.register
+def _end() -> None:
+    """Lets running tasks end before the process does."""
+    background = _background.take()
+    if background is None:
+        return
+
+    async def drain() -> list[asyncio.Task[Any]]:
+        mine = asyncio.current_task()
+        return await _cancel(asyncio.all_tasks() - set(background.left) - {mine}, GRACE)
+
+    background.finish(drain())
+    background.stop()
+
+
+# From a coroutine: calls of users' code, which neither hold up the event loop nor outlive their time
+
+
+class OutOfTime(Exception):
+    """A call of the user's code took longer than it may."""
+
+
+async def call(function: Callable[..., Any], *args: Any, what: str, timeout: float | None = None) -> Any:
+    """
+    Calls a function of the user's: an `async` one in the event loop, any other in a thread of its own.
+
+    Args:
+        function (`Callable`), *args: What to call.
+        what (`str`): Its name in errors, and that of its thread or task.
+        timeout (`float`, *optional*): Seconds it may take. An `async` function is cancelled then; a thread cannot be
+            stopped and is left behind. Neither is waited for.
+
+    Raises:
+        OutOfTime: If it takes longer.
+        RuntimeError: In place of what is no `Exception` (`SystemExit`), and of a cancellation that nobody asked for.
+    """
+    if inspect.iscoroutinefunction(function):
+        result = function(*args)
+        if timeout is None:
+            return await guarded(result)
+    else:
+        result = await _within(in_thread(partial(function, *args), what), what, timeout)
+    return await _within(begin(result, what), what, timeout) if inspect.isawaitable(result) else result
+
+
+def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
+    """
+    Runs a blocking function in a daemon thread of its own, so that neither a pool's size nor a function that hangs
+    holds up other calls or the end of the process.
+
+    Args:
+        function (`Callable`): Called without arguments.
+        name (`str`): Name of the thread.
+
+    Returns:
+        A future of what it returns or raises. What is no `Exception` (`SystemExit`) is raised as `RuntimeError`, so
+        that it cannot end the event loop.
+    """
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():  # nobody waits for it any more
+            if inspect.iscoroutine(result):
+                result.close()
+        elif error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = function()
+        except BaseException as caught:
+            if isinstance(caught, Exception) and not isinstance(caught, StopIteration):
+                error = caught
+            else:  # a future cannot carry it, or it would end the event loop
+                error = RuntimeError(describe_error(caught))
+                error.__cause__ = caught
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, daemon=True, name=name).start()
+    return future
+
+
+def begin(work: Awaitable[Any], name: str) -> asyncio.Task[Any]:
+    """Begins a task of the user's code. Where it does not let itself be ended, it is known by its name."""
+    return asyncio.create_task(guarded(work), name=name)
+
+
+async def guarded(work: Awaitable[Any]) -> Any:
+    """Awaits `work`; what would end the event loop, and the run with it, is raised as `RuntimeError`."""
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as caught:
+        raise RuntimeError(describe_error(caught)) from caught
+
+
+async def _within(future: asyncio.Future[Any], what: str, timeout: float | None) -> Any:
+    try:
+        done, _ = await asyncio.wait([future], timeout=timeout)
+    finally:
+        abandon(future)
+    if not done:
+        raise OutOfTime(f"{what} took longer than {timeout:g} s.")
+    if future.cancelled():  # by itself: for who waits, that is a failure like any other
+        raise RuntimeError(f"{what} cancelled itself.")
+    return future.result()
+
+
+def abandon(future: asyncio.Future[Any]) -> None:
+    """Cancels what nobody waits for any more, and asks for the exception that it may still end with."""
+    future.cancel()
+    future.add_done_callback(retrieve)
+
+
+def retrieve(future: asyncio.Future[Any]) -> None:
+    """Asks for the exception of a future that nobody else may ask for, so that asyncio does not report it."""
+    if not future.cancelled():
+        future.exception()
+
+
+class ConcurrencyLimit:
+    """
+    Lets so many of one kind (calls of a tool, say) run at once, in the order they came. It is one for all event loops
+    of the process: an evaluation, or another cell of a notebook, may run in a loop of its own.
+
+    Args:
+        size (`int`): How many run at once.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free = size
+        self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: object) -> ConcurrencyLimit:
+        """The copy of a tool is limited together with it."""
+        return self
+
+    async def __aenter__(self) -> None:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            turn = loop.create_future()
+            self._waiting.append((loop, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it was this call's turn when it was cancelled
+                self._release()
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        """Hands a place to the next call that waits, or keeps it for one that comes."""
+        with self._lock:
+            while self._waiting:
+                loop, turn = self._waiting.popleft()
+                try:
+                    loop.call_soon_threadsafe(self._grant, turn)
+                    return
+                except RuntimeError:  # that loop is closed, and what waited there is gone
+                    continue
+            self._free += 1
+
+    def _grant(self, turn: asyncio.Future[None]) -> None:
+        if turn.done():  # cancelled while it waited
+            self._release()
+        else:
+            turn.set_result(None)
