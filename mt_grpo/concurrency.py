@@ -62,7 +62,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             "it, or make the call in a plain function."
         )
     root: asyncio.Task[T] | None = None
-    ended, tasks = threading.Event(), weakref.WeakSet()
+    tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+    ended = threading.Event()
 
     def begin() -> None:
         nonlocal root
@@ -152,7 +153,8 @@ class OnePerProcess(Generic[T]):
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        self._lock, self._value = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._value: T | None = None
 
     def get(self, fit: Callable[[T], bool] = lambda value: True) -> T:
         """The one there is; another, from here on, where there is none or it is not `fit`."""
@@ -225,8 +227,8 @@ class _DaemonThreads(concurrent.futures.ThreadPoolExecutor):
         return future
 
 
-def _note_task(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
-    task = asyncio.Task(work, loop=loop, **options)
+def _note_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
     tasks = _TASKS.get(None)
     if tasks is not None:
         tasks.add(task)
@@ -245,7 +247,8 @@ def _names(tasks: Iterable[asyncio.Task[Any]]) -> str:
     """Names of tasks, as tools, rewards and conversations gave them; for other tasks, their functions."""
     tasks = list(tasks)
     named = {task.get_name() for task in tasks if not task.get_name().startswith("Task-")}
-    return ", ".join(sorted(named or {task.get_coro().__qualname__ for task in tasks}))
+    functions: list[Any] = [task.get_coro() for task in tasks]
+    return ", ".join(sorted(named or {function.__qualname__ for function in functions}))
 
 
 @atexit.register

@@ -9,7 +9,6 @@ import numbers
 import os
 import shlex
 import signal
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -18,7 +17,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from mt_grpo.concurrency import abandon, guarded, in_thread
+from mt_grpo.concurrency import LoopThread, OnePerProcess, abandon, begin, in_thread
 from mt_grpo.envs.env import ConversationEnded, Outcome, finite
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.errors import defined_at
@@ -178,17 +177,19 @@ STUCK = 2.0
 """Seconds without a sign of life after which further agents get another loop."""
 
 
-class _Loop:
-    """A daemon thread with an event loop."""
+class _AgentLoop(LoopThread):
+    """
+    The event loop in which `async` agents run. It is not the one that serves them: an agent that blocks it, with a
+    client that is not `async` for instance, waits for a server that goes on.
+    """
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        super().__init__("mt-grpo-agents")
         self._asked: float | None = None  # since when it has not shown that it lives
-        threading.Thread(target=self.loop.run_forever, daemon=True, name="mt-grpo-agents").start()
 
     @property
-    def stuck(self) -> bool:
-        return self._asked is not None and time.monotonic() - self._asked > STUCK
+    def lives(self) -> bool:
+        return self._asked is None or time.monotonic() - self._asked <= STUCK
 
     def ask(self) -> None:
         """Asks for a sign of life."""
@@ -200,8 +201,7 @@ class _Loop:
         self._asked = None
 
 
-_current: _Loop | None = None
-_lock = threading.Lock()
+_agents = OnePerProcess(_AgentLoop)
 
 
 async def run_agent(work: Coroutine[Any, Any, Any], name: str) -> Any:
@@ -212,27 +212,13 @@ async def run_agent(work: Coroutine[Any, Any, Any], name: str) -> Any:
         work (`Coroutine`): Cancelled where this call is; it is not waited for then.
         name (`str`): Of its task.
     """
-    global _current
-    with _lock:
-        if _current is None or _current.stuck:
-            _current = _Loop()
-        agents = _current
+    agents = _agents.get(fit=lambda loop: loop.lives)
     agents.ask()
 
     async def named() -> Any:
-        asyncio.current_task().set_name(name)
-        return await guarded(work)
+        return await begin(work, name)
 
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(named(), agents.loop))
-
-
-def _forget() -> None:
-    """A forked process has no threads of its parent."""
-    global _current, _lock
-    _current, _lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget)
+    return await agents.run(named())
 
 
 REWARD = "reward"
