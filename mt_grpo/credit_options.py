@@ -11,7 +11,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose
 
 SIGNALLESS = ("keep", "resample", "leave_out")
-"""What `groups_without_signal` can say, see `mt_grpo.training.signal`."""
+"""What `groups_without_signal` can say, see `mt_grpo.training.reward_batch`."""
 
 BRANCH_RULE = "branch_to_go"
 """The credit rule of conversations that branch."""

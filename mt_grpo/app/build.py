@@ -30,12 +30,11 @@ from mt_grpo.training.checkpoint import (
     check_checkpoint,
     find_checkpoint,
 )
-from mt_grpo.training.checks import check_batch_sizes, check_surroundings, check_training
 from mt_grpo.training.environment import check_env, prepare_tokenizer
 from mt_grpo.training.factories import evaluation_rows, rows_of
 from mt_grpo.training.folder import check_folder
-from mt_grpo.training.policy import resolve_base, resolve_model
-from mt_grpo.training.reward_columns import check_reward_columns
+from mt_grpo.training.model import resolve_base, resolve_model
+from mt_grpo.training.preflight import check_batch_sizes, check_reward_columns, check_surroundings, check_training
 from mt_grpo.training.reward_models import with_models
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 

@@ -19,7 +19,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.options import check_served
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.policy import resolve_base, resolve_model
+from mt_grpo.training.model import resolve_base, resolve_model
 from mt_grpo.training.servers import server_urls, transport_of
 from mt_grpo.vllm_plugin.keys import check_folder
 

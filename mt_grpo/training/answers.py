@@ -22,8 +22,8 @@ from mt_grpo.rollout.answers import AnswerLeaves, answer_ids, answer_leaves
 from mt_grpo.rollout.engine import ScoringEngine
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.dropout import without_dropout
 from mt_grpo.training.forward import prove_forward
+from mt_grpo.training.model import without_dropout
 from mt_grpo.training.processes import everywhere, run_here
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.trajectory import Trajectory

@@ -6,19 +6,22 @@ import json
 import logging
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from accelerate import Accelerator
+from datasets import Dataset, IterableDataset
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.runlog.files import to_json
 from mt_grpo.training.config import MTGRPOConfig
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,11 @@ BATCH_OPTIONS = (
 )
 """Options that decide the shape of the rollouts in a checkpoint, and how many rows of the dataset were used."""
 
+
+MADE_WITH = "made_with.json"
+"""What a checkpoint says about the run that made it: tools, rewards with their weights, and data."""
+ROWS = 8
+"""Rows at each end of a dataset by which it is known again."""
 
 UNREADABLE = (pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, ValueError, KeyError, EOFError)
 """What the readers of a checkpoint's files raise where these are damaged."""
@@ -84,6 +92,50 @@ def load_rollouts(folder: Path, accelerator: Accelerator) -> tuple[int, Any]:
         if "parents" in batch:  # as older checkpoints name the column
             batch["parent"] = batch.pop("parents")
     return state["step"], state["buffered_inputs"]
+
+
+def made_with(
+    args: MTGRPOConfig, tools: Sequence[str], rewards: Sequence[Mapping[str, Any]], rows: Dataset | IterableDataset
+) -> dict[str, str]:
+    """
+    What a run learns from, in words.
+
+    Args:
+        args (`MTGRPOConfig`): Its options.
+        tools (`Sequence[str]`): Names of its tools.
+        rewards (`Sequence[Mapping]`): The `name` and `weight` of each reward.
+        rows (`Dataset` or `IterableDataset`): What it is trained on.
+    """
+    return {
+        "tools": ", ".join(tools) or "none",
+        "rewards": ", ".join(f"{reward['name']} ({reward['weight']:g})" for reward in rewards),
+        "system_prompt": repr(args.system_prompt),
+        "data": _known_by(rows),
+    }
+
+
+def warn_of_differences(folder: Path, here: dict[str, str]) -> None:
+    """Warns where a checkpoint was made with other things (`made_with`); one that does not say is taken."""
+    path = folder / MADE_WITH
+    if not path.is_file():
+        return
+    made = json.loads(path.read_text(encoding="utf-8"))
+    other = [f"{name}: {made[name]}; here {here[name]}" for name in here if made.get(name, here[name]) != here[name]]
+    if other:
+        logger.warning(
+            "The checkpoint %s was made with other %s. The resumed run goes on with what is here.",
+            folder,
+            " | ".join(other),
+        )
+
+
+def _known_by(rows: Dataset | IterableDataset) -> str:
+    """A dataset as its number of rows, and a digest of those at its ends."""
+    if isinstance(rows, IterableDataset):
+        return "a stream"
+    ends = sorted({*range(min(ROWS, len(rows))), *range(max(0, len(rows) - ROWS), len(rows))})
+    digest = crc32(to_json([rows[index] for index in ends]).encode("utf-8", "backslashreplace"))
+    return f"{len(rows)} rows ({digest:08x})"
 
 
 def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 from trl import GRPOConfig
 
 from mt_grpo.agent_options import parse_agent, parse_env_config, parse_user
@@ -18,7 +20,6 @@ from mt_grpo.forward.logps import FORWARDS
 from mt_grpo.imports import import_file
 from mt_grpo.options import check_options
 from mt_grpo.rollout.token_check import MODES
-from mt_grpo.training.checks import has_bfloat16, left_to_training
 from mt_grpo.weights.transport import TRANSPORTS
 
 KEEPS_TURNS = ("cispo", "vespo")
@@ -35,6 +36,18 @@ def registered_names() -> dict[str, list[str]]:
         "call_protocol": list(PROTOCOLS),
         "advantage_estimator": list(ADVANTAGE_ESTIMATORS),
     }
+
+
+def has_bfloat16() -> bool:
+    """Whether there is a GPU, or the like, that computes in bfloat16."""
+    return is_torch_bf16_gpu_available() or is_torch_xla_available()
+
+
+def changed(args: GRPOConfig, **values: Any) -> Any:
+    """A copy of options with other values for some. What TRL fills in stays as it is."""
+    args = copy.copy(args)
+    vars(args).update(values)
+    return args
 
 
 @dataclass
@@ -89,7 +102,7 @@ class MTGRPOConfig(GRPOConfig):
             registry, or a mapping of its `name` and options of its own; as JSON on the command line.
         groups_without_signal (`str`, *optional*, defaults to `"keep"`): What becomes of groups whose advantages are 0
             at every turn: `"keep"` (they count where the loss is divided), `"leave_out"` (they do not) or `"resample"`
-            (their prompts are sampled again, and what then has no signal is left out), see `mt_grpo.training.signal`.
+            (their prompts are sampled again, and what then has no signal is left out).
         max_resample_times (`int`, *optional*, defaults to `3`): Rounds in which `groups_without_signal: resample`
             samples groups again, at most.
         branch_at (`int`, *optional*): Turns after which a conversation branches in training, see `docs/credit.md`; by
@@ -252,11 +265,30 @@ class MTGRPOConfig(GRPOConfig):
         self.check()
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and has_bfloat16()
-        with left_to_training(self):
-            super().__post_init__()
+        self._fill_in()
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # torch warns, since there is nothing to pin it for
         self.check_credit()
+
+    def _fill_in(self) -> None:
+        """
+        Takes over what TRL and transformers fill in. They do it on a copy that passes their checks of batch sizes and
+        of bfloat16: a recipe for eight GPUs is also served and read by one process, and on a machine without any.
+        `mt_grpo.training.preflight` checks both where training starts.
+        """
+        group, eval_group = self.num_generations, self.num_generations_eval or self.num_generations
+        theirs = changed(
+            self,
+            bf16=self.bf16 and (self.use_cpu or has_bfloat16()),
+            per_device_train_batch_size=self.per_device_train_batch_size * group,  # a batch that every group divides
+            per_device_eval_batch_size=self.per_device_eval_batch_size * eval_group,
+            generation_batch_size=self.generation_batch_size and self.generation_batch_size * group,
+        )
+        super(MTGRPOConfig, theirs).__post_init__()
+        ours = {name: getattr(self, name) for name in ("bf16", "per_device_train_batch_size")}
+        ours["per_device_eval_batch_size"] = self.per_device_eval_batch_size
+        ours["generation_batch_size"] = theirs.generation_batch_size // group
+        vars(self).update(vars(theirs) | ours)
 
     def check(self) -> None:
         """

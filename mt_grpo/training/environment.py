@@ -27,7 +27,7 @@ from mt_grpo.tools import load_tools, load_tools_file
 from mt_grpo.training.agents import build_agent, build_scheduler, build_verifiers, for_agents
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.factories import Factory, environments_of, import_factory, warn_of_unused
-from mt_grpo.training.reward_columns import Rows
+from mt_grpo.training.preflight import Rows
 from mt_grpo.training.rollout_batch import RolloutBatch
 
 OPTIONS = (

@@ -63,36 +63,34 @@ def _environment(factory: Any, options: dict[str, Any], args: MTGRPOConfig, name
     return env
 
 
-def own_rewards(env: EnvSource) -> list[RewardFunc]:
-    """The outcome rewards that classes of factories give themselves, one for each class, in TRL's order."""
-    rewards: dict[str, RewardFunc] = {}
-    for one in prototypes(env):
-        if isinstance(one, TRLEnv) and one.reward_name is not None:
-            reward = rewards[one.reward_name] = EnvReward(one.reward_name)
-            reward.name = one.reward_name
-    return list(rewards.values())
-
-
-def add_own_rewards(listed: Sequence[RewardFunc], env: EnvSource, args: MTGRPOConfig) -> list[RewardFunc]:
+def own_rewards(listed: Sequence[RewardFunc], env: EnvSource) -> list[RewardFunc]:
     """
-    The rewards that classes of factories give beside those that are listed; each has the weight 1, as in TRL, where
-    `reward_weights` counts the listed ones only.
+    The outcome rewards that classes of factories give beside those that are listed: one for each class, in TRL's
+    order.
 
     Raises:
         ConfigError: If one has the name of a listed reward, or there is no reward at all.
     """
-    own = own_rewards(env)
-    for reward in own:
-        if reward.name in [one.name for one in listed]:
+    own: dict[str, RewardFunc] = {}
+    for one in prototypes(env):
+        if isinstance(one, TRLEnv) and one.reward_name is not None:
+            reward = own[one.reward_name] = EnvReward(one.reward_name)
+            reward.name = one.reward_name
+    for name in own:
+        if name in [one.name for one in listed]:
             raise ConfigError(
-                f"The reward {reward.name!r} has the name of an environment class that gives its own reward "
-                "(`get_reward`): rename one of the two."
+                f"The reward {name!r} has the name of an environment class that gives its own reward (`get_reward`): "
+                "rename one of the two."
             )
     if not listed and not own:
         raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
-    if own and args.reward_weights is not None and len(args.reward_weights) == len(listed):
-        args.reward_weights = [*args.reward_weights, *[1.0] * len(own)]
-    return own
+    return list(own.values())
+
+
+def weights_of(args: MTGRPOConfig, listed: Sequence[RewardFunc], own: Sequence[RewardFunc]) -> list[float] | None:
+    """`reward_weights`: where they count the listed rewards only, each of the environments' own has 1, as in TRL."""
+    given = args.reward_weights
+    return [*given, *[1.0] * len(own)] if given is not None and len(given) == len(listed) else given
 
 
 def rows_of(

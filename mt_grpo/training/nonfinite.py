@@ -9,9 +9,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather, gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from trl import GRPOTrainer
+from transformers.integrations import TensorBoardCallback
 
 from mt_grpo.errors import UserError
+from mt_grpo.training.config import MTGRPOConfig
 
 INGREDIENTS = ("advantages", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
 """The inputs of a loss, besides the log-probs of the model that is trained."""
@@ -21,41 +22,46 @@ class NonFiniteError(UserError, RuntimeError):
     """A number that would spoil the weights. The message is one sentence: what it was and where it comes from."""
 
 
-class FiniteTrainer(GRPOTrainer):
+def check_loss(loss: Tensor, inputs: dict[str, Any], model: nn.Module, step: int) -> None:
     """
-    TRL's trainer. It ends on every process at the first loss or gradient that is not finite, before the optimiser's
-    step, and saves no model with such weights. In float16 a gradient may overflow, and the scaler then leaves out the
-    step. DeepSpeed steps inside the backward, so a bad gradient is found after its step, but before a save.
+    Checks the loss of a micro-batch. This is a collective call.
+
+    Args:
+        loss (`Tensor`): The loss of this process.
+        inputs (`dict`): Its micro-batch.
+        model (`nn.Module`): The policy.
+        step (`int`): Steps taken so far.
+
+    Raises:
+        NonFiniteError: In every process, if the loss of one is NaN or infinite.
     """
+    losses = gather(loss.detach().float().reshape(1))
+    if not losses.isfinite().all():
+        causes = gather_object([_cause(inputs, model)])  # on every process: weights may be sharded
+        rank = int((~losses.isfinite()).nonzero()[0])
+        raise NonFiniteError(
+            f"The loss of step {step + 1} is {losses[rank]}, since {causes[rank]}; no weight was changed by it."
+        )
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        if self.model.training:
-            losses = gather(loss.detach().float().reshape(1))
-            if not losses.isfinite().all():
-                causes = gather_object([_cause(inputs, model)])  # on every process: weights may be sharded
-                rank = int((~losses.isfinite()).nonzero()[0])
-                raise NonFiniteError(
-                    f"The loss of step {self.state.global_step + 1} is {losses[rank]}, since {causes[rank]}; no "
-                    "weight was changed by it."
-                )
-        return loss
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm)
-        if norm is not None and not self.args.fp16:  # DeepSpeed may know none
-            norms = gather(torch.tensor([float(norm)], device=self.accelerator.device))
-            if not norms.isfinite().all():
-                raise NonFiniteError(
-                    f"The gradient of step {self.state.global_step + 1} has the norm "
-                    f"{norms[~norms.isfinite()][0]}, though its loss is finite, since a derivative overflowed in the "
-                    "backward pass; it was not stepped: train in bfloat16 or float32, or lower `learning_rate`."
-                )
-        return norm
+def check_gradient(norm: Any, args: MTGRPOConfig, accelerator: Accelerator, step: int) -> None:
+    """
+    Checks the norm of a gradient before the optimiser's step. In float16 a gradient may overflow, and the scaler then
+    leaves out the step. DeepSpeed steps inside the backward, so a bad gradient is found after its step, but before a
+    save. This is a collective call.
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        check_weights(self.model, self.accelerator, self.state.global_step)
-        super().save_model(output_dir, _internal_call)
+    Raises:
+        NonFiniteError: In every process, if the norm of one is NaN or infinite.
+    """
+    if norm is None or args.fp16:  # DeepSpeed may know none
+        return
+    norms = gather(torch.tensor([float(norm)], device=accelerator.device))
+    if not norms.isfinite().all():
+        raise NonFiniteError(
+            f"The gradient of step {step + 1} has the norm {norms[~norms.isfinite()][0]}, though its loss is finite, "
+            "since a derivative overflowed in the backward pass; it was not stepped: train in bfloat16 or float32, or "
+            "lower `learning_rate`."
+        )
 
 
 def _cause(inputs: dict[str, Any], model: nn.Module) -> str:
@@ -100,3 +106,11 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
     """Whether each element of this process's part is finite. Under ZeRO-3 the parameter itself is empty."""
     value = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
     return torch.isfinite(value)
+
+
+class NumbersToTensorBoard(TensorBoardCallback):
+    """Leaves out what has no number, such as the reward of a batch that failed, of which TensorBoard would warn."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        numbers = {name: value for name, value in (logs or {}).items() if value is not None}
+        super().on_log(args, state, control, logs=numbers, **kwargs)

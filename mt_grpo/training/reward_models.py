@@ -12,7 +12,7 @@ from torch import nn
 from mt_grpo.options import names_model
 from mt_grpo.rewards import FunctionReward, RewardFunc
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.policy import resolve_model
+from mt_grpo.training.model import resolve_model
 
 
 class ModelReward(FunctionReward):

@@ -1,11 +1,15 @@
-"""One batch as it passes through the methods that TRL calls: from its rows to their rewards."""
+"""One batch as it passes through the methods that TRL calls, and the rows that only pad the last one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather
+from datasets import Dataset, IterableDataset
 from torch import Tensor
 
 from mt_grpo.credit import RewardBatch
@@ -13,7 +17,6 @@ from mt_grpo.rewards import Scores, completion_ids, spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
 from mt_grpo.rollout.branching import Branching
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.evaluation import counted, fill_up
 from mt_grpo.trajectory import Trajectory, visible
 
 
@@ -62,8 +65,8 @@ class RolloutBatch:
 
     @property
     def counted(self) -> list[Trajectory]:
-        """The trajectories that were run."""
-        return counted(self.trajectories)
+        """The trajectories that were run. What stands for a padding row has no stop reason."""
+        return [trajectory for trajectory in self.trajectories if trajectory.stop_reason is not None]
 
     def add_texts(self, tokenizer: Any, rows_had_text: bool) -> None:
         """
@@ -149,3 +152,61 @@ class RolloutBatch:
 def branching(args: MTGRPOConfig, mode: str) -> Branching | None:
     """How the conversations of a batch branch: those of an evaluation do not."""
     return Branching(args.branch_at, args.num_branches) if args.branch_at is not None and mode == "train" else None
+
+
+class EvaluationRows:
+    """
+    Tells the rows of a dataset from padding rows, with which accelerate fills up the last batch of an evaluation.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): What is evaluated.
+        generations (`int`): How often each row is evaluated.
+        accelerator (`Accelerator`): The run's.
+    """
+
+    def __init__(self, dataset: Dataset | IterableDataset, generations: int, accelerator: Accelerator) -> None:
+        self.dataset = dataset
+        """What to load: counts its rows as they are read, where their number is not known."""
+        self._generations, self._accelerator = generations, accelerator
+        self._batches = 0
+        self.sizes: list[int] = []
+        """Rows of all processes that count, per batch."""
+        streams = isinstance(dataset, IterableDataset)
+        # accelerate gives each process shards of its own where there are enough: they are not filled up
+        self._filled = accelerator.num_processes > 1 and not (
+            streams and dataset.num_shards >= accelerator.num_processes and not accelerator.split_batches
+        )
+        self._rows = 0 if streams else len(dataset)
+        if streams and self._filled:
+            self.dataset = dataset.map(self._count, with_indices=True)
+
+    def _count(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+        self._rows = index + 1
+        return row
+
+    def fills(self, size: int) -> list[bool]:
+        """
+        For each row of this process's next batch, of `size` rows, whether it is a padding row. This is a collective
+        call.
+        """
+        first = (self._batches * self._accelerator.num_processes + self._accelerator.process_index) * size
+        self._batches += 1
+        fills = [self._filled and first + index >= self._rows * self._generations for index in range(size)]
+        counts = gather(torch.tensor([size - sum(fills)], device=self._accelerator.device))
+        self.sizes.append(int(counts.sum()))
+        return fills
+
+
+def fill_up(values: list[Any], fills: list[bool], absent: Callable[[int], Any] = lambda index: None) -> list[Any]:
+    """Adds to the values of the rows that count `absent(index)` for each row that only fills up."""
+    rest = iter(values)
+    return [absent(index) if fill else next(rest) for index, fill in enumerate(fills)]
+
+
+def fill_up_scores(scores: Scores, fills: list[bool]) -> Scores:
+    """Adds to the scores of the rows that count `None` for the others."""
+    return Scores(
+        [fill_up(values, fills, lambda index: []) for values in scores.turn],
+        [fill_up(values, fills) for values in scores.outcome],
+        [fill_up(values, fills, lambda index: []) for values in scores.state],
+    )

@@ -18,7 +18,7 @@ from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.sampling import check_sequence_ratio
+from mt_grpo.training.forward import check_sequence_ratio
 from mt_grpo.weights.transport import TRANSPORTS, WeightSync, WeightTransport
 from mt_grpo.weights.updates import WeightSyncError
 
@@ -60,19 +60,6 @@ def check_importance_sampling(args: MTGRPOConfig) -> None:
             f"`loss_type: vespo` needs `vllm_importance_sampling_mode` to be one of {', '.join(by_token)}, not "
             f"{args.vllm_importance_sampling_mode!r}."
         )
-
-
-@contextmanager
-def without_client_of_trl(args: MTGRPOConfig) -> Iterator[None]:
-    """
-    Hides `use_vllm` while TRL's trainer is set up. Otherwise TRL would connect a client of its own, which needs vLLM
-    to be installed. `MTGRPOEnvTrainer` sends weights and samples by itself, and TRL has no hook for that.
-    """
-    use_vllm, args.use_vllm = args.use_vllm, False
-    try:
-        yield
-    finally:
-        args.use_vllm = use_vllm
 
 
 def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Accelerator) -> TransformersEngine:

@@ -2,52 +2,90 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import shutil
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from trl import GRPOConfig
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOConfig, GRPOTrainer
 
 from mt_grpo.credit import audit_rewards, estimate
 from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.source import tool_names
+from mt_grpo.errors import ConfigError
+from mt_grpo.options import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
+from mt_grpo.runlog.files import to_json
 from mt_grpo.training.answers import check_scorers, score_answers
 from mt_grpo.training.batch import TokenColumns
-from mt_grpo.training.checkpointed import CheckpointedTrainer
-from mt_grpo.training.checks import check_surroundings
-from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.dropout import disable_dropout, without_dropout
+from mt_grpo.training.checkpoint import (
+    MADE_WITH,
+    batch_options,
+    check_adapter,
+    check_checkpoint,
+    check_weights_fit,
+    find_checkpoint,
+    is_whole,
+    load_rollouts,
+    made_with,
+    save_rollouts,
+    says_what_cannot_be_written,
+    warn_of_differences,
+)
+from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.environment import build_runner, check_env, open_environments, prepare_tokenizer
-from mt_grpo.training.evaluation import fill_up, fill_up_scores
-from mt_grpo.training.factories import Factory, add_own_rewards, rows_of
-from mt_grpo.training.forward import completion_logps, keep_outputs_exact, prepare_forward, prove_forward
+from mt_grpo.training.factories import Factory, own_rewards, rows_of, weights_of
+from mt_grpo.training.folder import left_by_runs
+from mt_grpo.training.forward import (
+    completion_logps,
+    keep_outputs_exact,
+    prepare_forward,
+    prove_forward,
+    sampling_params,
+)
 from mt_grpo.training.microbatches import rebalance
-from mt_grpo.training.policy import opened
+from mt_grpo.training.model import (
+    check_reference,
+    disable_dropout,
+    load_reference,
+    open_policy,
+    save_reference,
+    without_dropout,
+)
+from mt_grpo.training.nonfinite import NumbersToTensorBoard, check_gradient, check_loss, check_weights
+from mt_grpo.training.preflight import check_reward_columns, check_surroundings, check_training, tell_device
 from mt_grpo.training.processes import everywhere, run_here
-from mt_grpo.training.reference import check_reference
-from mt_grpo.training.reward_batch import gather_rewards, share_of_equal_groups
-from mt_grpo.training.reward_columns import check_reward_columns
+from mt_grpo.training.reward_batch import (
+    gather_rewards,
+    has_signal,
+    leave_out,
+    sample_again,
+    share_of_equal_groups,
+    share_out,
+)
 from mt_grpo.training.reward_models import ModelReward, as_in_trl, with_models
-from mt_grpo.training.rollout_batch import RolloutBatch, branching
-from mt_grpo.training.sampling import sampling_params
+from mt_grpo.training.rollout_batch import EvaluationRows, RolloutBatch, branching, fill_up, fill_up_scores
 from mt_grpo.training.servers import (
     check_importance_sampling,
     lent_model,
     own_engine,
     server_client,
     weight_sync,
-    without_client_of_trl,
 )
-from mt_grpo.training.signal import has_signal, leave_out, sample_again, share_out
+from mt_grpo.training.step_log.console import Activity
 from mt_grpo.training.step_log.metrics import (
+    Tally,
     audit_metrics,
     credit_metrics,
     mismatch_metrics,
@@ -56,7 +94,8 @@ from mt_grpo.training.step_log.metrics import (
     show_advantages,
 )
 from mt_grpo.training.step_log.records import RunRecords
-from mt_grpo.training.step_log.warnings import RewardWatch
+from mt_grpo.training.step_log.table import ConversationLog
+from mt_grpo.training.step_log.warnings import AuditLog, RewardWatch
 from mt_grpo.training.trl_arguments import (
     as_list,
     as_rows,
@@ -73,8 +112,10 @@ from mt_grpo.weights.transport import WeightSync
 Reward = str | Callable[..., Any] | RewardFunc | PreTrainedModel
 Rewards = Reward | Sequence[Reward] | None
 
+logger = logging.getLogger(__name__)
 
-class MTGRPOEnvTrainer(CheckpointedTrainer):
+
+class MTGRPOEnvTrainer(GRPOTrainer):
     """
     Trains an agent over several turns: rollouts in an environment, and an advantage per turn from rewards for turns
     and outcomes. Loss, buffering, samplers, checkpoints and logging are TRL's.
@@ -107,6 +148,10 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         RolloutError: In training, if every conversation of two batches in a row fails.
         CreditError: In training, if the credit rule returns something unusable.
         NonFiniteError: In training, if a loss, a gradient or a weight is not finite, before a step or a save uses it.
+
+    Attributes:
+        batch (`RolloutBatch`): The latest batch, as far as it is filled in. TRL's methods have no argument for it.
+        eval_trajectories (`list[Trajectory]`): Those of this process in the latest evaluation.
     """
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
@@ -143,49 +188,78 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         check_surroundings(args)
         train_dataset, eval_dataset = as_rows(train_dataset, "train_dataset"), as_rows(eval_dataset, "eval_dataset")
         check_no_images(train_dataset, eval_dataset)
-        given = {"factory": environment_factory, "tools": tools, "plain": reward_funcs is not None}
-        self.env = check_env(env, args, train_dataset, eval_dataset, **given)
+        self.env = check_env(
+            env,
+            args,
+            train_dataset,
+            eval_dataset,
+            factory=environment_factory,
+            tools=tools,
+            plain=reward_funcs is not None,
+        )
         train_dataset = rows_of(train_dataset, self.env, args)
+        turns = args.turn_reward_funcs if turn_reward_funcs is None else as_list(turn_reward_funcs)
+        self.turn_reward_funcs = load_rewards(turns or [], "turn")
         outcomes = outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)
-        rewards = self._load_rewards(turn_reward_funcs, outcomes, args)
+        self.outcome_reward_funcs = load_rewards(with_models(outcomes, args), "outcome")
+        self.state_scores = load_rewards([args.state_score] if args.state_score else [], "state")
+        listed = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
+        own = own_rewards(listed, self.env)
+        self.outcome_reward_funcs += own
+        rewards = [*listed, *own]
         tokenizers = tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
         check_scorers(rewards, args, engine)
         check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
         self.watch = RewardWatch(rewards, args, self.state_scores, tool_names(self.env))
         with no_adapter_left(model):
-            with without_client_of_trl(args), opened(model, args, quantization_config, peft_config) as policy:
-                super().__init__(
-                    **policy,
-                    reward_funcs=[as_in_trl(reward) for reward in rewards],  # TRL loads models; they are called here
-                    reward_processing_classes=tokenizers,
-                    args=args,
-                    train_dataset=train_dataset,
-                    eval_dataset=eval_dataset,
-                    processing_class=processing_class,
-                    callbacks=[*(callbacks or []), self.watch],
-                    optimizers=optimizers,
-                )
+            policy = open_policy(model, args, quantization_config, peft_config)
+            loaded = isinstance(model, str) and not isinstance(policy["model"], str)
+            super().__init__(
+                **policy,
+                reward_funcs=[as_in_trl(reward) for reward in rewards],  # TRL loads models; they are called here
+                reward_processing_classes=tokenizers,
+                args=changed(
+                    args,
+                    use_vllm=False,  # else TRL connects a client of its own, which needs vLLM to be installed
+                    model_init_kwargs=None if loaded else args.model_init_kwargs,
+                    reward_weights=weights_of(args, listed, own),
+                ),
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=[*(callbacks or []), self.watch],
+                optimizers=optimizers,
+            )
+            self.args = changed(self.args, use_vllm=args.use_vllm, model_init_kwargs=args.model_init_kwargs)
+            self._prepare_logs()
             self._prepare_models()
-            self._prepare_credit(rewards)
+            self._prepare_rewards(rewards)
             self._prepare_rollouts(engine)
-        self._batch: RolloutBatch | None = None  # the latest: TRL's methods have no argument for it
+        self.batch: RolloutBatch | None = None
+        self.eval_trajectories: list[Trajectory] = []
+        self._evaluation: EvaluationRows | None = None
         self._loss_columns: TokenColumns | None = None  # of the micro-batch whose loss TRL's forward computes
-        self.eval_trajectories: list[Trajectory] = []  # of this process, in the latest evaluation
+        self._failed_batches = 0
 
     # Setting up
-
-    def _load_rewards(self, turns: Rewards, outcomes: Rewards, args: MTGRPOConfig) -> list[RewardFunc]:
-        turns = args.turn_reward_funcs if turns is None else as_list(turns)
-        self.turn_reward_funcs = load_rewards(turns or [], "turn")
-        self.outcome_reward_funcs = load_rewards(with_models(outcomes or [], args), "outcome")
-        self.state_scores = load_rewards([args.state_score] if args.state_score else [], "state")
-        listed = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
-        self.outcome_reward_funcs += add_own_rewards(listed, self.env, args)
-        return [*self.turn_reward_funcs, *self.outcome_reward_funcs]
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         keep_outputs_exact(self.accelerator)
+
+    def _prepare_logs(self) -> None:
+        tell_device(self.args)
+        self._earlier = left_by_runs(self.args.output_dir)
+        self._tallies = {"train": Tally(), "eval": Tally()}
+        self.activity = Activity()
+        self.conversations = ConversationLog(self)
+        self.add_callback(self.conversations)
+        self.audits = AuditLog()
+        self.add_callback(self.audits)
+        if any(isinstance(callback, TensorBoardCallback) for callback in self.callback_handler.callbacks):
+            self.remove_callback(TensorBoardCallback)
+            self.add_callback(NumbersToTensorBoard)
+        self.num_completions_to_print = 0  # TRL's own table in the terminal, instead of which there is ours
 
     def _prepare_models(self) -> None:
         if self.args.disable_dropout:
@@ -193,14 +267,13 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         check_reference(self.args, self.accelerator)
         self._distribution = prepare_forward(self)
 
-    def _prepare_credit(self, rewards: list[RewardFunc]) -> None:
+    def _prepare_rewards(self, rewards: list[RewardFunc]) -> None:
         for reward, model, tokenizer in zip(rewards, self.reward_funcs, self.reward_processing_classes, strict=True):
             if isinstance(reward, ModelReward):
                 reward.use(model, tokenizer, self.chat_template_kwargs)
         self.reward_func_names = [reward.name for reward in rewards]
         if self.args.reward_weights is None:
             self.reward_weights = torch.tensor([reward.weight for reward in rewards], dtype=torch.float32)
-        self._estimator = partial(estimate, self.args.advantage_estimator)
         # TRL recognises a truncated completion by its last token; here the stop reason says it
         self.mask_truncated_completions = False
 
@@ -220,14 +293,79 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         engine = engine or own_engine(args, self._tokenizer, self.model, self.accelerator)
         self.runner = build_runner(self.env, engine, args)
         self.records = RunRecords(self)
-        self._failed_batches = 0
 
-    # A step of training, in the order in which TRL calls: rows in, sampled, scored, credited, and the loss
+    # A run
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """
+        Trains as TRL does. If the folder has records of an earlier run that is not resumed, warns and adds to them.
+
+        Raises:
+            ConfigError: If the options or the rows do not suffice for one step, or a stream ends before it.
+            NonFiniteError: If weights are NaN or infinite at a checkpoint or at the end.
+        """
+        check_training(self.args, self.train_dataset)
+        checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        if checkpoint is not None:
+            adapter = self.model.peft_config["default"].to_dict() if is_peft_model(self.model) else None
+            check_adapter(Path(checkpoint), adapter)
+            check_weights_fit(Path(checkpoint), self.accelerator.unwrap_model(self.model))
+        earlier = [path.name for path in self._earlier if path.exists()]
+        if earlier and not resume_from_checkpoint and self.is_world_process_zero():
+            logger.warning(
+                "`output_dir: %s` holds an earlier run (%s), to whose records this one adds, in place of "
+                "conversations of the same steps: give each run an `output_dir` of its own.",
+                self.args.output_dir,
+                ", ".join(earlier[:3]),
+            )
+        self._earlier = []
         # a run that begins again keeps nothing of one that was interrupted in this process
         self._step, self._buffered_inputs, self._last_loaded_step, self._failed_batches = 0, None, -1, 0
-        return super().train(*args, **kwargs)
+        result = super().train(resume_from_checkpoint, *args, **kwargs)
+        if self._initial_global_step == self.state.global_step < self.state.max_steps:
+            raise ConfigError(
+                f"The dataset ended before step {self.state.global_step + 1} of {self.state.max_steps}, so nothing "
+                "was trained: give it more rows."
+            )
+        check_weights(self.model, self.accelerator, self.state.global_step)
+        return result
+
+    def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *args: Any) -> tuple[int, int]:
+        """Stops a resumed run that has taken all its steps; TRL's trainer would take one more."""
+        begin = super()._init_training_state(max_steps, updates, num_epochs, *args)
+        if self.state.global_step < max_steps:
+            return begin
+        if self.is_world_process_zero():
+            logger.warning(
+                "The run had finished: it is at step %d of %d, and takes no further step. Raise `max_steps` to train "
+                "on.",
+                self.state.global_step,
+                max_steps,
+            )
+        return num_epochs, 0
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        folder, accelerator = Path(checkpoint), self.accelerator
+        check_checkpoint(folder, batch_options(self.args), accelerator.process_index, accelerator.num_processes)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.is_world_process_zero():
+            warn_of_differences(folder, self._made_with())
+        load_reference(folder, self.args, accelerator, self.ref_model)
+        self._step, self._buffered_inputs = load_rollouts(folder, accelerator)
+
+    def _made_with(self) -> dict[str, str]:
+        return made_with(self.args, tool_names(self.env), self.records.rewards, self.train_dataset)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Weights that are tied to others are in no checkpoint, and are not missing."""
+        tied = self.accelerator.unwrap_model(self.model).all_tied_weights_keys
+        load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
+        super()._issue_warnings_after_load(load_result)
+
+    # A step of training, in the order in which TRL calls: rows in, sampled, scored, credited, and the loss
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """TRL's. Rows of a group are put into one micro-batch, where `forward: tree` computes their prefix once."""
@@ -245,7 +383,9 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's, with one advantage per token, shape `(B, T)`, in place of one per trajectory."""
         mode = "train" if self.model.training else "eval"
-        batch = self._batch = RolloutBatch(mode, inputs, self._filling(mode, len(inputs)), branching(self.args, mode))
+        evaluates = mode == "eval" and self._evaluation is not None
+        fills = self._evaluation.fills(len(inputs)) if evaluates else [False] * len(inputs)
+        batch = self.batch = RolloutBatch(mode, inputs, fills, branching(self.args, mode))
         # for TRL's table of completions; what is sampled after is the batch's own rows
         shown = [{**row, "prompt": visible(row["prompt"])} for row in inputs]
         try:
@@ -260,8 +400,8 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         return self._credit(batch, output)
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        """Replaces TRL's generation and its tool loop."""
-        batch = self._batch
+        """Replaces TRL's generation and its tool loop. `prompts` are for people; the batch's rows are sampled."""
+        batch = self.batch
         self._rollout(batch)
         if batch.mode == "train" and self.args.groups_without_signal == "resample":
             sample_again(batch, self.args.max_resample_times, self._rollout, self._score, self._judge)
@@ -281,8 +421,15 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
             self._last_loaded_step = step
         lent = lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
         with without_dropout(self.model, True), lent, self.activity.sampling(batch, self.runner.under_way):
-            given = requests, self._sampling, batch.trajectories.append, True, batch.branching
-            run = self._run_on_all_ranks(lambda: self.runner.run(*given))
+            run = self._run_on_all_ranks(
+                lambda: self.runner.run(
+                    requests,
+                    self._sampling,
+                    on_finish=batch.trajectories.append,
+                    keep_environments=True,
+                    branching=batch.branching,
+                )
+            )
         if self.weight_sync is not None:
             self.weight_sync.check()
         batch.trajectories = fill_up(run, batch.fills, lambda index: Trajectory(batch.rows[index]["prompt"]))
@@ -311,7 +458,7 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[Any]
     ) -> torch.Tensor:
         """Scores turns and outcomes. Returns one column per reward, with turn rewards summed over turns."""
-        batch = self._batch
+        batch = self.batch
         if batch.rewards is None:
             self._judge(batch)
         for name, values in batch.extra.items():
@@ -326,23 +473,31 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         batch.scores = batch.scores or self._score(batch)
         generations = self.num_generations if batch.mode == "train" else self.num_generations_eval
         weights = self.reward_weights.to(self.accelerator.device)
-        given = batch.trajectories, batch.scores, weights, generations, batch.branching
-        batch.rewards, batch.rewards_per_func = gather_rewards(*given)
-        options = {"turn_coef": self.args.turn_advantage_coef, "scale_rewards": self.scale_rewards}
-        batch.advantages = self._estimator(batch.rewards, **options)
+        batch.rewards, batch.rewards_per_func = gather_rewards(
+            batch.trajectories, batch.scores, weights, group_size=generations, branching=batch.branching
+        )
+        batch.advantages = estimate(
+            self.args.advantage_estimator,
+            batch.rewards,
+            turn_coef=self.args.turn_advantage_coef,
+            scale_rewards=self.scale_rewards,
+        )
 
     def _score(self, batch: RolloutBatch) -> Scores:
-        extra = {
-            "trainer_state": self.state,
-            "log_extra": batch.add_extra,
-            "log_metric": self._log_metric,
-        }
+        extra = {"trainer_state": self.state, "log_extra": batch.add_extra, "log_metric": self._log_metric}
         dataset = self.train_dataset if batch.mode == "train" else self.eval_dataset
         batch.add_texts(self._tokenizer, had_text_prompts(dataset))
-        given = self.turn_reward_funcs, self.outcome_reward_funcs, batch.counted, extra, self.state_scores
         with self.activity.of("rewards"):
             score_answers(self, batch)
-            scores = self._run_on_all_ranks(lambda: score_trajectories(*given))
+            scores = self._run_on_all_ranks(
+                lambda: score_trajectories(
+                    self.turn_reward_funcs,
+                    self.outcome_reward_funcs,
+                    batch.counted,
+                    extra=extra,
+                    state_scores=self.state_scores,
+                )
+            )
             self.watch.recheck(batch.counted, batch.mode)
         return fill_up_scores(scores, batch.fills)
 
@@ -381,9 +536,12 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         self._loss_columns = TokenColumns.of_inputs(inputs)
         try:
             with self.records.loss_of(inputs):
-                return super().compute_loss(model, inputs, *args, **kwargs) * inputs.get("loss_factor", 1.0)
+                loss = super().compute_loss(model, inputs, *args, **kwargs)
         finally:
             self._loss_columns = None
+        if self.model.training:
+            check_loss(loss, inputs, model, self.state.global_step)
+        return loss * inputs.get("loss_factor", 1.0)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -398,10 +556,13 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
         """TRL's, `(B, T)`, 0 where a token is not trained. Old and reference log-probs have no dropout."""
         with without_dropout(model, self._loss_columns is None):
             if self.args.forward == "padded":
-                given = model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy
-                return self.records.observed(super()._get_per_token_logps_and_entropies(*given, **kwargs))
+                return self.records.observed(
+                    super()._get_per_token_logps_and_entropies(
+                        model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+                    )
+                )
             columns = self._loss_columns or TokenColumns.of_rollouts(
-                self._batch.token_rows, input_ids[:, -logits_to_keep:]
+                self.batch.token_rows, input_ids[:, -logits_to_keep:]
             )
             with self.accelerator.autocast():
                 logps, entropies = completion_logps(
@@ -409,7 +570,86 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
                 )
         return self.records.observed((logps, entropies if compute_entropy else None, None))
 
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        check_gradient(norm, self.args, self.accelerator, self.state.global_step)
+        self.audits.observe_gradient(norm, self.is_world_process_zero())
+        return norm
+
+    # Metrics: TRL's are means over batches, ours are sums until they are logged
+
+    def _record(self, mode: str, metrics: Tally) -> None:
+        self._tallies[mode].merge(metrics)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
+        if mode == "eval" and self._evaluation is not None:  # batches of an evaluation differ in size
+            sizes = self._evaluation.sizes
+            for name, values in metrics.items():
+                if len(values) == len(sizes):
+                    metrics[name] = [_weighted_mean(values, sizes)]
+        metrics.update({name: [value] for name, value in self._tallies[mode].means().items()})
+        self._tallies[mode] = Tally()
+        super().log(logs, start_time)
+
+    # What is saved
+
+    def save_checkpoint(self) -> Path:
+        """
+        Writes a checkpoint of the last finished step, also if training stopped in the middle of the next one. A
+        checkpoint that is already there is kept. This is a collective call.
+
+        Returns:
+            `Path`: The checkpoint's folder.
+        """
+        folder = self._checkpoint_folder()
+        saved = is_whole(folder)
+        self.accelerator.wait_for_everyone()  # every process looks before one writes
+        if not saved:
+            self._step -= self._step % self.args.gradient_accumulation_steps  # an unfinished step begins again
+            self._save_checkpoint(self.model, trial=None)
+        return folder
+
+    def _checkpoint_folder(self, trial: Any = None) -> Path:
+        return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = self._checkpoint_folder(trial)
+        try:
+            with says_what_cannot_be_written(folder, self.args.output_dir):
+                super()._save_checkpoint(model, trial)
+                save_reference(folder, self.args, self.accelerator, self.ref_model)
+                if self.is_world_process_zero():
+                    (folder / MADE_WITH).write_text(to_json(self._made_with()), encoding="utf-8")
+                options = batch_options(self.args)
+                save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, options)
+        except BaseException:  # a checkpoint is whole or absent, whatever stops its writing
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        check_weights(self.model, self.accelerator, self.state.global_step)
+        super().save_model(output_dir, _internal_call)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's; a model of a folder has no page to link to."""
+        super().create_model_card(*args, **kwargs)
+        card = Path(self.args.output_dir, "README.md")
+        if self.is_world_process_zero():
+            name = Path(self.model.config.name_or_path).name
+            text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{name}`")
+            text = text.replace('model="None"', f'model="{Path(self.args.output_dir).name}"')
+            card.write_text(text, encoding="utf-8")
+
     # Without training
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
+        check_eval_batch(vars(self.args), self.args.world_size)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        rows = self._evaluation = EvaluationRows(dataset, self.num_generations_eval, self.accelerator)
+        return super().get_eval_dataloader(eval_dataset if rows.dataset is dataset else rows.dataset)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.eval_trajectories = []
@@ -430,3 +670,10 @@ class MTGRPOEnvTrainer(CheckpointedTrainer):
             if num_generations > 1:
                 self.watch.recheck(batch.counted, "audit")
         return batch.trajectories
+
+
+def _weighted_mean(values: list[float], weights: list[int]) -> float:
+    """A mean without NaN, which marks batches to which a metric does not apply."""
+    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if not math.isnan(value)]
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / total if total else math.nan

@@ -15,8 +15,8 @@ from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.rewards import REWARDS, load_rewards
 from mt_grpo.tools.loading import TOOLS
 from mt_grpo.training import ConfigError, MTGRPOConfig
-from mt_grpo.training.checks import check_batch_sizes
 from mt_grpo.training.environment import build_env
+from mt_grpo.training.preflight import check_batch_sizes
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -8,7 +8,7 @@ from huggingface_hub import constants
 from mt_grpo.data import load_rows
 from mt_grpo.data.schemas import DatasetError
 from mt_grpo.errors import ConfigError
-from mt_grpo.training.policy import resolve_model
+from mt_grpo.training.model import resolve_model
 
 NOBODY = "http://127.0.0.1:9"  # the port that discards; nothing listens there
 

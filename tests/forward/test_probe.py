@@ -273,5 +273,5 @@ def test_longer_rows_are_proven_before_they_are_trained(build, length):  # noqa:
 
     trainer.model.forward = watched
     trainer.train()
-    longest = max(len(row.prompt_ids) + len(row.ids) for row in trainer._batch.token_rows)
+    longest = max(len(row.prompt_ids) + len(row.ids) for row in trainer.batch.token_rows)
     assert longest > 256 and proven == [[512]]

@@ -229,18 +229,18 @@ def test_sampling_that_training_cannot_follow_is_refused(build, options, what, m
     ],
 )
 def test_sampling_that_training_cannot_follow_is_said_once(build, caplog, options, what, mend):
-    with caplog.at_level(logging.WARNING, "mt_grpo.training.sampling"):
+    with caplog.at_level(logging.WARNING, "mt_grpo.training.forward"):
         trainer, _ = build(**options)
         trainer.train()
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "mt_grpo.training.sampling"]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "mt_grpo.training.forward"]
     assert message.startswith(what) and mend in message
 
 
 @pytest.mark.parametrize("options", [{}, {"forward": "padded"}, {"top_k": 3}, {"top_k": -1, "forward": "padded"}])
 def test_sampling_that_training_follows_is_not_talked_about(build, caplog, options):
-    with caplog.at_level(logging.WARNING, "mt_grpo.training.sampling"):
+    with caplog.at_level(logging.WARNING, "mt_grpo.training.forward"):
         trainer, _ = build(**options)
-    assert not [record for record in caplog.records if record.name == "mt_grpo.training.sampling"]
+    assert not [record for record in caplog.records if record.name == "mt_grpo.training.forward"]
     assert (trainer._distribution["truncation"] is None) == (options.get("top_k", 0) <= 0)
 
 

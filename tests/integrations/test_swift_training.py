@@ -20,7 +20,7 @@ from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.environment import build_env
-from mt_grpo.training.reward_columns import check_reward_columns
+from mt_grpo.training.preflight import check_reward_columns
 from mt_grpo.trajectory import Trajectory, Turn
 
 ROOT = Path(__file__).parent.parent.parent
@@ -106,7 +106,7 @@ def test_two_groups_are_trained(scheduler, plugin, tmp_path, tokenizer, question
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     trainer.train()
     assert any((old != new).any() for old, new in zip(before, trainer.model.parameters(), strict=True))
-    assert not any(trajectory.failed for trajectory in trainer._batch.trajectories)
+    assert not any(trajectory.failed for trajectory in trainer.batch.trajectories)
 
 
 def test_records_of_a_trajectory_share_its_reward(plugin, tmp_path, tokenizer, questions):
@@ -120,8 +120,8 @@ def test_records_of_a_trajectory_share_its_reward(plugin, tmp_path, tokenizer, q
     )  # fmt: skip
     trainer.current_gradient_accumulation_steps = 1
     inputs = trainer._generate_and_score_completions([trainer.train_dataset[0]] * 4)
-    assert trainer._batch.rewards.outcome_rewards.tolist() == [6.0, 12.0, 18.0, 24.0]
-    for row, trajectory in enumerate(trainer._batch.trajectories):
+    assert trainer.batch.rewards.outcome_rewards.tolist() == [6.0, 12.0, 18.0, 24.0]
+    for row, trajectory in enumerate(trainer.batch.trajectories):
         trained = (inputs["completion_mask"] * inputs["tool_mask"])[row].bool()
         assert trained.sum() == sum(turn.num_tokens for turn in trajectory.turns)
         assert len(inputs["advantages"][row][trained].unique()) == 1

@@ -125,7 +125,7 @@ def reciting_trainer(name, solve, folder, **options):
 def test_an_agent_of_a_framework_is_one_sequence(name, agent, tmp_path):
     trainer = reciting_trainer(name, agent(name), tmp_path)
     inputs = batch(trainer)
-    for trajectory in trainer._batch.trajectories:
+    for trajectory in trainer.batch.trajectories:
         assert trajectory.error is None and "million a" in trajectory.answer
         assert trajectory.tree.num_sequences == 1 and trajectory.render_mismatch is None
         assert [turn.fork_cause for turn in trajectory.turns] == [None] * 3
@@ -142,7 +142,7 @@ def test_a_framework_that_rewrites_has_the_loss_of_turns_alone(agent, tmp_path):
         trainer = reciting_trainer("smolagents", agent("smolagents"), tmp_path, forward=forward, **group)
         trainer.current_gradient_accumulation_steps = 1
         inputs = trainer._generate_and_score_completions([trainer.train_dataset[0]] * 2)
-        for trajectory in trainer._batch.trajectories:
+        for trajectory in trainer.batch.trajectories:
             assert trajectory.error is None and trajectory.tree.num_sequences == 3
             assert [turn.fork_cause for turn in trajectory.turns] == [None, "messages", "messages"]
         if forward == "tree":
@@ -158,7 +158,7 @@ def test_a_framework_that_rewrites_has_the_loss_of_turns_alone(agent, tmp_path):
 def check_sampled(trainer):
     """Conversations of a model that knows nothing, which whatever it wrote made three turns each."""
     inputs = batch(trainer)
-    for trajectory in trainer._batch.trajectories:
+    for trajectory in trainer.batch.trajectories:
         assert trajectory.error is None and trajectory.tree.num_sequences == 1
         assert [turn.has_result for turn in trajectory.turns] == [True, True, False]
     check_log_probs(trainer, inputs)

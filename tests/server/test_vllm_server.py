@@ -161,7 +161,7 @@ def test_an_openai_loop_is_trained_with_the_servers_log_probs(tied, tmp_path):
     rest = {"train_dataset": rows, "engine": tied.client(), "processing_class": tied.tokenizer}
     trainer = MTGRPOEnvTrainer(copy.deepcopy(tied.model), AgentSource(openai_loop), [], [Letters()], args, **rest)
     inputs = batch(trainer)
-    trajectories = trainer._batch.trajectories
+    trajectories = trainer.batch.trajectories
     assert [trajectory.error for trajectory in trajectories] == [None] * 4
     assert all(len(trajectory.turns) == 3 and trajectory.tree.num_sequences == 1 for trajectory in trajectories)
     logps, _, _ = trainer._get_per_token_logps_and_entropies(

@@ -25,8 +25,8 @@ from mt_grpo.rewards import InformationGain, OutcomeReward, StateScore, TurnRewa
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.batch import batch_logps
+from mt_grpo.training.model import load_reference
 from mt_grpo.training.nonfinite import NonFiniteError
-from mt_grpo.training.reference import load_reference
 from mt_grpo.training.step_log.warnings import read_audit
 from mt_grpo.weights.weight_file import FullParameters
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
@@ -111,7 +111,7 @@ class Watch(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         gradients = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
         self.rounded &= all(gradient.equal(gradient.bfloat16().to(gradient.dtype)) for gradient in gradients)
-        self.rewards = self.trainer._batch.rewards
+        self.rewards = self.trainer.batch.rewards
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -235,7 +235,7 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
         "credit": {name: estimate(name, watch.rewards) for name in ADVANTAGE_ESTIMATORS if watch.rewards},
         "rounded": watch.rounded,
         "audit": read_audit(folder) if trainer.accelerator.is_main_process else None,
-        "sampled": sum(gather_object([len(trainer._batch.counted) + sum(map(len, trainer._batch.discarded))])),
+        "sampled": sum(gather_object([len(trainer.batch.counted) + sum(map(len, trainer.batch.discarded))])),
         "work": gather(torch.stack([part["completion_mask"].sum() for part in trainer._buffered_inputs])),
     }
     if trainer.accelerator.is_main_process:

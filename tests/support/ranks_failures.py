@@ -44,7 +44,7 @@ def on_finish_raises(trainer, rank):
     generate = trainer._generate
 
     def with_full_list(prompts):
-        trainer._batch.trajectories = Full()
+        trainer.batch.trajectories = Full()
         return generate(prompts)
 
     if rank == 1:

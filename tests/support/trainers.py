@@ -70,7 +70,7 @@ def check_log_probs(trainer, inputs):
         **{name: inputs[name] for name in ("parent",) if name in inputs},
     )
     mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-    turns = [turn for trajectory in trainer._batch.trajectories for turn in trajectory.turns]
+    turns = [turn for trajectory in trainer.batch.trajectories for turn in trajectory.turns]
     assert mask.sum() == sum(turn.num_tokens for turn in turns)
     torch.testing.assert_close(logps[mask], inputs["sampling_per_token_logps"][mask], rtol=0, atol=1e-4)
 

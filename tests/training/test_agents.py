@@ -54,7 +54,7 @@ def test_an_openai_loop_is_trained_as_it_was_sampled(tmp_path):
     args = MTGRPOConfig(str(tmp_path), max_steps=1, **options, **CPU_RUN)
     trainer = MTGRPOEnvTrainer("embedded", None, [], ["exact_match_reward_func"], args, train_dataset=rows)
     check_log_probs(trainer, batch(trainer))
-    trajectories = trainer._batch.trajectories
+    trajectories = trainer.batch.trajectories
     assert all(trajectory.tree.num_sequences == 1 and not trajectory.failed for trajectory in trajectories)
     assert any(turn.has_result for trajectory in trajectories for turn in trajectory.turns)
     assert all(trajectory.render_mismatch is None for trajectory in trajectories)
@@ -65,7 +65,7 @@ def test_a_loop_that_rewrites_has_the_loss_of_a_forward_a_turn(tmp_path, tokeniz
     for forward in ("tree", "turn_by_turn"):
         trainer = trainer_of(compacting, tmp_path, tokenizer, questions, forward=forward, seed=3)
         inputs = batch(trainer)
-        trajectories = trainer._batch.trajectories
+        trajectories = trainer.batch.trajectories
         assert [trajectory.error for trajectory in trajectories] == [None] * 4
         assert {trajectory.tree.num_sequences for trajectory in trajectories} == {4}
         if forward == "tree":
@@ -84,7 +84,7 @@ def test_a_failing_agent_does_not_end_the_run(tmp_path, tokenizer, questions):
 
     trainer = trainer_of(agent, tmp_path, tokenizer, questions, max_steps=2, rollout_timeout=60.0)
     trainer.train()
-    reasons = {trajectory.stop_reason for trajectory in trainer._batch.trajectories}
+    reasons = {trajectory.stop_reason for trajectory in trainer.batch.trajectories}
     assert reasons <= {StopReason.ENV_DONE, StopReason.ENV_ERROR}
 
 

@@ -21,7 +21,7 @@ from mt_grpo.rollout.answers import answer_ids, answer_leaves
 from mt_grpo.rollout.engine import EngineError
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.answers import longest, mean_logprobs
-from mt_grpo.training.reward_columns import check_reward_columns
+from mt_grpo.training.preflight import check_reward_columns
 from mt_grpo.trajectory import Trajectory, Turn
 
 GAIN = ((InformationGain(),), (Answered(),))
@@ -137,10 +137,10 @@ def test_training_takes_the_gain_as_a_turn_reward(build):
     trainer.train()
     assert trainer.state.global_step == 2 and rule_name(trainer.args.advantage_estimator) == "reward_to_go"
     assert any((weight != before[name]).any() for name, weight in trainer.model.named_parameters())
-    counted = trainer._batch.rewards.turn_rewards
+    counted = trainer.batch.rewards.turn_rewards
     assert counted.shape == (4, 3) and counted.isnan().sum() == 12 - 5
     assert trainer.model.training
-    sampled = trainer._batch.trajectories[0]
+    sampled = trainer.batch.trajectories[0]
     assert all(node.tokens for node in sampled.tree.nodes) and sampled.tree.num_turns == 3
     assert run(score_cut(GAIN[0], [(sampled, 0), (sampled, 1)])) == {}
 

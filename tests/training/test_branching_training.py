@@ -31,14 +31,14 @@ def conversation(session, turn):
 def test_a_batch_of_branches_is_made_of_shared_turns(build):
     trainer = build(conversation, **BRANCHES)
     inputs = batch(trainer)
-    zero, one, two, three = trainer._batch.trajectories
-    texts = [[turn.text for turn in each.turns] for each in trainer._batch.trajectories]
+    zero, one, two, three = trainer.batch.trajectories
+    texts = [[turn.text for turn in each.turns] for each in trainer.batch.trajectories]
     assert texts[0] == [SEARCH, "<answer>Lima</answer>"]
     assert texts[1] == [SEARCH, SEARCH, "<answer>of Peru</answer>"]
     assert texts[2] == texts[3] == ["<answer>no</answer>"]
     assert [each.branch_of for each in (zero, one, two, three)] == [None, zero.session, None, two.session]
     assert len(trainer.runner.engine.requests) == 5
-    rewards = trainer._batch.rewards
+    rewards = trainer.batch.rewards
     assert (rewards.num_branches, rewards.branch_at) == (2, 1)
     advantages = estimate("branch_to_go", rewards, scale_rewards="group")
     torch.testing.assert_close(inputs["advantages"], advantages.gather(1, inputs["turn_ids"]))

@@ -12,7 +12,7 @@ from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 from mt_grpo.training import MTGRPOConfig, checks
-from mt_grpo.training.checks import check_batch_sizes, check_surroundings
+from mt_grpo.training.preflight import check_batch_sizes, check_surroundings
 
 GPU = [path for path in RECIPES if path.parent.name == "Qwen"]
 

@@ -42,7 +42,7 @@ def test_branches_sampled_again_have_scores_of_their_own(build, tmp_path):
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     inputs = trainer._prepare_inputs([trainer.train_dataset[index // 4] for index in range(8)])
-    trained = trainer._batch.trajectories
+    trained = trainer.batch.trajectories
     assert [attempt(each.session) for each in trained] == [0] * 4 + [1] * 4
     assert [len(each.turns) for each in trained] == [2, 3] * 4
     assert [each.branch_of for each in trained[1::2]] == [each.session for each in trained[::2]]
@@ -50,7 +50,7 @@ def test_branches_sampled_again_have_scores_of_their_own(build, tmp_path):
         values = each.answer_logprobs["information_gain"]
         gains = [after - before for before, after in zip(values, values[1:], strict=False)]
         assert each.rewards["turn"]["information_gain"] == [*gains, None] and len(values) == len(each.turns)
-    rewards = trainer._batch.rewards
+    rewards = trainer.batch.rewards
     assert rewards.turn_rewards.isnan().tolist() == [[False, True, True], [False, False, True]] * 4
     assert inputs["kept"].all() and (rewards.num_branches, rewards.branch_at) == (2, 1)
     discarded = [line for line in read_trajectories(tmp_path) if line["mode"] == "discarded"]

@@ -90,13 +90,13 @@ def test_every_row_has_the_environment_that_it_names(build):
     Looks.seen, Guess.open = [], 0
     trainer = build()
     inputs = sample(trainer)
-    tools, guesses = trainer._batch.trajectories[:4], trainer._batch.trajectories[4:]
+    tools, guesses = trainer.batch.trajectories[:4], trainer.batch.trajectories[4:]
     assert {trajectory.prompt[0]["content"] for trajectory in tools} == {"Search."}
     assert {trajectory.prompt[0]["content"] for trajectory in guesses} == {"Guess: a number"}
     assert all(trajectory.turns[0].has_result and trajectory.answer == "Lima" for trajectory in tools)
     assert {trajectory.stop_reason for trajectory in guesses} == {StopReason.ENV_DONE}
     assert Looks.seen == [("MultiTurnToolEnv", 0)] * 4 + [("Guess", 7)] * 4 and Guess.open == 0
-    rewards = trainer._batch.rewards_per_func[:, 0]
+    rewards = trainer.batch.rewards_per_func[:, 0]
     assert rewards[:4].isnan().all() and rewards[4:].unique().numel() == 4
     assert inputs["advantages"][4:].any() and not inputs["advantages"][:4].any()
     assert torch.isfinite(trainer._compute_loss(trainer.model, inputs))

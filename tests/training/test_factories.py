@@ -89,7 +89,7 @@ def in_trl(tmp_path, factory, script, data, rewards=()):
 def one_batch(trainer):
     trainer.current_gradient_accumulation_steps = 1
     trainer._generate_and_score_completions([dict(trainer.train_dataset[1])] * 4)
-    return trainer._batch
+    return trainer.batch
 
 
 def said(messages):

@@ -30,7 +30,7 @@ def failing(members, turn_of_failure, answers=("Lima",) * 8):
 def test_equal_members_learn_nothing_though_one_lost_its_engine(build, turn):
     trainer = build(failing({1}, turn))
     inputs = batch(trainer)
-    assert [len(trajectory.turns) for trajectory in trainer._batch.trajectories] == [2, turn, 2, 2]
+    assert [len(trajectory.turns) for trajectory in trainer.batch.trajectories] == [2, turn, 2, 2]
     assert not inputs["advantages"].any()
     trained = inputs["completion_mask"] * inputs["tool_mask"]
     assert trained.sum(dim=1).bool().tolist() == [True, False, True, True]
@@ -41,8 +41,8 @@ def test_the_baseline_is_of_those_that_did_not_fail(build):
     answers = ("a", "bbbbbbb", "ccc", "ddddd")  # rewards 1.1, -, 1.3, 1.5
     trainer = build(failing({1}, 1, answers))
     inputs = batch(trainer)
-    assert trainer._batch.rewards.outcome_rewards.isnan().tolist() == [False, True, False, False]
-    assert trainer._batch.rewards.turn_mask.any(dim=1).tolist() == [True, False, True, True]
+    assert trainer.batch.rewards.outcome_rewards.isnan().tolist() == [False, True, False, False]
+    assert trainer.batch.rewards.turn_mask.any(dim=1).tolist() == [True, False, True, True]
     z = 0.2 / (0.2 + 1e-4)  # the mean of 1.1, 1.3 and 1.5 is 1.3, their deviation 0.2; all turn rewards are equal
     for row, expected in ((0, -z), (1, 0.0), (2, 0.0), (3, z)):
         mask = inputs["completion_mask"][row].bool()
@@ -87,7 +87,7 @@ def test_an_environment_that_raises_leaves_loss_and_baseline_too(tmp_path, token
         processing_class=tokenizer,
     )
     inputs = batch(trainer)
-    assert [trajectory.stop_reason.value for trajectory in trainer._batch.trajectories].count("env_error") == 1
+    assert [trajectory.stop_reason.value for trajectory in trainer.batch.trajectories].count("env_error") == 1
     assert not inputs["advantages"].any()
     assert not (inputs["completion_mask"] * inputs["tool_mask"])[2].any()
 
@@ -95,8 +95,8 @@ def test_an_environment_that_raises_leaves_loss_and_baseline_too(tmp_path, token
 def test_a_timeout_is_the_policys_doing_and_stays(build):
     trainer = build(rollout_timeout=1e-9)
     batch(trainer)
-    assert "timeout" in {trajectory.stop_reason.value for trajectory in trainer._batch.trajectories}
-    assert not trainer._batch.rewards.outcome_rewards.isnan().any()
+    assert "timeout" in {trajectory.stop_reason.value for trajectory in trainer.batch.trajectories}
+    assert not trainer.batch.rewards.outcome_rewards.isnan().any()
 
 
 def test_rewards_skip_failures_and_extra_columns_fit(build):
@@ -114,7 +114,7 @@ def test_rewards_skip_failures_and_extra_columns_fit(build):
     assert seen == [3]
     column = list(trainer._logs["extra"]["text"])
     assert [bool(text) for text in column] == [True, False, True, True]
-    assert trainer._batch.trajectories[1].rewards == {"outcome": {"words": None}, "turn": {}}
+    assert trainer.batch.trajectories[1].rewards == {"outcome": {"words": None}, "turn": {}}
 
 
 def test_a_batch_of_failures_asks_no_reward(build):

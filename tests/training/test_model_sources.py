@@ -16,7 +16,7 @@ from mt_grpo.cli import main
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.policy import resolve_model
+from mt_grpo.training.model import resolve_model
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
 USE_LORA = ("--use_peft", "true", "--lora_r", "4", "--lora_target_modules", "all-linear")

@@ -99,10 +99,10 @@ def test_credit_and_weights_are_those_that_are_trained(build, tmp_path):
     trainer = build(reward_weights=[3.0, 0.5], max_steps=1)
     trainer.train()
     run = open_run(tmp_path)
-    expected = estimate("mt_grpo", trainer._batch.rewards, turn_coef=1.0, scale_rewards="group")
+    expected = estimate("mt_grpo", trainer.batch.rewards, turn_coef=1.0, scale_rewards="group")
     for row, wanted in zip(run.rows, expected, strict=True):
         assert row["advantages"] == pytest.approx(wanted[: row["turns"]].tolist(), abs=1e-5)
-    totals = trainer._batch.rewards.outcome_rewards + trainer._batch.rewards.turn_rewards.nansum(dim=1)
+    totals = trainer.batch.rewards.outcome_rewards + trainer.batch.rewards.turn_rewards.nansum(dim=1)
     assert [row["reward"] for row in run.rows] == pytest.approx(totals.tolist(), abs=1e-6)
     weights = {reward["name"]: reward["weight"] for reward in run.about["rewards"]}
     assert weights == {"Calls": 3.0, "Answered": 0.5} == run.trajectory(run.rows[0]["session"])["weights"]
@@ -114,7 +114,7 @@ def test_credit_and_weights_are_those_that_are_trained(build, tmp_path):
 def test_an_exported_trajectory_is_the_one_that_was_sampled(build, tmp_path):
     trainer = build(max_steps=1)
     trainer.train()
-    for made, data in zip(trainer._batch.trajectories, open_run(tmp_path).trajectories(), strict=True):
+    for made, data in zip(trainer.batch.trajectories, open_run(tmp_path).trajectories(), strict=True):
         data = {name: value for name, value in data.items() if name not in ("step", "mode")}
         assert list(data) == list(made.to_dict())
         read = Trajectory.from_dict(data)

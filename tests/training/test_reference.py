@@ -7,7 +7,7 @@ import torch
 from support.trainers import Letters
 
 from mt_grpo.training import ConfigError
-from mt_grpo.training.reference import NAME
+from mt_grpo.training.model import REFERENCE
 
 OPTIONS = {
     "max_steps": 5,
@@ -45,6 +45,6 @@ def test_a_resumed_run_has_the_reference_of_an_uninterrupted_one(train):
 
 def test_a_checkpoint_without_the_synced_reference_is_refused(train, tmp_path):
     train("cut", sync_ref_model=False, save_strategy="steps", save_steps=3, max_steps=3)
-    assert not (tmp_path / "cut" / "checkpoint-3" / NAME).exists()
+    assert not (tmp_path / "cut" / "checkpoint-3" / REFERENCE).exists()
     with pytest.raises(ConfigError, match="no synced reference"):
         train("cut", resume="cut/checkpoint-3")

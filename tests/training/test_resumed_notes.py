@@ -8,7 +8,7 @@ import pytest
 from support.trainers import Answered, Calls, Letters
 from transformers.integrations import TensorBoardCallback
 
-from mt_grpo.training.counted import NumbersToTensorBoard
+from mt_grpo.training.nonfinite import NumbersToTensorBoard
 
 SAVED = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
 

@@ -104,7 +104,7 @@ def test_rules_are_given_streams_states_and_scores(build, progress):
     options = {"reward_weights": [1.0, 0.1, 2.0], "advantage_estimator": "state_baseline", "state_score": progress}
     trainer = build(rewards=((Calls(), Words()), (Answered(),)), **options)
     output = batch(trainer)
-    rewards = trainer._batch.rewards
+    rewards = trainer.batch.rewards
     calls, words = rewards.turn_streams
     expected = torch.tensor([[1, 1, NONE], [1, NONE, NONE], [NONE, NONE, NONE], [0, 1, NONE]])
     torch.testing.assert_close(calls, expected, equal_nan=True)
@@ -117,7 +117,7 @@ def test_rules_are_given_streams_states_and_scores(build, progress):
     assert states[3, 1] not in (0, states[0, 1])  # an error message
     expected = torch.tensor([[0, 1, NONE], [0, NONE, NONE], [NONE, NONE, NONE], [NONE, 1, NONE]])
     torch.testing.assert_close(rewards.state_scores, expected, equal_nan=True)
-    assert trainer._batch.trajectories[0].rewards["state"] == {"progress": [0.0, 1.0, None]}
+    assert trainer.batch.trajectories[0].rewards["state"] == {"progress": [0.0, 1.0, None]}
     assert output["advantages"].isfinite().all()
     for name in ADVANTAGE_ESTIMATORS:
         if ADVANTAGE_ESTIMATORS[name].__module__.startswith("mt_grpo."):

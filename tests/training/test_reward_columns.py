@@ -10,7 +10,7 @@ from support.models import CPU_RUN
 
 from mt_grpo.rewards import FunctionReward, OutcomeReward, TurnReward
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.reward_columns import check_reward_columns
+from mt_grpo.training.preflight import check_reward_columns
 
 ROWS = [{"prompt": "What is Lima", "answer": "a capital", "level": 1}]
 DATA = Dataset.from_list(ROWS)

@@ -14,8 +14,8 @@ from mt_grpo.rewards import OutcomeReward
 from mt_grpo.rollout import EngineError, ScriptedEngine
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.reward_batch import share_out
 from mt_grpo.training.rollout_batch import RolloutBatch
-from mt_grpo.training.signal import share_out
 
 TWO_GROUPS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
@@ -159,7 +159,7 @@ def test_what_rewards_log_of_the_discarded_is_discarded(build):
 
     trainer = build(rewards=((), (session,)), groups_without_signal="resample", **TWO_GROUPS)
     sampled(trainer)
-    assert trainer._batch.discarded and list(trainer._logs["extra"]["number"]) == [0, 1, 2, 3] * 2
+    assert trainer.batch.discarded and list(trainer._logs["extra"]["number"]) == [0, 1, 2, 3] * 2
 
 
 def test_an_evaluation_samples_nothing_again(build):
@@ -171,7 +171,7 @@ def test_an_evaluation_samples_nothing_again(build):
 def test_a_dead_engine_is_not_asked_again(build):
     trainer = build(lambda session, turn: EngineError("gone"), groups_without_signal="resample", **TWO_GROUPS)
     sampled(trainer)
-    assert not trainer._batch.discarded
+    assert not trainer.batch.discarded
 
 
 def test_conversations_before_a_failure_in_a_round_are_kept(build, tmp_path):

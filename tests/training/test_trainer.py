@@ -13,6 +13,7 @@ from support.models import CPU_RUN, build_model, lookup
 from support.trainers import LOSS_TYPES, Answered, Letters, batch, conversation, member
 from trl import GRPOConfig, GRPOTrainer
 
+from mt_grpo.credit import estimate
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, RewardError
 from mt_grpo.rollout import EngineError, RolloutError, ScriptedEngine
@@ -60,7 +61,7 @@ def test_the_loss_reads_tool_results_but_is_not_taken_on_them(build):
 
 def test_each_token_gets_the_advantage_of_its_turn(build):
     inputs = batch(trainer := build())
-    rewards = trainer._batch.rewards
+    rewards = trainer.batch.rewards
     outcomes = rewards.outcome_rewards
     outcome = (outcomes - outcomes.mean()) / (outcomes.std() + 1e-4)
     sums = torch.tensor([2.0, 1.0, 0.0, 1.0])
@@ -75,7 +76,7 @@ def test_each_token_gets_the_advantage_of_its_turn(build):
     }
     for row, advantages in expected.items():
         mask = (inputs["completion_mask"][row] * inputs["tool_mask"][row]).bool()
-        lengths = [turn.num_tokens for turn in trainer._batch.trajectories[row].turns]
+        lengths = [turn.num_tokens for turn in trainer.batch.trajectories[row].turns]
         wanted = torch.cat([torch.full((n,), float(a)) for n, a in zip(lengths, advantages, strict=True)])
         torch.testing.assert_close(inputs["advantages"][row][mask], wanted)
 
@@ -232,15 +233,15 @@ def test_reward_weights_scale_turn_and_outcome_rewards(build):
     plain, weighted = build(), build(reward_weights=[3.0, 0.5])
     batch(plain), batch(weighted)
     torch.testing.assert_close(
-        weighted._batch.rewards.turn_rewards, 3 * plain._batch.rewards.turn_rewards, equal_nan=True
+        weighted.batch.rewards.turn_rewards, 3 * plain.batch.rewards.turn_rewards, equal_nan=True
     )
-    torch.testing.assert_close(weighted._batch.rewards.outcome_rewards, plain._batch.rewards.outcome_rewards / 2)
+    torch.testing.assert_close(weighted.batch.rewards.outcome_rewards, plain.batch.rewards.outcome_rewards / 2)
 
 
 def test_truncated_completions_can_be_left_out_of_the_loss(build):
     trainer = build(max_turn_length=20, mask_truncated_completions=True)
     inputs = batch(trainer)
-    truncated = [trajectory.stop_reason.value == "length" for trajectory in trainer._batch.trajectories]
+    truncated = [trajectory.stop_reason.value == "length" for trajectory in trainer.batch.trajectories]
     assert truncated == [True, True, False, True]
     assert inputs["tool_mask"].mul(inputs["completion_mask"]).sum(dim=1).bool().tolist() == [False, False, True, False]
     assert inputs["completion_mask"].sum(dim=1).min() > 0
@@ -254,7 +255,7 @@ def test_a_conversation_that_never_began_is_not_trained(build):
     inputs = batch(trainer)
     assert inputs["tool_mask"][1].mul(inputs["completion_mask"][1]).sum() == 0
     assert torch.isfinite(trainer._compute_loss(trainer.model, inputs))
-    assert trainer._batch.trajectories[1].stop_reason.value == "engine_error"
+    assert trainer.batch.trajectories[1].stop_reason.value == "engine_error"
 
 
 @pytest.mark.parametrize("forward", ["tree", "padded", "turn_by_turn"])
@@ -285,10 +286,10 @@ def test_a_reward_that_raises_is_named_and_loses_no_trajectory(build, tmp_path):
 def test_the_table_of_completions_shows_the_trained_advantage(build):
     trainer = build()
     batch(trainer)
-    outcome = trainer._batch.rewards.outcome_rewards
+    outcome = trainer.batch.rewards.outcome_rewards
     assert len(trainer._logs["advantages"]) == len(outcome) == 4
-    rewards = trainer._estimator(trainer._batch.rewards, turn_coef=1.0)
-    turns = trainer._batch.rewards.turn_mask
+    rewards = estimate("mt_grpo", trainer.batch.rewards, turn_coef=1.0)
+    turns = trainer.batch.rewards.turn_mask
     means = (rewards * turns).sum(1) / turns.sum(1)
     torch.testing.assert_close(torch.tensor(list(trainer._logs["advantages"])), means)
 
@@ -367,7 +368,7 @@ def test_a_conversation_that_cannot_begin_is_not_trained(build):
     trainer, started = build(), []
     trainer.runner.env = Env([lookup], system_prompt="", max_steps=3)
     inputs = batch(trainer)
-    assert [trajectory.stop_reason.value for trajectory in trainer._batch.trajectories].count("env_error") == 1
+    assert [trajectory.stop_reason.value for trajectory in trainer.batch.trajectories].count("env_error") == 1
     assert inputs["tool_mask"][1].mul(inputs["completion_mask"][1]).sum() == 0
     assert torch.isfinite(trainer._compute_loss(trainer.model, inputs))
 
@@ -403,4 +404,4 @@ def test_plain_text_prompts_work(build, tokenizer):
     trainer = build()
     trainer.train_dataset = Dataset.from_list([{"prompt": "What is Lima"}])
     batch(trainer)
-    assert trainer._batch.trajectories[0].prompt == [{"role": "user", "content": "What is Lima"}]
+    assert trainer.batch.trajectories[0].prompt == [{"role": "user", "content": "What is Lima"}]

@@ -169,7 +169,7 @@ def test_rewritten_histories_have_the_loss_of_a_forward_a_turn(build, loss_type,
     trainer = build(script, **options)
     trainer.env.env_mask = env_mask
     inputs = batch(trainer)
-    assert max(len(item.tree.sequences()) for item in trainer._batch.trajectories) > 1
+    assert max(len(item.tree.sequences()) for item in trainer.batch.trajectories) > 1
     trainer.compute_loss(trainer.model, inputs).backward()
     gradient = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
 

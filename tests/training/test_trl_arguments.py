@@ -114,7 +114,7 @@ def test_text_of_several_turns_is_all_that_followed(trainer):
 def test_without_tools_a_conversation_is_one_answer(trainer):
     one = trainer(lambda session, turn: ["<tool>{}</tool> and more", "x"][turn])
     batch(one)
-    found = one._batch.trajectories[0]
+    found = one.batch.trajectories[0]
     assert found.messages == [
         {"role": "user", "content": "capital 0"},
         {"role": "assistant", "content": "<tool>{}</tool> and more"},
@@ -151,7 +151,7 @@ def test_a_reward_model_gives_its_logit(trainer, reward_model, data):
     one = trainer(data=data, given={"reward_funcs": str(reward_model)})
     batch(one)
     tokenizer, model = build_tokenizer(), classifier(build_tokenizer())
-    for trajectory in one._batch.trajectories:
+    for trajectory in one.batch.trajectories:
         text = (
             tokenizer.apply_chat_template(trajectory.messages, tokenize=False)
             if data is MESSAGES
@@ -169,7 +169,7 @@ def test_models_functions_and_classes_go_together(trainer, reward_model, tokeniz
     given = {"reward_funcs": listed, "reward_processing_classes": [None, tokenizer, None]}
     one = trainer(given={**given, "turn_reward_funcs": "step_reward"}, reward_weights=[0.5, 1.0, 2.0, 3.0])
     batch(one)
-    assert list(one._batch.trajectories[0].rewards["outcome"])[::2] == ["words", "Letters"]
+    assert list(one.batch.trajectories[0].rewards["outcome"])[::2] == ["words", "Letters"]
     assert one.reward_weights.tolist() == [0.5, 1.0, 2.0, 3.0]
     with pytest.raises(ConfigError, match=r"The number of reward processing classes \(1\)"):
         trainer(given={"reward_funcs": listed, "reward_processing_classes": tokenizer})
@@ -194,7 +194,7 @@ def test_tools_are_called_in_the_models_own_format(trainer):
         lambda session, turn: CALL if turn < calls else "Lima", given={"tools": [lookup]}, max_completion_length=2000
     )
     batch(one)
-    found = one._batch.trajectories[0]
+    found = one.batch.trajectories[0]
     assert len(found.turns) == calls + 1 and found.turns[0].replies[0]["role"] == "tool"
     assert found.prompt == [{"role": "user", "content": "capital 0"}]
 
@@ -204,8 +204,8 @@ def test_tool_calling_iterations_bound_the_replies(trainer):
         lambda session, turn: CALL, given={"tools": [lookup]}, max_tool_calling_iterations=2, max_completion_length=900
     )
     batch(one)
-    assert [len(turn.replies) for turn in one._batch.trajectories[0].turns] == [1, 1, 0]
-    assert one._batch.trajectories[0].stop_reason == "max_steps"
+    assert [len(turn.replies) for turn in one.batch.trajectories[0].turns] == [1, 1, 0]
+    assert one.batch.trajectories[0].stop_reason == "max_steps"
 
 
 def test_a_grpo_config_keeps_each_of_its_values(trainer, tmp_path):

@@ -33,7 +33,7 @@ from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.environment import check_env, prepare_tokenizer
 from mt_grpo.training.factories import rows_of
-from mt_grpo.training.policy import resolve_base, resolve_model
+from mt_grpo.training.model import resolve_base, resolve_model
 from mt_grpo.training.servers import server_urls
 
 if TYPE_CHECKING:

@@ -24,9 +24,8 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.training.batch import TokenColumns
 from mt_grpo.training.checkpoint import adapter_settings
-from mt_grpo.training.forward import completion_logps
-from mt_grpo.training.policy import resolve_base
-from mt_grpo.training.sampling import trained_truncation
+from mt_grpo.training.forward import completion_logps, trained_truncation
+from mt_grpo.training.model import resolve_base
 
 
 def probe(case: Case) -> Iterator[tuple[str, str, str]]:

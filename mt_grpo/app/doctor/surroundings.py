@@ -16,9 +16,9 @@ from mt_grpo.app.places import check_writable
 from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
-from mt_grpo.training.checks import check_push, check_trackers
 from mt_grpo.training.folder import check_folder
-from mt_grpo.training.policy import resolve_base
+from mt_grpo.training.model import resolve_base
+from mt_grpo.training.preflight import check_push, check_trackers
 from mt_grpo.training.servers import server_client
 
 Lines = Iterator[tuple[str, str, str]]

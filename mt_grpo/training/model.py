@@ -1,4 +1,4 @@
-"""The model that a run begins with, whatever its name stands for: the embedded one, a folder, an adapter, a Hub id."""
+"""The model that a run trains: what its name stands for, its dropout, and the reference that changes with it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from huggingface_hub import try_to_load_from_cache
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
+from trl.distributed import DistributedBackend
 from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.data import embedded
@@ -20,6 +25,9 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.imports import looks_like_path
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
+
+REFERENCE = "reference.safetensors"
+"""The file of a checkpoint with the reference of `sync_ref_model`."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,18 +79,16 @@ def resolve_base(name: str) -> str:
         raise ConfigError(f"The adapter in {name!r} was trained on the model {base!r}. {error}") from error
 
 
-@contextmanager
-def opened(
+def open_policy(
     model: str | PreTrainedModel, args: MTGRPOConfig, quantization_config: Any, peft_config: Any
-) -> Iterator[dict[str, Any]]:
+) -> dict[str, Any]:
     """
     What TRL's trainer takes as its model: `model`, `quantization_config` and `peft_config`. The adapter in a folder is
-    loaded on its base and trained on, whatever adapter the options describe.
+    loaded on its base, with all options of loading, and trained on, whatever adapter the options describe.
     """
     name = resolve_model(model, (args.model_init_kwargs or {}).get("revision")) if isinstance(model, str) else None
     if name is None or adapter_settings(name) is None:
-        yield {"model": name or model, "quantization_config": quantization_config, "peft_config": peft_config}
-        return
+        return {"model": name or model, "quantization_config": quantization_config, "peft_config": peft_config}
     if peft_config is not None and args.process_index == 0:
         logger.warning(
             "The adapter in %s is trained on as it was made; the options of an adapter have no effect.", name
@@ -94,8 +100,76 @@ def opened(
         options["device_map"] = None
     options.setdefault("trust_remote_code", args.trust_remote_code)
     policy = PeftModel.from_pretrained(create_model_from_path(resolve_base(name), **options), name, is_trainable=True)
-    kept, args.model_init_kwargs = args.model_init_kwargs, None  # they were used, and TRL would say that they are not
+    return {"model": policy, "quantization_config": None, "peft_config": None}
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """
+    Sets dropout rates to 0 that layers hold as numbers and apply themselves, as attention does. TRL's
+    `disable_dropout` does the same for dropout that is a layer of its own, an adapter's included.
+    """
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+@contextmanager
+def without_dropout(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """A context in evaluation mode, if `wanted`."""
+    training = model.training
+    if wanted:
+        model.eval()
     try:
-        yield {"model": policy, "quantization_config": None, "peft_config": None}
+        yield
     finally:
-        args.model_init_kwargs = kept
+        if wanted:
+            model.train(training)
+
+
+def check_reference(args: MTGRPOConfig, accelerator: Accelerator) -> None:
+    """
+    Refuses a run that could be trained but not resumed.
+
+    Raises:
+        ConfigError: If the run saves checkpoints, and its reference is synced and sharded by ZeRO-3.
+    """
+    if args.sync_ref_model and args.save_strategy != "no" and DistributedBackend(accelerator).is_zero3:
+        raise ConfigError(
+            "A synced reference (`sync_ref_model: true`) cannot be saved under DeepSpeed ZeRO-3, so a run could not "
+            'be resumed: shard with FSDP or ZeRO-2, or set `save_strategy: "no"`.'
+        )
+
+
+def save_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, reference: nn.Module | None) -> None:
+    """Writes a synced reference as a whole to a checkpoint. This is a collective call if it is sharded."""
+    if not args.sync_ref_model or DistributedBackend(accelerator).is_zero3:
+        return
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(accelerator.unwrap_model(reference), options=options)
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = (folder / REFERENCE).with_suffix(".partial")
+        save_file({name: tensor.clone().contiguous() for name, tensor in weights.items()}, partial)
+        partial.replace(folder / REFERENCE)
+
+
+def load_reference(folder: Path, args: MTGRPOConfig, accelerator: Accelerator, reference: nn.Module | None) -> None:
+    """
+    Loads what `save_reference` wrote into the reference.
+
+    Raises:
+        ConfigError: If the checkpoint has none.
+    """
+    if not args.sync_ref_model:
+        return
+    if not (folder / REFERENCE).exists():
+        raise ConfigError(
+            f"The checkpoint {folder} has no synced reference ({REFERENCE}), so `sync_ref_model: true` cannot go on "
+            "from it: resume one that was saved with it, or leave `sync_ref_model` out."
+        )
+    set_model_state_dict(
+        accelerator.unwrap_model(reference),
+        load_file(folder / REFERENCE),
+        options=StateDictOptions(full_state_dict=True),
+    )
