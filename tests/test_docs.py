@@ -27,7 +27,7 @@ from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.cli import main
 from mt_grpo.rewards import REWARDS, load_rewards
 from mt_grpo.runlog import read_trajectories
-from mt_grpo.training import MTGRPOConfig, checks
+from mt_grpo.training import MTGRPOConfig, preflight
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -179,7 +179,7 @@ def test_launched_command_fits_and_asks_for_its_gpus(command, monkeypatch, capsy
     (recipe,) = [word for word in words(command) if word.endswith(".yaml")]
     processes = processes_of(ROOT / recipe)
     monkeypatch.setattr(MTGRPOConfig, "world_size", processes)
-    checks.check_batch_sizes(parse_recipe([recipe]).training)
+    preflight.check_batch_sizes(parse_recipe([recipe]).training)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert main(words(command)[1:]) == 1
     assert f"takes {processes} GPUs, a process each, and this machine has 1" in capsys.readouterr().err
@@ -195,7 +195,7 @@ def test_accelerate_command_works_up_to_its_gpus(command, monkeypatch, capsys):
     monkeypatch.setattr(MTGRPOConfig, "world_size", load_config_from_file(config).num_processes)
     monkeypatch.setattr(request, "WORLD_SIZES", ("PROCESSES_OF_THE_TEST",))  # torch would wait for the other six
     monkeypatch.setenv("PROCESSES_OF_THE_TEST", str(load_config_from_file(config).num_processes))
-    monkeypatch.setattr(checks, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(preflight, "has_bfloat16", lambda: False)
     assert main(["train", *arguments]) == 1
     assert "mt-grpo: `bf16: true` needs a GPU" in capsys.readouterr().err
 

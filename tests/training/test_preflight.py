@@ -11,20 +11,21 @@ from support.recipes import RECIPES
 from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
-from mt_grpo.training import MTGRPOConfig, checks
+from mt_grpo.training import MTGRPOConfig, preflight
 from mt_grpo.training.preflight import check_batch_sizes, check_surroundings
 
-GPU = [path for path in RECIPES if path.parent.name == "Qwen"]
+# the others say in their names how many GPUs they are for
+SEVEN = [path for path in RECIPES if path.parent.name == "Qwen" and not path.stem.endswith("gpu")]
 
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    monkeypatch.setattr(checks, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(preflight, "has_bfloat16", lambda: False)
     monkeypatch.setattr("mt_grpo.training.config.has_bfloat16", lambda: False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
-@pytest.mark.parametrize("path", GPU, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SEVEN, ids=lambda path: path.stem)
 def test_one_process_reads_the_recipe_of_seven(path, monkeypatch, no_gpu):
     args = parse_recipe(["--config", str(path)]).training
     assert args.bf16 and args.generation_batch_size == args.per_device_train_batch_size * args.steps_per_generation
@@ -78,7 +79,7 @@ def test_each_step_is_logged(tmp_path):
 def test_a_gpu_trains_in_bfloat16_unless_told_otherwise(tmp_path, monkeypatch):
     monkeypatch.setattr("mt_grpo.training.config.has_bfloat16", lambda: True)
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
-    monkeypatch.setattr(checks, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(preflight, "has_bfloat16", lambda: True)
     assert MTGRPOConfig(str(tmp_path)).mixed_precision == "bf16"
     assert MTGRPOConfig(str(tmp_path), bf16=False).mixed_precision == "no"
     assert MTGRPOConfig(str(tmp_path), fp16=True).mixed_precision == "fp16"
@@ -102,7 +103,7 @@ def test_bfloat16_on_a_cpu_that_was_asked_for_is_trained(tmp_path, no_gpu):
     ],
 )
 def test_what_the_machine_has_not_is_refused(tmp_path, no_gpu, monkeypatch, options, message):
-    monkeypatch.setattr(checks, "get_token", lambda: None)
+    monkeypatch.setattr(preflight, "get_token", lambda: None)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=message):
         check_surroundings(MTGRPOConfig(str(tmp_path), **options))
