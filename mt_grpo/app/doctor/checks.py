@@ -21,6 +21,7 @@ from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.tools import Tool
 from mt_grpo.tools.mcp.tools import MCPBaseTool, McpRemote, McpTool
 from mt_grpo.tools.stateful import StatefulTool, ToolSession, ToolStateError
+from mt_grpo.training.preflight import check_reward_columns
 from mt_grpo.training.reward_models import with_models
 from mt_grpo.trajectory import ToolCall, visible
 
