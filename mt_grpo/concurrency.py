@@ -17,6 +17,7 @@ import contextvars
 import inspect
 import logging
 import os
+import queue
 import threading
 import time
 import weakref
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 GRACE = 5.0
 """Seconds that cancelled tasks may take to end before they are left behind."""
 _LOOK = 0.1  # seconds between looks for Ctrl-C: a signal that another thread took does not wake the one that waits
+_ONLY_MAIN = "signal only works in main thread"  # what Python says of `signal.signal` elsewhere
 _TASKS: contextvars.ContextVar[Any] = contextvars.ContextVar("tasks that the coroutine given to `run` has begun")
 
 
@@ -63,7 +65,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         )
     root: asyncio.Task[T] | None = None
     tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
-    ended = threading.Event()
+    wait = _Wait()
 
     def begin() -> None:
         nonlocal root
@@ -72,7 +74,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
     def end(done: asyncio.Task[T]) -> None:
         retrieve(done)  # an interrupted caller does not ask for its exception
-        ended.set()
+        wait.end()
 
     async def drain() -> list[asyncio.Task[Any]]:
         if root is None:
@@ -87,13 +89,80 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     context.run(_TASKS.set, tasks)
     try:
         background.loop.call_soon_threadsafe(begin, context=context)
-        while not ended.wait(_LOOK):
-            pass
+        wait.until_end()
     except BaseException:
         background.finish(drain())
         raise
     assert root is not None  # it has ended
     return root.result()
+
+
+class _Wait:
+    """
+    The wait of a thread for the end of some work. The main thread makes calls meanwhile that only it can make: a
+    function that sets the handler of a signal (`signal.alarm` as a time limit) works nowhere else.
+    """
+
+    main: _Wait | None = None
+    """That of the main thread, while there is one."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._end: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def end(self) -> None:
+        """Ends the wait, from any thread."""
+        self._calls.put((self._end, lambda: None))
+
+    def until_end(self) -> None:
+        before = _Wait.main
+        if threading.current_thread() is threading.main_thread():
+            _Wait.main = self
+        try:
+            while not self._end.done():
+                try:
+                    future, function = self._calls.get(timeout=_LOOK)
+                except queue.Empty:
+                    continue
+                _settle(future, function)
+        finally:
+            _Wait.main = before
+            self._end.cancel()
+            while not self._calls.empty():
+                self._calls.get()[0].cancel()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Calls a function in the thread that waits. It is cancelled where the wait ends before its turn."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._calls.put((future, function))
+        if self._end.done():
+            future.cancel()
+        return future.result()
+
+
+def _settle(future: concurrent.futures.Future[Any], function: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:
+        future.set_exception(error)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+    else:
+        future.set_result(result)
+
+
+def _anywhere(function: Callable[[], T]) -> T:
+    """Calls a function in this thread, or in the main thread if it says that it only works there."""
+    try:
+        return function()
+    except Exception as error:
+        reasons = error, error.__cause__
+        main = _Wait.main
+        if main is None or not any(isinstance(one, ValueError) and _ONLY_MAIN in str(one) for one in reasons):
+            raise
+    return main.call(function)
 
 
 class LoopThread:
@@ -299,7 +368,8 @@ async def call(function: Callable[..., Any], *args: Any, what: str, timeout: flo
 def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
     """
     Runs a blocking function in a daemon thread of its own, so that neither a pool's size nor a function that hangs
-    holds up other calls or the end of the process.
+    holds up other calls or the end of the process. One that sets the handler of a signal is called again in the main
+    thread, one such call after another.
 
     Args:
         function (`Callable`): Called without arguments.
@@ -325,7 +395,7 @@ def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
         result: Any = None
         error: Exception | None = None
         try:
-            result = function()
+            result = _anywhere(function)
         except BaseException as caught:
             if isinstance(caught, Exception) and not isinstance(caught, StopIteration):
                 error = caught

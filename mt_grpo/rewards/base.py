@@ -96,6 +96,9 @@ class StateScore(RewardFunc):
 class OutcomeReward(RewardFunc):
     """Judges a whole trajectory."""
 
+    collective: bool = False
+    """Whether the processes of a run score together: each is called as often as the others, before other rewards."""
+
     @abstractmethod
     def score(self, trajectory: Trajectory, *args: Any, **row: Any) -> Score:
         """
@@ -154,6 +157,9 @@ class FunctionReward(OutcomeReward):
         """
         rewards = self.function(**{**self.arguments(trajectories, rows), **(extra or {})})
         return _counted(rewards, len(trajectories))
+
+    def score_nothing(self) -> None:
+        """Called in place of `score_batch` where this process has no conversation to score."""
 
     def arguments(self, trajectories: list[Trajectory], rows: list[dict[str, Any]]) -> dict[str, Any]:
         """What the function is called with, as `score_batch` is."""

@@ -66,11 +66,13 @@ def score_trajectories(
         RewardError: When awaited, if a reward raises, or returns neither a finite number nor `None`.
     """
     judged = [trajectory for trajectory in trajectories if not trajectory.failed]
+    # first what processes do together: a reward that ends this process would leave the others waiting
+    together = {func: _call_outcome_func(func, judged, extra) for func in outcome_funcs if func.collective}
     turn = [
         [[call_one(func, trajectory, turn, trajectory) for turn in trajectory.turns] for trajectory in judged]
         for func in (*turn_funcs, *state_scores)
     ]
-    outcome = [_call_outcome_func(func, judged, extra) for func in outcome_funcs]
+    outcome = [together.get(func) or _call_outcome_func(func, judged, extra) for func in outcome_funcs]
     return _score(turn_funcs, outcome_funcs, state_scores, trajectories, turn, outcome)
 
 
@@ -130,6 +132,7 @@ def _call_outcome_func(func: OutcomeReward, trajectories: list[Trajectory], extr
         calls = [call_one(func, trajectory, trajectory) for trajectory in trajectories]
         return lambda: _gather([call() for call in calls])
     if not trajectories:
+        func.score_nothing()
         return lambda: _gather([])
     rows = [trajectory.row for trajectory in trajectories]
     scope = f"a batch of {len(trajectories)} that begins with "

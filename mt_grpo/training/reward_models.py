@@ -29,6 +29,8 @@ class ModelReward(FunctionReward):
         ConfigError: If there is no such model.
     """
 
+    collective = True
+
     def __init__(self, model: str | nn.Module, revision: str | None = None) -> None:
         super().__init__(self._judge)
         self.model = resolve_model(model, revision) if isinstance(model, str) else model
@@ -40,20 +42,36 @@ class ModelReward(FunctionReward):
         """Takes the model as it was loaded and placed, its tokenizer, and variables for the chat template."""
         self.model, self._tokenizer, self._template_kwargs = model, tokenizer, template_kwargs
 
+    def score_nothing(self) -> None:
+        """
+        A forward of a single token. Where the model's weights are sharded, the other processes wait for it in theirs.
+        """
+        self._logits({name: torch.ones(1, 1, dtype=torch.int64) for name in ("input_ids", "attention_mask")})
+
     def _judge(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         whole = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        try:
+            inputs = self._encoded(whole)
+        except Exception:  # its template refuses what the conversations of other processes may not have
+            self.score_nothing()
+            raise
+        return self._logits(inputs)[:, 0].float().tolist()
+
+    def _encoded(self, whole: list[Any]) -> dict[str, torch.Tensor]:
         texts = [
             each
             if isinstance(each, str)
             else self._tokenizer.apply_chat_template(each, tokenize=False, **self._template_kwargs)
             for each in whole
         ]
-        inputs = self._tokenizer(
+        return self._tokenizer(
             text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
         )
+
+    def _logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        device = next(self.model.parameters()).device
         with torch.inference_mode():
-            logits = self.model(**inputs.to(next(self.model.parameters()).device)).logits
-        return logits[:, 0].float().tolist()
+            return self.model(**{name: tensor.to(device) for name, tensor in inputs.items()}).logits
 
 
 def with_models(entries: Sequence[Any], args: MTGRPOConfig) -> list[Any]:

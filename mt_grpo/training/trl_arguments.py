@@ -27,6 +27,7 @@ def widened(args: Any) -> MTGRPOConfig:
         ConfigError: If they are no `GRPOConfig`, or have a value that rollouts of many turns cannot follow.
     """
     if isinstance(args, MTGRPOConfig):
+        args.check()  # scripts set values after they made it
         return args
     if not isinstance(args, GRPOConfig):
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import signal
 import threading
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from mt_grpo.concurrency import ConcurrencyLimit
+from mt_grpo.concurrency import run as run_and_wait
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.execution import execute_calls, fail_unanswered
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
@@ -363,3 +365,21 @@ def test_whatever_is_raised_is_an_answer(error, is_async):
 
     [call] = run(made(fails_async if is_async else fails))
     assert call.executed and error.__name__ in call.error
+
+
+def test_what_sets_a_signal_handler_runs_in_the_main_thread():
+    def limited():  # as with a time limit by `signal.alarm`
+        signal.signal(signal.SIGUSR1, signal.signal(signal.SIGUSR1, signal.SIG_DFL))
+        if threading.current_thread() is not threading.main_thread():
+            raise AssertionError("a handler cannot be set here")
+        threads.append(threading.current_thread())
+        if len(threads) == 3:
+            raise ValueError("of its own")
+        return "in time"
+
+    threads = []
+    calls = [ToolCall("limited") for _ in range(3)]
+    run_and_wait(execute_calls(calls, {"limited": made(limited, "limited")}, 20.0))
+    assert sorted(call.result for call in calls) == ["Error: ValueError: of its own", "in time", "in time"]
+    # where the main thread does not wait, it is the tool's error
+    assert "signal only works in main thread" in run(made(limited))[0].error

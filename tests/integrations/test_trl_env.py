@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import threading
 import time
 
@@ -12,6 +13,7 @@ from support.models import build_tokenizer
 from support.trl_environments import DOORS, LEDGER, Ledger, Stopped, Waking, by_script, called
 from trl.chat_template_utils import add_response_schema
 
+from mt_grpo.concurrency import run as run_and_wait
 from mt_grpo.envs.source import close_environments
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.trl import TRLEnv
@@ -226,3 +228,23 @@ def test_what_makes_no_environment_is_refused(factory, problem):
 def test_a_method_that_cannot_be_described_is_refused():
     with pytest.raises(ToolDefinitionError, match="The tool 'act' has no docstring"):
         TRLEnv(Undescribed)
+
+
+class Timed:
+    """Bounds its own time with a signal, which only the main thread can do."""
+
+    def reset(self, **row):
+        self.limit()
+
+    def limit(self) -> str:
+        """Sets the handler of a signal."""
+        signal.signal(signal.SIGUSR1, signal.signal(signal.SIGUSR1, signal.SIG_DFL))
+        return "in time"
+
+
+def test_a_class_may_use_signals():
+    tokenizer = build_tokenizer()
+    add_response_schema(tokenizer)
+    runner = RolloutRunner(TRLEnv(Timed), ScriptedEngine(tokenizer, [called("limit"), "Done."]), RolloutLimits())
+    [trajectory] = run_and_wait(runner.run([RolloutRequest("Play.", "000", {})], SamplingParams()))
+    assert results(trajectory) == ["in time"]

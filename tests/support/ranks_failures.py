@@ -6,8 +6,11 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from datasets import Dataset
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from mt_grpo.app.train import leave_group
 from mt_grpo.envs import MultiTurnToolEnv
@@ -83,7 +86,24 @@ def env_cannot_begin(trainer, rank):
     trainer.runner.env = Env([lookup], system_prompt="")
 
 
+def no_conversation_is_left(trainer, rank):
+    class Env(MultiTurnToolEnv):
+        def start(self, prompt):
+            if rank == 1:
+                raise ConnectionError("no container")
+            return super().start(prompt)
+
+    trainer.runner.env = Env([lookup], system_prompt="")
+
+
+def template_of_judge_refuses(trainer, rank):
+    if rank == 1:
+        trainer.outcome_reward_funcs[1]._tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
+
+
 FAULTS = [
+    no_conversation_is_left,
+    template_of_judge_refuses,
     engine_fails,
     memory_ends,
     on_finish_raises,
@@ -104,6 +124,15 @@ class Length(OutcomeReward):
         return float(len(trajectory.answer or ""))
 
 
+def sharded_judge(tokenizer):
+    """A reward model whose forward is a collective, as that of a model with sharded weights is."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen3Config(vocab_size=len(tokenizer), head_dim=8, num_key_value_heads=1, num_labels=1, **sizes)
+    model = Qwen3ForSequenceClassification(config)
+    model.register_forward_pre_hook(lambda *_: dist.all_reduce(torch.ones(1)))
+    return model
+
+
 def main(folder: str) -> None:
     tokenizer, rank = build_tokenizer(), PartialState(cpu=True).process_index
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
@@ -112,7 +141,8 @@ def main(folder: str) -> None:
         trainer = MTGRPOEnvTrainer(
             build_model(tokenizer, max_position_embeddings=1024),
             MultiTurnToolEnv([lookup], system_prompt=""),
-            outcome_reward_funcs=[Length()],
+            outcome_reward_funcs=[Length(), sharded_judge(tokenizer)],
+            reward_processing_classes=[None, build_tokenizer()],
             args=MTGRPOConfig(f"{folder}/{fault.__name__}", max_steps=1, **CPU_RUN, max_completion_length=100),
             train_dataset=Dataset.from_list(rows),
             engine=ScriptedEngine(tokenizer, lambda session, turn: f"<answer>Lima {'a' * int(session[-1])}</answer>"),

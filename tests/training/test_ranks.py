@@ -164,6 +164,8 @@ def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
         "reward_exits": ("RankError", "SystemExit"),
         "both_fail_differently": ("RewardError", "RewardError"),
         "env_cannot_begin": ("trained", "trained"),
+        "no_conversation_is_left": ("trained", "trained"),
+        "template_of_judge_refuses": ("RewardError", "RewardError"),
     }
     for name, (kind, _) in kinds.items():
         if kind == "RankError":  # with the traceback of the one that failed

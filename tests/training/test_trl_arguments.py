@@ -231,6 +231,16 @@ def test_a_grpo_config_is_held_to_the_same_rules(trainer, options, message):
         trainer(config=GRPOConfig, **options)
 
 
+def test_options_that_are_set_later_are_checked_too(trainer):
+    def config(folder, **options):
+        args = MTGRPOConfig(folder, **options)
+        args.use_transformers_continuous_batching = True
+        return args
+
+    with pytest.raises(ConfigError, match="`use_transformers_continuous_batching` has no effect"):
+        trainer(config=config)
+
+
 def test_top_p_of_none_keeps_every_token(trainer):
     assert trainer(top_p=None)._sampling.top_p == 1.0
 
