@@ -18,7 +18,7 @@ from mt_grpo.app.places import check_places
 from mt_grpo.app.request import OWN_OPTIONS, Request, check_processes, read_request
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.options import check_served
+from mt_grpo.option_rules import check_served
 from mt_grpo.trajectory import visible
 
 COMMANDS = {
@@ -30,7 +30,7 @@ COMMANDS = {
     "doctor": ("tell whether a run can begin and fits, and how long a step takes", "mt_grpo.cli:doctor"),
     "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.shipped:run"),
     "env": ("print versions and devices, for a bug report", "mt_grpo.app.env:run"),
-    "schema": ("print the JSON schema of recipes, for editors", "mt_grpo.app.schema_command:main"),
+    "schema": ("print the JSON schema of recipes, for editors", "mt_grpo.app.make_schema:main"),
     "completion": ("print a script that completes commands and options in a shell", "mt_grpo.app.completion:run"),
 }
 """Each command: what it does, in one line, and the function that does it, imported when the command is called."""

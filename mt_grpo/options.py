@@ -1,305 +1,510 @@
-"""What options may say together: rules over plain values, held before torch is imported and by `MTGRPOConfig`."""
+"""
+The table of options: what a recipe can say, once. The configuration's fields and docstring, `--help`, the JSON schema,
+the tables of the docs and the checks of single values come from it. Rules over several options are in `option_rules`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import dataclasses
+import math
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from mt_grpo.agent_options import LOSS_SCALES, check_agent, check_partner, check_scheduler, parse_user
-from mt_grpo.credit_options import (
-    check_branches,
-    check_rule,
-    check_signalless,
-    check_trunks,
-    parse_reward,
-    parse_rule,
-    rule_name,
-)
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import choose, did_you_mean
+from mt_grpo.imports import choose
 
-HISTORIES = ("keep", "strip_thinking", "compact", "template")
-"""What `history` can name, see `mt_grpo.rollout.history`."""
+MODEL, AGENT, REWARDS = "Model and data", "Agent", "Rewards and credit"
+TRAINING, SERVER, RUN = "Training", "vLLM server", "Run"
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-"""The losses of TRL's trainer, which looks at `loss_type` only when it computes one."""
-
-SCALES = ("group", "batch", "none")
-"""What TRL's trainer takes as `scale_rewards`, beside true (`group`) and false (`none`)."""
-
-ABOVE_ZERO = (
-    "generation_batch_size",
-    "gradient_accumulation_steps",
-    "max_completion_length",
-    "max_concurrent_rollouts",
-    "max_resample_times",
-    "max_turn_length",
-    "num_generations_eval",
-    "num_iterations",
-    "per_device_eval_batch_size",
-    "per_device_train_batch_size",
-    "rollout_timeout",
-    "steps_per_generation",
-    "tool_timeout",
-    "verify_sync_every",
-)
-
-NOT_BELOW_ZERO = (
-    "beta",
-    "delta",
-    "epsilon",
-    "epsilon_high",
-    "max_grad_norm",
-    "max_tool_calling_iterations",
-    "weight_decay",
-)
-
-NO_EFFECT = (
-    "cache_implementation",
-    "generation_kwargs",
-    "use_transformers_continuous_batching",
-    "use_transformers_paged",
-    "vllm_structured_outputs_regex",
-)
-"""Options of TRL's own generation, which rollouts of many turns do not use."""
+GROUPS = (MODEL, AGENT, REWARDS, TRAINING, SERVER, RUN)
+"""In their order in `--help` and the docs. In each, the options of TRL and transformers come first."""
 
 
-def check_options(options: Mapping[str, Any], registered: Mapping[str, Iterable[str]]) -> None:
+@dataclass(frozen=True)
+class Rule:
+    """What a value has to be: a test of it, and the advice where it fails. `None`, an option left out, is fine."""
+
+    holds: Callable[[Any], bool]
+    advice: str
+
+
+ABOVE_ZERO = Rule(lambda value: value > 0, "set a number above 0, or leave it out")
+NOT_BELOW_ZERO = Rule(lambda value: value >= 0, "set 0 or more, or leave it out")
+NO_EFFECT = Rule(lambda value: not value, "it has no effect on rollouts of many turns, so leave it out")
+
+
+@dataclass(frozen=True)
+class Option:
     """
-    Holds the options of a run against each other.
+    What the table says of an option, beside its name, type and default.
 
     Args:
-        options (`Mapping`): Every option of `MTGRPOConfig` with its value.
-        registered (`Mapping`): The names that an option can give; an option that is not in it is not looked up.
-
-    Raises:
-        ConfigError: For the first rule that they break.
+        help (`str`): A sentence for `--help`, and further ones for whoever reads on. A library's own text follows it.
+        group (`str`, *optional*): One of `GROUPS`. Options without one are listed by `--help-all` only.
+        rule (`Rule`, *optional*): What a value has to be.
+        names (`tuple`, *optional*): All values, where they are few and no plugin adds to them.
+        also (`str`, *optional*): A JSON type that it takes beside those of its annotation; for a list, its items take.
+        page (`str`, *optional*): The page of the docs about it.
+        executes (`str`, *optional*): `"path"` where it names code, `"file"` where it names a file that names code.
+        of_environment (`bool`, *optional*): Whether each of several `environments` may have a value of its own.
+        of_server (`bool`, *optional*): Whether the server's command is made of it.
     """
-    for name in ABOVE_ZERO:
-        value = options[name]
-        if value is not None and not value > 0:
-            raise ConfigError(f"`{name}` is {value}; set a number above 0, or leave it out.")
-    for name in NOT_BELOW_ZERO:
-        value = options[name]
-        if value is not None and not value >= 0:
-            raise ConfigError(f"`{name}` is {value}; set 0 or more, or leave it out.")
-    ours, of_trl = options["max_env_steps"], options["max_tool_calling_iterations"]
-    if None not in (ours, of_trl) and ours != of_trl:
-        raise ConfigError(
-            f"`max_env_steps` is {ours} and `max_tool_calling_iterations` is {of_trl}, and both bound the replies of "
-            "the environment: leave one of them out."
-        )
-    if options["max_env_steps"] is not None and options["max_env_steps"] < 0:
-        raise ConfigError(
-            f"`max_env_steps` is {options['max_env_steps']}; it counts replies of the environment, so set 0 or more."
-        )
-    if options["num_generations"] < 2:
-        raise ConfigError(
-            f"`num_generations` is {options['num_generations']}, and an advantage compares the completions of one "
-            "prompt: set 2 or more."
-        )
-    if options["env_mask"] not in (0, 1):
-        raise ConfigError(
-            f"`env_mask` is {options['env_mask']}; set 0 (tool results are not trained) or 1 (they are)."
-        )
-    if options["temperature"] < 0:
-        raise ConfigError(f"`temperature` is {options['temperature']}; set a number above 0, such as 1.0.")
-    if options["top_p"] is not None and not 0 < options["top_p"] <= 1:
-        raise ConfigError(f"`top_p` is {options['top_p']}: set a number above 0 and at most 1, or leave it out.")
-    if options["min_p"] is not None and not 0 <= options["min_p"] <= 1:
-        raise ConfigError(f"`min_p` is {options['min_p']}: set a number from 0 to 1, or leave it out.")
-    if options["learning_rate"] < 0:
-        raise ConfigError(f"`learning_rate` is {options['learning_rate']}; set 0 or more, such as 1e-6.")
-    _check_lengths(options["max_turn_length"], options["max_completion_length"])
-    if options["multi_objective_aggregation"] != "sum_then_normalize":
-        raise ConfigError(
-            "`multi_objective_aggregation: normalize_then_sum` does not say which turn a reward belongs to; leave "
-            "it out, and weigh rewards with `reward_weights`."
-        )
-    choose("loss_type", options["loss_type"], LOSS_TYPES)
-    choose("loss_scale", options["loss_scale"], LOSS_SCALES)
-    check_signalless(options)
-    if options["environments"] is None:  # else each may have options of its own
-        check_scheduler(options)
-        check_agent(options)
-    if not isinstance(options["scale_rewards"], bool):
-        choose("scale_rewards", options["scale_rewards"], SCALES)
-    rule = rule_name(parse_rule(options["advantage_estimator"]))
-    for name, known in registered.items():
-        value = rule if name == "advantage_estimator" else options[name]
-        if value is not None:  # `call_protocol` may be left to the kind of environment
-            choose(name, value, known)
-    check_rule(options, rule)
-    check_branches(options, rule)
-    for name in NO_EFFECT:
-        if options[name]:
-            raise ConfigError(f"`{name}` has no effect on rollouts of many turns: leave it out.")
-    if options["use_vllm"] and options["vllm_mode"] != "server":
-        raise ConfigError(
-            f"`vllm_mode: {options['vllm_mode']}` is not supported: leave it out, and start the server with "
-            "`mt-grpo serve`."
-        )
-    check_partner(options)
-    if options["simulated_user"] is not None:
-        parse_user(options["simulated_user"])
-    check_history(options["history"], options["compact_every"])
-    if options["history"] != "keep" and options["forward"] == "padded":
-        raise ConfigError(
-            f"`history: {options['history']}` rewrites the past, so a trajectory is several sequences, which "
-            "`forward: padded` cannot train: leave `forward` at `tree`."
-        )
+
+    help: str = ""
+    group: str | None = None
+    rule: Rule | None = None
+    names: tuple[Any, ...] = ()
+    also: str | None = None
+    page: str | None = None
+    executes: str | None = None
+    of_environment: bool = False
+    of_server: bool = False
+
+    @property
+    def description(self) -> str:
+        """The text of `help`, and where to read more."""
+        return f"{self.help} See docs/{self.page}." if self.page else self.help
 
 
-def check_trainable(options: Mapping[str, Any]) -> None:
-    """
-    Whether the options let training take a step; rollouts and evaluations need less.
-
-    Raises:
-        ConfigError: If they do not.
-    """
-    if not options["temperature"] > 0:
-        raise ConfigError(
-            f"`temperature: {options['temperature']}` cannot be trained, since log-probs are those of the logits "
-            "divided by it: set a number above 0, such as 1.0."
-        )
-    if options["max_steps"] == 0:
-        raise ConfigError("`max_steps` is 0, so nothing is trained: set a number above 0, or leave it out.")
-    if options["max_steps"] < 0 and not options["num_train_epochs"] > 0:
-        raise ConfigError(
-            f"`num_train_epochs` is {options['num_train_epochs']}, so nothing is trained: set a number above 0."
-        )
+_OPTIONS: dict[dataclasses.Field[Any], Option] = {}
+"""By field, since the metadata of a field has to be what `argparse` takes."""
 
 
-def check_batches(options: Mapping[str, Any], processes: int) -> None:
-    """
-    Whether the processes of a run make whole groups.
-
-    Args:
-        options (`Mapping`): Those of the run.
-        processes (`int`): How many there are.
-
-    Raises:
-        ConfigError: If they do not; it says which numbers would do.
-    """
-    sizes = f"{options['per_device_train_batch_size']} a device × {_processes(processes)}"
-    step = options["per_device_train_batch_size"] * processes
-    steps = options["steps_per_generation"] or options["gradient_accumulation_steps"]
-    batch = options["generation_batch_size"] or step * steps
-    if batch % step:
-        raise ConfigError(
-            f"`generation_batch_size: {batch}` is no multiple of {step} ({sizes}): make it one, or leave it out."
-        )
-    generations = options["num_generations"]
-    if batch % generations:
-        raise ConfigError(
-            f"`num_generations: {generations}` does not divide the generation batch of {batch} ({sizes} × "
-            f"{batch // step} step{'s' * (batch > step)}): {_divisors(batch, 2)}make the batch a multiple of "
-            f"{generations}."
-        )
-    check_trunks(options, batch // processes)
-    if options["do_eval"] or options["eval_strategy"] != "no":
-        check_eval_batch(options, processes)
+def option(default: Any, help: str, group: str, **more: Any) -> Any:
+    """A field of a dataclass of options; `more` are further arguments of `Option`."""
+    described = Option(help, group, **more)
+    made: dataclasses.Field[Any] = dataclasses.field(default=default, metadata={"help": described.description})
+    _OPTIONS[made] = described
+    return made
 
 
-def check_eval_batch(options: Mapping[str, Any], processes: int) -> None:
-    """
-    Whether a batch of an evaluation holds whole groups.
+@dataclass
+class DataOptions:
+    """Options that TRL's `ScriptArguments` does not have."""
 
-    Raises:
-        ConfigError: If it does not; it says which numbers would do.
-    """
-    generations = options["num_generations_eval"] or options["num_generations"]
-    size = options["per_device_eval_batch_size"]
-    batch = size * processes
-    if batch % generations:
-        raise ConfigError(
-            f"`num_generations_eval: {generations}` does not divide the evaluation batch of {batch} "
-            f"({size} a device × {_processes(processes)}): {_divisors(batch, 1)}make the batch a multiple of "
-            f"{generations}."
-        )
+    column_mapping: dict[str, str] | str | None = option(None, "Columns to rename, as {wanted: present}.", MODEL)
 
 
-def _processes(number: int) -> str:
-    return f"{number} process{'es' * (number > 1)}"
+@dataclass
+class RunOptions:
+    """Options that TRL's `GRPOConfig` does not have, or to which it gives another meaning or default."""
 
+    tools: list[str] | None = option(
+        None, "Tools by name or dotted path.", AGENT, page="tools.md", executes="path", of_environment=True
+    )
+    tools_config_file: str | None = option(
+        None,
+        "YAML file of further tools, in verl's form. Those of MCP servers may be among them.",
+        AGENT,
+        page="mcp.md",
+        executes="file",
+        of_environment=True,
+    )
+    env: str | None = option(
+        None,
+        "Dotted path of an environment, or `verifiers:NAME`. The path leads to a class, a `StepEnv`, or a function "
+        "from a row to one; an environment of verifiers brings its own rows. `MultiTurnToolEnv` where unset.",
+        AGENT,
+        also="object",  # TRL's block of variables
+        page="environments.md",
+        executes="path",
+        of_environment=True,
+    )
+    env_config: dict[str, Any] | str | None = option(
+        None,
+        "Options of an environment of verifiers. JSON on the command line.",
+        AGENT,
+        page="any_agent.md#environments-of-verifiers",
+        of_environment=True,
+    )
+    environment_factory: dict[str, Any] | str | None = option(
+        None,
+        "A factory in TRL's form, or several by name. Dotted paths; the names are those in the dataset's column "
+        "`environment`.",
+        AGENT,
+        page="trl_environments.md",
+        executes="path",
+        of_environment=True,
+    )
+    agent: dict[str, Any] | str | None = option(
+        None,
+        "Anybody's agent: a function's path, or its `command`. It asks the policy over HTTP as it would ask OpenAI. "
+        "The function is `solve(row, client)`; `{command: ...}` is a program that runs once for each conversation.",
+        AGENT,
+        page="any_agent.md",
+        of_environment=True,
+    )
+    environments: dict[str, Any] | str | None = option(
+        None,
+        "Several, by the names in the column `environment`. Each is a dotted path, or a mapping of the "
+        "options that it has for itself, such as `env`, `agent`, `tools` and `max_env_steps`; JSON on the command "
+        "line.",
+        AGENT,
+        page="environments.md#several-in-one-run",
+    )
+    simulated_user: dict[str, Any] | str | None = option(
+        None,
+        "A user whom an OpenAI-compatible endpoint plays. A mapping of `base_url`, `model`, `system_prompt` and more; "
+        "JSON on the command line. It answers every turn without a tool call.",
+        AGENT,
+        page="simulated_users.md",
+        of_environment=True,
+    )
+    interaction_config_file: str | None = option(
+        None,
+        "YAML file of verl's interactions. They answer every turn without a tool call.",
+        AGENT,
+        page="interactions.md",
+        executes="file",
+        of_environment=True,
+    )
+    multi_turn_scheduler: str | None = option(
+        None,
+        "A scheduler in the place of an environment. By name or dotted path.",
+        AGENT,
+        page="schedulers.md",
+        executes="path",
+        of_environment=True,
+    )
+    max_turns: int | None = option(
+        None,
+        "Responses of one conversation of the scheduler. No bound of its own where unset.",
+        AGENT,
+        rule=ABOVE_ZERO,
+        of_environment=True,
+    )
+    call_protocol: str | None = option(
+        None,
+        "How calls are written: tags, native or another. `native` is the model's own form; with `plain` "
+        "there are no calls, and a conversation is one answer. Where unset: `tags`, and `native` for "
+        "`environment_factory`, as in TRL.",
+        AGENT,
+        of_environment=True,
+    )
+    system_prompt: str | None = option(None, "Replaces the call protocol's instructions.", AGENT, of_environment=True)
+    max_env_steps: int | None = option(
+        None,
+        "Replies of the environment in one conversation; 5 where unset. For `environment_factory` no bound but the "
+        "tokens where unset, as in TRL. TRL's `max_tool_calling_iterations` is the same.",
+        AGENT,
+        rule=Rule(lambda value: value >= 0, "it counts replies of the environment, so set 0 or more"),
+        of_environment=True,
+    )
+    max_turn_length: int | None = option(
+        None,
+        "Tokens sampled in one turn. Reaching it ends the conversation. No bound of its own where unset.",
+        AGENT,
+        rule=ABOVE_ZERO,
+    )
+    max_completion_length: int | None = option(
+        512,
+        "Tokens of a whole conversation after the prompt. Those that the environment writes count. TRL's default is "
+        "often too few.",
+        AGENT,
+        rule=ABOVE_ZERO,
+    )
+    tool_timeout: float | None = option(
+        60.0,
+        "Seconds one tool call may take. Also what an environment with a loop of its own may take between two turns.",
+        AGENT,
+        rule=ABOVE_ZERO,
+        of_environment=True,
+    )
+    rollout_timeout: float | None = option(
+        None, "Seconds one conversation may take. No bound where unset.", AGENT, rule=ABOVE_ZERO
+    )
+    max_concurrent_rollouts: int | None = option(
+        None,
+        "Conversations under way at once in a process. All where unset.",
+        AGENT,
+        rule=ABOVE_ZERO,
+        page="rollouts.md",
+    )
+    history: str = option(
+        "keep",
+        "keep, strip_thinking, compact or template. What stays of the past in the context of the next turn.",
+        AGENT,
+        names=("keep", "strip_thinking", "compact", "template"),
+        page="history.md",
+    )
+    compact_every: int | None = option(None, "Turns between two compactions. For `history: compact`.", AGENT)
+    tokenization_sanity_check_mode: str = option(
+        "strict",
+        "strict, ignore_strippable or disable. How a trajectory is compared with its full rendering.",
+        AGENT,
+        names=("strict", "ignore_strippable", "disable"),
+        page="history.md",
+    )
+    external_plugins: list[str] | None = option(
+        None, "Python files imported before anything is looked up by name.", AGENT, executes="path"
+    )
 
-def _divisors(batch: int, least: int) -> str:
-    """The beginning of the advice to set a divisor, where there is one."""
-    numbers = [str(number) for number in range(least, batch + 1) if batch % number == 0]
-    one_of = "one of " if len(numbers) > 1 else ""
-    return f"set it to {one_of}{', '.join(numbers)}, or " if numbers else ""
+    turn_reward_funcs: list[str] | None = option(
+        None,
+        "Turn rewards by name or dotted path. A class also by a mapping of its `name` or path and its options; JSON "
+        "on the command line.",
+        REWARDS,
+        also="object",
+        page="rewards.md",
+        executes="path",
+    )
+    outcome_reward_funcs: list[str] | None = option(
+        None,
+        "Outcome rewards by name or dotted path. In the same form as turn rewards; reward models too.",
+        REWARDS,
+        also="object",
+        page="rewards.md",
+        executes="path",
+    )
+    reward_weights: list[float] | None = option(
+        None, "Weights of the turn rewards, then of the outcome rewards. 1 each where unset.", REWARDS
+    )
+    state_score: str | None = option(
+        None,
+        "State score, for the rule `state_baseline`. By name or dotted path.",
+        REWARDS,
+        page="credit.md#bias-and-noise",
+        executes="path",
+    )
+    # `None` is refused; without it transformers' parser would take a mapping only
+    advantage_estimator: dict[str, Any] | str | None = option(
+        "mt_grpo",
+        "Credit rule: its name, or its `name` and options. The mapping is JSON on the command line.",
+        REWARDS,
+        page="credit.md",
+    )
+    turn_advantage_coef: float | None = option(
+        None,
+        "Weight of the turn advantage. The rule's default (1.0 for `mt_grpo`) where unset.",
+        REWARDS,
+        rule=Rule(math.isfinite, "give a finite number"),
+    )
+    groups_without_signal: str = option(
+        "keep",
+        "keep, resample or leave_out. What becomes of groups whose advantages are all 0. `keep`: they count where the "
+        "loss is divided; `resample`: their prompts are sampled again, and what then has no signal is left out; "
+        "`leave_out`: they do not count.",
+        REWARDS,
+        names=("keep", "resample", "leave_out"),
+        page="credit.md",
+    )
+    max_resample_times: int = option(
+        3, "Rounds of sampling such groups again. That many at most.", REWARDS, rule=ABOVE_ZERO
+    )
+    branch_at: int | None = option(
+        None,
+        "Turns after which a conversation branches. None does where unset; in training only.",
+        REWARDS,
+        rule=Rule(lambda value: value >= 1, "it counts the turns that branches share, so set 1 or more"),
+        page="branching.md",
+    )
+    num_branches: int = option(
+        4,
+        "Branches of a conversation, with `branch_at`. They are members of one group.",
+        REWARDS,
+        page="branching.md",
+    )
+    env_mask: int = option(
+        0,
+        "Loss mask of tokens that the environment wrote. 1 trains on tool results too.",
+        REWARDS,
+        rule=Rule(lambda value: value in (0, 1), "set 0 (tool results are not trained) or 1 (they are)"),
+        of_environment=True,
+    )
+    loss_scale: str = option(
+        "all",
+        "Trained of a scheduler: all or last_round. Which of its responses are; it is a mask, and gives way to a "
+        "`response_loss_mask`.",
+        REWARDS,
+        names=("all", "last_round"),
+        page="schedulers.md",
+        of_environment=True,
+    )
 
+    forward: str = option(
+        "tree",
+        "Log-probs in training: tree, padded or turn_by_turn. `tree` computes every token once and shares shared "
+        "prefixes, `padded` is TRL's, `turn_by_turn` computes each turn alone, as an oracle.",
+        TRAINING,
+        names=("tree", "padded", "turn_by_turn"),
+        page="forward.md",
+    )
+    tree_attention: str = option(
+        "auto", "auto, segment, flex or dense. The attention of `forward: tree`.", TRAINING, page="forward.md"
+    )
+    disable_dropout: bool = option(
+        True,
+        "Train without dropout, as sampling has none. An adapter's is included. With `false` it is in the loss, never "
+        "in old and reference log-probs. TRL's default is false.",
+        TRAINING,
+    )
 
-def check_served(options: Mapping[str, Any]) -> None:
-    """
-    Whether a run would use the server that is to be started.
+    vllm_mode: str = option(
+        "server", "A dedicated server is the only mode. `mt-grpo serve` starts it.", SERVER, page="server.md"
+    )
+    vllm_server_host: str = option("127.0.0.1", "Host of the vLLM server.", SERVER, of_server=True)
+    weight_sync: str = option(
+        "auto",
+        "auto, nccl, safetensors or lora. How weights reach the server: `nccl` goes from GPU to GPU, `safetensors` "
+        "(which `auto` is) through a file, and `lora` sends the adapter only.",
+        SERVER,
+        page="server.md",
+        of_server=True,
+    )
+    weight_sync_folder: str | None = option(
+        None, "Folder of the weights' file, shared between hosts. Shared memory where unset.", SERVER, page="server.md"
+    )
+    verify_sync_every: int = option(
+        50, "Every so many weight syncs are verified. So is the first.", SERVER, rule=ABOVE_ZERO, page="server.md"
+    )
 
-    Raises:
-        ConfigError: If it would not.
-    """
-    if not options.get("use_vllm"):
-        raise ConfigError(
-            "The recipe's trainer samples from its own model and would leave a server alone: set `use_vllm: true` for "
-            "both commands."
-        )
-
-
-def check_names(options: Mapping[str, Any], tools: Iterable[str], rewards: Iterable[str]) -> None:
-    """
-    Holds tools and rewards that are given by a bare name against the built-in ones.
-
-    Raises:
-        ConfigError: If one is unknown.
-    """
-    for tool in options["tools"] or []:
-        if is_bare(tool) and tool not in tools:
-            raise ConfigError(unknown_tool(tool, tools))
-    for kind in ("turn", "outcome"):
-        for reward in options[f"{kind}_reward_funcs"] or []:
-            name, _ = parse_reward(reward)
-            if is_bare(name) and name not in rewards and not (kind == "outcome" and names_model(name)):
-                raise ConfigError(unknown_reward(name, kind, rewards))
-
-
-def is_bare(name: str) -> bool:
-    """Whether it is a name in a registry, and no path of a module or a file."""
-    return "." not in name and ":" not in name
-
-
-def names_model(name: str) -> bool:
-    """Whether an outcome reward is named that is a reward model: a folder with one, or an id on the Hub."""
-    if ":" in name or name.endswith(".py"):  # a path of something in a file, or JSON
-        return False
-    return "/" in name or (Path(name) / "config.json").is_file()
-
-
-def unknown_tool(name: str, known: Iterable[str]) -> str:
-    """The sentence about a tool that is not registered."""
-    return (
-        f"There is no built-in tool {name!r}{did_you_mean(name, known)}: use one of {', '.join(known)}, or a path "
-        f"such as `my_tools.py:{name}`."
+    overwrite_output_dir: bool = option(
+        False,
+        "Remove what an earlier run left in `output_dir`. Otherwise `mt-grpo train` refuses to begin there. It has no "
+        "effect on a run that is resumed.",
+        RUN,
+    )
+    logging_steps: float = option(
+        1, "Steps between two lines of metrics. Below 1, a share of all steps. TRL's default is 10.", RUN
     )
 
 
-def unknown_reward(name: str, kind: str, known: Iterable[str]) -> str:
-    """The sentence about a reward that is not registered; `kind` is `"turn"` or `"outcome"`."""
-    return (
-        f"The {kind} reward {name!r} is neither a built-in name nor a path such as `package.module.name`"
-        f"{did_you_mean(name, known)}."
-    )
-
-
-def check_history(policy: str, compact_every: int | None) -> None:
-    """Raises `ConfigError` for an unknown policy, or `"compact"` without its number of turns."""
-    choose("history", policy, HISTORIES)
-    if policy == "compact" and (compact_every is None or compact_every < 1):
-        raise ConfigError("`history: compact` needs `compact_every`, the number of turns between two compactions.")
-
-
-def _check_lengths(turn: int | None, whole: int | None) -> None:
-    if turn is not None and whole is not None and turn > whole:
-        raise ConfigError(
-            f"`max_turn_length: {turn}` is above `max_completion_length: {whole}`, the tokens of all turns together "
-            "and of what the environment replies: lower the first, or raise the second."
+OF_LIBRARIES = {
+    "model_name_or_path": Option("Model: a Hub id, a folder, or `embedded`.", MODEL, of_server=True),
+    "model_revision": Option(of_server=True),
+    "dtype": Option("Weights: float32, bfloat16, float16 or auto.", MODEL, of_server=True),
+    "dataset_name": Option("`embedded`, `triviaqa`, `gsm8k`, a file, a folder or a Hub id.", MODEL),
+    "dataset_config": Option("Configuration of a dataset of the Hub.", MODEL),
+    "dataset_train_split": Option("Split to train on.", MODEL),
+    "dataset_test_split": Option("Split to evaluate on.", MODEL),
+    "dataset_streaming": Option("Read rows when they are needed.", MODEL),
+    "trust_remote_code": Option("Run code that comes with the model.", of_server=True),
+    "max_steps": Option("Optimiser steps; -1: as many as `num_train_epochs` makes.", TRAINING),
+    "num_generations": Option(
+        "Conversations for each prompt.",
+        TRAINING,
+        rule=Rule(lambda value: value >= 2, "an advantage compares the completions of one prompt, so set 2 or more"),
+    ),
+    "per_device_train_batch_size": Option(
+        "Conversations in one microbatch of each process.", TRAINING, rule=ABOVE_ZERO
+    ),
+    "gradient_accumulation_steps": Option("Microbatches in one optimiser step.", TRAINING, rule=ABOVE_ZERO),
+    "learning_rate": Option(
+        "Learning rate at its highest.",
+        TRAINING,
+        rule=Rule(lambda value: value >= 0, "set 0 or more, such as 1e-6"),
+    ),
+    "temperature": Option(
+        "Sampling temperature.", TRAINING, rule=Rule(lambda value: value >= 0, "set a number above 0, such as 1.0")
+    ),
+    "loss_type": Option(
+        "grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo or vespo.",
+        TRAINING,
+        names=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+    ),
+    "scale_rewards": Option(
+        "Divide by the deviation of: group, batch or none.",
+        TRAINING,
+        names=("group", "batch", "none", True, False),
+        also="boolean",
+    ),
+    "beta": Option("Weight of the KL divergence from the first model.", TRAINING, rule=NOT_BELOW_ZERO),
+    "use_peft": Option("Train a LoRA adapter; see the options `lora_...`.", TRAINING, of_server=True),
+    "lora_r": Option(of_server=True),
+    "bf16": Option("Train in bfloat16. Where unset, on a GPU that can, unless `fp16` is set.", TRAINING),
+    "do_eval": Option("Measure the agent before and after training.", TRAINING),
+    "use_cpu": Option("Use no GPU.", TRAINING, of_server=True),
+    "use_vllm": Option("Sample with the server that `mt-grpo serve` starts.", SERVER),
+    "vllm_server_port": Option("Port of the vLLM server.", SERVER, of_server=True),
+    "vllm_server_base_url": Option(of_server=True),
+    "vllm_tensor_parallel_size": Option(of_server=True),
+    "vllm_max_model_length": Option(of_server=True),
+    "output_dir": Option("Folder of the run.", RUN),
+    "resume_from_checkpoint": Option(
+        "A checkpoint's folder, or true for the latest in `output_dir`.", RUN, also="boolean"
+    ),
+    "save_steps": Option("Steps between two checkpoints.", RUN),
+    "report_to": Option("Where metrics are sent: wandb, trackio, tensorboard ...", RUN),
+    "seed": Option("Seed of everything drawn.", RUN),
+    "top_p": Option(rule=Rule(lambda value: 0 < value <= 1, "set a number above 0 and at most 1, or leave it out")),
+    "min_p": Option(rule=Rule(lambda value: 0 <= value <= 1, "set a number from 0 to 1, or leave it out")),
+    "multi_objective_aggregation": Option(
+        rule=Rule(
+            lambda value: value == "sum_then_normalize",
+            "it does not say which turn a reward belongs to, so leave it out, and weigh rewards with `reward_weights`",
         )
+    ),
+    **dict.fromkeys(
+        (
+            *("generation_batch_size", "num_generations_eval", "num_iterations", "per_device_eval_batch_size"),
+            "steps_per_generation",
+        ),
+        Option(rule=ABOVE_ZERO),
+    ),
+    **dict.fromkeys(
+        ("delta", "epsilon", "epsilon_high", "max_grad_norm", "max_tool_calling_iterations", "weight_decay"),
+        Option(rule=NOT_BELOW_ZERO),
+    ),
+    **dict.fromkeys(  # of TRL's own generation
+        (
+            *("cache_implementation", "generation_kwargs", "use_transformers_continuous_batching"),
+            *("use_transformers_paged", "vllm_structured_outputs_regex"),
+        ),
+        Option(rule=NO_EFFECT),
+    ),
+}
+"""What we say of options of TRL and transformers, before their own text."""
+
+
+def options_of(config: type) -> dict[str, Option]:
+    """The options of ours among the fields of a dataclass, by name."""
+    return {field.name: _OPTIONS[field] for field in dataclasses.fields(config) if field in _OPTIONS}
+
+
+OPTIONS = {**OF_LIBRARIES, **options_of(DataOptions), **options_of(RunOptions)}
+"""The whole table, by name."""
+
+
+def check_value(name: str, value: Any, described: Option, place: str = "") -> None:
+    """
+    Holds the value of one option against its rule and its names.
+
+    Args:
+        name (`str`): The option.
+        value: Its value.
+        described (`Option`): What the table says of it.
+        place (`str`, *optional*): Where it stands, for the error.
+
+    Raises:
+        ConfigError: If it breaks one of them.
+    """
+    if described.names and value not in described.names:
+        choose(name, value, [known for known in described.names if isinstance(known, str)])
+    if described.rule is not None and value is not None and not described.rule.holds(value):
+        raise ConfigError(f"`{name}`{place} is {value}; {described.rule.advice}.")
+
+
+def check_values(values: Mapping[str, Any], table: Mapping[str, Option], place: str = "") -> None:
+    """
+    Holds each value that the table has rules for against them; `place` as in `check_value`.
+
+    Raises:
+        ConfigError: For the first value that breaks one.
+    """
+    for name, described in table.items():
+        if name in values:
+            check_value(name, values[name], described, place)
+
+
+def with_options_in_docstring(config: type) -> type:
+    """Adds what the table says of a dataclass's options to its docstring, as its arguments."""
+    lines = []
+    for field in dataclasses.fields(config):
+        if field in _OPTIONS:
+            default = "" if field.default is None else f", defaults to `{field.default!r}`"
+            text = f"{field.name} (`{field.type}`, *optional*{default}): {_OPTIONS[field].description}"
+            lines += textwrap.wrap(text, 119, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    config.__doc__ = "\n".join([textwrap.dedent(config.__doc__ or "").strip(), "", "Args:", *lines])
+    return config

@@ -1,12 +1,27 @@
-"""What options may say together, asked of the configuration of a trainer."""
+"""The table of options, what is made from it, and what options may say together."""
 
 from __future__ import annotations
 
-import pytest
+import pickle
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import get_type_hints
 
+import pytest
+from trl import ModelConfig, ScriptArguments, TrlParser
+
+from mt_grpo.app import help
+from mt_grpo.app.make_schema import build_schema
+from mt_grpo.app.recipe import MTGRPOScriptArguments
+from mt_grpo.app.schema import Schema
 from mt_grpo.errors import ConfigError
-from mt_grpo.options import check_trainable
+from mt_grpo.forward.logps import FORWARDS
+from mt_grpo.option_rules import check_trainable
+from mt_grpo.options import AGENT, GROUPS, OPTIONS, Rule, RunOptions, option, options_of
+from mt_grpo.rollout.token_check import MODES
 from mt_grpo.training import MTGRPOConfig
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 WRONG = [
     ({"loss_type": "grpoo"}, "`loss_type` is 'grpoo'; the nearest is 'grpo': choose one of grpo, bnpo, "),
@@ -69,3 +84,63 @@ def test_what_stands_at_a_bound_is_taken(tmp_path, options):
 def test_training_needs_more_than_a_rollout(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         check_trainable(vars(config(tmp_path, **options)))
+
+
+@dataclass
+class OneMore(MTGRPOConfig):
+    """A configuration with one more line in its table."""
+
+    patience: int | None = option(
+        3,
+        "Turns that a user waits for. Then the user leaves.",
+        AGENT,
+        rule=Rule(lambda value: value > 0, "set a number above 0"),
+        names=(1, 2, 3, 0),
+    )
+
+
+def test_an_option_is_one_line_of_the_table(tmp_path, monkeypatch):
+    properties = build_schema((MTGRPOScriptArguments, OneMore, ModelConfig))["properties"]
+    added = properties["patience"]
+    assert (added["default"], added["x-owner"]) == (3, "mt_grpo")
+    assert added["description"] == "Turns that a user waits for. Then the user leaves."
+    monkeypatch.setattr(help, "load_schema", lambda: Schema(properties, exact=True))
+    assert "  --patience               Turns that a user waits for. (3)\n" in help.command_help("train", "train")
+    assert "| `patience` | `3` | Turns that a user waits for. Then the user leaves. |" in help.fill_tables(
+        f"<!-- options: {AGENT} -->\n\n<!-- end of options -->", OPTIONS | options_of(OneMore)
+    )
+    (args,) = TrlParser((OneMore,)).parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--patience", "2"])
+    assert args.patience == 2 and config(tmp_path).max_env_steps is None
+    with pytest.raises(ConfigError, match="`patience` is 0; set a number above 0"):
+        OneMore(str(tmp_path), use_cpu=True, patience=0)
+
+
+def test_the_configuration_is_a_plain_dataclass(tmp_path):
+    args = config(tmp_path, tools="calculator", agent=None)
+    assert pickle.loads(pickle.dumps(args)).to_dict() == args.to_dict()
+    assert get_type_hints(MTGRPOConfig)["max_env_steps"] == int | None
+    assert set(options_of(MTGRPOConfig)) == {field.name for field in fields(RunOptions)}
+    (_, parsed) = TrlParser((ScriptArguments, MTGRPOConfig)).parse_args_into_dataclasses(
+        ["--dataset_name", "d", "--output_dir", str(tmp_path), "--tools", "calculator", "--use_cpu", "true"]
+    )
+    assert parsed.tools == ["calculator"]
+
+
+def test_the_docstring_says_what_each_option_is():
+    said = " ".join(MTGRPOConfig.__doc__.split())
+    for name, described in options_of(MTGRPOConfig).items():
+        assert f" {name} (`" in said and described.description in said
+    assert "history (`str`, *optional*, defaults to `'keep'`): " in said
+
+
+def test_the_names_of_the_table_are_those_looked_up():
+    assert OPTIONS["forward"].names == tuple(FORWARDS)
+    assert set(OPTIONS["tokenization_sanity_check_mode"].names) == set(MODES)
+
+
+def test_the_tables_of_the_docs_are_those_of_the_options():
+    pages = {path: path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")}
+    assert all(help.fill_tables(text) == text for text in pages.values()), "run scripts/write_options.py"
+    assert all(f"<!-- options: {group} -->\n| option" in pages[DOCS / "recipes.md"] for group in GROUPS)
+    for described in OPTIONS.values():
+        assert described.page is None or (DOCS / described.page.partition("#")[0]).is_file()

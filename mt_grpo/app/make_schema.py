@@ -1,4 +1,7 @@
-"""The JSON schema of recipes, made from the dataclasses that hold their options."""
+"""
+`mt-grpo schema`: the JSON schema of recipes, made from the dataclasses that hold their options. Apart from `schema`,
+which reads the shipped one before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +9,72 @@ import argparse
 import enum
 import json
 import types
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from importlib.metadata import version
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from mt_grpo.app.recipe import OPTIONS, RecipeParser
-from mt_grpo.options import HISTORIES, LOSS_TYPES, SCALES
-from mt_grpo.rewards import REWARDS
-from mt_grpo.tools.loading import TOOLS
-from mt_grpo.training.config import registered_names
+from mt_grpo.errors import ConfigError
+from mt_grpo.options import OF_LIBRARIES, Option, options_of
+
+HELP = """usage: mt-grpo schema
+
+Print the JSON schema of a recipe, with the options of the TRL and transformers that are installed. An editor completes
+and checks a recipe by it where the recipe's first line names a file that holds it:
+
+  mt-grpo schema > recipe.schema.json
+
+  # yaml-language-server: $schema=recipe.schema.json
+"""
 
 LIBRARIES = ("trl", "transformers")
 """Whose options are among those of a recipe."""
 
-ALSO = {"resume_from_checkpoint": "boolean", "scale_rewards": "boolean", "env": "object"}
-"""What an option takes beside its annotated type; a mapping `env` is TRL's block of variables."""
-
-WITH_OPTIONS = ("turn_reward_funcs", "outcome_reward_funcs")
-"""Lists of names each of which may be a mapping of the name and its options."""
-
-CLOSED = ("forward", "tokenization_sanity_check_mode")
-"""Options whose names nobody can add to."""
-
 _JSON = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
-def build_schema() -> dict[str, Any]:
-    """A JSON schema (draft 7, which editors know) of a recipe."""
-    actions = {action.dest: action for action in reversed(RecipeParser(OPTIONS)._actions)}
+def main(arguments: list[str]) -> int:
+    """Prints the schema of the installed libraries."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    if arguments:
+        raise ConfigError(f"`mt-grpo schema` takes no arguments, and {arguments[0]!r} is given.")
+    print(json.dumps(build_schema(), indent=1))
+    return 0
+
+
+def build_schema(options: Sequence[type] | None = None) -> dict[str, Any]:
+    """
+    A JSON schema (draft 7, which editors know) of a recipe.
+
+    Args:
+        options (`Sequence[type]`, *optional*): The dataclasses that hold its options; those of every recipe where
+            none are given.
+    """
+    from mt_grpo.app.recipe import DATACLASSES, RecipeParser
+    from mt_grpo.rewards import REWARDS
+    from mt_grpo.tools.loading import TOOLS
+    from mt_grpo.training.config import registered_names
+
+    options = DATACLASSES if options is None else options
+    items = {"tools": list(TOOLS), "turn_reward_funcs": list(REWARDS), "outcome_reward_funcs": list(REWARDS)}
+    actions = {action.dest: action for action in reversed(RecipeParser(options)._actions)}
     properties = {}
-    for options in OPTIONS:
-        hints = get_type_hints(options)
-        for field in fields(options):
+    for holder in options:
+        hints, ours = get_type_hints(holder), options_of(holder)
+        for field in fields(holder):
             if field.init:
-                owner = next(base for base in options.__mro__ if field.name in vars(base).get("__annotations__", {}))
+                owner = next(base for base in holder.__mro__ if field.name in vars(base).get("__annotations__", {}))
+                described = ours.get(field.name) or OF_LIBRARIES.get(field.name, Option())
                 properties[field.name] = {
-                    **_property(field, hints[field.name], actions[field.name]),
-                    "x-owner": owner.__module__.split(".")[0],
+                    **_property(field, hints[field.name], actions[field.name], described),
+                    "x-owner": "mt_grpo" if field.name in ours else owner.__module__.split(".")[0],
                 }
+    for name, known in registered_names().items():
+        properties[name]["examples"] = known
+    for name, known in items.items():
+        properties[name]["items"]["examples"] = known
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "A recipe of mt-grpo",
@@ -54,7 +85,7 @@ def build_schema() -> dict[str, Any]:
     }
 
 
-def _property(field: Field, hint: Any, action: argparse.Action) -> dict[str, Any]:
+def _property(field: Field[Any], hint: Any, action: argparse.Action, described: Option) -> dict[str, Any]:
     default = field.default_factory() if field.default_factory is not MISSING else field.default
     default = json.loads(json.dumps(default.value if isinstance(default, enum.Enum) else default, default=str))
     takes, items = _types(hint)
@@ -62,33 +93,34 @@ def _property(field: Field, hint: Any, action: argparse.Action) -> dict[str, Any
         takes.append("string")
     if default is None:
         takes.append("null")
-    if field.name in ALSO:
-        takes.append(ALSO[field.name])
+    if described.also and not items:
+        takes.append(described.also)
     if action.nargs == "?":
         takes.append("boolean")
     takes = list(dict.fromkeys(takes))
-    option = {
-        "description": " ".join((action.help or "").replace("%%", "%").split()),
+    texts = [described.description, *([] if field.metadata.get("help") == described.description else [action.help])]
+    option: dict[str, Any] = {
+        "description": " ".join(" ".join(filter(None, texts)).replace("%%", "%").split()),
         "type": takes[0] if len(takes) == 1 else takes,
         "default": default,
     }
     if items:
-        option["items"] = items | _names_of_items(field.name)
-        if field.name in WITH_OPTIONS:
-            option["items"]["type"] = ["string", "object"]
-    choices = _choices(field.name, action)
+        option["items"] = items | ({"type": [items["type"], described.also]} if described.also else {})
+    choices = described.names or action.choices
     if choices:
         option["enum"] = [*choices, *([None] if "null" in takes else [])]
-    elif field.name in registered_names():
-        option["examples"] = registered_names()[field.name]
     if action.nargs == "?":
         option["x-flag"] = True
     if action.nargs == "+":
         option["x-many"] = True
+    if described.group:
+        option["x-group"] = described.group
+    if described.of_server:
+        option["x-of-server"] = True
     return option
 
 
-def _types(hint: Any) -> tuple[list[str], dict[str, Any] | None]:
+def _types(hint: Any) -> tuple[list[str], Mapping[str, Any] | None]:
     """The JSON types of a type hint, and the schema of its items where it may be a list."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
@@ -104,16 +136,3 @@ def _types(hint: Any) -> tuple[list[str], dict[str, Any] | None]:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return ["string"], None
     return [_JSON.get(origin or hint, "object")], None
-
-
-def _choices(name: str, action: argparse.Action) -> list[Any]:
-    """All values of an option that has few: those the parser knows, and those that are looked at only later."""
-    later = {"history": HISTORIES, "loss_type": LOSS_TYPES, "scale_rewards": (*SCALES, True, False)}
-    if name in CLOSED:
-        return registered_names()[name]
-    return list(later.get(name, action.choices or ()))
-
-
-def _names_of_items(name: str) -> dict[str, Any]:
-    known = {"tools": TOOLS, "turn_reward_funcs": REWARDS, "outcome_reward_funcs": REWARDS}
-    return {"examples": list(known[name])} if name in known else {}

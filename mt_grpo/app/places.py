@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.agent_options import parse_agent
-from mt_grpo.credit_options import parse_reward
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import FORMATS, check_place, looks_like_path
-from mt_grpo.options import is_bare
+from mt_grpo.option_rules import is_bare, parse_agent, parse_reward
 
 KINDS = {"tools": "tool", "turn_reward_funcs": "turn reward", "outcome_reward_funcs": "outcome reward"}
 

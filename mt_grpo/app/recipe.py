@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import yaml
@@ -13,21 +13,14 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.app.request import Request, read_request, refuse_unknown
 from mt_grpo.errors import ConfigError
+from mt_grpo.options import DataOptions, with_options_in_docstring
 from mt_grpo.training.config import MTGRPOConfig
 
 
+@with_options_in_docstring
 @dataclass
-class MTGRPOScriptArguments(ScriptArguments):
-    """
-    TRL's script arguments; `dataset_name` is `embedded`, `triviaqa`, `gsm8k`, a file, a folder or a Hub id.
-
-    Args:
-        column_mapping (`dict`, *optional*): Columns to rename, as `{wanted: present}`, e.g. `{prompt: question}`.
-    """
-
-    column_mapping: dict[str, str] | str | None = field(
-        default=None, metadata={"help": "Columns to rename, as {wanted: present}."}
-    )
+class MTGRPOScriptArguments(DataOptions, ScriptArguments):
+    """TRL's script arguments; `dataset_name` is `embedded`, `triviaqa`, `gsm8k`, a file, a folder or a Hub id."""
 
 
 @dataclass
@@ -48,7 +41,7 @@ class Recipe:
         return json.loads(json.dumps(options, default=str))
 
 
-OPTIONS = (MTGRPOScriptArguments, MTGRPOConfig, ModelConfig)
+DATACLASSES = (MTGRPOScriptArguments, MTGRPOConfig, ModelConfig)
 """The dataclasses that hold the options of a recipe."""
 
 
@@ -80,7 +73,7 @@ def build_recipe(request: Request) -> Recipe:
     Raises:
         ConfigError: If they refuse them.
     """
-    parser = RecipeParser(OPTIONS, allow_abbrev=False)
+    parser = RecipeParser(DATACLASSES, allow_abbrev=False)
     known = {action.dest for action in parser._actions}
     for key in request.recipe:
         refuse_unknown(key, f"The key {key!r} in {request.path}", known)

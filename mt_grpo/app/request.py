@@ -8,14 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.agent_options import verifiers_name
 from mt_grpo.app.recipe_file import read_file
 from mt_grpo.app.schema import Schema, check_value, from_text, kinds, load_schema, wanted
 from mt_grpo.app.trust import check_trust
-from mt_grpo.credit_options import parse_reward
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.options import check_batches, check_names, check_options, check_trainable, is_bare
+from mt_grpo.option_rules import (
+    check_batches,
+    check_names,
+    check_options,
+    check_trainable,
+    is_bare,
+    parse_reward,
+    verifiers_name,
+)
 
 TRUST = {
     "trust": {
@@ -102,9 +108,6 @@ OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """The commands that take a recipe, with the options that are the command's and no recipe's."""
-
-NAMED = ("weight_sync", "tree_attention", "call_protocol", "advantage_estimator")
-"""Options whose value is a name that a plugin may have registered."""
 
 NEAR = 0.82
 """How near, of 1, the name of an option must be to be guessed."""
@@ -289,8 +292,8 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
             whole[name] = [whole[name]]
     listed = [parse_reward(entry)[0] for name in IMPORTING for entry in whole[name] or []]
     plugins = whole["external_plugins"] or whole["env"] or whole["environment_factory"] or whole["agent"]
-    names = {} if plugins else {name: schema.properties[name]["examples"] for name in NAMED}
-    check_options(whole, names)
+    named = {name: option["examples"] for name, option in schema.properties.items() if "examples" in option}
+    check_options(whole, {} if plugins else named)
     if not plugins and all(is_bare(entry) or entry.startswith("mt_grpo.") for entry in listed):
         known = [schema.properties[name]["items"]["examples"] for name in IMPORTING[:2]]
         check_names(whole, *known)

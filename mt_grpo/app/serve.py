@@ -16,7 +16,7 @@ import torch
 import mt_grpo
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.errors import ConfigError
-from mt_grpo.options import check_served
+from mt_grpo.option_rules import check_served
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import resolve_base, resolve_model

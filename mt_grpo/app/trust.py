@@ -9,21 +9,18 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.agent_options import VERIFIERS
 from mt_grpo.app.recipe_file import read_file
 from mt_grpo.errors import ConfigError
-from mt_grpo.options import is_bare
+from mt_grpo.option_rules import VERIFIERS, is_bare
+from mt_grpo.options import OPTIONS
 
 CONFIG = "config.yaml"
 RECORDS = ("metrics.jsonl", "summary.json", "rollouts")
 """What a run leaves beside its `CONFIG`."""
 
-PATHS = (
-    *("external_plugins", "tools", "turn_reward_funcs", "outcome_reward_funcs", "state_score"),
-    *("env", "environment_factory", "multi_turn_scheduler"),
-)
+PATHS = tuple(name for name, option in OPTIONS.items() if option.executes == "path")
 """Options that name code, by the paths of files or of modules, or by names in a registry."""
-FILES = ("tools_config_file", "interaction_config_file")
+FILES = tuple(name for name, option in OPTIONS.items() if option.executes == "file")
 """Options that name files, which name code and commands."""
 SHOWN = 4
 """Things that are named in the question."""

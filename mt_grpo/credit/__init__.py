@@ -27,7 +27,7 @@ from mt_grpo.credit.rules.returns import (
     state_baseline,
     turn_gae,
 )
-from mt_grpo.credit_options import parse_rule, rule_name
+from mt_grpo.option_rules import parse_rule, rule_name
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.normalisation import Between, Scale
-from mt_grpo.credit_options import rule_name
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import Registry, check_name, did_you_mean
+from mt_grpo.option_rules import rule_name
 
 Rule = str | Mapping[str, Any]
 """`"mt_grpo"`, or `{"name": "mt_grpo", "turn_coef": 0.5}`."""

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from string import Formatter
 from typing import Any
 
-from mt_grpo.agent_options import parse_user
 from mt_grpo.envs.dialogue import DialogueEnv
 from mt_grpo.envs.env import Outcome, Policy, Step
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
+from mt_grpo.option_rules import parse_user
 from mt_grpo.trajectory import Message, StopReason, Turn
 
 GREETING = "Hello! How can I help you?"

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from mt_grpo.agent_options import VERIFIERS
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError
+from mt_grpo.option_rules import VERIFIERS
 
 EXAMPLE, SPLIT = "example", "split"
 """Columns of a row: which example of the environment's own data it is, and of which of `SPLITS`."""

@@ -6,7 +6,7 @@ import copy
 import re
 from typing import Any
 
-from mt_grpo.options import check_history
+from mt_grpo.option_rules import check_history
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.trajectory import Message, Trajectory
 

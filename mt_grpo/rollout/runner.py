@@ -16,7 +16,7 @@ from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv
 from mt_grpo.envs.execution import fail_unanswered
 from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_each, make_env, prototypes, warn_of_unclosed
 from mt_grpo.errors import describe_error, find_fault
-from mt_grpo.options import check_history
+from mt_grpo.option_rules import check_history
 from mt_grpo.rollout.branching import Branching, Fork, Trunk
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
 from mt_grpo.rollout.policy import ConversationPolicy

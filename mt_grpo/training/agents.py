@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mt_grpo.agent_options import parse_agent, parse_env_config, verifiers_name
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
@@ -13,7 +12,7 @@ from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.integrations.openai_api import AgentSource, Command
 from mt_grpo.integrations.swift import MultiTurnScheduler, SchedulerSource, multi_turns
 from mt_grpo.integrations.verifiers_source import VerifiersSource
-from mt_grpo.options import is_bare
+from mt_grpo.option_rules import is_bare, parse_agent, parse_env_config, verifiers_name
 
 
 def build_scheduler(options: dict[str, Any]) -> SchedulerSource:

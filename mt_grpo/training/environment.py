@@ -12,7 +12,6 @@ from typing import Any
 from datasets import Dataset
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
-from mt_grpo.agent_options import PARTNERS, check_agent, check_partner, check_scheduler, parse_user, verifiers_name
 from mt_grpo.concurrency import run
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import PROTOCOLS
@@ -22,6 +21,8 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.integrations.trl import TRLEnv
 from mt_grpo.integrations.verl import InteractionEnv, load_interactions
+from mt_grpo.option_rules import PARTNERS, check_agent, check_partner, check_scheduler, parse_user, verifiers_name
+from mt_grpo.options import OPTIONS, check_values
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
 from mt_grpo.tools import load_tools, load_tools_file
 from mt_grpo.training.agents import build_agent, build_scheduler, build_verifiers, for_agents
@@ -30,13 +31,8 @@ from mt_grpo.training.factories import Factory, environments_of, import_factory,
 from mt_grpo.training.preflight import Rows
 from mt_grpo.training.rollout_batch import RolloutBatch
 
-OPTIONS = (
-    *PARTNERS,
-    "env_config",
-    *("tools", "tools_config_file", "system_prompt", "max_env_steps", "call_protocol", "env_mask", "tool_timeout"),
-    *("multi_turn_scheduler", "max_turns", "loss_scale"),
-)
-"""Options of a run that one of several environments may have for itself."""
+OWN = {name: option for name, option in OPTIONS.items() if option.of_environment}
+"""What the table says of the options that one of several environments may have for itself."""
 
 
 def build_env(
@@ -59,7 +55,7 @@ def build_env(
     Raises:
         ConfigError: If what they name is no environment; see `MultiTurnToolEnv` for further errors.
     """
-    options = {name: getattr(args, name) for name in OPTIONS}
+    options = {name: getattr(args, name) for name in OWN}
     if tools:
         options["tools"] = [*(args.tools or []), *tools]
         options["call_protocol"] = args.call_protocol or "native"
@@ -90,11 +86,11 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
     key = f"environments: {name}"
     given = {"env": given} if isinstance(given, str) else given
     if not isinstance(given, dict):
-        raise ConfigError(f"`{key}` is {given!r}: give a dotted path, or a mapping of {', '.join(OPTIONS)}.")
+        raise ConfigError(f"`{key}` is {given!r}: give a dotted path, or a mapping of {', '.join(OWN)}.")
     for option in given:
-        if option not in OPTIONS:
-            raise ConfigError(f"`{key}` has an unknown key {option!r}{did_you_mean(option, OPTIONS)}.")
-    options = {option: getattr(args, option) for option in OPTIONS}
+        if option not in OWN:
+            raise ConfigError(f"`{key}` has an unknown key {option!r}{did_you_mean(option, OWN)}.")
+    options = {option: getattr(args, option) for option in OWN}
     if any(partner in given for partner in PARTNERS):
         options |= dict.fromkeys((*PARTNERS, "env_config"))
     # of the run's own options those count that this kind of environment has
@@ -106,6 +102,7 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
             others = (*others, "tools", "tools_config_file", "system_prompt", "max_env_steps", "call_protocol")
         options |= {name: defaults[name] for name in others}
     options |= given
+    check_values(options, OWN, f" of `{key}`")
     check_scheduler(options, key)
     if options["environment_factory"] is not None:
         options["environment_factory"] = import_factory(options["environment_factory"], f"{key}: environment_factory")

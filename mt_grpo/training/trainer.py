@@ -23,7 +23,7 @@ from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError
-from mt_grpo.options import check_eval_batch
+from mt_grpo.option_rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.runlog.files import to_json

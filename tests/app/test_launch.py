@@ -18,7 +18,7 @@ from accelerate.utils import is_deepspeed_available
 from support.own_process import COMMAND
 
 from mt_grpo.app.launch import _status
-from mt_grpo.app.recipe import OPTIONS
+from mt_grpo.app.recipe import DATACLASSES
 from mt_grpo.app.request import OWN_OPTIONS
 from mt_grpo.cli import main
 from mt_grpo.runlog import open_run
@@ -135,5 +135,5 @@ def test_a_process_that_was_launched_launches_none(recipe, monkeypatch, capsys):
 
 
 def test_options_of_the_command_are_no_fields_of_a_recipe():
-    names = {field.name for options in OPTIONS for field in fields(options)}
+    names = {field.name for options in DATACLASSES for field in fields(options)}
     assert not names & {name for own in OWN_OPTIONS.values() for name in own}

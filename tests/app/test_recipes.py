@@ -198,7 +198,7 @@ def test_a_rule_is_json_on_the_command_line_and_reads_back(tmp_path, plugin):
     recipe = parse_recipe([*arguments, '{"name": "from_plugin", "gamma": 1e-1}'])
     assert recipe.training.advantage_estimator == {"name": "from_plugin", "gamma": 0.1}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe.resolved()))
-    again = parse_recipe(["--config", str(tmp_path / "config.yaml")])
+    again = parse_recipe(["--config", str(tmp_path / "config.yaml"), "--trust"])
     assert again.resolved() == recipe.resolved()
     assert again.training.generation_batch_size == recipe.training.generation_batch_size
 

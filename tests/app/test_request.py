@@ -71,7 +71,7 @@ REFUSED = [
     ),
     ([*GOOD, "--per_device_train_batch_size", "0"], "`per_device_train_batch_size` is 0; set a number above 0, or"),
     ([*GOOD, "--learning_rate", "-1"], "`learning_rate` is -1.0; set 0 or more, such as 1e-6."),
-    ([*GOOD, "--top_p", "2"], "`top_p` is 2.0: set a number above 0 and at most 1, or leave it out."),
+    ([*GOOD, "--top_p", "2"], "`top_p` is 2.0; set a number above 0 and at most 1, or leave it out."),
     ([*GOOD, "--output_dir", "good.yaml/run"], "`output_dir: good.yaml/run` cannot be a folder, since "),
     ([*GOOD, "--dataset_name", "rows.jsonl"], "There is no file or folder 'rows.jsonl' (the current folder is "),
     ([*GOOD, "--dataset_name", "triviaqa:./rows"], "There is no file or folder './rows' (the current folder is "),
@@ -169,7 +169,7 @@ REFUSED = [
         [*GOOD, "--advantage_estimator", "state_baseline"],
         "`advantage_estimator: state_baseline` needs a score of states",
     ),
-    ([*GOOD, "--turn_advantage_coef", "nan"], "`turn_advantage_coef` is nan: give a finite number."),
+    ([*GOOD, "--turn_advantage_coef", "nan"], "`turn_advantage_coef` is nan; give a finite number."),
     ([*GOOD, "--turn_reward_funcs", "exact"], "The turn reward 'exact' is neither a built-in name nor a path such as"),
     *(([*GOOD[:1], f"value{n}.yaml"], f"in value{n}.yaml, line 3, {said}") for n, said in enumerate(VALUES.values())),
 ]

@@ -24,7 +24,7 @@ from mt_grpo.errors import ConfigError
 def test_the_shipped_schema_is_that_of_the_dataclasses():
     if not load_schema().exact:
         pytest.skip("it is that of another TRL or transformers")
-    stale = "make it again: mt-grpo schema > mt_grpo/app/schema.json"
+    stale = "make it again: python scripts/write_options.py"
     assert json.loads(SHIPPED.read_text(encoding="utf-8")) == build_schema(), stale
 
 

@@ -59,7 +59,7 @@ def test_batch_sizes_are_those_that_were_asked_for(tmp_path, options, sizes):
 
 
 def test_a_group_of_one_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="`num_generations` is 1, and an advantage compares"):
+    with pytest.raises(ConfigError, match="`num_generations` is 1; an advantage compares"):
         MTGRPOConfig(str(tmp_path), num_generations=1)
 
 

@@ -22,7 +22,7 @@ from trl.models import unwrap_model_for_generation
 
 import mt_grpo
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.options import LOSS_TYPES, SCALES
+from mt_grpo.options import OPTIONS
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.config import KEEPS_TURNS
 
@@ -230,8 +230,8 @@ def compared(attribute):
 
 
 def test_the_losses_and_scales_are_those_of_trl():
-    assert set(compared("loss_type")) == set(LOSS_TYPES)
-    assert set(compared("scale_rewards")) == set(SCALES)
+    assert set(compared("loss_type")) == set(OPTIONS["loss_type"].names)
+    assert set(compared("scale_rewards")) == {"group", "batch", "none"}
 
 
 def test_a_model_is_unwrapped_for_generation_with_what_we_pass():
@@ -312,7 +312,7 @@ def test_the_scored_batch_has_the_keys_and_shapes_we_build_on(stock, questions):
 
 
 @needs_the_forward_of_trl
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", OPTIONS["loss_type"].names)
 def test_constant_advantages_per_token_change_nothing(stock, questions, loss_type):
     trainer = stock(loss_type=loss_type)
     trainer.current_gradient_accumulation_steps = 1
@@ -331,7 +331,7 @@ def gradient(trainer, inputs, advantages):
 
 
 @needs_the_forward_of_trl
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", OPTIONS["loss_type"].names)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_where_an_advantage_a_turn_survives_in_the_gradient(stock, questions, loss_type, level):
     """`MTGRPOConfig.check_credit` refuses the losses in which it does not."""

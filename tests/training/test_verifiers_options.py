@@ -12,11 +12,11 @@ import yaml
 from support.agents import END, run_agent
 from support.models import CPU_RUN
 
-from mt_grpo.agent_options import verifiers_name
 from mt_grpo.cli import main
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.verifiers import example_of, kept_signals
+from mt_grpo.option_rules import verifiers_name
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import check_env
 from mt_grpo.trajectory import StopReason

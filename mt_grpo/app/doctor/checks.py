@@ -14,7 +14,7 @@ from mt_grpo.concurrency import run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.execution import execute_calls
 from mt_grpo.errors import ConfigError
-from mt_grpo.options import check_batches
+from mt_grpo.option_rules import check_batches
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer, TemplateError
 from mt_grpo.rollout.token_check import examine_template

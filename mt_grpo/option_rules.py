@@ -1,0 +1,583 @@
+"""
+What options may say together, and how those that are mappings are read. Rules over plain values: they are held before
+torch is imported, and by `MTGRPOConfig`. What a single value may be is in the table of `options`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import choose, did_you_mean
+from mt_grpo.options import OPTIONS, Option, check_value, check_values
+
+BRANCH_RULE = "branch_to_go"
+"""The credit rule of conversations that branch."""
+
+PARTNERS = ("simulated_user", "interaction_config_file", "env", "environment_factory", "agent")
+"""Options of which one at most says who answers the model's words."""
+
+VERIFIERS = "verifiers:"
+"""What `env` begins with where it names an environment of verifiers."""
+
+AGENT_OPTIONS = ("function", "command", "host")
+"""Keys of `agent` as a mapping; it has one of the first two."""
+
+USER_OPTIONS: dict[str, tuple[type, ...]] = {
+    "base_url": (str,),
+    "model": (str,),
+    "system_prompt": (str,),
+    "api_key_env": (str,),
+    "stop_phrase": (str,),
+    "max_turns": (int,),
+    "timeout": (int, float),
+    "max_retries": (int,),
+    "request": (Mapping,),
+}
+"""Keys of `simulated_user`, the first three needed, and what they take; see `mt_grpo.envs.simulated_user`."""
+
+
+def check_options(
+    options: Mapping[str, Any], registered: Mapping[str, Iterable[str]], table: Mapping[str, Option] = OPTIONS
+) -> None:
+    """
+    Holds the options of a run against the rules of the table, and against each other.
+
+    Args:
+        options (`Mapping`): Every option of `MTGRPOConfig` with its value.
+        registered (`Mapping`): The names that an option can give; an option that is not in it is not looked up.
+        table (`Mapping`, *optional*): What is said of each, by its name.
+
+    Raises:
+        ConfigError: For the first rule that they break.
+    """
+    check_values(options, table)
+    ours, of_trl = options["max_env_steps"], options["max_tool_calling_iterations"]
+    if None not in (ours, of_trl) and ours != of_trl:
+        raise ConfigError(
+            f"`max_env_steps` is {ours} and `max_tool_calling_iterations` is {of_trl}, and both bound the replies of "
+            "the environment: leave one of them out."
+        )
+    turn, whole = options["max_turn_length"], options["max_completion_length"]
+    if None not in (turn, whole) and turn > whole:
+        raise ConfigError(
+            f"`max_turn_length: {turn}` is above `max_completion_length: {whole}`, the tokens of all turns together "
+            "and of what the environment replies: lower the first, or raise the second."
+        )
+    check_signalless(options)
+    if options["environments"] is None:  # else each may have options of its own
+        check_scheduler(options)
+        check_agent(options)
+    rule = rule_name(parse_rule(options["advantage_estimator"]))
+    for name, known in registered.items():
+        value = rule if name == "advantage_estimator" else options[name]
+        if value is not None:  # `call_protocol` may be left to the kind of environment
+            choose(name, value, known)
+    check_rule(options, rule)
+    check_branches(options, rule)
+    if options["use_vllm"] and options["vllm_mode"] != "server":
+        raise ConfigError(
+            f"`vllm_mode: {options['vllm_mode']}` is not supported: leave it out, and start the server with "
+            "`mt-grpo serve`."
+        )
+    check_partner(options)
+    if options["simulated_user"] is not None:
+        parse_user(options["simulated_user"])
+    check_history(options["history"], options["compact_every"])
+    if options["history"] != "keep" and options["forward"] == "padded":
+        raise ConfigError(
+            f"`history: {options['history']}` rewrites the past, so a trajectory is several sequences, which "
+            "`forward: padded` cannot train: leave `forward` at `tree`."
+        )
+
+
+def check_trainable(options: Mapping[str, Any]) -> None:
+    """
+    Whether the options let training take a step; rollouts and evaluations need less.
+
+    Raises:
+        ConfigError: If they do not.
+    """
+    if not options["temperature"] > 0:
+        raise ConfigError(
+            f"`temperature: {options['temperature']}` cannot be trained, since log-probs are those of the logits "
+            "divided by it: set a number above 0, such as 1.0."
+        )
+    if options["max_steps"] == 0:
+        raise ConfigError("`max_steps` is 0, so nothing is trained: set a number above 0, or leave it out.")
+    if options["max_steps"] < 0 and not options["num_train_epochs"] > 0:
+        raise ConfigError(
+            f"`num_train_epochs` is {options['num_train_epochs']}, so nothing is trained: set a number above 0."
+        )
+
+
+def check_batches(options: Mapping[str, Any], processes: int) -> None:
+    """
+    Whether the processes of a run make whole groups.
+
+    Args:
+        options (`Mapping`): Those of the run.
+        processes (`int`): How many there are.
+
+    Raises:
+        ConfigError: If they do not; it says which numbers would do.
+    """
+    sizes = f"{options['per_device_train_batch_size']} a device × {_processes(processes)}"
+    step = options["per_device_train_batch_size"] * processes
+    steps = options["steps_per_generation"] or options["gradient_accumulation_steps"]
+    batch = options["generation_batch_size"] or step * steps
+    if batch % step:
+        raise ConfigError(
+            f"`generation_batch_size: {batch}` is no multiple of {step} ({sizes}): make it one, or leave it out."
+        )
+    generations = options["num_generations"]
+    if batch % generations:
+        raise ConfigError(
+            f"`num_generations: {generations}` does not divide the generation batch of {batch} ({sizes} × "
+            f"{batch // step} step{'s' * (batch > step)}): {_divisors(batch, 2)}make the batch a multiple of "
+            f"{generations}."
+        )
+    check_trunks(options, batch // processes)
+    if options["do_eval"] or options["eval_strategy"] != "no":
+        check_eval_batch(options, processes)
+
+
+def check_eval_batch(options: Mapping[str, Any], processes: int) -> None:
+    """
+    Whether a batch of an evaluation holds whole groups.
+
+    Raises:
+        ConfigError: If it does not; it says which numbers would do.
+    """
+    generations = options["num_generations_eval"] or options["num_generations"]
+    size = options["per_device_eval_batch_size"]
+    batch = size * processes
+    if batch % generations:
+        raise ConfigError(
+            f"`num_generations_eval: {generations}` does not divide the evaluation batch of {batch} "
+            f"({size} a device × {_processes(processes)}): {_divisors(batch, 1)}make the batch a multiple of "
+            f"{generations}."
+        )
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'es' * (number > 1)}"
+
+
+def _divisors(batch: int, least: int) -> str:
+    """The beginning of the advice to set a divisor, where there is one."""
+    numbers = [str(number) for number in range(least, batch + 1) if batch % number == 0]
+    one_of = "one of " if len(numbers) > 1 else ""
+    return f"set it to {one_of}{', '.join(numbers)}, or " if numbers else ""
+
+
+def check_served(options: Mapping[str, Any]) -> None:
+    """
+    Whether a run would use the server that is to be started.
+
+    Raises:
+        ConfigError: If it would not.
+    """
+    if not options.get("use_vllm"):
+        raise ConfigError(
+            "The recipe's trainer samples from its own model and would leave a server alone: set `use_vllm: true` for "
+            "both commands."
+        )
+
+
+def check_names(options: Mapping[str, Any], tools: Iterable[str], rewards: Iterable[str]) -> None:
+    """
+    Holds tools and rewards that are given by a bare name against the built-in ones.
+
+    Raises:
+        ConfigError: If one is unknown.
+    """
+    for tool in options["tools"] or []:
+        if is_bare(tool) and tool not in tools:
+            raise ConfigError(unknown_tool(tool, tools))
+    for kind in ("turn", "outcome"):
+        for reward in options[f"{kind}_reward_funcs"] or []:
+            name, _ = parse_reward(reward)
+            if is_bare(name) and name not in rewards and not (kind == "outcome" and names_model(name)):
+                raise ConfigError(unknown_reward(name, kind, rewards))
+
+
+def is_bare(name: str) -> bool:
+    """Whether it is a name in a registry, and no path of a module or a file."""
+    return "." not in name and ":" not in name
+
+
+def names_model(name: str) -> bool:
+    """Whether an outcome reward is named that is a reward model: a folder with one, or an id on the Hub."""
+    if ":" in name or name.endswith(".py"):  # a path of something in a file, or JSON
+        return False
+    return "/" in name or (Path(name) / "config.json").is_file()
+
+
+def unknown_tool(name: str, known: Iterable[str]) -> str:
+    """The sentence about a tool that is not registered."""
+    return (
+        f"There is no built-in tool {name!r}{did_you_mean(name, known)}: use one of {', '.join(known)}, or a path "
+        f"such as `my_tools.py:{name}`."
+    )
+
+
+def unknown_reward(name: str, kind: str, known: Iterable[str]) -> str:
+    """The sentence about a reward that is not registered; `kind` is `"turn"` or `"outcome"`."""
+    return (
+        f"The {kind} reward {name!r} is neither a built-in name nor a path such as `package.module.name`"
+        f"{did_you_mean(name, known)}."
+    )
+
+
+def check_history(policy: str, compact_every: int | None) -> None:
+    """Raises `ConfigError` for an unknown policy, or `"compact"` without its number of turns."""
+    check_value("history", policy, OPTIONS["history"])
+    if policy == "compact" and (compact_every is None or compact_every < 1):
+        raise ConfigError("`history: compact` needs `compact_every`, the number of turns between two compactions.")
+
+
+def check_signalless(options: Mapping[str, Any]) -> None:
+    """
+    Whether `groups_without_signal` goes together with the other options.
+
+    Raises:
+        ConfigError: If not.
+    """
+    choice = options["groups_without_signal"]
+    for name in ("entropy_coef", "use_adaptive_entropy"):
+        if choice != "keep" and options[name]:
+            raise ConfigError(
+                f"`groups_without_signal: {choice}` takes groups out of the loss, and `{name}: {options[name]}` "
+                "learns from all that is sampled: leave one of them out."
+            )
+
+
+def check_rule(options: Mapping[str, Any], rule: str) -> None:
+    """
+    Whether the options have what a credit rule needs.
+
+    Args:
+        options (`Mapping`): With `state_score` among them.
+        rule (`str`): Name of the credit rule.
+
+    Raises:
+        ConfigError: If not.
+    """
+    if rule == "state_baseline" and options["state_score"] is None:
+        raise ConfigError(
+            "`advantage_estimator: state_baseline` needs a score of states: name a `StateScore` in `state_score`."
+        )
+
+
+def check_branches(options: Mapping[str, Any], rule: str) -> None:
+    """
+    Whether conversations can branch as the options say.
+
+    Args:
+        options (`Mapping`): With `branch_at`, `num_branches`, `num_generations`, `max_env_steps` and
+            `environments` among them.
+        rule (`str`): Name of the credit rule.
+
+    Raises:
+        ConfigError: If they cannot, or the credit rule is not the one for branches.
+    """
+    at, number, group = options["branch_at"], options["num_branches"], options["num_generations"]
+    if at is None and rule == BRANCH_RULE:
+        raise ConfigError(
+            f"`advantage_estimator: {rule}` is the rule of conversations that branch: set `branch_at`, or choose "
+            "`reward_to_go`."
+        )
+    if at is None:
+        return
+    if number < 2:
+        raise ConfigError(f"`num_branches` is {number}; set 2 or more, or leave `branch_at` out.")
+    if group % number or group == number:
+        raise ConfigError(
+            f"`num_generations: {group}` does not make two conversations or more of `num_branches: {number}` each: "
+            f"set it to {2 * number} or a larger multiple of {number}."
+        )
+    steps = options["max_env_steps"]
+    if steps is not None and at > steps and options["environments"] is None:  # else each may have its own number
+        raise ConfigError(
+            f"`branch_at: {at}` is never reached, since a conversation has {steps + 1} turns at most with "
+            f"`max_env_steps: {steps}`: lower the first, or raise the second."
+        )
+    if rule != BRANCH_RULE:
+        raise ConfigError(
+            f"`branch_at` needs `advantage_estimator: {BRANCH_RULE}`: {rule!r} does not know which members of a group "
+            "share turns, and would be biased."
+        )
+
+
+def check_trunks(options: Mapping[str, Any], rows: int) -> None:
+    """
+    Whether all branches of a conversation are on one process.
+
+    Args:
+        options (`Mapping`): With `branch_at` and `num_branches` among them.
+        rows (`int`): Conversations that a process samples at once.
+
+    Raises:
+        ConfigError: If they are not.
+    """
+    if options["branch_at"] is not None and rows % options["num_branches"]:
+        raise ConfigError(
+            f"`num_branches: {options['num_branches']}` does not divide the {rows} conversations that a process "
+            "samples at once, and a conversation branches on one process: change it, or "
+            "`per_device_train_batch_size`."
+        )
+
+
+def parse_reward(entry: Any) -> tuple[Any, dict[str, Any]]:
+    """
+    A reward as a recipe, a command line (the mapping as JSON) or a script lists it: its name, path or object, and the
+    options that it is made with.
+
+    Raises:
+        ConfigError: If it is a mapping without a `name`, or JSON that cannot be read.
+    """
+    if isinstance(entry, str) and entry.lstrip().startswith("{"):
+        try:
+            entry = json.loads(entry)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"The reward {entry!r} is not valid JSON ({error.msg} at character {error.pos})."
+            ) from error
+    if not isinstance(entry, Mapping):
+        return entry, {}
+    if not isinstance(entry.get("name"), str):
+        raise ConfigError(
+            f"The reward {dict(entry)!r} has no name: give the name or the path of a reward class and its options, "
+            "such as `{name: information_gain, column: answer}`."
+        )
+    return entry["name"], {name: value for name, value in entry.items() if name != "name"}
+
+
+def parse_rule(rule: Any) -> str | dict[str, Any]:
+    """
+    A credit rule as a recipe, a command line (the mapping as JSON) or a script gives it.
+
+    Raises:
+        ConfigError: If it is neither a name nor a mapping with one.
+    """
+    if isinstance(rule, str) and rule.lstrip().startswith("{"):
+        try:
+            rule = json.loads(rule)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"`advantage_estimator` is {rule!r}, which is not valid JSON ({error.msg} at character {error.pos})."
+            ) from error
+    if isinstance(rule, Mapping) and isinstance(rule.get("name"), str):
+        return dict(rule)
+    if isinstance(rule, str):
+        return rule
+    raise ConfigError(
+        f"`advantage_estimator` is {rule!r}: give the name of a rule, or a mapping of its `name` and its options, "
+        'such as `{"name": "mt_grpo", "turn_coef": 0.5}`.'
+    )
+
+
+def rule_name(rule: str | Mapping[str, Any]) -> str:
+    """The name of a rule that `parse_rule` returned."""
+    return rule if isinstance(rule, str) else rule["name"]
+
+
+def check_partner(options: Mapping[str, Any], place: str = "") -> None:
+    """
+    Whether the options say once at most who answers the model's words.
+
+    Args:
+        options (`Mapping`): With `PARTNERS` among them.
+        place (`str`, *optional*): Where they stand, for the error.
+
+    Raises:
+        ConfigError: If they say it twice.
+    """
+    given = [name for name in PARTNERS if options[name] is not None]
+    if len(given) > 1:
+        raise ConfigError(
+            f"{place}`{given[0]}` and `{given[1]}` both say who answers the model: leave one of them out."
+        )
+
+
+def parse_user(user: Any) -> dict[str, Any]:
+    """
+    A simulated user as a recipe, a command line (the mapping as JSON) or a script gives it.
+
+    Raises:
+        ConfigError: If it is no mapping, or one of its keys or values is wrong.
+    """
+    if isinstance(user, str):
+        try:
+            user = json.loads(user)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"`simulated_user` is {user!r}, which is not a JSON mapping.") from error
+    needed = list(USER_OPTIONS)[:3]
+    if not isinstance(user, Mapping):
+        raise ConfigError(f"`simulated_user` is {user!r}: give a mapping of {', '.join(needed)} and further options.")
+    if "api_key" in user:
+        raise ConfigError(
+            "`simulated_user: api_key` would write a key into a file: put it into an environment variable, and name "
+            "that in `api_key_env`."
+        )
+    for name, value in user.items():
+        if name not in USER_OPTIONS:
+            raise ConfigError(f"`simulated_user` has an unknown key {name!r}{did_you_mean(name, USER_OPTIONS)}.")
+        kinds = USER_OPTIONS[name]
+        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+            wanted = {str: "text", int: "a whole number", float: "a number", Mapping: "a mapping"}[kinds[-1]]
+            raise ConfigError(f"`simulated_user: {name}` is {value!r}: give {wanted}.")
+    for name in needed:
+        if not user.get(name):
+            raise ConfigError(f"`simulated_user` has no `{name}`: it needs {', '.join(needed)}.")
+    if not user["base_url"].startswith(("http://", "https://")):
+        raise ConfigError(
+            f"`simulated_user: base_url` is {user['base_url']!r}: give a URL such as `http://127.0.0.1:8001/v1`."
+        )
+    for name in ("model", "messages", "stream"):
+        if name in (user.get("request") or {}):
+            raise ConfigError(f"`simulated_user: request` sets `{name}`, which is set for it: leave that out.")
+    if user.get("stop_phrase") == "":
+        raise ConfigError("`simulated_user: stop_phrase` is empty, which every reply has: give one, or leave it out.")
+    for name, least in (("max_turns", 1), ("max_retries", 0)):
+        if user.get(name) is not None and user[name] < least:
+            raise ConfigError(f"`simulated_user: {name}` is {user[name]}: set {least} or more.")
+    if user.get("timeout") is not None and not user["timeout"] > 0:
+        raise ConfigError(f"`simulated_user: timeout` is {user['timeout']}: set seconds above 0.")
+    return {name: value for name, value in user.items() if value is not None}
+
+
+def parse_agent(agent: Any, key: str = "agent") -> dict[str, str]:
+    """
+    An agent as a recipe, a command line (the mapping as JSON) or a script gives it.
+
+    Args:
+        agent (`str` or `Mapping`): A path of a function, or a mapping of `AGENT_OPTIONS`.
+        key (`str`, *optional*): Where it stands, for errors.
+
+    Raises:
+        ConfigError: If it is neither, or its command names no program.
+    """
+    if isinstance(agent, str) and agent.lstrip().startswith("{"):
+        try:
+            agent = json.loads(agent)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"`{key}` is {agent!r}, which is not a JSON mapping.") from error
+    if isinstance(agent, str):
+        agent = {"function": agent}
+    forms = 'the path of a function, such as `my_agent.solve`, or `{command: "node agent.js"}`'
+    if not isinstance(agent, Mapping):
+        raise ConfigError(f"`{key}` is {agent!r}: give {forms}.")
+    for name, value in agent.items():
+        if name not in AGENT_OPTIONS:
+            raise ConfigError(f"`{key}` has an unknown key {name!r}{did_you_mean(name, AGENT_OPTIONS)}.")
+        if not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"`{key}: {name}` is {value!r}: give text.")
+    if ("function" in agent) == ("command" in agent):
+        raise ConfigError(f"`{key}` has to name one thing that runs: {forms}.")
+    if "command" in agent:
+        try:
+            program = shlex.split(agent["command"])[0]
+        except ValueError as error:
+            raise ConfigError(f"`{key}: command` cannot be split into words ({error}): close its quotes.") from error
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"`{key}: command` begins with {program!r}, which is no program here: install it, or give its path."
+            )
+    return dict(agent)
+
+
+def check_agent(options: Mapping[str, Any], key: str = "") -> None:
+    """
+    Holds the options of one environment that may be an agent's or of verifiers against each other.
+
+    Args:
+        options (`Mapping`): `agent`, `env` and `env_config`, and what stands beside them.
+        key (`str`, *optional*): Where it stands, for errors.
+
+    Raises:
+        ConfigError: If they contradict each other.
+    """
+    place = f" of `{key}`" if key else ""
+    own = verifiers_name(options["env"]) is not None
+    if options["env_config"] is not None:
+        parse_env_config(options["env_config"], f"{key}: env_config" if key else "env_config")
+        if not own:
+            raise ConfigError(f"`env_config`{place} has an effect with `env: {VERIFIERS}NAME` only: leave it out.")
+    if options["agent"] is not None:
+        parse_agent(options["agent"], f"{key}: agent" if key else "agent")
+    elif not own:
+        return
+    what, who = ("env", "an environment of verifiers") if own else ("agent", "an agent")
+    for name in ("tools", "tools_config_file", "system_prompt", "max_env_steps"):
+        if options[name]:
+            raise ConfigError(
+                f"`{name}` and `{what}`{place} are both set, and {who} brings its own tools, messages and end: "
+                f"leave `{name}` out."
+            )
+
+
+def verifiers_name(env: Any) -> str | None:
+    """
+    The name of the environment of verifiers that `env` stands for; `None` where it is none of verifiers'.
+
+    Raises:
+        ConfigError: If it names none.
+    """
+    if not isinstance(env, str) or not env.startswith(VERIFIERS):
+        return None
+    name = env.removeprefix(VERIFIERS).strip()
+    if not name:
+        raise ConfigError(f"`env: {env}` names no environment: write `{VERIFIERS}NAME`.")
+    return name
+
+
+def parse_env_config(config: Any, key: str = "env_config") -> dict[str, Any]:
+    """
+    The options of an environment as a recipe, a command line (the mapping as JSON) or a script gives them.
+
+    Raises:
+        ConfigError: If they are no mapping.
+    """
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"`{key}` is {config!r}, which is not a JSON mapping.") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"`{key}` is {config!r}: give a mapping from names of options to values.")
+    return dict(config)
+
+
+def check_scheduler(options: Mapping[str, Any], key: str = "") -> None:
+    """
+    Holds the options of one environment that may be a scheduler's against each other.
+
+    Args:
+        options (`Mapping`): `multi_turn_scheduler`, and what stands beside it.
+        key (`str`, *optional*): Where it stands, for errors.
+
+    Raises:
+        ConfigError: If they contradict each other.
+    """
+    place = f" of `{key}`" if key else ""
+    if options["multi_turn_scheduler"] is None:
+        for name, default in (("max_turns", None), ("loss_scale", "all")):
+            if options[name] != default:
+                raise ConfigError(
+                    f"`{name}`{place} has an effect with `multi_turn_scheduler` only: leave it out"
+                    f"{', and set `max_env_steps`' if name == 'max_turns' else ''}."
+                )
+        return
+    for name in ("tools", "tools_config_file", *PARTNERS):
+        if options.get(name):
+            raise ConfigError(
+                f"`{name}` and `multi_turn_scheduler`{place} are both set, and a scheduler holds the conversation "
+                "itself: leave one out."
+            )
