@@ -27,7 +27,6 @@ def write(page: str, folder: Path, *names: str) -> None:
 
 async def converse(row: dict, *calls: ToolCall) -> tuple:
     session = ToolSession(load_tools_file("tools.yaml"), row, 30.0)
-    await session.create()
     await execute_calls(list(calls), session.tools, 30.0)
     step_reward, rewards = session.take_reward(), await session.rewards()
     await session.release()

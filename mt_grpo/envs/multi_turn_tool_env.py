@@ -136,12 +136,11 @@ class MultiTurnToolEnv(StepEnv):
         await execute_calls(calls, self.tools, self.tool_timeout)
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
-        """The loop of `StepEnv`, with the states of the tools made before, and their rewards asked for at the end."""
+        """The loop of `StepEnv`, with states for the tools that need them, whose rewards are asked for at the end."""
         if not any(isinstance(tool, StatefulTool) for tool in self.tools.values()):
             return await super().run(policy, row)
         session = self._tool_session = ToolSession(self.tools.values(), row, self.tool_timeout)
         self.tools = session.tools
-        await session.create()
         try:
             outcome = await super().run(policy, row)
         except ConversationEnded as ended:

@@ -74,7 +74,7 @@ class BaseTool:
     A tool that holds a state in each conversation. Subclass it and override what you need; the methods may be `async`
     or not, those that are not run in threads. One object serves all conversations: keep states by `instance_id`.
 
-    In each conversation, `create` is called before the first turn, `execute` for each call, `calc_reward` at the end,
+    In each conversation, `create` is called before the first call, `execute` for each call, `calc_reward` at the end,
     and at last `release`, whatever happened. The columns of the dataset row may bring arguments for them, as
     `tools_kwargs` or `extra_info.tools_kwargs`: `{tool name: {create_kwargs: {...}, execute_kwargs: {...},
     calc_reward_kwargs: {...}, release_kwargs: {...}}}`.
@@ -170,7 +170,6 @@ class ToolSession:
 
         session = ToolSession(tools, row, timeout)
         try:
-            await session.create()
             ... execute calls by `session.tools`; after those of a turn, turn.reward = session.take_reward() ...
             rewards = await session.rewards()
         finally:
@@ -192,30 +191,39 @@ class ToolSession:
         self.tools = {tool.name: self._bound(tool) if isinstance(tool, StatefulTool) else tool for tool in tools}
         self.metrics: dict[str, list[dict[str, Any]]] = {}
         self.failures: list[str] = []
-        self._stateful = [tool.base for tool in tools if isinstance(tool, StatefulTool)]
+        self._stateful = {tool.name: tool.base for tool in tools if isinstance(tool, StatefulTool)}
         self._timeout = timeout
         self._options = _options(row) if self._stateful else {}
-        self._instances: dict[str, str] = {}  # by tool, in the order they were made
+        self._creating = {name: asyncio.Lock() for name in self._stateful}
+        self._instances: dict[str, str] = {}  # by tool
+        # every id that a tool was asked to make a state for: one that failed half-way has something to release, too
+        self._attempts: list[tuple[BaseTool, str]] = []
         self._step_rewards: list[float] = []
         self._release: asyncio.Task[None] | None = None
 
-    async def create(self) -> None:
+    async def create(self, name: str) -> str:
         """
-        Makes the states, one tool after another.
+        The id of a tool's state. It is made by the tool's first call, or by the next one if its `create` failed.
+
+        Args:
+            name (`str`): The tool.
 
         Raises:
-            ToolStateError: If a tool fails or takes too long.
+            ToolStateError: If `create` fails or takes too long.
         """
-        for base in self._stateful:
-            instance = uuid4().hex
-            # a tool that fails half-way has something to release, too
-            self._instances[base.name] = instance
-            try:
-                made = await self._ask(base, base.create, instance)
-            except Exception as error:  # whatever the user's tool raises
-                raise ToolStateError(self._failed(base, "create", error)) from error
-            made = made[0] if isinstance(made, tuple) else made
-            self._instances[base.name] = instance if made is None else made
+        async with self._creating[name]:
+            if name not in self._instances:
+                base, instance = self._stateful[name], uuid4().hex
+                attempt = len(self._attempts)
+                self._attempts.append((base, instance))
+                try:
+                    made = await self._ask(base, base.create, instance)
+                except Exception as error:  # whatever the user's tool raises
+                    raise ToolStateError(self._failed(base, "create", error)) from error
+                made = made[0] if isinstance(made, tuple) else made
+                self._instances[name] = instance if made is None else made
+                self._attempts[attempt] = base, self._instances[name]
+            return self._instances[name]
 
     def take_reward(self) -> float | None:
         """The sum of the step rewards since this was asked last; `None` where no call gave one."""
@@ -223,14 +231,19 @@ class ToolSession:
         return sum(rewards) if rewards else None
 
     async def rewards(self) -> dict[str, float]:
-        """What `calc_reward` of each tool says, by tool; without those that do not override it, say `None` or fail."""
+        """
+        What each tool's `calc_reward` returns, by tool, without tools that do not override it, return `None` or fail.
+        A tool that was never called is asked, too: else a group could not learn to call it.
+        """
         rewards = {}
-        for base in self._stateful:
-            if base.name in self._instances and type(base).calc_reward is not BaseTool.calc_reward:
+        for name, base in self._stateful.items():
+            if type(base).calc_reward is not BaseTool.calc_reward:
                 try:
-                    reward = await self._ask(base, base.calc_reward, self._instances[base.name])
+                    reward = await self._ask(base, base.calc_reward, await self.create(name))
                     if reward is not None:
-                        rewards[base.name] = _number(reward, "`calc_reward` returned")
+                        rewards[name] = _number(reward, "`calc_reward` returned")
+                except ToolStateError as error:
+                    self.failures.append(str(error))
                 except Exception as error:  # whatever the user's tool raises
                     self.failures.append(self._failed(base, "calc_reward", error))
         return rewards
@@ -245,17 +258,16 @@ class ToolSession:
         await asyncio.shield(self._release)
 
     async def _release_all(self) -> None:
-        bases = {base.name: base for base in self._stateful}
-        for name, instance in reversed(self._instances.items()):
+        for base, instance in reversed(self._attempts):
             try:
-                await self._ask(bases[name], bases[name].release, instance)
+                await self._ask(base, base.release, instance)
             except Exception as error:  # whatever the user's tool raises
-                self.failures.append(self._failed(bases[name], "release", error))
+                self.failures.append(self._failed(base, "release", error))
 
     def _bound(self, tool: StatefulTool) -> Tool:
         async def execute(**arguments: Any) -> Any:
             options = self._options.get(tool.base.name, {}).get("execute_kwargs", {})
-            result = await _call(tool.base.execute, self._instances[tool.base.name], arguments, **options)
+            result = await _call(tool.base.execute, await self.create(tool.name), arguments, **options)
             if not isinstance(result, tuple) or len(result) != 3:
                 raise TypeError(f"`execute` must return (response, reward, metrics), not {type(result).__name__}")
             response, reward, metrics = result

@@ -41,11 +41,13 @@ def test_a_conversation_cut_off_has_the_rewards_of_its_tools(tokenizer):
     assert trajectory.env_rewards == {"guess": 0.5}
 
 
-def test_a_state_that_cannot_be_made_ends_the_conversation(tokenizer):
+def test_a_state_that_cannot_be_made_is_told_to_the_model(tokenizer):
     class Broken(Guess):
         async def create(self, instance_id=None, **kwargs):
             raise ValueError("no room")
 
     trajectory = converse(tokenizer, Broken({}, schema()))
-    assert trajectory.stop_reason == StopReason.ENV_ERROR
-    assert "`create` of the tool 'guess' failed: ValueError: no room" in trajectory.error
+    assert trajectory.stop_reason == StopReason.ANSWERED
+    made = trajectory.turns[0].tool_calls[0]
+    assert made.result == "Error: ToolStateError: `create` of the tool 'guess' failed: ValueError: no room."
+    assert trajectory.turns[0].replies and env_reward.score(trajectory) is None

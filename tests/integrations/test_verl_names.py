@@ -46,7 +46,6 @@ def call(tool, row, *calls):
     async def hold():
         session = ToolSession([tool], row)
         try:
-            await session.create()
             answers = [await session.tools[tool.name].function(**arguments) for arguments in calls]
             return answers, session.take_reward(), await session.rewards()
         finally:

@@ -106,18 +106,17 @@ def of_states(draw, expected):
     method = draw.choice(["create", "execute", "calc_reward", "release"])
     how = draw.choice([*HARMS, *NONSENSE] if method == "execute" else [*HARMS])
     row = {"environment": "states", "tools_kwargs": {"harm": {"create_kwargs": {"harms": {method: how}}}}}
-    if method == "create":
-        text = "ToolStateError: `create` of the tool 'harm' failed: "
-        return Conversation([], row, "env_error", text + HARMS[how] if how in RAISED else HARMS[how])
 
     def check(trajectory):
         first, harmed = trajectory.turns[0].tool_calls
         assert first.result == "done" and trajectory.answer == "A"
-        assert (trajectory.turns[0].reward, harmed.error is None) == ((1.0, True), (0.5, False))[method == "execute"]
-        if method == "execute":
+        fails = method in ("create", "execute")
+        assert (trajectory.turns[0].reward, harmed.error is None) == ((1.0, True), (0.5, False))[fails]
+        if fails:
             error = NONSENSE[how][1] if how in NONSENSE else HARMS[how]
             assert error in harmed.error, harmed.error
-        assert trajectory.env_rewards.keys() == {"first", "last"} | ({"harm"} if method != "calc_reward" else set())
+        scored = {"first", "last"} | ({"harm"} if method not in ("create", "calc_reward") else set())
+        assert trajectory.env_rewards.keys() == scored
 
     return Conversation([call("first") + call("harm"), ANSWER], row, "answered", None, check)
 

@@ -77,7 +77,6 @@ def test_a_subclass_reads_the_results_of_a_server(write, servers):
 
     async def converse() -> tuple:
         session = ToolSession(tools, {}, 30.0)
-        await session.create()
         calls = [ToolCall("slow", {"seconds": 0}), ToolCall("add", {"a": 1, "b": "x"})]
         await execute_calls(calls, session.tools, 30.0)
         await session.release()

@@ -12,7 +12,6 @@ from support.stateful_tools import Guess, schema
 
 from mt_grpo.envs.execution import execute_calls
 from mt_grpo.tools import BaseTool, Tool, ToolDefinitionError, ToolResponse, ToolSession, load_tools
-from mt_grpo.tools.stateful import ToolStateError
 from mt_grpo.trajectory import ToolCall
 
 ROW = {"extra_info": {"tools_kwargs": {"guess": {"create_kwargs": {"ground_truth": 7, "other": None}}, "x": None}}}
@@ -85,7 +84,6 @@ def test_a_tool_of_verl_keeps_its_state_through_a_conversation():
 
     async def converse() -> tuple:
         session = session_of(tool, row=ROW)
-        await session.create()
         (first,) = await call(session, guess(6))
         rewards = [session.take_reward()]
         await call(session, guess(3), guess(2))
@@ -109,7 +107,6 @@ def test_conversations_have_states_of_their_own():
 
     async def converse(truth: int) -> float | None:
         session = session_of(tool, row={"tools_kwargs": {"guess": {"create_kwargs": {"ground_truth": truth}}}})
-        await session.create()
         await call(session, guess(truth))
         outcome = await session.rewards()
         await session.release()
@@ -126,13 +123,13 @@ def test_each_method_is_called_once_and_released_in_reverse():
 
     async def converse() -> None:
         session = session_of(Recorder("a", log), Recorder("b", log))
-        await session.create()
+        await session.create("a")
         await session.rewards()
         await asyncio.gather(session.release(), session.release())
         await session.release()
 
     asyncio.run(converse())
-    assert log == ["create a", "create b", "calc_reward a", "calc_reward b", "release b", "release a"]
+    assert log == ["create a", "calc_reward a", "create b", "calc_reward b", "release b", "release a"]
 
 
 def test_tools_without_a_state_pass_through():
@@ -141,20 +138,52 @@ def test_tools_without_a_state_pass_through():
     assert session.tools["plain"] is plain
 
 
-@pytest.mark.parametrize(("how", "problem"), [("raise", "ValueError: no"), ("hang", "it took longer than 0.05 s")])
-def test_a_state_that_cannot_be_made_is_named_and_released(how, problem):
+def test_a_state_is_made_by_the_first_call_alone():
     log: list[str] = []
 
     async def converse() -> None:
-        session = session_of(Recorder("a", log), Recorder("b", log, create=how), Recorder("c", log), timeout=0.05)
-        try:
-            await session.create()
-        finally:
-            await session.release()
+        session = session_of(Recorder("a", log), Recorder("b", log))
+        await call(session, ToolCall("b", {"number": -1}))  # not what the schema allows
+        assert log == []
+        await call(session, ToolCall("b", {"number": 1}), ToolCall("b", {"number": 2}))
+        await call(session, ToolCall("b", {"number": 3}))
+        await session.release()
 
-    with pytest.raises(ToolStateError, match=f"`create` of the tool 'b' failed: .*{problem}"):
-        asyncio.run(converse())
-    assert log == ["create a", "create b", "release b", "release a"]
+    asyncio.run(converse())
+    assert log == ["create b", "execute b", "execute b", "execute b", "release b"]
+
+
+def test_a_tool_that_was_never_called_still_scores_its_conversation():
+    tool = Guess({}, schema())
+
+    async def converse() -> dict:
+        session = session_of(tool, row=ROW)
+        outcome = await session.rewards()
+        await session.release()
+        return outcome
+
+    assert asyncio.run(converse()) == {"guess": 0.0}
+    assert tool._instance_dict == {}
+
+
+@pytest.mark.parametrize(("how", "problem"), [("raise", "ValueError: no"), ("hang", "took longer than 0.05 s")])
+def test_a_failed_create_is_the_error_of_its_call(how, problem):
+    log: list[str] = []
+    tool = Recorder("b", log, create=how)
+
+    async def converse() -> list[str]:
+        session = session_of(tool, timeout=0.05)
+        made = [ToolCall("b", {"number": number}) for number in range(2)]
+        await execute_calls(made[:1], session.tools, 5.0)
+        del tool.config["create"]
+        await execute_calls(made[1:], session.tools, 5.0)
+        await session.release()
+        return [one.result for one in made]
+
+    first, second = asyncio.run(converse())
+    assert first.startswith("Error: ToolStateError: `create` of the tool 'b' failed: ") and problem in first
+    assert second == "done"
+    assert log == ["create b", "create b", "execute b", "release b", "release b"]  # what was half made, too
 
 
 @pytest.mark.parametrize(("how", "problem"), [("raise", "ValueError: no"), ("hang", "it took longer than 0.05 s")])
@@ -163,7 +192,6 @@ def test_what_fails_at_the_end_is_named_and_ends_nothing(how, problem):
 
     async def converse() -> tuple:
         session = session_of(Recorder("a", log), Recorder("b", log, calc_reward=how, release=how), timeout=0.05)
-        await session.create()
         outcome = await session.rewards()
         await session.release()
         return outcome, session.failures
@@ -188,7 +216,7 @@ def test_release_goes_on_where_its_caller_is_cancelled():
 
     async def converse() -> None:
         session = session_of(Slow("a", log), Slow("b", log))
-        await session.create()
+        await asyncio.gather(session.create("a"), session.create("b"))
         caller = asyncio.ensure_future(session.release())
         await asyncio.sleep(0)
         caller.cancel()
@@ -217,7 +245,6 @@ def test_release_goes_on_where_its_caller_is_cancelled():
 def test_what_execute_returns_reaches_the_model(result, text):
     async def converse() -> tuple:
         session = session_of(Recorder("a", [], result=result))
-        await session.create()
         (made,) = await call(session, ToolCall("a", {"number": 1}))
         return made.result, session.take_reward()
 
@@ -229,7 +256,6 @@ def test_what_execute_returns_reaches_the_model(result, text):
 def test_an_execute_that_raises_is_an_error_of_its_call_alone():
     async def converse() -> tuple:
         session = session_of(Recorder("a", [], execute="raise"), Recorder("b", []))
-        await session.create()
         calls = await call(session, ToolCall("a", {"number": 1}), ToolCall("b", {"number": 1}))
         return [made.result for made in calls], session.take_reward()
 
@@ -242,7 +268,6 @@ def test_methods_that_block_run_in_threads():
 
     async def converse() -> tuple:
         session = session_of(tool, row=row)
-        await session.create()
         (made,) = await call(session, ToolCall("block", {"number": 3}))
         return made.result, session.take_reward(), await session.rewards(), await session.release()
 
@@ -265,7 +290,7 @@ def test_what_a_tool_raises_at_the_end_stays_in_it(error, is_async):
 
     async def converse() -> list[str]:
         session = session_of((AsyncBroken if is_async else Broken)({}, schema("broken")))
-        await session.create()
+        await session.create("broken")
         await session.release()
         return session.failures
 
@@ -282,7 +307,8 @@ def test_the_id_that_create_returns_is_the_one_that_counts():
 
     async def converse() -> None:
         session = session_of(Own("a", [], instance="mine"), Own("b", [], instance=None))
-        await session.create()
+        assert await session.create("a") == "mine"
+        await session.create("b")
         await session.release()
 
     asyncio.run(converse())
@@ -294,7 +320,6 @@ def test_a_tool_that_does_not_judge_conversations_has_no_reward():
 
     async def converse() -> dict:
         session = session_of(Silent({}, schema("silent")), Recorder("b", [], reward=math.inf))
-        await session.create()
         return await session.rewards()
 
     assert asyncio.run(converse()) == {}

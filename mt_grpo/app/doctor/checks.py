@@ -85,7 +85,8 @@ def remote_of(tool: Tool) -> McpRemote | None:
 async def _call(tool: Tool, call: ToolCall, row: dict[str, Any], limit: float) -> None:
     session = ToolSession([tool], row, limit)
     try:
-        await session.create()
+        if isinstance(tool, StatefulTool):
+            await session.create(tool.name)  # a state that cannot be made is no error of the arguments
         await execute_calls([call], session.tools, limit)
     finally:
         await asyncio.shield(session.release())
