@@ -14,8 +14,7 @@ from types import TracebackType
 
 from mt_grpo import __version__
 from mt_grpo.app.interrupt import ends_at_once, run_interruptibly
-from mt_grpo.app.places import check_places
-from mt_grpo.app.request import OWN_OPTIONS, Request, check_processes, read_request
+from mt_grpo.app.request import OWN_OPTIONS, Request, check_places, check_processes, read_request
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.option_rules import check_served
@@ -25,8 +24,8 @@ COMMANDS = {
     "train": ("train an agent", "mt_grpo.cli:train"),
     "rollout": ("show what the agent does on a few prompts; trains nothing", "mt_grpo.cli:rollout"),
     "serve": ("start the vLLM server that the recipe's trainer needs", "mt_grpo.cli:serve"),
-    "view": ("show a run's conversations and their credit in the browser", "mt_grpo.app.view:run"),
-    "export": ("write a run's conversations for other programs", "mt_grpo.app.export:run"),
+    "view": ("show a run's conversations and their credit in the browser", "mt_grpo.app.view:view"),
+    "export": ("write a run's conversations for other programs", "mt_grpo.app.view:export"),
     "doctor": ("tell whether a run can begin and fits, and how long a step takes", "mt_grpo.cli:doctor"),
     "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.shipped:run"),
     "env": ("print versions and devices, for a bug report", "mt_grpo.app.env:run"),

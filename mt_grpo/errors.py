@@ -1,7 +1,8 @@
-"""Errors that users can mend, and where the code of users failed."""
+"""Errors that users can mend, refusals of libraries among them, and where the code of users failed."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sysconfig
@@ -107,3 +108,32 @@ def describe_error(error: BaseException) -> str:
         return f"{said}: {describe_error(error.exceptions[0])}" if isinstance(error, BaseExceptionGroup) else said
     except BaseException:  # the exception is the user's class, and its `__str__` user's code
         return type(error).__name__
+
+
+LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "peft", "safetensors", "tokenizers", "transformers", "trl"}
+"""Packages that check the user's input; the user can mend their errors."""
+
+
+@contextlib.contextmanager
+def libraries_may_refuse(what: str) -> Iterator[None]:
+    """
+    Turns the errors that libraries raise about a user's input into `ConfigError`.
+
+    Args:
+        what (`str`): What was not possible, as the beginning of the sentence.
+
+    Raises:
+        ConfigError: If a library raised `ValueError`, `OSError`, `ImportError` or `NotImplementedError`.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError, NotImplementedError) as error:
+        if _package_of(error) not in LIBRARIES:
+            raise
+        raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def _package_of(error: BaseException) -> str:
+    """The package whose code raised the error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -14,12 +14,11 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import get_peft_config, get_quantization_config
 
 from mt_grpo.app.dry_run import nothing_left
-from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import check_apart, load_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.source import COLUMN, named, prototypes
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.option_rules import verifiers_name
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer

@@ -8,7 +8,7 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
-from mt_grpo.app.trust import asks_for_trust
+from mt_grpo.app.recipe_file import asks_for_trust
 from mt_grpo.training.checkpoint import latest_checkpoint
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.folder import LOCK

@@ -16,10 +16,9 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.app.request import Request
 from mt_grpo.app.shipped import accelerate_configs, read_accelerate_config
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.imports import did_you_mean
 
 PATIENCE = 30.0

@@ -1,4 +1,4 @@
-"""`mt-grpo view`: a run's conversations in the browser, or in one file. Imports no torch."""
+"""`mt-grpo view` and `mt-grpo export`: a run's conversations for people and for other programs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import gc
 import os
 import sys
 import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, open_run
-from mt_grpo.viewer.export import export
+from mt_grpo.runlog.export import FORMS
+from mt_grpo.runlog.export import export as export_run
+from mt_grpo.viewer.export import export as export_page
 from mt_grpo.viewer.queries import Queries
 from mt_grpo.viewer.server import PORT, Server
 
-USAGE = f"""usage: mt-grpo view RUN_DIR [--port N] [--no_browser]
+VIEW = f"""usage: mt-grpo view RUN_DIR [--port N] [--no_browser]
        mt-grpo view RUN_DIR --export FILE.html [--filter 'stop=timeout reward<0.5']
 
 shows the conversations of a run, finished or not: what the agent did, and which credit it got
@@ -26,11 +29,20 @@ shows the conversations of a run, finished or not: what the agent did, and which
   --filter TEXT   the conversations that the file gets, in the language of the page's filter
 """
 
-VALUES = ("--port", "--export", "--filter")
-FLAGS = ("--no_browser",)
+EXPORT = """usage: mt-grpo export RUN --to FORM [--output PATH]
+
+writes the conversations of the run in the folder RUN (its `output_dir`) as FORM:
+
+  jsonl          a line per conversation, with its messages, token tree, log-probs and rewards
+  dataset        a folder for `datasets.load_dataset`
+  trackio        metrics and tables of conversations, for `trackio show`
+  openinference  a trace per conversation in OTLP's JSON, with OpenInference's attributes
+
+PATH is a file (jsonl, openinference) or a folder; where none is given, it is a place in RUN, and trackio's own folder
+"""
 
 
-def run(arguments: list[str]) -> int:
+def view(arguments: list[str]) -> int:
     """
     `mt-grpo view RUN_DIR`.
 
@@ -39,20 +51,22 @@ def run(arguments: list[str]) -> int:
         UserError: If the folder is none of a run, the port is taken, or the filter cannot be read.
     """
     if {"-h", "--help"}.intersection(arguments):
-        print(USAGE, end="")
+        print(VIEW, end="")
         return 0
-    folder, options = _read(arguments)
+    folders, options = _read("view", arguments, values=("--port", "--export", "--filter"), flags=("--no_browser",))
+    if len(folders) != 1:
+        raise ConfigError("`mt-grpo view` takes one folder, the `output_dir` of a run: `mt-grpo view runs/NAME`.")
     if "--filter" in options and "--export" not in options:
         raise ConfigError("`--filter` belongs to `--export FILE`; in the page, write it into the field of Find.")
     port = _port(options["--port"]) if "--port" in options else None
-    queries = Queries(_opened(folder))
+    queries = Queries(_opened(folders[0]))
     if "--export" in options:
         path = Path(options["--export"])
-        number = export(queries, path, options.get("--filter", ""))
+        number = export_page(queries, path, options.get("--filter", ""))
         print(f"{path}: {number} conversations, {path.stat().st_size / 1e6:.1f} MB")
         return 0
     with Server(queries, port) as server:
-        print(f"{folder} is at {server.url} (Ctrl-C ends this)", flush=True)
+        print(f"{folders[0]} is at {server.url} (Ctrl-C ends this)", flush=True)
         if "--no_browser" not in options and _has_a_screen():
             webbrowser.open(server.url)
         try:
@@ -60,6 +74,44 @@ def run(arguments: list[str]) -> int:
         except KeyboardInterrupt:
             print()
     return 0
+
+
+def export(arguments: list[str]) -> int:
+    """
+    `mt-grpo export RUN --to FORM [--output PATH]`.
+
+    Raises:
+        UserError: If the arguments are wrong, or as `mt_grpo.runlog.export.export`.
+    """
+    if {"-h", "--help"}.intersection(arguments):
+        print(EXPORT, end="")
+        return 0
+    folders, options = _read("export", arguments, values=("--to", "--output"))
+    if len(folders) != 1 or "--to" not in options:
+        raise ConfigError(f"Write `mt-grpo export RUN --to FORM`, where FORM is one of {', '.join(FORMS)}.")
+    print(export_run(folders[0], options["--to"], options.get("--output")))
+    return 0
+
+
+def _read(
+    command: str, arguments: Sequence[str], values: Sequence[str], flags: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """The folders that stand on a command line, and its options with their values; a flag's is empty."""
+    folders, options = [], {}
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name.startswith("-"):
+            folders.append(word)
+        elif name in flags and not equals:
+            options[name] = ""
+        elif name in values:
+            options[name] = value if equals else next(words, "")
+            if not options[name]:
+                raise ConfigError(f"`mt-grpo {command}` needs a value after `{name}`.")
+        else:
+            raise ConfigError(f"`mt-grpo {command}` has no option {word}{did_you_mean(word, (*values, *flags))}.")
+    return folders, options
 
 
 def _opened(folder: str) -> Run:
@@ -70,26 +122,6 @@ def _opened(folder: str) -> Run:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _read(arguments: list[str]) -> tuple[str, dict[str, str]]:
-    folders, options = [], {}
-    words = list(arguments)
-    while words:
-        word, equals, value = words.pop(0).partition("=")
-        if word in FLAGS and not equals:
-            options[word] = ""
-        elif word in VALUES:
-            if not equals and not words:
-                raise ConfigError(f"`{word}` needs a value behind it.")
-            options[word] = value if equals else words.pop(0)
-        elif word.startswith("-"):
-            raise ConfigError(f"The option {word} is unknown{did_you_mean(word, (*VALUES, *FLAGS))}.")
-        else:
-            folders.append(word + equals + value)
-    if len(folders) != 1:
-        raise ConfigError("`mt-grpo view` takes one folder, the `output_dir` of a run: `mt-grpo view runs/NAME`.")
-    return folders[0], options
 
 
 def _port(text: str) -> int:

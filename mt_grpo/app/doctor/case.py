@@ -23,13 +23,12 @@ from trl import get_peft_config
 
 from mt_grpo.app.build import load_datasets, prompt_lengths
 from mt_grpo.app.doctor.memory import COPIES, GB, USUAL, Precision, Shape, Sharding, read_shape, read_sharding
-from mt_grpo.app.libraries import libraries_may_refuse
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.app.request import Request
 from mt_grpo.data.hub import HubUnreachable, hub_fault
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.source import prototypes
-from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.environment import check_env, prepare_tokenizer
 from mt_grpo.training.factories import rows_of

@@ -19,8 +19,7 @@ from trl.trainer.utils import create_model_from_path, selective_log_softmax
 from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case
 from mt_grpo.app.doctor.memory import GB, SPARE
 from mt_grpo.app.doctor.memory_plan import parts, smaller
-from mt_grpo.app.libraries import libraries_may_refuse
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.training.batch import TokenColumns
 from mt_grpo.training.checkpoint import adapter_settings

@@ -12,7 +12,7 @@ import torch
 import mt_grpo
 from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case
 from mt_grpo.app.env import MISSING, SERVER, version_here, version_in
-from mt_grpo.app.places import check_writable
+from mt_grpo.app.request import check_writable
 from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
