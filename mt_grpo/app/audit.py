@@ -16,7 +16,7 @@ from mt_grpo.runlog import Batch
 from mt_grpo.runlog.findings import Counts, Finding, find
 from mt_grpo.runlog.rows import rollout_lines
 from mt_grpo.training.reward_batch import gather_rewards
-from mt_grpo.training.step_log.warnings import as_record
+from mt_grpo.training.step_log.records import as_record
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory, visible
 
@@ -43,7 +43,7 @@ def audit_conversations(trainer: MTGRPOEnvTrainer, trajectories: Sequence[Trajec
     batch, _ = gather_rewards(judged, scores, trainer.reward_weights.to(args.device), trainer.num_generations)
     rule = {"turn_coef": args.turn_advantage_coef, "scale_rewards": trainer.scale_rewards}
     advantages = estimate(args.advantage_estimator, batch, **rule)
-    record = as_record(audit_rewards(batch, advantages), sum(names, []), trainer.watch.causal)
+    record = as_record(audit_rewards(batch, advantages), sum(names, []), trainer.step_log.warnings.causal)
     return {**record, "conversations": len(judged), "failed": sum(each.failed for each in judged)}
 
 
@@ -52,7 +52,7 @@ def find_in_conversations(
 ) -> list[Finding]:
     """What stands out in conversations that a trainer ran and scored, `group_size` for each prompt."""
     numbers = list(range(len(trajectories)))
-    batch = Batch("eval", 0, 0, group_size, numbers, list(trajectories), trainer.records.rewards)
+    batch = Batch("eval", 0, 0, group_size, numbers, list(trajectories), trainer.step_log.records.rewards)
     return find(Counts().add(rollout_lines(batch, 0)), {"tools": tool_names(trainer.env)})
 
 

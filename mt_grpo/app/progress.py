@@ -33,10 +33,9 @@ class RunProgress(TrainerCallback):
         self._console = console
         self._shows = trainer.accelerator.is_main_process
         self._bar = _Bar(trainer, console) if console.is_terminal and self._shows else None
-        self._begun = self._step_begun = time.monotonic()
+        self._step_log = trainer.step_log
+        self._begun = time.monotonic()
         self._first_step = 0
-        self._seconds = 0.0
-        """Of the latest step."""
 
     def begin(self) -> None:
         """Takes the terminal."""
@@ -65,15 +64,11 @@ class RunProgress(TrainerCallback):
         if self._bar is not None:
             self._bar.follow(state.global_step, state.max_steps)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step_begun = time.monotonic()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._seconds = time.monotonic() - self._step_begun
         if self._bar is not None:
             self._bar.follow(state.global_step, state.max_steps, self._left(state))
         elif self._shows and not control.should_log:
-            self._print(state, [f"{self._seconds:.1f} s"])
+            self._print(state, [f"{self._step_log.latest.seconds:.1f} s"])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         if not self._shows:
@@ -88,7 +83,7 @@ class RunProgress(TrainerCallback):
             if self._bar is not None:
                 self._bar.show("  ".join(words))
             else:
-                self._print(state, [*words, *([f"{self._seconds:.1f} s"] if loss else [])])
+                self._print(state, [*words, *([f"{self._step_log.latest.seconds:.1f} s"] if loss else [])])
 
     def _print(self, state: Any, words: list[str], prefix: str = "") -> None:
         width = len(str(state.max_steps))
@@ -108,7 +103,7 @@ class _Bar(Progress):
     """A bar of steps, below it the latest metrics, and what the step is at, looked up whenever it is drawn."""
 
     def __init__(self, trainer: MTGRPOEnvTrainer, console: Console) -> None:
-        self._activity = trainer.activity
+        self._activity = trainer.step_log.activity
         processes = trainer.accelerator.num_processes
         self._whose = f" (process 1 of {processes})" if processes > 1 else ""
         self._training: TaskID | None = None

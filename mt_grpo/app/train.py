@@ -31,7 +31,7 @@ from mt_grpo.runlog.findings import find_in_run
 from mt_grpo.training.checkpoint import says_what_cannot_be_written
 from mt_grpo.training.folder import clear_folder, locked
 from mt_grpo.training.nonfinite import NonFiniteError
-from mt_grpo.training.step_log.warnings import read_audit
+from mt_grpo.training.step_log.records import read_audit
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
 from mt_grpo.viewer import render_trajectory
@@ -85,7 +85,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     trainer.accelerator.wait_for_everyone()
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
-    trainer.conversations.console = console
+    trainer.step_log.table.console = console
     console.print(examine_template(trainer.runner.renderer), highlight=False, markup=False)
     start = time.perf_counter()
     evaluates = trainer.eval_dataset is not None

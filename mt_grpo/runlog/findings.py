@@ -53,7 +53,7 @@ class Finding:
 
 @dataclass
 class Counts:
-    """What the rules look at. Counts of several batches are merged with `add`."""
+    """What the rules look at. Counts of several batches are joined with `merge`."""
 
     conversations: int = 0
     stops: Counter[str] = field(default_factory=Counter)
@@ -85,6 +85,22 @@ class Counts:
                 self.groups += 1
                 self.same += None not in sampled and len(set(sampled)) == 1
         return self
+
+    def merge(self, other: Counts) -> None:
+        """Takes the conversations of other counts into account."""
+        self.conversations += other.conversations
+        self.stops += other.stops
+        self.first_failure = self.first_failure or other.first_failure
+        self.turns += other.turns
+        self.without_turn += other.without_turn
+        self.calls += other.calls
+        self.malformed += other.malformed
+        self.raised += other.raised
+        self.first_raised = self.first_raised or other.first_raised
+        self.groups += other.groups
+        self.same += other.same
+        self.right |= other.right
+        self.earned |= other.earned
 
     def _add(self, row: dict[str, Any]) -> None:
         self.conversations += 1

@@ -18,7 +18,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 
-from mt_grpo.credit import audit_rewards, estimate
+from mt_grpo.credit import estimate
 from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.source import tool_names
@@ -83,19 +83,8 @@ from mt_grpo.training.servers import (
     server_client,
     weight_sync,
 )
-from mt_grpo.training.step_log.console import Activity
-from mt_grpo.training.step_log.metrics import (
-    Tally,
-    audit_metrics,
-    credit_metrics,
-    mismatch_metrics,
-    reward_metrics,
-    rollout_metrics,
-    show_advantages,
-)
-from mt_grpo.training.step_log.records import RunRecords
-from mt_grpo.training.step_log.table import ConversationLog
-from mt_grpo.training.step_log.warnings import AuditLog, RewardWatch
+from mt_grpo.training.step_log import Step, StepLog
+from mt_grpo.training.step_log.metrics import show_advantages
 from mt_grpo.training.trl_arguments import (
     as_list,
     as_rows,
@@ -210,7 +199,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         tokenizers = tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
         check_scorers(rewards, args, engine)
         check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
-        self.watch = RewardWatch(rewards, args, self.state_scores, tool_names(self.env))
         with no_adapter_left(model):
             policy = open_policy(model, args, quantization_config, peft_config)
             loaded = isinstance(model, str) and not isinstance(policy["model"], str)
@@ -227,7 +215,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
                 processing_class=processing_class,
-                callbacks=[*(callbacks or []), self.watch],
+                callbacks=callbacks,
                 optimizers=optimizers,
             )
             self.args = changed(self.args, use_vllm=args.use_vllm, model_init_kwargs=args.model_init_kwargs)
@@ -235,10 +223,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             self._prepare_models()
             self._prepare_rewards(rewards)
             self._prepare_rollouts(engine)
+            self._prepare_step_log()
         self.batch: RolloutBatch | None = None
         self.eval_trajectories: list[Trajectory] = []
         self._evaluation: EvaluationRows | None = None
-        self._loss_columns: TokenColumns | None = None  # of the micro-batch whose loss TRL's forward computes
+        self._loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL's forward computes
         self._failed_batches = 0
 
     # Setting up
@@ -250,12 +239,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     def _prepare_logs(self) -> None:
         tell_device(self.args)
         self._earlier = left_by_runs(self.args.output_dir)
-        self._tallies = {"train": Tally(), "eval": Tally()}
-        self.activity = Activity()
-        self.conversations = ConversationLog(self)
-        self.add_callback(self.conversations)
-        self.audits = AuditLog()
-        self.add_callback(self.audits)
         if any(isinstance(callback, TensorBoardCallback) for callback in self.callback_handler.callbacks):
             self.remove_callback(TensorBoardCallback)
             self.add_callback(NumbersToTensorBoard)
@@ -292,7 +275,27 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._sampling = sampling_params(args)
         engine = engine or own_engine(args, self._tokenizer, self.model, self.accelerator)
         self.runner = build_runner(self.env, engine, args)
-        self.records = RunRecords(self)
+
+    def _prepare_step_log(self) -> None:
+        about = {
+            "group_size": self.num_generations,
+            "group_size_eval": self.num_generations_eval,
+            "processes": self.accelerator.num_processes,
+            "estimator": self.args.advantage_estimator,
+            "model": str(Path(self.model.config.name_or_path)),
+            "tools": tool_names(self.env),
+        }
+        self.step_log = StepLog(
+            self.args,
+            self.turn_reward_funcs,
+            self.outcome_reward_funcs,
+            self.reward_weights,
+            self.state_scores,
+            about,
+            self._tokenizer.save_pretrained,
+            self.callback_handler.callbacks,
+        )
+        self.add_callback(self.step_log)
 
     # A run
 
@@ -357,7 +360,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._step, self._buffered_inputs = load_rollouts(folder, accelerator)
 
     def _made_with(self) -> dict[str, str]:
-        return made_with(self.args, tool_names(self.env), self.records.rewards, self.train_dataset)
+        return made_with(self.args, tool_names(self.env), self.step_log.records.rewards, self.train_dataset)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Weights that are tied to others are in no checkpoint, and are not missing."""
@@ -386,18 +389,24 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         evaluates = mode == "eval" and self._evaluation is not None
         fills = self._evaluation.fills(len(inputs)) if evaluates else [False] * len(inputs)
         batch = self.batch = RolloutBatch(mode, inputs, fills, branching(self.args, mode))
+        generations = self.num_generations if mode == "train" else self.num_generations_eval
+        k = self._step % self.args.gradient_accumulation_steps
+        step = self.step_log.begin(batch, self.state.global_step, k, generations)
         # for TRL's table of completions; what is sampled after is the batch's own rows
         shown = [{**row, "prompt": visible(row["prompt"])} for row in inputs]
         try:
             with open_environments(batch):
-                output = super()._generate_and_score_completions(shown)
+                step.output = super()._generate_and_score_completions(shown)
+            self._credit(step)
         except BaseException:  # whatever fails, conversations that were finished before are not lost
-            self.records.rescue(batch)
+            self.step_log.rescue(step)
             raise
-        self.watch.see(self.records.write(batch), mode, self.accelerator.is_main_process)
         if mode == "eval":
             self.eval_trajectories += batch.counted
-        return self._credit(batch, output)
+        self.step_log.take(step)
+        if mode == "train" and self.args.groups_without_signal != "keep":
+            leave_out(step.output, has_signal(batch))
+        return step.output
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         """Replaces TRL's generation and its tool loop. `prompts` are for people; the batch's rows are sampled."""
@@ -408,7 +417,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
         batch.leave_out(self._tokenizer.pad_token_id, self.args.mask_truncated_completions)
         prove_forward(self, max(gather_object([batch.longest])))
-        self._log_rollouts(batch)
+        self._count(batch)
         return batch.generated()
 
     def _rollout(self, batch: RolloutBatch) -> None:
@@ -417,10 +426,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         moment = (step, self._step % self.args.gradient_accumulation_steps) if batch.mode == "train" else ()
         requests = batch.requests(first, moment, self.args.seed)
         if self.weight_sync is not None and self._last_loaded_step != step:
-            self.activity.during("weight sync", self.weight_sync.sync, step)
+            with self.step_log.activity.of("weight sync"):
+                self.weight_sync.sync(step)
             self._last_loaded_step = step
         lent = lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
-        with without_dropout(self.model, True), lent, self.activity.sampling(batch, self.runner.under_way):
+        with without_dropout(self.model, True), lent, self.step_log.activity.sampling(batch, self.runner.under_way):
             run = self._run_on_all_ranks(
                 lambda: self.runner.run(
                     requests,
@@ -438,21 +448,20 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         """Runs a coroutine in the background; a failure of one process ends all."""
         return everywhere(lambda: run_here(begin(), self.accelerator.device))
 
-    def _log_rollouts(self, batch: RolloutBatch) -> None:
+    def _count(self, batch: RolloutBatch) -> None:
+        """Counts tokens as TRL does, and ends the run where nothing can be sampled."""
         if batch.mode == "train":
             sampled = sum(turn.num_tokens for trajectory in batch.trajectories for turn in trajectory.turns)
             tokens = sum(len(row.prompt_ids) for row in batch.token_rows) + sampled
-            self.state.num_input_tokens_seen += sum(gather_object([tokens]))
-        self._metrics[batch.mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-        metrics = rollout_metrics(batch.counted)
-        self._record(batch.mode, metrics)
-        if batch.mode == "train":
-            failed = metrics.means()["rollouts/failed"] == 1
+            counts = gather_object([(tokens, all(trajectory.failed for trajectory in batch.counted))])
+            self.state.num_input_tokens_seen += sum(number for number, _ in counts)
+            failed = all(failed for _, failed in counts)
             self._failed_batches = self._failed_batches + 1 if failed else 0
-            if self._failed_batches == 2:  # on every rank, since metrics are of all; one alone may be a bad prompt
+            if self._failed_batches == 2:  # on every rank; one batch alone may be a bad prompt
                 last = next((one for one in batch.counted if one.failed), batch.trajectories[0])
                 error = f"{last.error} ({last.where})" if last.where else last.error
                 raise RolloutError(f"Every conversation of two batches in a row failed, the last ones with: {error}")
+        self._metrics[batch.mode]["num_tokens"] = [self.state.num_input_tokens_seen]
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[Any]
@@ -463,9 +472,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             self._judge(batch)
         for name, values in batch.extra.items():
             self._log_completion_extra(name, values)
-        if batch.mode == "eval":  # its batches differ in size
-            weights = self.reward_weights.to(self.accelerator.device)
-            self._record("eval", reward_metrics(batch.rewards_per_func, weights, self.reward_func_names))
         return batch.rewards_per_func
 
     def _judge(self, batch: RolloutBatch) -> None:
@@ -487,7 +493,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         extra = {"trainer_state": self.state, "log_extra": batch.add_extra, "log_metric": self._log_metric}
         dataset = self.train_dataset if batch.mode == "train" else self.eval_dataset
         batch.add_texts(self._tokenizer, had_text_prompts(dataset))
-        with self.activity.of("rewards"):
+        with self.step_log.activity.of("rewards"):
             score_answers(self, batch)
             scores = self._run_on_all_ranks(
                 lambda: score_trajectories(
@@ -498,47 +504,28 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                     state_scores=self.state_scores,
                 )
             )
-            self.watch.recheck(batch.counted, batch.mode)
+            self.step_log.warnings.recheck(batch.counted, batch.mode)
         return fill_up_scores(scores, batch.fills)
 
-    def _credit(self, batch: RolloutBatch, output: dict[str, Any]) -> dict[str, Any]:
+    def _credit(self, step: Step) -> None:
         """Adds the advantages of turns, and columns for our forward, to the batch that TRL trains on."""
-        advantages = batch.advantages
-        self._log_credit(batch, advantages)
-        first = self.accelerator.process_index * len(batch.rows)
-        rows = torch.arange(first, first + len(batch.rows), device=advantages.device)
-        self.conversations.observe(batch, advantages[rows])
+        batch, output = step.batch, step.output
+        weights = self.reward_weights.to(self.accelerator.device)
+        equal = share_of_equal_groups(batch.rewards_per_func, weights, step.group_size)
+        self._metrics[step.mode]["frac_reward_zero_std"][-1] = equal
+        show_advantages(self._logs["advantages"], batch.rewards, batch.advantages)
         columns = TokenColumns.of_rollouts(batch.token_rows, output["completion_ids"])
-        output["group_ids"] = rows // batch.rewards.group_size
-        output["row_ids"] = self.records.credit(batch, advantages[rows], rows)
-        output["turn_ids"], output["advantages"] = columns.turn_ids, advantages[rows].gather(1, columns.turn_ids)
+        output["group_ids"], output["row_ids"] = step.rows // step.group_size, step.row_ids
+        output["turn_ids"], output["advantages"] = columns.turn_ids, step.advantages.gather(1, columns.turn_ids)
         if columns.parent is not None:
             output["parent"] = columns.parent
-        if "importance_sampling_ratio" in output:
-            self._record(batch.mode, mismatch_metrics(output, advantages.shape[1]))
-        if batch.mode == "train" and self.args.groups_without_signal != "keep":
-            leave_out(output, has_signal(batch))
-        return output
-
-    def _log_credit(self, batch: RolloutBatch, advantages: torch.Tensor) -> None:
-        weights = self.reward_weights.to(self.accelerator.device)
-        equal = share_of_equal_groups(batch.rewards_per_func, weights, batch.rewards.group_size)
-        self._metrics[batch.mode]["frac_reward_zero_std"][-1] = equal
-        self._record(batch.mode, credit_metrics(batch.rewards, advantages))
-        show_advantages(self._logs["advantages"], batch.rewards, advantages)
-        if batch.mode == "train":
-            audit = audit_rewards(batch.rewards, advantages)
-            self._record("train", audit_metrics(audit, batch.sampled_again))
-            self.audits.observe(audit, self.reward_func_names, self.watch.causal)
-            self.watch.observe(batch, advantages, self.accelerator.is_main_process)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._loss_columns = TokenColumns.of_inputs(inputs)
+        self._loss_inputs = inputs
         try:
-            with self.records.loss_of(inputs):
-                loss = super().compute_loss(model, inputs, *args, **kwargs)
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
         finally:
-            self._loss_columns = None
+            self._loss_inputs = None
         if self.model.training:
             check_loss(loss, inputs, model, self.state.global_step)
         return loss * inputs.get("loss_factor", 1.0)
@@ -554,32 +541,33 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """TRL's, `(B, T)`, 0 where a token is not trained. Old and reference log-probs have no dropout."""
-        with without_dropout(model, self._loss_columns is None):
+        inputs = self._loss_inputs
+        with without_dropout(model, inputs is None):
             if self.args.forward == "padded":
-                return self.records.observed(
-                    super()._get_per_token_logps_and_entropies(
-                        model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+                results = super()._get_per_token_logps_and_entropies(
+                    model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+                )
+            else:
+                if inputs is None:
+                    columns = TokenColumns.of_rollouts(self.batch.token_rows, input_ids[:, -logits_to_keep:])
+                else:
+                    columns = TokenColumns.of_inputs(inputs)
+                with self.accelerator.autocast():
+                    logps, entropies = completion_logps(
+                        model, input_ids, attention_mask, columns, self.args, self._distribution, batch_size
                     )
-                )
-            columns = self._loss_columns or TokenColumns.of_rollouts(
-                self.batch.token_rows, input_ids[:, -logits_to_keep:]
-            )
-            with self.accelerator.autocast():
-                logps, entropies = completion_logps(
-                    model, input_ids, attention_mask, columns, self.args, self._distribution, batch_size
-                )
-        return self.records.observed((logps, entropies if compute_entropy else None, None))
+                results = logps, entropies if compute_entropy else None, None
+        if inputs is not None and self.model.training:
+            self.step_log.trained(inputs, *results[:2])
+        return results
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
         check_gradient(norm, self.args, self.accelerator, self.state.global_step)
-        self.audits.observe_gradient(norm, self.is_world_process_zero())
+        self.step_log.latest.gradient_norm = norm
         return norm
 
     # Metrics: TRL's are means over batches, ours are sums until they are logged
-
-    def _record(self, mode: str, metrics: Tally) -> None:
-        self._tallies[mode].merge(metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
@@ -589,8 +577,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             for name, values in metrics.items():
                 if len(values) == len(sizes):
                     metrics[name] = [_weighted_mean(values, sizes)]
-        metrics.update({name: [value] for name, value in self._tallies[mode].means().items()})
-        self._tallies[mode] = Tally()
+        metrics.update({name: [value] for name, value in self.step_log.metrics.close(mode).items()})
         super().log(logs, start_time)
 
     # What is saved
@@ -659,7 +646,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         """
         Runs and scores conversations, `num_generations` for each prompt, without training. Prompts are the first rows
         of the evaluation set, or of the training set if there is none. Where conversations can be compared, turn
-        rewards are also asked whether they depend on later turns, see `RewardWatch.causal`.
+        rewards are also asked whether they depend on later turns, see `Warnings.causal`.
         """
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         rows = [row for row in dataset.take(num_prompts) for _ in range(num_generations)]
@@ -668,7 +655,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             self._rollout(batch)
             self._score(batch)
             if num_generations > 1:
-                self.watch.recheck(batch.counted, "audit")
+                self.step_log.warnings.recheck(batch.counted, "audit")
         return batch.trajectories
 
 

@@ -105,5 +105,6 @@ def test_an_activity_counts_conversations_turns_and_waits(tokenizer):
     ]
     assert activity.describe() == "waiting for forward and backward"
     with activity.of("rewards"):
-        assert activity.during("weight sync", activity.describe) == "waiting for weight sync"
+        with activity.of("weight sync"):
+            assert activity.describe() == "waiting for weight sync"
         assert activity.describe() == "waiting for rewards"

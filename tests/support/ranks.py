@@ -27,7 +27,7 @@ from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.batch import batch_logps
 from mt_grpo.training.model import load_reference
 from mt_grpo.training.nonfinite import NonFiniteError
-from mt_grpo.training.step_log.warnings import read_audit
+from mt_grpo.training.step_log.records import read_audit
 from mt_grpo.weights.weight_file import FullParameters
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 

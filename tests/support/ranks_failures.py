@@ -56,7 +56,7 @@ def on_finish_raises(trainer, rank):
 
 def writer_fails(trainer, rank):
     if rank == 1:
-        trainer.records._writer.folder = Path("/dev/null/rollouts")
+        trainer.step_log.records.writer.folder = Path("/dev/null/rollouts")
 
 
 def reward_raises(trainer, rank):

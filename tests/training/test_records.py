@@ -7,13 +7,16 @@ import time
 
 import pytest
 import torch
-from support.trainers import Letters, batch
+from support.trainers import Calls, Letters, batch
 
-from mt_grpo.credit import estimate
+from mt_grpo.credit import Audit, RewardAudit, estimate
+from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.runlog import RunLogError, open_run
 from mt_grpo.runlog.writer import RunWriter
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.step_log.records import _row_of, number_rows, update_rows
+from mt_grpo.training.step_log import Outputs
+from mt_grpo.training.step_log.records import as_record, mean_record, read_audit, update_rows
+from mt_grpo.training.step_log.step import number_rows, split_number
 from mt_grpo.trajectory import Trajectory
 
 
@@ -139,9 +142,7 @@ def test_a_sequence_level_ratio_clips_whole_conversations(build):
     inputs = batch(trainer)
     logps = torch.zeros(inputs["completion_ids"].shape)
     inputs["old_per_token_logps"] = logps - 1.0
-    with trainer.records.loss_of(inputs):
-        trainer.records.observed((logps, logps, None))
-    rows, summaries = update_rows(trainer.records._outputs)
+    rows, summaries = update_rows([Outputs.of(inputs, logps, logps, trainer.args)])
     for row, summary, advantages in zip(rows, summaries, inputs["advantages"], strict=True):
         assert len(set(row["clipped"].tolist())) == 1
         assert summary["clipped"] == pytest.approx(
@@ -151,12 +152,12 @@ def test_a_sequence_level_ratio_clips_whole_conversations(build):
 
 def test_row_numbers_name_conversations():
     numbers = number_rows(70_000, 65_000, torch.tensor([0, 9_000_000]))
-    assert [_row_of(number) for number in numbers.tolist()] == [(70_000, 65_000, 0), (70_000, 65_000, 9_000_000)]
+    assert [split_number(number) for number in numbers.tolist()] == [(70_000, 65_000, 0), (70_000, 65_000, 9_000_000)]
 
 
 def test_a_folder_that_cannot_be_written_ends_a_run(build, tmp_path):
     trainer = build()
-    trainer.records._writer = RunWriter("/dev/null")
+    trainer.step_log.records.writer = RunWriter("/dev/null")
     with pytest.raises(RunLogError, match="The run's conversations cannot be written to /dev/null/rollouts"):
         trainer.train()
 
@@ -171,3 +172,71 @@ def test_a_resumed_run_goes_on_in_the_same_index(build, tmp_path):
     assert all(row["advantages"] is not None and len(row["updates"]) == 1 for row in run.rows)
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "rollouts/index.jsonl").read_text().splitlines()]
     assert kinds.count("run") == 2
+
+
+REWARD = {name: 0.5 for name in RewardAudit.__dataclass_fields__}
+
+
+def record(silent=1.0, **rewards):
+    audits = tuple(RewardAudit(**{**REWARD, **changes}) for changes in rewards.values())
+    return as_record(Audit(2, silent, None, audits), list(rewards), {})
+
+
+class Same(OutcomeReward):
+    def score(self, trajectory, **row):
+        return 0.9
+
+
+class Never(TurnReward):
+    def score(self, turn, trajectory, **row):
+        return None
+
+
+class Share(TurnReward):
+    """Its part of the turns of the whole trajectory."""
+
+    def score(self, turn, trajectory, **row):
+        return 1.0 / len(trajectory.turns)
+
+
+def test_a_run_records_what_its_rewards_tell_apart(build, tmp_path):
+    rewards = ((Calls(), Share(), Never()), (Letters(), Same()))
+    build(rewards=rewards, advantage_estimator="reward_to_go", logging_steps=2, max_steps=3).train()
+    first, last = (json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines())
+    assert (first["step"], first["groups"], last["step"], last["groups"]) == (2, 2, 3, 1)
+    audited = last["rewards"]
+    assert list(audited) == ["Calls", "Share", "Never", "Letters", "Same"]
+    assert {name: each["causal"] for name, each in audited.items()} == {
+        "Calls": True,
+        "Share": False,
+        "Never": True,
+        "Letters": None,
+        "Same": None,
+    }
+    assert audited["Letters"]["group_correlation"] == pytest.approx(1) and audited["Share"]["group_variance"] == 0.0
+    assert audited["Never"]["applies"] == 0.0 and audited["Same"]["equal_groups"] == 1.0
+    logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert {name for name in logged if name.startswith("credit/")} == {
+        "credit/groups_without_signal",
+        "credit/sign_agreement",
+    }
+
+
+def test_means_are_over_the_records_that_have_a_number():
+    causal = [True, None, False]
+    records = [record(silent=silent, a={"mean": silent or None}) for silent in (0.0, 0.5, 1.0)]
+    for each, value in zip(records, causal, strict=True):
+        each["rewards"]["a"]["causal"] = value
+    mean = mean_record(records)
+    assert (mean["groups"], mean["groups_without_signal"], mean["sign_agreement"]) == (6, 0.5, None)
+    assert mean["rewards"]["a"]["mean"] == 0.75 and mean["rewards"]["a"]["causal"] is False
+    assert mean_record(records[:2])["rewards"]["a"]["causal"] is True
+
+
+def test_of_a_step_that_was_taken_again_the_last_record_counts(tmp_path):
+    assert read_audit(tmp_path) is None
+    lines = [{"step": step, **record(silent=silent, a={})} for step, silent in ((1, 0.0), (2, 1.0), (2, 0.5))]
+    (tmp_path / "audit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    audit = read_audit(tmp_path)
+    assert (audit["groups_without_signal"], audit["groups"]) == (0.25, 4)
+    assert "step" not in audit

@@ -1,1 +1,125 @@
-"""What a trainer says and leaves of its batches and steps: metrics, records, warnings, a table, and the console."""
+"""What a trainer says and leaves of its batches and steps. One callback hands them to records, warnings, metrics and a
+table of conversations; the console asks what the trainer waits for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback
+
+from mt_grpo.rewards import RewardFunc, StateScore
+from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.training.step_log.console import Activity
+from mt_grpo.training.step_log.metrics import Metrics
+from mt_grpo.training.step_log.records import Records, describe_rewards
+from mt_grpo.training.step_log.step import Outputs, Sink, Step, Update
+from mt_grpo.training.step_log.table import Table
+from mt_grpo.training.step_log.warnings import Warnings
+
+__all__ = ["Outputs", "Sink", "Step", "StepLog", "Update"]
+
+
+class StepLog(TrainerCallback):
+    """
+    Hands each batch, each optimiser step and what is logged to the sinks, in their order. The trainer fills in a
+    `Step` per batch, from `begin` to `take` or `rescue`, and an `Update` per optimiser step.
+
+    Args:
+        args (`MTGRPOConfig`): The run's options.
+        turn_rewards, outcome_rewards (`Sequence[RewardFunc]`): The rewards.
+        weights (`Tensor`): `(num_rewards,)`, of turn rewards, then of outcome rewards.
+        state_scores (`Sequence[StateScore]`): The state score, if there is one.
+        about (`dict`): What the index says of the run: `tools`, `model`, `group_size`, ...
+        save_tokenizer (`Callable`): Saves the tokenizer in a folder.
+        trackers (`list[TrainerCallback]`): The trainer's callbacks, some of which are trackers.
+    """
+
+    def __init__(
+        self,
+        args: MTGRPOConfig,
+        turn_rewards: Sequence[RewardFunc],
+        outcome_rewards: Sequence[RewardFunc],
+        weights: Tensor,
+        state_scores: Sequence[StateScore],
+        about: dict[str, Any],
+        save_tokenizer: Callable[[Path], Any],
+        trackers: list[TrainerCallback],
+    ) -> None:
+        rewards = [*turn_rewards, *outcome_rewards]
+        described = describe_rewards(turn_rewards, outcome_rewards, weights.tolist())
+        self.activity = Activity()
+        self.warnings = Warnings(rewards, args, state_scores, about["tools"])
+        self.records = Records(args, about, described, self.warnings.causal, save_tokenizer)
+        self.metrics = Metrics(weights, [reward.name for reward in rewards])
+        self.table = Table(args, trackers)
+        # records first: whatever fails after, the conversations are kept
+        self._sinks: list[Sink] = [self.records, self.warnings, self.metrics, self.table]
+        self._args = args
+        self._evaluated = (-1, -1)  # step and number of the latest batch of an evaluation
+        self.latest = Update()
+        """The latest optimiser step, which may not be finished."""
+        self._begun = 0.0
+
+    # The trainer calls
+
+    def begin(self, batch: RolloutBatch, number: int, k: int, group_size: int) -> Step:
+        """
+        The step of a batch that is about to be sampled.
+
+        Args:
+            batch (`RolloutBatch`): The batch, which is filled in until `take`.
+            number (`int`): Optimiser steps that were taken.
+            k (`int`): Number of a training batch within its optimiser step. Those of evaluations are counted here.
+            group_size (`int`): Conversations of a prompt.
+        """
+        if batch.mode == "eval":
+            k = self._evaluated[1] + 1 if self._evaluated[0] == number else 0
+            self._evaluated = number, k
+        return Step(batch, number, k, group_size, self._args.process_index * len(batch.rows))
+
+    def take(self, step: Step) -> None:
+        """Hands a batch that is credited to the sinks. This is a collective call."""
+        for sink in self._sinks:
+            sink.take(step)
+
+    def rescue(self, step: Step) -> None:
+        """Keeps the conversations of a batch that are finished, after something failed."""
+        self.records.rescue(step)
+
+    def trained(self, inputs: dict[str, Any], logps: Tensor, entropies: Tensor) -> None:
+        """Takes note of log-probs and entropies, `(B, T)`, of a micro-batch whose loss is computed."""
+        if "row_ids" in inputs:  # a checkpoint may hold rows without a number
+            self.latest.outputs.append(Outputs.of(inputs, logps, entropies, self._args))
+
+    # TRL calls
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for sink in self._sinks:
+            sink.begin()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begun = time.perf_counter()
+        self.latest = Update(state.global_step, time.time())
+        self.activity.seconds.clear()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        update = self.latest
+        update.seconds = time.perf_counter() - self._begun
+        update.waits = dict(self.activity.seconds)
+        for sink in self._sinks:
+            sink.update(update)
+        update.outputs = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        mode = "train" if kwargs["model"].training else "eval"
+        for sink in self._sinks:
+            sink.log(logs, mode, state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for sink in self._sinks:
+            sink.end(state.global_step)

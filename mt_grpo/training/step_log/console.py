@@ -1,17 +1,14 @@
-"""What a trainer is at inside a step, for who looks from another thread: nothing is counted until somebody asks."""
+"""What the trainer waits for inside a step, as a line that a thread of its own may ask for at any time."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.trajectory import Trajectory
-
-T = TypeVar("T")
 
 
 class Activity:
@@ -54,11 +51,6 @@ class Activity:
                 yield
         finally:
             self._batch, self._under_way = None, {}
-
-    def during(self, what: str, work: Callable[..., T], *args: Any) -> T:
-        """Calls `work`; `what` is waited for."""
-        with self.of(what):
-            return work(*args)
 
     def describe(self) -> str:
         """What is waited for, and while conversations are sampled, how many are finished and their turns so far."""

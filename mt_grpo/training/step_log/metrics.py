@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import gather, gather_object
 
 from mt_grpo.credit import Audit, RewardBatch
+from mt_grpo.training.step_log.step import Sink, Step
 from mt_grpo.trajectory import StopReason, Trajectory
 
 
@@ -52,6 +53,37 @@ class Tally:
         """The values to log; 0 if there is nothing to divide by."""
         means = {name: total / (self._counts[self._per[name]] or 1) for name, total in self._sums.items()}
         return means | self._largest
+
+
+class Metrics(Sink):
+    """
+    Metrics of the batches of a log window.
+
+    Args:
+        weights (`Tensor`): `(num_rewards,)`, weights of the rewards.
+        names (`list[str]`): Their names.
+    """
+
+    def __init__(self, weights: torch.Tensor, names: list[str]) -> None:
+        self._weights, self._names = weights, names
+        self._tallies = {"train": Tally(), "eval": Tally()}
+
+    def take(self, step: Step) -> None:
+        """A collective call."""
+        batch, tally = step.batch, self._tallies[step.mode]
+        tally.merge(rollout_metrics(batch.counted))
+        if step.mode == "eval":  # TRL's are means over batches, and batches of an evaluation differ in size
+            tally.merge(reward_metrics(batch.rewards_per_func, self._weights, self._names))
+        tally.merge(credit_metrics(batch.rewards, batch.advantages))
+        if step.mode == "train":
+            tally.merge(audit_metrics(step.audit, batch.sampled_again))
+        if "importance_sampling_ratio" in step.output:
+            tally.merge(mismatch_metrics(step.output, batch.advantages.shape[1]))
+
+    def close(self, mode: str) -> dict[str, float]:
+        """Ends the log window of training (`"train"`) or of an evaluation (`"eval"`). Returns its means."""
+        tally, self._tallies[mode] = self._tallies[mode], Tally()
+        return tally.means()
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> Tally:
@@ -186,7 +218,7 @@ def reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str
         weights (`torch.Tensor` of shape `(num_rewards,)`): Their weights.
         names (`list[str]`): Their names.
     """
-    totals = (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    totals = (rewards * weights.to(rewards.device)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
     tally = Tally()
     for name, values in zip(
         ["reward", *(f"rewards/{name}/mean" for name in names)], [totals, *rewards.T], strict=True

@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 from torch import Tensor
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
 from mt_grpo.runlog.files import to_json
+from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.training.step_log.step import Sink, Step
 from mt_grpo.trajectory import Message, Trajectory, visible
 
 ROWS = 4
@@ -23,36 +25,37 @@ STYLES = {"turn": "cyan", "assistant": "green"}
 """Of messages, by author; others are the environment's."""
 
 
-class ConversationLog(TrainerCallback):
+class Table(Sink):
     """
     Shows conversations of the main process when metrics are logged: of the latest batch, and of the first batch of an
     evaluation, so that evaluations show the same questions. `report_to` gets a table of them, and with
     `log_completions` the terminal their text. `num_completions_to_print` says how many.
 
     Args:
-        trainer (`Trainer`): Whose callbacks are the trackers.
+        args (`MTGRPOConfig`): The run's options.
+        trackers (`list[TrainerCallback]`): The trainer's callbacks, some of which are trackers.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, args: MTGRPOConfig, trackers: list[TrainerCallback]) -> None:
         self.console = Console()
         """Where the terminal's are printed; another one where something else is drawn."""
-        self._trainer = trainer
+        self._args = args
+        self._trackers = trackers
         self._latest: dict[str, tuple[RolloutBatch, Tensor]] = {}
 
-    def observe(self, batch: RolloutBatch, advantages: Tensor) -> None:
-        """Takes note of a batch of this process and the advantages of its trajectories, shape `(B, K)`."""
-        if batch.mode == "train" or batch.mode not in self._latest:
-            self._latest[batch.mode] = batch, advantages
+    def take(self, step: Step) -> None:
+        if step.mode == "train" or step.mode not in self._latest:
+            self._latest[step.mode] = step.batch, step.advantages
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        latest = self._latest.pop("train" if self._trainer.model.training else "eval", None)
-        if latest is None or not state.is_world_process_zero:
+    def log(self, logs: dict[str, Any], mode: str, number: int) -> None:
+        latest = self._latest.pop(mode, None)
+        if latest is None or self._args.process_index:
             return
         batch, advantages = latest
         ran = [index for index, trajectory in enumerate(batch.trajectories) if trajectory.stop_reason is not None]
-        most = ROWS if args.num_completions_to_print is None else args.num_completions_to_print
+        most = ROWS if self._args.num_completions_to_print is None else self._args.num_completions_to_print
         count = min(most, len(ran))
-        chosen = [ran[number * len(ran) // count] for number in range(count)]
+        chosen = [ran[place * len(ran) // count] for place in range(count)]
         if not chosen:
             return
         rows, texts = [], []
@@ -60,14 +63,14 @@ class ConversationLog(TrainerCallback):
             trajectory = batch.trajectories[index]
             of_turns = advantages[index, : len(trajectory.turns)].tolist()
             extra = {name: values[index] for name, values in batch.extra.items()}
-            rows.append(table_row(state.global_step, trajectory, of_turns, extra))
+            rows.append(table_row(number, trajectory, of_turns, extra))
             texts.append(_text(trajectory, of_turns))
-        self._send(f"{batch.mode}/conversations", rows, state.global_step)
-        if args.log_completions:
-            self._print(texts, batch.mode, state.global_step)
+        self._send(f"{batch.mode}/conversations", rows, number)
+        if self._args.log_completions:
+            self._print(texts, batch.mode, number)
 
     def _send(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
-        for callback in self._trainer.callback_handler.callbacks:
+        for callback in self._trackers:
             if isinstance(callback, TensorBoardCallback):
                 text = "\n---\n\n".join(map(as_markdown, rows))
                 callback.tb_writer.add_text(key, text, step)

@@ -14,9 +14,9 @@ from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 
 def shown(trainer) -> str:
-    trainer.conversations.console = Console(file=io.StringIO(), width=80)
+    trainer.step_log.table.console = Console(file=io.StringIO(), width=80)
     trainer.train()
-    return trainer.conversations.console.file.getvalue()
+    return trainer.step_log.table.console.file.getvalue()
 
 
 def test_the_terminal_shows_whole_conversations(build, capfd, tmp_path):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from support.trainers import Calls, Letters, conversation, member
 
+from mt_grpo.credit import Audit, RewardAudit
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import EngineError
-from mt_grpo.training.step_log.warnings import CUT
+from mt_grpo.runlog.findings import Counts
+from mt_grpo.training.step_log import Update, warnings
+from mt_grpo.training.step_log.records import as_record
+from mt_grpo.training.step_log.warnings import CUT, STILL, why_still
 
 
 class Never(TurnReward):
@@ -122,3 +128,50 @@ def test_the_bias_of_mt_grpo_is_said_once(build, caplog):
 def test_another_rule_is_not_called_biased(build, caplog):
     build(rewards=((Calls(),), (Letters(),)), advantage_estimator="reward_to_go").train()
     assert not said(caplog)
+
+
+def test_a_gradient_that_stays_zero_is_spoken_of_once(build, caplog, monkeypatch):
+    monkeypatch.setattr(warnings, "STILL", 2)
+    build(rewards=((Never(),), (Same(),)), max_steps=3).train()
+    (message,) = [message for message in said(caplog) if "gradient" in message]
+    assert message == (
+        "The gradient has been exactly 0 for 2 steps, so nothing is learnt: the advantages of all groups were 0 at "
+        "every turn; the reward 'Never' returned `None` for every conversation; the reward 'Same' gave all members "
+        "of each group the same. No conversation is right: the questions may be too hard, or the reward for an answer "
+        "too strict."
+    )
+
+
+def test_a_gradient_that_comes_back_is_not_spoken_of(build, caplog):
+    trainer = build()
+    for norm in [*[0.0] * (STILL - 1), 0.1, *[0.0] * (STILL - 1), None]:
+        trainer.step_log.warnings.update(Update(gradient_norm=norm))
+    assert not said(caplog)
+
+
+REWARD = {name: 0.5 for name in RewardAudit.__dataclass_fields__}
+
+
+def record(silent=1.0, **rewards):
+    audits = tuple(RewardAudit(**{**REWARD, **changes}) for changes in rewards.values())
+    return as_record(Audit(2, silent, None, audits), list(rewards), {})
+
+
+def ended(stop: str, **changes) -> Counts:
+    """Four conversations that all ended so."""
+    return Counts(conversations=4, stops=Counter({stop: 4}), turns=4, calls=4, **changes)
+
+
+def test_a_still_gradient_has_the_causes_of_audits_and_findings():
+    answered = ended("answered", right={False})
+    assert why_still([], Counts()) == "no conversation was sampled."
+    failed = why_still([record(a=dict.fromkeys(REWARD))], ended("engine_error", first_failure="gone"))
+    assert failed.startswith("4 of 4 conversations failed (engine_error), the first with: gone.")
+    assert "are not trained: they are masked" in why_still([record(a={}), record(silent=0.5, a={})], answered)
+    equal = why_still([record(a={"equal_groups": 1.0}, b={"equal_groups": 1.0}, c={})], answered)
+    assert "the rewards 'a', 'b' gave all members of each group the same" in equal
+    assert equal.endswith("what other rewards told apart has no weight, or the credit rule does not use it.")
+    same = [record(a={"equal_groups": 1.0})]
+    why = why_still(same, answered)
+    assert "the reward 'a' gave all members of each group the same. No conversation is right: the questions" in why
+    assert why_still(same, ended("length")).endswith("4 of 4 conversations were cut off by length.")
