@@ -131,7 +131,6 @@ def run(model: Qwen3ForCausalLM, folder: str, url: str, repeats: int) -> tuple[T
         sync.verify()  # a ratio of weights that did not arrive is void
     finally:
         sync.close()
-        control.close()
     times["load"] = times.pop("/update_weights")
     handshake = [times.pop(path) for path in list(times) if path.startswith("/")]
     times["handshake"] = [(sum(wall for wall, _ in repeat), 0.0) for repeat in zip(*handshake, strict=True)]

@@ -19,7 +19,7 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.forward import check_sequence_ratio
-from mt_grpo.weights.transport import TRANSPORTS, WeightSync, WeightTransport
+from mt_grpo.weights.transport import TRANSPORTS, WeightTransport
 from mt_grpo.weights.updates import WeightSyncError
 
 _EVERYWHERE = "0.0.0.0"
@@ -114,7 +114,7 @@ def server_client(args: MTGRPOConfig, tokenizer: Any, model: str) -> VLLMServerC
 
 def weight_sync(
     args: MTGRPOConfig, client: VLLMServerClient, get_model: Callable[[], Any], accelerator: Accelerator
-) -> WeightSync:
+) -> WeightTransport:
     """
     The transport of weights to the servers that the options choose.
 

@@ -96,7 +96,7 @@ from mt_grpo.training.trl_arguments import (
     widened,
 )
 from mt_grpo.trajectory import Trajectory, visible
-from mt_grpo.weights.transport import WeightSync
+from mt_grpo.weights.transport import WeightTransport
 
 Reward = str | Callable[..., Any] | RewardFunc | PreTrainedModel
 Rewards = Reward | Sequence[Reward] | None
@@ -264,7 +264,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         args = self.args
         prepare_tokenizer(self._tokenizer, self.env)
         self.use_vllm = args.use_vllm  # TRL's loss then corrects for the engine's different log-probs
-        self.weight_sync: WeightSync | None = None
+        self.weight_sync: WeightTransport | None = None
         self._last_loaded_step = -1
         if args.use_vllm:
             check_importance_sampling(args)

@@ -6,22 +6,27 @@ import atexit
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from trl.distributed import DistributedBackend
 
+from mt_grpo.concurrency import run
 from mt_grpo.imports import Registry
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import CONNECT_TIMEOUT, RequestFailed, ServerControl, ServerGoneError
+from mt_grpo.rollout.engines.vllm.http import (
+    RequestFailed,
+    Server,
+    ServerControl,
+    ServerGoneError,
+    wait_for_servers,
+)
 from mt_grpo.rollout.engines.vllm.lease import new_run, weight_label
-from mt_grpo.rollout.engines.vllm.pool import Server
-from mt_grpo.weights.updates import WeightSyncError, check_holder, check_still_held, give_back
+from mt_grpo.weights.updates import WeightSyncError, check_lease, check_still_leased, give_back
 from mt_grpo.weights.verification import (
     EXACT,
     PADDING,
@@ -35,7 +40,7 @@ from mt_grpo.weights.verification import (
 
 logger = logging.getLogger(__name__)
 
-_POLL = 0.5  # seconds between looks at a server that is down
+_GOODBYE = 5.0  # seconds a call may take when the run is over
 
 
 class _Seen(NamedTuple):
@@ -45,174 +50,6 @@ class _Seen(NamedTuple):
     states: list[tuple[bool, str]]
     checksum: str
     dtype: torch.dtype | None
-
-
-class ServerRounds:
-    """
-    Calls all servers of a client from the main process. Afterwards all processes know the same.
-
-    Args:
-        client (`VLLMServerClient`): Its servers.
-        accelerator (`Accelerator`): Its processes.
-        timeout (`float`): Most seconds of a call.
-
-    Attributes:
-        dtype (`torch.dtype`, *optional*): The widest dtype of the servers' weights; `None` until it is known.
-        checksum (`str`): Checksum of the weights that were sent last.
-    """
-
-    repeatable = True
-    """Whether one process can send the weights again by itself."""
-
-    def __init__(self, client: VLLMServerClient, accelerator: Accelerator, timeout: float) -> None:
-        self.client = client
-        self.accelerator = accelerator
-        self.dtype: torch.dtype | None = None
-        self.checksum = ""
-        self._timeout = timeout
-
-    def _run(self, everywhere: Any, main: Any) -> None:
-        """
-        Runs `everywhere` in every process, then `main` in the main one. A failure is raised in all processes. A server
-        that the main one lost is left out by all, because its weights may differ from the rest. A server that the main
-        one uses again, with its weights, is used again by all.
-        """
-        failure = None
-        try:
-            everywhere()
-            if self.accelerator.is_main_process:
-                main()
-        except (RequestFailed, WeightSyncError, OSError) as error:
-            failure = error
-        servers = self.client.pool.servers
-        seen = _Seen(
-            None if failure is None else str(failure),
-            [(server.up, server.fault) for server in servers],
-            self.checksum,
-            self.dtype,
-        )
-        if self.accelerator.num_processes > 1:
-            told = [seen]
-            broadcast_object_list(told)
-            (seen,) = told
-        self.checksum, self.dtype = seen.checksum, seen.dtype
-        for server, (up, fault) in zip(servers, seen.states, strict=True):
-            if server.up and not up:
-                server.drop(fault)
-            elif up and not server.up:
-                server.mark_up()
-        if isinstance(failure, (WeightSyncError, ServerGoneError)):
-            raise failure
-        if failure is not None or seen.failure is not None:
-            raise WeightSyncError(seen.failure if failure is None else str(failure)) from failure
-
-    def _each_server(self, action: Any, again: Any = None) -> None:
-        """
-        Does something with every server that is up, concurrently. A server that is down gets its weights when it is
-        back. If all servers are lost meanwhile, `again` is done once, with those that come back.
-        """
-        self._wait_for_one()
-        up = [server for server in self.client.pool.servers if server.up]
-        if len(up) == 1:  # in this thread, which is the one that CUDA knows the device of
-            failures = [self._attempt(up[0], action)]
-        else:
-            with ThreadPoolExecutor(len(up)) as executor:
-                failures = list(executor.map(lambda server: self._attempt(server, action), up))
-        if not any(server.up for server in self.client.pool.servers):
-            if again is None or not self.repeatable:
-                raise next(failure for failure in failures if failure is not None)
-            return self._each_server(again)
-        for failure in failures:
-            if failure is not None and not failure.unreachable:
-                raise failure
-
-    def _attempt(self, server: Server, action: Any) -> RequestFailed | None:
-        control = self._control(server.url)
-        try:
-            action(control)
-        except RequestFailed as error:
-            if error.unreachable:
-                server.drop(str(error))
-            return error
-        finally:
-            control.close()
-        return None
-
-    def _wait_for_one(self) -> None:
-        """Waits until at least one server is up."""
-        servers = self.client.pool.servers
-        told = 0.0
-        while not any(server.up for server in servers):
-            for server in servers:
-                control = ServerControl(server.url, self.client.api_key, CONNECT_TIMEOUT)
-                try:
-                    control.get("/health")
-                    server.mark_up()
-                except RequestFailed as error:
-                    server.fault = str(error)
-                finally:
-                    control.close()
-            waited = time.monotonic() - max(
-                (one.down_since for one in servers if one.down_since is not None), default=0.0
-            )
-            if any(server.up for server in servers):
-                return
-            if waited >= self.client.server_timeout:
-                raise ServerGoneError(self.client.gone())
-            if waited >= told:
-                logger.warning("Waiting for a vLLM server (%.0f of %.0f s).", waited, self.client.server_timeout)
-                told = waited + 5.0
-            time.sleep(_POLL)
-
-    def _control(self, base_url: str) -> ServerControl:
-        return ServerControl(base_url, self.client.api_key, self._timeout)
-
-
-_GOODBYE = 5.0  # seconds a call may take when the run is over
-
-
-class WeightSync(Protocol):
-    """
-    The interface of transports for a trainer. Every process calls all methods except `restore` at the same points.
-    """
-
-    def begin(self) -> None:
-        """
-        Makes sure that this run can use every server, before anything is sent. If it was not called, `sync` calls it.
-
-        Raises:
-            WeightSyncError: In every process, if a server cannot be used, e.g. because another run uses it.
-        """
-        ...
-
-    def sync(self, step: int) -> None:
-        """
-        Makes the servers sample with the trainer's weights as they are after optimiser step `step`.
-
-        Raises:
-            WeightSyncError: In every process, if they do not.
-        """
-        ...
-
-    def restore(self, base_url: str) -> None:
-        """
-        Sends the weights of the latest `sync` to a server that was restarted, and verifies them. Any process may call
-        it at any time, since the others may be waiting for this process in a collective.
-        """
-        ...
-
-    def check(self) -> None:
-        """
-        After rollouts, makes sure that no other run sent weights to the servers meanwhile.
-
-        Raises:
-            WeightSyncError: In every process, if another run did.
-        """
-        ...
-
-    def close(self) -> None:
-        """Gives the servers back to other runs, and removes the transfer's files."""
-        ...
 
 
 TRANSPORTS: Registry[type[WeightTransport]] = Registry("weight transport", "mt_grpo.weights.transports")
@@ -229,10 +66,10 @@ def weight_transport(name: str) -> Callable[[type[WeightTransport]], type[Weight
     return TRANSPORTS.register(name)
 
 
-class WeightTransport(ServerRounds):
+class WeightTransport:
     """
-    The base class of transports; each is a `WeightSync`. Rank 0 talks to the servers. Every rank learns the result,
-    and which servers are left out.
+    The base class of transports. The main process talks to the servers. Every process learns the result, and which
+    servers are left out. Every process calls all public methods except `restore` at the same points.
 
     Args:
         client (`VLLMServerClient`): Its servers are synced. Its version and `restore` are set.
@@ -242,7 +79,14 @@ class WeightTransport(ServerRounds):
         tolerance (`float`, *optional*): Largest mean absolute difference of a probe token's log-probability, in nats.
             It is 1e-3 if all is computed in float32, and measured otherwise, see `tolerance_for`.
         timeout (`float`, *optional*, defaults to `300.0`): Most seconds of a call to a server.
+
+    Attributes:
+        dtype (`torch.dtype`, *optional*): The widest dtype of the servers' weights; `None` until it is known.
+        checksum (`str`): Checksum of the weights that were sent last.
     """
+
+    repeatable: bool = True
+    """Whether one process can send the weights again by itself."""
 
     server_backend: str = "safetensors"
     """vLLM's weight-transfer backend, with which the server is started."""
@@ -260,7 +104,11 @@ class WeightTransport(ServerRounds):
         tolerance: float | None = None,
         timeout: float = 300.0,
     ) -> None:
-        super().__init__(client, accelerator, timeout)
+        self.client = client
+        self.accelerator = accelerator
+        self.dtype: torch.dtype | None = None
+        self.checksum = ""
+        self._timeout = timeout
         self.get_model = get_model
         self.verify_every = verify_every
         self.tolerance = EXACT if tolerance is None else tolerance
@@ -292,10 +140,15 @@ class WeightTransport(ServerRounds):
         return [], {}
 
     def begin(self) -> None:
-        """See `WeightSync.begin`."""
+        """
+        Makes sure that this run can use every server, before anything is sent. If it was not called, `sync` calls it.
+
+        Raises:
+            WeightSyncError: In every process, if a server cannot be used, e.g. because another run uses it.
+        """
         if self._begun:
             return
-        self._run(lambda: None, lambda: self._each_server(self._examine))
+        self._run(lambda: self._each_server(self._examine))
         mixed = {"no": torch.float32, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.bfloat16)
         assert self.dtype is not None  # every server was asked
         dtypes = (next(self.get_model().parameters()).dtype, mixed, self.dtype)
@@ -304,7 +157,12 @@ class WeightTransport(ServerRounds):
         self._begun = True
 
     def sync(self, step: int) -> None:
-        """See `WeightSync.sync`."""
+        """
+        Makes the servers sample with the trainer's weights as they are after optimiser step `step`.
+
+        Raises:
+            WeightSyncError: In every process, if they do not.
+        """
         with self._lock:
             self.accelerator.wait_for_everyone()  # until no process brings a server the weights of before
             self.begin()
@@ -331,31 +189,33 @@ class WeightTransport(ServerRounds):
             self._verify()
 
     def check(self) -> None:
-        """See `WeightSync.check`."""
+        """
+        After rollouts, makes sure that no other run sent weights to the servers meanwhile.
+
+        Raises:
+            WeightSyncError: In every process, if another run did.
+        """
         with self._lock:
-            self._run(lambda: None, self._check_up)
+            self._run(self._check_up)
 
     def _verify(self) -> None:
-        self._run(lambda: None, lambda: self._each_server(self._compare, self._push_and_compare))
+        self._run(lambda: self._each_server(self._compare, self._push_and_compare))
 
     def restore(self, base_url: str) -> None:
-        """See `WeightSync.restore`."""
-        control = self._control(base_url)
-        try:
-            with self._lock:
-                self._push_and_compare(control)
-        finally:
-            control.close()
+        """
+        Sends the weights of the latest `sync` to a server that was restarted, and verifies them. Any process may call
+        it at any time, since the others may be waiting for this process in a collective.
+        """
+        with self._lock:
+            self._push_and_compare(self._control(base_url))
 
     def close(self) -> None:
-        """See `WeightSync.close`."""
+        """Gives the servers back to other runs."""
         atexit.unregister(self.close)
         if self.accelerator.is_main_process and self._begun:
             for server in self.client.pool.servers:
                 if server.up:
-                    control = ServerControl(server.url, self.client.api_key, _GOODBYE)
-                    give_back(control, self.run)
-                    control.close()
+                    give_back(ServerControl(server.url, self.client.api_key, _GOODBYE), self.run)
 
     def _gather(self, step: int | None) -> None:
         """Every process: gets the weights ready to be sent; with `step` `None`, those of the proof."""
@@ -370,7 +230,7 @@ class WeightTransport(ServerRounds):
     """Context in which a model computes as if its weights were those of the proof."""
 
     def _examine(self, server: ServerControl) -> None:
-        check_holder(server, self.run)
+        check_lease(server, self.run)
         config = server.get("/server_info", config_format="json")["vllm_config"]
         dtype = getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
         self.dtype = max(self.dtype or dtype, dtype, key=lambda one: one.itemsize)
@@ -390,14 +250,14 @@ class WeightTransport(ServerRounds):
 
     def _send(self, step: int | None) -> None:
         bring = functools.partial(self._bring, step=step)
-        self._run(lambda: self._gather(step), lambda: self._each_server(bring, bring))
+        self._run(lambda: self._each_server(bring, bring), everywhere=lambda: self._gather(step))
         self.client.weight_version = step
         for server in self.client.pool.servers:
             server.fingerprint = None
         self._pushed(step)
 
     def _bring(self, server: ServerControl, step: int | None) -> None:
-        check_holder(server, self.run)
+        check_lease(server, self.run)
         self._push(server, step)
 
     def _label(self, step: int | None) -> str:
@@ -405,7 +265,7 @@ class WeightTransport(ServerRounds):
 
     def _check_up(self) -> None:
         """Checks every server that is up. A server that cannot be reached is left out."""
-        look = functools.partial(check_still_held, label=self._label(self.client.weight_version))
+        look = functools.partial(check_still_leased, label=self._label(self.client.weight_version))
         for server in self.client.pool.servers:
             failure = self._attempt(server, look) if server.up else None
             if failure is not None and not failure.unreachable:
@@ -437,3 +297,88 @@ class WeightTransport(ServerRounds):
                 "reach every layer (tied output embeddings, parameter names the server does not know), another run "
                 "writing to the same server, a different dtype, quantization or model revision on the server."
             )
+
+    # Calls of all servers
+
+    def _run(self, main: Callable[[], None], everywhere: Callable[[], None] | None = None) -> None:
+        """
+        Runs `everywhere` in every process, then `main` in the main one. A failure is raised in all processes. A server
+        that the main one lost is left out by all, because its weights may differ from the rest. A server that the main
+        one uses again, with its weights, is used again by all.
+        """
+        failure = None
+        try:
+            if everywhere is not None:
+                everywhere()
+            if self.accelerator.is_main_process:
+                main()
+        except (RequestFailed, WeightSyncError, OSError) as error:
+            failure = error
+        servers = self.client.pool.servers
+        seen = _Seen(
+            None if failure is None else str(failure),
+            [(server.up, server.fault) for server in servers],
+            self.checksum,
+            self.dtype,
+        )
+        if self.accelerator.num_processes > 1:
+            told = [seen]
+            broadcast_object_list(told)
+            (seen,) = told
+        self.checksum, self.dtype = seen.checksum, seen.dtype
+        for server, (up, fault) in zip(servers, seen.states, strict=True):
+            if server.up and not up:
+                server.drop(fault)
+            elif up and not server.up:
+                server.mark_up()
+        if isinstance(failure, (WeightSyncError, ServerGoneError)):
+            raise failure
+        if failure is not None or seen.failure is not None:
+            raise WeightSyncError(seen.failure if failure is None else str(failure)) from failure
+
+    def _each_server(
+        self, action: Callable[[ServerControl], None], again: Callable[[ServerControl], None] | None = None
+    ) -> None:
+        """
+        Does something with every server that is up, concurrently. A server that is down gets its weights when it is
+        back. If all servers are lost meanwhile, `again` is done once, with those that come back.
+        """
+        self._wait_for_one()
+        up = [server for server in self.client.pool.servers if server.up]
+        if len(up) == 1:  # in this thread, which is the one that CUDA knows the device of
+            failures = [self._attempt(up[0], action)]
+        else:
+            with ThreadPoolExecutor(len(up)) as executor:
+                failures = list(executor.map(lambda server: self._attempt(server, action), up))
+        if not any(server.up for server in self.client.pool.servers):
+            if again is None or not self.repeatable:
+                raise next(failure for failure in failures if failure is not None)
+            return self._each_server(again)
+        for failure in failures:
+            if failure is not None and not failure.unreachable:
+                raise failure
+
+    def _attempt(self, server: Server, action: Callable[[ServerControl], None]) -> RequestFailed | None:
+        try:
+            action(self._control(server.url))
+        except RequestFailed as error:
+            if error.unreachable:
+                server.drop(str(error))
+            return error
+        return None
+
+    def _wait_for_one(self) -> None:
+        """Waits until at least one server is up."""
+        servers = self.client.pool.servers
+        if any(server.up for server in servers):
+            return
+        since = max(server.down_since for server in servers if server.down_since is not None)
+        silent = run(wait_for_servers(servers, 1, since, self.client.server_timeout, logger.warning))
+        if len(silent) == len(servers):
+            raise ServerGoneError(self.client.gone())
+        for server in servers:
+            if server not in silent:
+                server.mark_up()
+
+    def _control(self, base_url: str) -> ServerControl:
+        return ServerControl(base_url, self.client.api_key, self._timeout)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from mt_grpo.errors import UserError
 from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
-from mt_grpo.rollout.engines.vllm.lease import holder, released
+from mt_grpo.rollout.engines.vllm.lease import read_lease, released
 from mt_grpo.vllm_plugin import BACKEND
 from mt_grpo.vllm_plugin.checksum import file_checksum
 
@@ -106,14 +106,14 @@ def confirm(server: ServerControl, checksum: str, path: Path | None = None) -> N
         ) from error
 
 
-def check_holder(server: ServerControl, run: str) -> None:
+def check_lease(server: ServerControl, run: str) -> None:
     """
     Makes sure that no other run uses a server.
 
     Raises:
         WeightSyncError: If another run uses it, or may use it.
     """
-    other = holder(server.get("/weight_info")["weight_version"])
+    other = read_lease(server.get("/weight_info")["weight_version"])
     if other is None or other.run == run or other.over:
         return
     end = "end it first" if other.here else "end it first, or restart the server if that run was killed"
@@ -123,7 +123,7 @@ def check_holder(server: ServerControl, run: str) -> None:
     )
 
 
-def check_still_held(server: ServerControl, label: str) -> None:
+def check_still_leased(server: ServerControl, label: str) -> None:
     """
     Makes sure that a server held the weights of `label` while it was sampled from.
 
@@ -134,7 +134,7 @@ def check_still_held(server: ServerControl, label: str) -> None:
     version = server.get("/weight_info")["weight_version"]
     if version in (label, released(label)):
         return
-    other = holder(version)
+    other = read_lease(version)
     if other is None:
         raise RequestFailed(f"The server at {server.base_url} was restarted.", True, unreachable=True)
     raise WeightSyncError(
@@ -148,7 +148,7 @@ def give_back(server: ServerControl, run: str) -> None:
     """Tells a server that a run is over, if the server can be reached and holds the run's weights."""
     with contextlib.suppress(RequestFailed):
         version = server.get("/weight_info")["weight_version"]
-        held = holder(version)
+        held = read_lease(version)
         if held is not None and held.run == run and version != released(version):
             server.post("/update_weight_version", {"new_version": released(f"{run}:{held.step}")})
 

@@ -14,7 +14,7 @@ from support.replicas import Replica, step_of
 from mt_grpo.rollout.engines.vllm import lease as vllm_run
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError
-from mt_grpo.rollout.engines.vllm.lease import holder, new_run, released, weight_label
+from mt_grpo.rollout.engines.vllm.lease import new_run, read_lease, released, weight_label
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import weight_sync
 from mt_grpo.weights.transports.files import SafetensorsTransport
@@ -106,7 +106,7 @@ def test_a_server_held_by_another_machine_is_refused_until_freed(replicas, sync_
 
 @pytest.mark.parametrize("version", ["default", "12", "a-b:3"])
 def test_versions_that_no_run_of_ours_set_name_nobody(replicas, sync_of, version):
-    assert holder(version) is None
+    assert read_lease(version) is None
     replicas[0].version = version
     sync_of().sync(0)
 

@@ -403,16 +403,16 @@ def test_a_server_lost_long_ago_is_asked_before_it_is_given_up(tokenizer, start)
     assert ask(client, connect=False).ids == [5, 6]
 
 
-def test_chat_works_inside_a_running_loop(tokenizer, start):
-    server = start()
+def test_the_client_works_while_the_callers_loop_runs(tokenizer, start):
+    client = client_of(tokenizer, start())
 
     async def notebook():
-        return client_of(tokenizer, server).chat([[{"role": "user", "content": "Lima?"}]], SAMPLING)
+        return run(client.generate([1], SAMPLING, "one"))
 
-    assert [reply.token_ids for reply in asyncio.run(notebook())] == [[5, 6]]
+    assert asyncio.run(notebook()).ids == [5, 6]
 
 
-def test_a_chat_beside_a_rollout_leaves_it_its_connections(tokenizer, start):
+def test_closing_beside_a_rollout_leaves_it_its_connections(tokenizer, start):
     asked, answered = threading.Event(), threading.Event()
 
     def complete(number, body):
@@ -434,7 +434,9 @@ def test_a_chat_beside_a_rollout_leaves_it_its_connections(tokenizer, start):
     waiting = threading.Thread(target=lambda: samples.append(run(rollout())))
     waiting.start()
     assert asked.wait(20)
-    client.chat([[{"role": "user", "content": "Lima?"}]], SAMPLING)
+    assert run(client.generate([1], SAMPLING, "beside")).ids == [5]
+    client.release("beside")
+    run(client.close())
     answered.set()
     waiting.join(20)
     assert [sample.ids for sample in samples] == [[5]] and len(client.pool.servers[0].sessions) <= 1

@@ -61,7 +61,6 @@ def unchanged(server) -> None:
     control = ServerControl(server.url)
     assert control.get("/is_paused") == {"is_paused": False}
     assert control.get("/weight_info")["weight_version"] != "stolen"
-    control.close()
 
 
 def save(path: str) -> dict:

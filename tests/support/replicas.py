@@ -8,7 +8,7 @@ import threading
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from mt_grpo.rollout.engines.vllm.lease import holder
+from mt_grpo.rollout.engines.vllm.lease import read_lease
 from mt_grpo.vllm_plugin.checksum import file_checksum
 from mt_grpo.weights.verification import trainer_logprobs
 from support.loopback import ScriptedServer
@@ -101,7 +101,7 @@ class Replica:
 
 
 def step_of(version: str) -> str:
-    return holder(version).step
+    return read_lease(version).step
 
 
 class Receiver(Replica):

@@ -75,13 +75,10 @@ def server(case: Case) -> Lines:
 
 def server_fault(url: str) -> str | None:
     """Why a server cannot be used, from its answer to `/health`."""
-    control = ServerControl(url, timeout=PATIENCE)
     try:
-        control.get("/health")
+        ServerControl(url, timeout=PATIENCE).get("/health")
     except RequestFailed as error:
         return str(error).removesuffix(".")
-    finally:
-        control.close()
     return None
 
 

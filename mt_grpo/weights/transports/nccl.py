@@ -19,7 +19,7 @@ from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl, find
 from mt_grpo.weights.transport import WeightTransport, weight_transport
 from mt_grpo.weights.updates import (
     WeightSyncError,
-    check_holder,
+    check_lease,
     paused,
     updating,
 )
@@ -85,11 +85,11 @@ class NcclTransport(WeightTransport):
         groups that broadcast at the same time may deadlock.
         """
         server = self._control(self.client.base_urls[0])
-        with contextlib.closing(server), contextlib.ExitStack() as update:
+        with contextlib.ExitStack() as update:
 
             def begin_update() -> None:
                 self._wait_for_one()
-                check_holder(server, self.run)
+                check_lease(server, self.run)
                 update.enter_context(paused(server))
                 update.enter_context(updating(server, self._label(step)))
 
@@ -98,13 +98,13 @@ class NcclTransport(WeightTransport):
                 send_bucket(server, self._group, bucket)
 
             # before anyone walks over the parameters, which all must do or none
-            self._run(lambda: None, begin_update)
+            self._run(begin_update)
             self._parameters.model, self._parameters.dtype = self.get_model(), self.dtype
             self._parameters.changed = self.changed
             walk = iter(self._parameters)
             try:
                 while bucket := self._take(walk):
-                    self._run(lambda: None, functools.partial(send, bucket))
+                    self._run(functools.partial(send, bucket))
             finally:  # a failure ends all processes at the same bucket; gathering the rest takes all of them
                 exhaust(walk)
 

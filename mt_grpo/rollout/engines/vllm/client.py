@@ -7,31 +7,30 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
-from mt_grpo.concurrency import run
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.rollout.engines.vllm.http import (
     CONNECT_TIMEOUT,
+    POLL,
     RequestFailed,
+    Server,
     ServerGoneError,
+    ask,
     check_server,
     open_session,
+    wait_for_servers,
 )
 from mt_grpo.rollout.engines.vllm.lease import weight_label
-from mt_grpo.rollout.engines.vllm.pool import Connections, Server, ServerPool
-from mt_grpo.rollout.rendering import ChatRenderer
-from mt_grpo.trajectory import Message
+from mt_grpo.rollout.engines.vllm.pool import Connections, ServerPool
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 START_COMMAND = "mt-grpo serve --config R.yaml"
 TOKEN_TIME = 0.1
 """Most seconds that a busy server takes per sampled token."""
-_POLL = 0.5  # seconds between looks at a server that is down
-_FIRST_TOLD = 10.0  # seconds after which a wait is told of again
 _LONGEST_BACKOFF = 8.0
 
 
@@ -110,9 +109,15 @@ class VLLMServerClient:
             ServerSetupError: If a server is up but cannot serve this run.
         """
         try:
-            await self._wait(progress)
+            servers, began = self.pool.servers, time.monotonic()
+            silent = await wait_for_servers(servers, len(servers), began, self.server_timeout, progress)
+            if len(silent) == len(servers):
+                raise ServerGoneError(self.gone())
+            for server in silent:
+                server.drop(server.fault)
+                progress(f"Going on without the vLLM server at {server.url}: {server.fault}")
             lengths = []
-            for server in self.pool.servers:
+            for server in servers:
                 if server.up:
                     get, post = self._caller(server, "GET"), self._caller(server, "POST")
                     lengths.append(await check_server(server.url, self.expected_model, self.tokenizer, get, post))
@@ -131,13 +136,21 @@ class VLLMServerClient:
         assert sampling.max_tokens is not None
         version = self.weight_version
         content = completion_request(self.model, context, sampling)
-        sample = await self.ask(session, context, content, read_sample, TOKEN_TIME * sampling.max_tokens)
+        sample = await self._ask(session, context, content, read_sample, TOKEN_TIME * sampling.max_tokens)
         sample.weight_version = version
         return sample
 
     async def logprobs(self, context: list[int], tokens: list[int], session: str) -> list[float]:
         """Log-probs of given tokens; see `ScoringEngine`. Raises as `generate`."""
-        return await score_tokens(self, context, tokens, session)
+
+        async def one(number: int) -> float:
+            given, token = context + tokens[:number], tokens[number]
+            content = scoring_request(self.model, given, token)
+            return await self._ask(
+                session, given, content, lambda answer, request: read_logprob(answer, token, request)
+            )
+
+        return list(await asyncio.gather(*map(one, range(len(tokens)))))
 
     def join(self, session: str, other: str) -> None:
         """Places a conversation on the server of another; see `PlacingEngine`."""
@@ -146,22 +159,6 @@ class VLLMServerClient:
     def release(self, session: str) -> None:
         """Forgets which server served the conversation."""
         self.pool.release(session)
-
-    def chat(
-        self, messages_list: list[list[Message]], sampling_params: SamplingParams | None = None
-    ) -> list[ChatReply]:
-        """
-        Answers conversations with one reply each, and waits for them. It works in a running event loop (a notebook)
-        too.
-
-        Args:
-            messages_list (`list[list[dict]]`): Conversations. The tokenizer's chat template renders them.
-            sampling_params (`SamplingParams`, *optional*): `max_tokens` defaults to the room left in the context.
-
-        Returns:
-            `list[ChatReply]` in the order of `messages_list`.
-        """
-        return run(answer_all(self, messages_list, sampling_params or SamplingParams()))
 
     async def close(self) -> None:
         """Closes the connections, unless a request is under way. The next request opens them again."""
@@ -172,65 +169,42 @@ class VLLMServerClient:
             await self._wire.http.close()
             self._wire = None
 
-    async def _wait(self, progress: Callable[[str], None]) -> None:
-        """Waits until all servers answer, or `server_timeout` seconds until one of them does."""
-        start, told = time.monotonic(), 0.0
-        waiting = list(self.pool.servers)
-        while waiting:
-            for server in list(waiting):
-                try:
-                    await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
-                    waiting.remove(server)
-                except RequestFailed as error:
-                    server.fault = str(error)
-            waited = time.monotonic() - start
-            if waiting and waited >= self.server_timeout:
-                break
-            if waiting and waited >= told:
-                urls = ", ".join(server.url for server in waiting)
-                progress(
-                    f"Waiting for the vLLM server at {urls}, which `mt-grpo serve` starts ({waited:.0f} of "
-                    f"{self.server_timeout:.0f} s)."
-                )
-                told = max(2 * told, _FIRST_TOLD)  # a server that takes minutes is told of a few times
-            if waiting:
-                await asyncio.sleep(min(_POLL, max(0.0, self.server_timeout - waited)))
-        if len(waiting) == len(self.pool.servers):
-            raise ServerGoneError(self.gone())
-        for server in waiting:
-            server.drop(server.fault)
-            progress(f"Going on without the vLLM server at {server.url}: {server.fault}")
-
-    async def ask(self, session: str, context: list[int], content: bytes, read: Read, more: float = 0.0) -> Any:
-        """What `read` finds in the server's answer to `content`, asked `more` seconds longer than usual at most."""
+    async def _ask(
+        self, session: str, context: list[int], content: bytes, read: Callable[[Any, str], T], more: float = 0.0
+    ) -> T:
+        """
+        What `read` finds in the server's answer to `content`; it is given the answer and the name of the request. The
+        server may take `more` seconds longer than usual.
+        """
         async with self._connection().place():
-            return await self._ask(session, context, content, read, self.request_timeout + more)
-
-    async def _ask(self, session: str, context: list[int], content: bytes, read: Read, limit: float) -> Any:
-        failures = 0
-        while True:
-            server = await self._server(session, context)
-            drops = server.drops
-            try:
-                answer = await self._call(server, "POST", "/v1/completions", content, limit)
-                found, fingerprint = read(answer, f"POST {server.url}/v1/completions")
-            except RequestFailed as error:
-                # a server that was restarted knows no adapter, and says so with a 404
-                if (error.repeat or error.status == 404) and server.up and not await self._serves(server):
-                    server.drop(str(error))
-                if (server.up and not error.repeat) or failures == self.max_retries:
-                    raise
-                failures += 1
-                if server.up:
-                    await asyncio.sleep(min(_LONGEST_BACKOFF, 0.25 * 2**failures))
-                continue
-            if server.drops != drops:  # left out meanwhile: what it sampled may come from other weights
-                continue
-            if server.fingerprint not in (None, fingerprint):  # restarted between two requests: its weights are others
-                server.drop(f"The server at {server.url} was restarted.")
-                continue
-            server.fingerprint = fingerprint
-            return found
+            failures = 0
+            while True:
+                server = await self._server(session, context)
+                drops = server.drops
+                try:
+                    answer = await self._call(server, "POST", "/v1/completions", content, self.request_timeout + more)
+                    found = read(answer, f"POST {server.url}/v1/completions")
+                except RequestFailed as error:
+                    # a server that was restarted knows no adapter, and says so with a 404
+                    if (error.repeat or error.status == 404) and server.up and not await self._serves(server):
+                        server.drop(str(error))
+                    if (server.up and not error.repeat) or failures == self.max_retries:
+                        raise
+                    failures += 1
+                    if server.up:
+                        await asyncio.sleep(min(_LONGEST_BACKOFF, 0.25 * 2**failures))
+                    continue
+                if server.drops != drops:  # left out meanwhile: what it sampled may come from other weights
+                    continue
+                fingerprint = answer.get("system_fingerprint")
+                if server.fingerprint not in (
+                    None,
+                    fingerprint,
+                ):  # restarted between two requests, without its weights
+                    server.drop(f"The server at {server.url} was restarted.")
+                    continue
+                server.fingerprint = fingerprint
+                return found
 
     async def _server(self, session: str, context: list[int]) -> Server:
         """The server of a conversation; waits while none is up."""
@@ -266,7 +240,7 @@ class VLLMServerClient:
                     server.fault = f"The server at {server.url} was restarted and waits for its weights."
             except (RequestFailed, OSError) as error:
                 server.fault = str(error)
-            await asyncio.sleep(_POLL)
+            await asyncio.sleep(POLL)
         logger.warning("The vLLM server at %s is back.", server.url)
         server.mark_up()
 
@@ -292,7 +266,7 @@ class VLLMServerClient:
     async def _call(
         self, server: Server, method: str, path: str, content: bytes | None = None, timeout: float | None = None
     ) -> Any:
-        return await self._connection().call(server, method, path, content, timeout or self.request_timeout)
+        return await ask(self._connection().http, server, method, path, content, timeout or self.request_timeout)
 
     def _connection(self) -> Connections:
         """Connections of the running event loop; those of an earlier loop cannot be used in another."""
@@ -311,12 +285,11 @@ class VLLMServerClient:
         )
 
 
-Read = Callable[[Any, str], tuple[Any, str | None]]
-"""Takes what is wanted, and the server's identity, from the answer to a request, which the text names."""
-
-
-def completion_request(model: str, context: list[int], sampling: SamplingParams) -> bytes:
-    """The body that samples one action. It sets every option, so that defaults of the server's model do not apply."""
+def completion_request(model: str, context: list[int], sampling: SamplingParams, **more: Any) -> bytes:
+    """
+    The body that samples one action, with `more` options. It sets every option, so that defaults of the server's model
+    do not apply.
+    """
     body = {
         "model": model,
         "prompt": context,
@@ -337,12 +310,12 @@ def completion_request(model: str, context: list[int], sampling: SamplingParams)
         # ids come with the log-probabilities; `return_token_ids` would send the whole prompt back as well
         "return_tokens_as_token_ids": True,
     }
-    return orjson.dumps(body)
+    return orjson.dumps(body | more)
 
 
-def read_sample(answer: Any, request: str) -> tuple[Sample, str | None]:
+def read_sample(answer: Any, request: str) -> Sample:
     """
-    The sample in an answer of `/v1/completions`, and the identity of the server that gave it.
+    The sample in an answer of `/v1/completions`.
 
     Raises:
         RequestFailed: If the answer holds no sample, or the server aborted the request. A repeat may help.
@@ -363,55 +336,7 @@ def read_sample(answer: Any, request: str) -> tuple[Sample, str | None]:
             f"{reason!r}.",
             True,
         )
-    return Sample(ids, logprobs, reason), answer.get("system_fingerprint")
-
-
-@dataclass
-class ChatReply:
-    """
-    One answer of `VLLMServerClient.chat`.
-
-    Args:
-        text (`str`): What the model wrote, without the token that ended it.
-        token_ids (`list[int]`), logprobs (`list[float]`): As sampled.
-        prompt_token_ids (`list[int]`): The conversation as token ids.
-        finish_reason (`str`): `"stop"` or `"length"`.
-    """
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    prompt_token_ids: list[int]
-    finish_reason: str
-
-
-async def answer_all(
-    client: VLLMServerClient, messages_list: list[list[Message]], sampling: SamplingParams
-) -> list[ChatReply]:
-    """Answers all conversations concurrently. Connects first if the client is not connected, and disconnects last."""
-    try:
-        if not client.context_length:
-            await client.connect()
-        renderer = ChatRenderer(client.tokenizer)
-
-        async def answer(index: int, messages: list[Message]) -> ChatReply:
-            context = renderer.prompt_ids(messages)
-            assert context is not None  # it is `None` for prompts beyond a limit only, and none is given
-            drawing = replace(
-                sampling,
-                max_tokens=sampling.max_tokens or client.context_length - len(context),
-                stop_token_ids=(*sampling.stop_token_ids, renderer.end_id),
-            )
-            session = f"chat-{index}"
-            try:
-                sample = await client.generate(context, drawing, session)
-            finally:
-                client.release(session)
-            return ChatReply(renderer.text(sample.ids), sample.ids, sample.logprobs, context, sample.finish_reason)
-
-        return list(await asyncio.gather(*(answer(*item) for item in enumerate(messages_list))))
-    finally:
-        await client.close()
+    return Sample(ids, logprobs, reason)
 
 
 def scoring_request(model: str, context: list[int], token: int) -> bytes:
@@ -421,47 +346,18 @@ def scoring_request(model: str, context: list[int], token: int) -> bytes:
     `prompt_logprobs` would give those of all tokens in one request, but a request with it does not read the prefix
     cache. Temperature 1 without truncation makes the processed log-probs the model's own.
     """
-    body = {
-        "model": model,
-        "prompt": context,
-        "max_tokens": 1,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "logprobs": 0,
-        "logprob_token_ids": [token],
-        "return_tokens_as_token_ids": True,
-    }
-    return orjson.dumps(body)
+    return completion_request(model, context, SamplingParams(max_tokens=1), seed=None, logprob_token_ids=[token])
 
 
-def read_logprob(answer: Any, token: int, request: str) -> tuple[float, str | None]:
+def read_logprob(answer: Any, token: int, request: str) -> float:
     """
-    The log-prob in an answer, and the identity of the server that gave it.
+    The log-prob in an answer.
 
     Raises:
         RequestFailed: If it is not there. A repeat may help.
     """
     try:
-        return (
-            float(answer["choices"][0]["logprobs"]["top_logprobs"][0][f"token_id:{token}"]),
-            answer.get("system_fingerprint"),
-        )
+        return float(answer["choices"][0]["logprobs"]["top_logprobs"][0][f"token_id:{token}"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         shown = str(answer)[:400]
         raise RequestFailed(f"{request} was answered without the log-prob of token {token}: {shown}", True) from error
-
-
-async def score_tokens(client: VLLMServerClient, context: list[int], tokens: list[int], session: str) -> list[float]:
-    """See `ScoringEngine.logprobs`: a request for each token, after the tokens before it."""
-
-    async def one(number: int) -> float:
-        given, token = context + tokens[:number], tokens[number]
-        content = scoring_request(client.model, given, token)
-        return await client.ask(session, given, content, lambda answer, request: read_logprob(answer, token, request))
-
-    return list(await asyncio.gather(*map(one, range(len(tokens)))))

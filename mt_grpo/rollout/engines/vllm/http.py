@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
-import ssl
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import aiohttp
-import httpx
 import orjson
 
+from mt_grpo.concurrency import run
 from mt_grpo.errors import UserError
 from mt_grpo.rollout.engine import EngineError
 from mt_grpo.vllm_plugin.keys import read_key
@@ -28,8 +28,15 @@ CONNECT_TIMEOUT = 5.0
 """Seconds after which a host that does not answer counts as unreachable."""
 KEEP_ALIVE = 4.0
 """Seconds that an idle connection is kept: a little less than vLLM keeps it, so that it is not closed in use."""
+_PROBE = 'The 3 quick-brown foxes\n\tsaid: «naïve café» → 東京 {"x": 1.5}'
 _REPEATABLE = {408, 425, 429}
+POLL = 0.5
+"""Seconds between looks at a server that is down."""
+_FIRST_TOLD = 10.0  # seconds after which a wait is told of again
 _LAST_WORDS = 10.0  # seconds for a call that tidies up after a failure
+
+
+Call = Callable[..., Awaitable[Any]]
 
 
 class RequestFailed(EngineError):
@@ -113,14 +120,140 @@ def read_answer(request: str, status: int, body: bytes) -> Any:
 def no_answer(request: str, error: Exception) -> RequestFailed:
     """Words for a lost connection or a timeout."""
     words = str(error) or "nothing was said"
-    if isinstance(error, (httpx.ReadTimeout, TimeoutError, asyncio.TimeoutError)):
+    if isinstance(error, TimeoutError):
         words = "it took longer than the time limit of a request"
     return RequestFailed(f"{request} got no answer ({type(error).__name__}: {words}).", True, unreachable=True)
 
 
+@dataclass(eq=False)
+class Server:
+    """
+    One server as its clients see it.
+
+    Args:
+        url (`str`): Base URL without a trailing slash.
+        api_key (`str`, *optional*): Its key; if unset, `find_key` looks it up when the server wants one.
+        down_since (`float`, *optional*): Time (`time.monotonic`) at which it stopped answering; `None` while it is up.
+        fault (`str`): The failure that was seen when it stopped.
+        fingerprint (`str`, *optional*): The identity that its answers carry, once seen. A restarted server has
+            another.
+        failure (`BaseException`, *optional*): Why it can never be used again; `None` if it can.
+        drops (`int`): How often it was left out.
+        sessions (`set[str]`): Conversations under way on it.
+    """
+
+    url: str
+    api_key: str | None = None
+    down_since: float | None = None
+    fault: str = ""
+    fingerprint: str | None = None
+    failure: BaseException | None = None
+    drops: int = 0
+    sessions: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.key = self.api_key
+
+    def renew_key(self) -> bool:
+        """Looks up its key again after a refusal. Returns whether the key changed, as it does after a restart."""
+        before, self.key = self.key, self.api_key or find_key(self.url)
+        return self.key != before
+
+    @property
+    def up(self) -> bool:
+        """Whether conversations are sent to it."""
+        return self.down_since is None
+
+    def drop(self, fault: str) -> None:
+        """Leaves the server out until `mark_up`."""
+        if self.up:
+            self.down_since, self.fault = time.monotonic(), fault
+            self.drops += 1
+
+    def mark_up(self) -> None:
+        """Uses the server for conversations again."""
+        self.down_since, self.fault, self.fingerprint = None, "", None
+
+
+async def exchange(
+    http: aiohttp.ClientSession, server: Server, method: str, path: str, content: bytes | None, timeout: float
+) -> tuple[int, bytes]:
+    """
+    Status and body of a server's answer. A request that is refused for its key is sent again if another key is found.
+
+    Raises:
+        RequestFailed: If there is no answer within `timeout` seconds.
+    """
+    limit = aiohttp.ClientTimeout(timeout, sock_connect=CONNECT_TIMEOUT)
+    while True:
+        key = server.key
+        try:
+            async with http.request(
+                method, server.url + path, data=content, timeout=limit, headers=headers(key)
+            ) as answer:
+                status, body = answer.status, await answer.read()
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise no_answer(f"{method} {server.url}{path}", error) from error
+        # another request may have looked the key up meanwhile
+        if status != 401 or not (server.key != key or server.renew_key()):
+            return status, body
+
+
+async def ask(
+    http: aiohttp.ClientSession,
+    server: Server,
+    method: str,
+    path: str,
+    content: bytes | None = None,
+    timeout: float = CONNECT_TIMEOUT,
+) -> Any:
+    """The decoded answer of a server. Raises as `exchange` and `read_answer` do."""
+    status, body = await exchange(http, server, method, path, content, timeout)
+    return read_answer(f"{method} {server.url}{path}", status, body)
+
+
+async def wait_for_servers(
+    servers: list[Server], enough: int, since: float, timeout: float, progress: Callable[[str], None]
+) -> list[Server]:
+    """
+    Asks servers for their health, again and again, until enough of them answer.
+
+    Args:
+        servers (`list[Server]`): The servers. Each gets its latest failure as its `fault`.
+        enough (`int`): How many must answer.
+        since (`float`), timeout (`float`): When the wait began (`time.monotonic`), and its most seconds from there.
+            Every server is asked at least once.
+        progress (`Callable[[str], None]`): Is told now and then what is waited for.
+
+    Returns:
+        `list[Server]`: Those that do not answer.
+    """
+    silent, told = list(servers), 0.0
+    async with open_session() as http:
+        while True:
+            for server in list(silent):
+                try:
+                    await ask(http, server, "GET", "/health")
+                    silent.remove(server)
+                except RequestFailed as error:
+                    server.fault = str(error)
+            waited = time.monotonic() - since
+            if len(servers) - len(silent) >= enough or waited >= timeout:
+                return silent
+            if waited >= told:
+                urls = ", ".join(server.url for server in silent)
+                progress(
+                    f"Waiting for the vLLM server at {urls}, which `mt-grpo serve` starts ({waited:.0f} of "
+                    f"{timeout:.0f} s)."
+                )
+                told = max(2 * told, _FIRST_TOLD)  # a server that takes minutes is told of a few times
+            await asyncio.sleep(min(POLL, max(0.0, timeout - waited)))
+
+
 class ServerControl:
     """
-    Calls one server's control endpoints, one after another.
+    Calls one server's control endpoints from plain functions, each over a connection of its own: after an error the
+    server closes it, perhaps under the next call.
 
     Args:
         base_url (`str`): The server.
@@ -130,48 +263,35 @@ class ServerControl:
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 300.0) -> None:
         self.base_url = base_url.rstrip("/")
-        self._client = httpx.Client(
-            headers=headers(api_key or find_key(base_url)),
-            timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT),
-            # a connection for each call: after an error the server closes it, perhaps under the next call
-            limits=httpx.Limits(max_keepalive_connections=0),
-            verify=_certificates(),
-            trust_env=False,
-        )
+        self._server = Server(self.base_url, api_key)
+        self._server.renew_key()
+        self._timeout = timeout
 
-    def get(self, path: str, **params: Any) -> Any:
+    def get(self, path: str, **params: str) -> Any:
         """GET; see `read_answer` for what is returned and raised."""
-        return self._call("GET", path, None, params)
+        return self._call("GET", path, None, params, self._timeout)
 
-    def post(self, path: str, body: dict[str, Any] | None = None, **params: Any) -> Any:
+    def post(self, path: str, body: dict[str, Any] | None = None, **params: str) -> Any:
         """POST, never repeated; see `read_answer` for what is returned and raised."""
-        return self._call("POST", path, body, params)
+        return self._call("POST", path, body, params, self._timeout)
 
     def tidy_up(self, path: str, body: dict[str, Any] | None = None) -> None:
         """POST after a failure, perhaps of the server: its result is ignored, and it takes a few seconds at most."""
         with contextlib.suppress(RequestFailed):
-            self._call("POST", path, body, {}, timeout=httpx.Timeout(_LAST_WORDS, connect=CONNECT_TIMEOUT))
+            self._call("POST", path, body, {}, _LAST_WORDS)
 
-    def _call(
-        self, method: str, path: str, body: dict[str, Any] | None, params: dict[str, Any], **options: Any
-    ) -> Any:
-        try:
-            response = self._client.request(method, self.base_url + path, json=body, params=params, **options)
-        except httpx.TransportError as error:
-            raise no_answer(f"{method} {self.base_url}{path}", error) from error
-        if path.endswith("_lora_adapter") and response.status_code == 200:  # vLLM answers these two in plain words
-            return response.text
-        return read_answer(f"{method} {response.request.url}", response.status_code, response.content)
+    def _call(self, method: str, path: str, body: dict[str, Any] | None, params: dict[str, str], limit: float) -> Any:
+        content = None if body is None else orjson.dumps(body)
+        target = f"{path}?{urlencode(params)}" if params else path
 
-    def close(self) -> None:
-        """Closes the connection."""
-        self._client.close()
+        async def call() -> tuple[int, bytes]:
+            async with open_session() as http:
+                return await exchange(http, self._server, method, target, content, limit)
 
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """The certificates of servers, read once because that takes longer than a call."""
-    return httpx.create_ssl_context(trust_env=False)
+        status, answer = run(call())
+        if path.endswith("_lora_adapter") and status == 200:  # vLLM answers these two in plain words
+            return answer.decode(errors="replace")
+        return read_answer(f"{method} {self.base_url}{target}", status, answer)
 
 
 def _words(body: bytes) -> str:
@@ -189,11 +309,6 @@ def _words(body: bytes) -> str:
 def _cut(text: str, length: int = 400) -> str:
     text = " ".join(text.split())
     return text if len(text) <= length else f"{text[:length]} ..."
-
-
-_PROBE = 'The 3 quick-brown foxes\n\tsaid: «naïve café» → 東京 {"x": 1.5}'
-
-Call = Callable[..., Awaitable[Any]]
 
 
 async def check_server(url: str, model: str | None, tokenizer: Any, get: Call, post: Call) -> int:

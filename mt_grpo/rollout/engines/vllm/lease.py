@@ -35,7 +35,7 @@ def released(label: str) -> str:
 
 
 @dataclass(frozen=True)
-class Holder:
+class Lease:
     """
     The run that a server's weight version names.
 
@@ -54,7 +54,7 @@ class Holder:
     over: bool
 
 
-def holder(label: str) -> Holder | None:
+def read_lease(label: str) -> Lease | None:
     """The run that a weight version names; `None` if no run of this project set it."""
     match = _LABEL.fullmatch(label)
     if match is None:
@@ -62,7 +62,7 @@ def holder(label: str) -> Holder | None:
     process, here = int(match["process"]), match["machine"] == _machine()
     gone = here and (process == os.getpid() or _start(process) != int(match["start"]))
     words = f"process {process} on {match['host']}, step {match['step']}"
-    return Holder(match["run"], match["step"], words, here, gone or label.endswith(f":{_RELEASED}"))
+    return Lease(match["run"], match["step"], words, here, gone or label.endswith(f":{_RELEASED}"))
 
 
 def _machine() -> str:

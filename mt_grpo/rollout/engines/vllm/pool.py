@@ -8,61 +8,11 @@ import zlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import aiohttp
 
-from mt_grpo.rollout.engines.vllm.http import CONNECT_TIMEOUT, find_key, headers, no_answer, read_answer
-
-
-@dataclass(eq=False)
-class Server:
-    """
-    One server as its clients see it.
-
-    Args:
-        url (`str`): Base URL without a trailing slash.
-        api_key (`str`, *optional*): Its key; if unset, `find_key` looks it up when the server wants one.
-        down_since (`float`, *optional*): Time (`time.monotonic`) at which it stopped answering; `None` while it is up.
-        fault (`str`): The failure that was seen when it stopped.
-        fingerprint (`str`, *optional*): The identity that its answers carry, once seen. A restarted server has
-            another.
-        failure (`BaseException`, *optional*): Why it can never be used again; `None` if it can.
-        drops (`int`): How often it was left out.
-        sessions (`set[str]`): Conversations under way on it.
-    """
-
-    url: str
-    api_key: str | None = None
-    down_since: float | None = None
-    fault: str = ""
-    fingerprint: str | None = None
-    failure: BaseException | None = None
-    drops: int = 0
-    sessions: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.key = self.api_key
-
-    def renew_key(self) -> bool:
-        """Looks up its key again after a refusal. Returns whether the key changed, as it does after a restart."""
-        before, self.key = self.key, self.api_key or find_key(self.url)
-        return self.key != before
-
-    @property
-    def up(self) -> bool:
-        return self.down_since is None
-
-    def drop(self, fault: str) -> None:
-        """Leaves the server out until `mark_up`."""
-        if self.up:
-            self.down_since, self.fault = time.monotonic(), fault
-            self.drops += 1
-
-    def mark_up(self) -> None:
-        """Uses the server for conversations again."""
-        self.down_since, self.fault, self.fingerprint = None, "", None
+from mt_grpo.rollout.engines.vllm.http import Server
 
 
 class ServerPool:
@@ -160,27 +110,6 @@ class Connections:
                 yield
         finally:
             self.asking -= 1
-
-    async def call(self, server: Server, method: str, path: str, content: bytes | None, timeout: float) -> Any:
-        """The decoded answer of `server`. Raises as `read_answer` does, and `RequestFailed` if there is no answer."""
-        key = server.key
-        status, body = await self._exchange(server, method, path, content, timeout)
-        # another request may have looked the key up meanwhile
-        if status == 401 and (server.key != key or server.renew_key()):
-            status, body = await self._exchange(server, method, path, content, timeout)
-        return read_answer(f"{method} {server.url}{path}", status, body)
-
-    async def _exchange(
-        self, server: Server, method: str, path: str, content: bytes | None, timeout: float
-    ) -> tuple[int, bytes]:
-        limit = aiohttp.ClientTimeout(timeout, sock_connect=CONNECT_TIMEOUT)
-        try:
-            async with self.http.request(
-                method, server.url + path, data=content, timeout=limit, headers=headers(server.key)
-            ) as answer:
-                return answer.status, await answer.read()
-        except (TimeoutError, aiohttp.ClientError) as error:
-            raise no_answer(f"{method} {server.url}{path}", error) from error
 
     def end_watch(self, server: Server, done: asyncio.Future[None]) -> None:
         """Ends a watch. If it failed to restore a server's weights, all conversations fail, and with them the run."""
