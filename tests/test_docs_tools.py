@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mt_grpo.envs.execution import execute_calls
+from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.tools import ToolSession, load_tools_file
 from mt_grpo.trajectory import ToolCall
 

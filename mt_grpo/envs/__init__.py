@@ -1,7 +1,7 @@
 """Environments: the rules of a conversation."""
 
 from mt_grpo.envs.env import ConversationEnded, Env, Outcome, Policy, Step, StepEnv
-from mt_grpo.envs.multi_turn_tool_env import MultiTurnToolEnv
 from mt_grpo.envs.source import EnvSource
+from mt_grpo.envs.tool_env import MultiTurnToolEnv
 
 __all__ = ["ConversationEnded", "Env", "EnvSource", "MultiTurnToolEnv", "Outcome", "Policy", "Step", "StepEnv"]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mt_grpo.envs.env import Outcome, Policy, Step
-from mt_grpo.envs.multi_turn_tool_env import MultiTurnToolEnv
 from mt_grpo.envs.protocols import ParsedTurn, TagProtocol
+from mt_grpo.envs.tool_env import MultiTurnToolEnv
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import Message, StopReason, Turn
 

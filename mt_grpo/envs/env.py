@@ -283,3 +283,39 @@ def finite(value: Any, what: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{what} is {value}: give a finite number.")
     return float(value)
+
+
+def checked_outcome(outcome: Any, env: Env) -> Outcome:
+    """
+    The outcome of a conversation, its rewards as floats.
+
+    Args:
+        outcome: What `run` returned.
+        env (`Env`): The environment, for errors.
+
+    Raises:
+        TypeError, ValueError: If it is no `Outcome`, or a field of it is not of its type. The message says which.
+    """
+    method = env.step if isinstance(env, StepEnv) and type(env).run is StepEnv.run else env.run
+    name = f"{type(env).__name__}.{method.__name__}{defined_at(method)}"
+    if not isinstance(outcome, Outcome):
+        raise TypeError(
+            f"{type(env).__name__}.run{defined_at(env.run)} returned {type(outcome).__name__}: return an `Outcome`."
+        )
+    if not isinstance(outcome.stop_reason, (StopReason, type(None))):
+        raise _wrong(name, "stop_reason", outcome.stop_reason, "a `StopReason` or `None`")
+    if not isinstance(outcome.answer, (str, type(None))):
+        raise _wrong(name, "answer", outcome.answer, "text or `None`")
+    for name_of in ("rewards", "info"):
+        if not isinstance(getattr(outcome, name_of), dict):
+            raise _wrong(name, name_of, getattr(outcome, name_of), "a dictionary")
+    for key, value in outcome.rewards.items():
+        if not isinstance(key, str):
+            raise _wrong(name, "rewards", key, "text as the name of a reward")
+        outcome.rewards[key] = finite(value, f"{name}: the reward {key!r}")
+    check_data(outcome.info, f"{name}: `info` of the outcome")
+    return outcome
+
+
+def _wrong(name: str, field: str, value: Any, right: str) -> TypeError:
+    return TypeError(f"{name}: `{field}` of the outcome is {type(value).__name__}: give {right}.")

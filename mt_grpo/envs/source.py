@@ -12,7 +12,7 @@ from typing import Any
 
 from mt_grpo.concurrency import begin, call, in_thread
 from mt_grpo.envs.env import Env, StepEnv
-from mt_grpo.envs.multi_turn_tool_env import MultiTurnToolEnv
+from mt_grpo.envs.tool_env import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.imports import did_you_mean
 from mt_grpo.tools.results import cut

@@ -18,8 +18,8 @@ from typing import Any
 from mt_grpo.concurrency import OutOfTime, call
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
 from mt_grpo.envs.env import ConversationEnded
-from mt_grpo.envs.execution import execute_calls
 from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN
+from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import Message, ToolCall

@@ -3,9 +3,9 @@
 from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.rollout.engine import Engine, EngineError, RolloutError, Sample, SamplingParams
 from mt_grpo.rollout.engines.scripted import ScriptedEngine
+from mt_grpo.rollout.policy import RolloutLimits, derive_seed
 from mt_grpo.rollout.rendering import ChatRenderer
-from mt_grpo.rollout.runner import RolloutRequest, RolloutRunner
-from mt_grpo.rollout.sampler import RolloutLimits, derive_seed
+from mt_grpo.rollout.runner import RolloutRequest, RolloutRunner, generate
 from mt_grpo.rollout.token_row import TokenRow
 
 Limits, Sampling = RolloutLimits, SamplingParams
@@ -27,4 +27,5 @@ __all__ = [
     "ScriptedEngine",
     "TemplateError",
     "derive_seed",
+    "generate",
 ]

@@ -13,7 +13,7 @@ from jinja2 import Environment
 from jinja2 import TemplateError as TemplateFailure
 
 from mt_grpo.errors import UserError
-from mt_grpo.rollout.marks import show
+from mt_grpo.rollout.special_tokens import unescape
 from mt_grpo.trajectory import Message
 
 # An assistant turn to hang replies on, and what its last call is given. Only what is written after it is used.
@@ -151,7 +151,7 @@ class ChatTemplate:
             if found is None:
                 raise TemplateError(
                     f"The chat template does not show the model {what} of role {message['role']!r}: "
-                    f"{show(content).strip()[:60]!r} is not in what it renders. {_MEND}"
+                    f"{unescape(content).strip()[:60]!r} is not in what it renders. {_MEND}"
                 )
             position = found if what == "the reply" else 0
         return position

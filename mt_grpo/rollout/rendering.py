@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from mt_grpo.rollout.chat_template import ChatTemplate
-from mt_grpo.rollout.marks import Marks
-from mt_grpo.rollout.suffix_cache import SuffixCache
+from jinja2 import Environment
+
+from mt_grpo.rollout.chat_template import ChatTemplate, TemplateError
+from mt_grpo.rollout.special_tokens import SpecialTokens
 from mt_grpo.trajectory import Message
 
 _PROMPTS_KEPT = 64
@@ -19,7 +20,7 @@ _CHARACTERS = 8
 class ChatRenderer:
     """
     Renders one model's conversations. Contents are always text: only the template writes marks, the tokens that
-    structure a conversation. *Shielded* text tells the two apart; see `Marks`.
+    structure a conversation. *Escaped* text tells the two apart; see `SpecialTokens`.
 
     Args:
         tokenizer: Tokenizer with a chat template.
@@ -48,8 +49,8 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.tools = tools
         source = tokenizer.get_chat_template()
-        self.marks = Marks(tokenizer, source, tags)
-        self._shielded_tools = self.marks.shield_all(tools)
+        self.special_tokens = SpecialTokens(tokenizer, source, tags)
+        self._escaped_tools = self.special_tokens.escape_all(tools)
         added = tokenizer.added_tokens_decoder
         self.special_ids = {token for token, content in added.items() if content.special}
         self.end_of_turn = self._template.end_of_turn
@@ -81,16 +82,16 @@ class ChatRenderer:
         return self._text_ids(self.prompt_text([dict(message) for message in messages]))
 
     def prompt_text(self, messages: list[Message]) -> str:
-        """The same as shielded text. Raises `TemplateError` where the text of a message is not in it."""
-        return self.marks.tidy(self._template.prompt(self.shielded(messages), self._shielded_tools))
+        """The same as escaped text. Raises `TemplateError` where the text of a message is not in it."""
+        return self.special_tokens.tidy(self._template.prompt(self.escaped(messages), self._escaped_tools))
 
-    def shielded(self, messages: list[Message]) -> list[Message]:
-        """Messages with shielded contents, for the template."""
-        return [self.marks.shield(message) for message in messages]
+    def escaped(self, messages: list[Message]) -> list[Message]:
+        """Messages with escaped contents, for the template."""
+        return [self.special_tokens.escape(message) for message in messages]
 
     def shown_text(self, messages: list[Message], header: bool = True) -> str:
-        """Renders shielded messages to shielded text. Without `header` the conversation is finished."""
-        return self.marks.tidy(self._template.render(messages, self._shielded_tools, header))
+        """Renders escaped messages to escaped text. Without `header` the conversation is finished."""
+        return self.special_tokens.tidy(self._template.render(messages, self._escaped_tools, header))
 
     def reply_ids(
         self,
@@ -120,8 +121,8 @@ class ChatRenderer:
         return ids[1:] if ended else ids
 
     def _reply_ids(self, replies: list[Message], called: tuple[str, ...]) -> list[int]:
-        text = self._suffixes.text(self.shielded(replies), self.marks.shield_all(called))
-        return self.encode(self.marks.tidy(text))
+        text = self._suffixes.text(self.escaped(replies), self.special_tokens.escape_all(called))
+        return self.encode(self.special_tokens.tidy(text))
 
     def _exceed(self, messages: list[Message], room: int, encode: Callable[[list[Message]], list[int]]) -> bool:
         """Whether messages have more than twice `room` tokens; encodes no more of them than is needed to know."""
@@ -142,8 +143,8 @@ class ChatRenderer:
         return self.decode(ids)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of shielded text."""
-        return self.marks.encode(text)
+        """Ids of escaped text."""
+        return self.special_tokens.encode(text)
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids, with special tokens."""
@@ -161,3 +162,88 @@ def _called(replies: list[Message], calls: Sequence[dict[str, Any]]) -> tuple[st
         in_order = names[number][1] if number < len(names) else None
         called.append(by_id.get(reply.get("tool_call_id")) or reply.get("name") or in_order)
     return tuple(called) if all(isinstance(name, str) for name in called) else ()
+
+
+_FIELDS = {"role", "content", "name", "tool_call_id"}
+# Whatever a template escapes, cuts or folds, it does so to something in here.
+_HARD = "\"double\" 'single' \\back\\ <b>&amp;</b> {curly} UPPER lower\n\n\ttab Perú 北京 🙂 " + "long " * 400
+_MOST_PATTERNS = 1024
+
+
+class SuffixCache:
+    """
+    Renders the environment's replies of a turn, most of them without running the template.
+
+    A template can treat two contents differently because of string constants that it compares them with, outer white
+    space, emptiness or length. So replies are of one kind if they agree in role and name, in the magnitude of their
+    length, in the template's constants that their content contains, and in those that it begins and ends with; and in
+    the names of the functions that they answer.
+
+    The first replies of a kind are rendered. So is a probe of the same kind, which is made of the same contents and
+    everything that templates escape, and is longer than any reply of the kind. If the rendered probe contains the
+    contents unchanged, and the text around them is that of the first rendering, this text is the pattern of the kind.
+
+    Replies of no kind (with white space around them, or whose content is not a string) are rendered each time, and so
+    are kinds that fail the probe.
+
+    Args:
+        template (`str`): The chat template.
+        render (`Callable[[list[dict], Sequence[str]], str]`): Renders replies through it, given the names of the
+            functions that they answer. What it raises for the replies is raised.
+    """
+
+    def __init__(self, template: str, render: Callable[[list[Message], Sequence[str]], str]) -> None:
+        tokens = Environment().lexer.tokenize(template)
+        self._constants = sorted({""} | {token.value for token in tokens if token.type == "string"})
+        self._render = render
+        self._patterns: dict[tuple, list[str] | None] = {}
+
+    def text(self, replies: list[Message], called: Sequence[str] = ()) -> str:
+        """The text that the template writes for replies, letter for letter."""
+        kinds = tuple(map(self._kind, replies))
+        if None in kinds:
+            return self._render(replies, called)
+        kind = (tuple(called), *kinds)
+        if kind not in self._patterns:
+            return self._learn(kind, replies, called)
+        pattern = self._patterns[kind]
+        return self._render(replies, called) if pattern is None else _fill(pattern, replies)
+
+    def _kind(self, reply: Message) -> tuple | None:
+        content = reply.get("content")
+        if not isinstance(content, str) or content != content.strip() or reply.keys() - _FIELDS:
+            return None
+        if content in self._constants:
+            return None
+        found = [constant for constant in self._constants if constant in content]
+        edges = ((constant, content.startswith(constant), content.endswith(constant)) for constant in found)
+        return (reply["role"], reply.get("name"), reply.get("tool_call_id"), len(content).bit_length(), *edges)
+
+    def _learn(self, kind: tuple, replies: list[Message], called: Sequence[str]) -> str:
+        text = self._render(replies, called)
+        if len(self._patterns) < _MOST_PATTERNS:  # names and ids may differ without end
+            probes = [
+                {**reply, "content": f"{reply['content']}{_HARD}{number}{reply['content']}"}
+                for number, reply in enumerate(replies)
+            ]
+            try:
+                pattern = _cut(self._render(probes, called), probes)
+            except TemplateError:
+                pattern = None
+            self._patterns[kind] = pattern if pattern and _fill(pattern, replies) == text else None
+        return text
+
+
+def _cut(text: str, replies: list[Message]) -> list[str] | None:
+    """The text before, between and after the contents; `None` if they are not all found in order."""
+    pattern = []
+    for reply in replies:
+        piece, found, text = text.partition(reply["content"])
+        if not found:
+            return None
+        pattern.append(piece)
+    return [*pattern, text]
+
+
+def _fill(pattern: list[str], replies: list[Message]) -> str:
+    return pattern[0] + "".join(reply["content"] + piece for reply, piece in zip(replies, pattern[1:], strict=True))

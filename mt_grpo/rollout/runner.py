@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, in_thread
-from mt_grpo.envs.checks import checked_outcome
-from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv
-from mt_grpo.envs.execution import fail_unanswered
+from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, in_thread, run
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv, checked_outcome
 from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_each, make_env, prototypes, warn_of_unclosed
+from mt_grpo.envs.tool_env import fail_unanswered
 from mt_grpo.errors import describe_error, find_fault
 from mt_grpo.option_rules import check_history
 from mt_grpo.rollout.branching import Branching, Fork, Trunk
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
-from mt_grpo.rollout.policy import ConversationPolicy
+from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, Sampler, derive_seed
 from mt_grpo.rollout.rendering import ChatRenderer
-from mt_grpo.rollout.sampler import RolloutLimits, Sampler
 from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row
 from mt_grpo.tools.results import cut
@@ -269,3 +268,41 @@ class RolloutRunner:
         while isinstance(source, dict):
             source = source.get(trajectory.row.get(COLUMN))
         return source.env_mask if isinstance(source, StepEnv) else 0
+
+
+def generate(
+    env: MultiTurnToolEnv,
+    prompts: Sequence[str | list[Message]],
+    llm: Engine,
+    sampling_params: SamplingParams | None = None,
+) -> dict[str, list[Any]]:
+    """
+    Runs whole conversations and waits for them, without training; also `env.generate(prompts, llm)`. It works in a
+    running event loop (a notebook) too.
+
+    Args:
+        env (`MultiTurnToolEnv`): The environment.
+        prompts (`Sequence[str | list[dict]]`): User messages or message lists, one per conversation.
+        llm (`Engine`): Samples the turns.
+        sampling_params (`SamplingParams`, *optional*): Temperature, top-p and the like; `max_tokens` bounds one turn.
+
+    Returns:
+        `dict` of lists, with one entry per prompt: `ids`, the tokens after the prompt; `mask`, 1 for tokens that the
+        model sampled and `env_mask` for those of the environment; `messages`, the same as messages.
+    """
+    sampling = sampling_params or SamplingParams()
+    runner = RolloutRunner(env, llm, RolloutLimits(max_turn_tokens=sampling.max_tokens))
+    requests = [
+        RolloutRequest(prompt, session=f"{index:06d}", seed=derive_seed(sampling.seed, index))
+        for index, prompt in enumerate(prompts)
+    ]
+    trajectories = run(runner.run(requests, sampling))
+    rows = [runner.completion(trajectory) for trajectory in trajectories]
+    return {
+        "ids": [row.ids for row in rows],
+        "mask": [row.mask for row in rows],
+        "messages": [trajectory.completion for trajectory in trajectories],
+    }
+
+
+MultiTurnToolEnv.generate = generate  # a method of the environment's, though rollouts are a room above it

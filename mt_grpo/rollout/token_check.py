@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.rollout.chat_template import TemplateError
-from mt_grpo.rollout.marks import SHIELD, show
 from mt_grpo.rollout.rendering import ChatRenderer
+from mt_grpo.rollout.special_tokens import ESCAPE, unescape
 from mt_grpo.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -93,11 +93,11 @@ class SanityCheck:
             return None
         # The latest turn is compared as it is sampled, behind the assistant's header: what a template writes into a
         # finished last turn (an empty thought, say) is nothing the model was ever asked for.
-        marks = self._renderer.marks
+        marks = self._renderer.special_tokens
         *actions, action = trajectory.tree.actions()
-        messages = self._renderer.shielded(trajectory.prompt)
+        messages = self._renderer.escaped(trajectory.prompt)
         for turn, sampled in zip(trajectory.turns[:-1], actions, strict=True):
-            messages += [marks.recall(turn.message, sampled), *self._renderer.shielded(turn.replies)]
+            messages += [marks.escape_sampled(turn.message, sampled), *self._renderer.escaped(turn.replies)]
         ids = trajectory.tree.path()
         rendered = self._renderer.shown_text(messages) + marks.decode(action)
         known, begin = self._known(trajectory, ids, rendered)
@@ -114,9 +114,9 @@ class SanityCheck:
         if right.startswith(left):
             return None
         place = next(i for i, (a, b) in enumerate(zip(left + "\0", right + "\0", strict=False)) if a != b)
-        told = SHIELD in (left[place : place + 1], right[place : place + 1])
+        told = ESCAPE in (left[place : place + 1], right[place : place + 1])
         what = "a mark, or text that spells one," if told else "text"
-        seen = [show(text[max(0, place - 10) : place + SHOWN]) for text in (left, right)]
+        seen = [unescape(text[max(0, place - 10) : place + SHOWN]) for text in (left, right)]
         if seen[0] == seen[1]:
             seen = self._as_ids(ids, rest)
         return Difference(f"{what} of the {self._role(messages, rendered, begin + place)} message", *seen)
@@ -140,7 +140,7 @@ class SanityCheck:
         prompt, text = self._renderer.prompt_ids(trajectory.prompt), self._renderer.prompt_text(trajectory.prompt)
         special = self._renderer.special_ids
         last = next((index for index in reversed(range(len(prompt))) if prompt[index] in special), 0)
-        piece = self._renderer.marks.decode(prompt[last:])
+        piece = self._renderer.special_tokens.decode(prompt[last:])
         if ids[: len(prompt)] == prompt and rendered.startswith(text) and text.endswith(piece):
             return last, len(text) - len(piece)
         return 0, 0

@@ -18,8 +18,8 @@ from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import pack
 from mt_grpo.rewards import InformationGain, RewardFunc
 from mt_grpo.rollout import Engine
-from mt_grpo.rollout.answers import AnswerLeaves, answer_ids, answer_leaves
 from mt_grpo.rollout.engine import ScoringEngine
+from mt_grpo.rollout.token_row import AnswerLeaves, answer_ids, answer_leaves
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.forward import prove_forward

@@ -1,435 +1,329 @@
-"""The rules of a conversation: what is answered, what counts as a step, how tools run, when it ends."""
+"""Environments that users write: one for each conversation, closed whatever happens, and none that holds up others."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
+import logging
 import threading
 import time
 
 import pytest
-from support.conversations import read
+from support.conversations import user
 from support.models import build_tokenizer
-from trl.chat_template_utils import add_response_schema
 
-from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs import MultiTurnToolEnv, Outcome, Step, StepEnv
+from mt_grpo.envs.source import check_rows, close_environments
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.tools import Tool, ToolDefinitionError
-from mt_grpo.training import MTGRPOConfig
-from mt_grpo.trajectory import StopReason, Trajectory, Turn
+from mt_grpo.trajectory import StopReason, Trajectory
 
-ANSWER = "<answer>Lima</answer>"
-ANYTHING = {"type": "object", "properties": {}, "additionalProperties": True}
+END = "<|im_end|>"
 
 
-def call_text(name: str, **args: object) -> str:
-    return f"<tool>{json.dumps({'name': name, 'args': args})}</tool>"
+class Guess(StepEnv):
+    """Says whether a guess is too high; what it keeps is its own."""
+
+    def reset(self, row):
+        self.number, self.guesses = row["number"], 0
+        return "Guess my number."
+
+    def step(self, turn):
+        self.guesses += 1
+        if turn.text == str(self.number):
+            return Step("Yes!", reward=1.0, done=True, rewards={"guesses": float(self.guesses)}, info={"won": True})
+        return Step("Higher." if turn.text < str(self.number) else "Lower.", reward=0.0)
 
 
-def tool(function, name: str | None = None, **options) -> Tool:
-    return Tool(name or function.__name__, "A tool.", ANYTHING, function, **options)
+def run(env, rows, script=lambda session, turn: f"{turn + 1}{END}", keep=False, **limits):
+    runner = RolloutRunner(env, ScriptedEngine(build_tokenizer(), script), RolloutLimits(**limits))
+    requests = [RolloutRequest("Q", f"{index:03d}", row) for index, row in enumerate(rows)]
+    return asyncio.run(runner.run(requests, SamplingParams(), keep_environments=keep))
 
 
-def take_turn(env: MultiTurnToolEnv, text: str, index: int = 0) -> tuple[Turn, StopReason | None]:
-    turn = read(env, text, index)
-    step = asyncio.run(env.step(turn))
-    turn.replies = step.replies
-    return turn, step.done or None
+@pytest.mark.parametrize("source", [Guess, Guess(), lambda row: Guess()])
+def test_state_is_kept_by_conversation(source):
+    first, second = run(source, [{"number": 3}, {"number": 1}])
+    assert [turn.reward for turn in first.turns] == [0.0, 0.0, 1.0] and [turn.reward for turn in second.turns] == [1.0]
+    assert first.turns[0].replies == user("Higher.") and second.turns[-1].replies == user("Yes!")
+    assert (first.stop_reason, first.env_rewards, first.info) == (
+        StopReason.ENV_DONE, {"guesses": 3.0}, {"won": True}
+    )  # fmt: skip
+    assert first.prompt == user("Guess my number.")
 
 
-def converse(env: MultiTurnToolEnv, engine: ScriptedEngine, sessions: int = 1, **limits) -> list[Trajectory]:
-    requests = [RolloutRequest("hi", f"{index:02d}") for index in range(sessions)]
-    return asyncio.run(RolloutRunner(env, engine, RolloutLimits(**limits)).run(requests, SamplingParams()))
+def test_async_methods_are_awaited():
+    class Echo(StepEnv):
+        async def reset(self, row):
+            return [{"role": "system", "content": "Echo."}, *user(row["prompt"])]
+
+        async def step(self, turn):
+            return Step(done=StopReason.ANSWERED, answer=turn.text) if turn.index else turn.text
+
+    [trajectory] = run(Echo, [{}])
+    assert (trajectory.stop_reason, trajectory.answer) == (StopReason.ANSWERED, "2")
+    assert trajectory.turns[0].replies == user("1")
 
 
-@pytest.mark.parametrize("name", ["reasoning", "tool", "result", "answer"])
-def test_a_tool_with_the_name_of_a_tag_is_refused(search_tool, name):
-    with pytest.raises(ConfigError, match=f"{name!r} has the name of a tag of `call_protocol: tags`.* another name"):
-        MultiTurnToolEnv([tool(search_tool, name)])
-    assert name in MultiTurnToolEnv([tool(search_tool, name)], protocol="native").tools
+def test_each_row_has_the_environment_that_it_names():
+    tools = MultiTurnToolEnv(system_prompt="Answer.", max_steps=0)
+    sources = {"guess": Guess, "tools": tools}
+    rows = [{"environment": "tools"}, {"environment": "guess", "number": 1}, {"environment": "chess"}, {}]
+    plain, guess, unknown, unnamed = run(
+        sources, rows, lambda session, turn: ["<answer>1</answer>", "1"][int(session)]
+    )
+    assert plain.prompt[0]["content"] == "Answer." and plain.answer == "1" and guess.info == {"won": True}
+    for trajectory in (unknown, unnamed):
+        assert trajectory.stop_reason is StopReason.ENV_ERROR and "guess, tools" in trajectory.error
 
 
-# Steps and their bound
+# What goes wrong in one conversation
+
+
+class Broken(StepEnv):
+    """Does what its row says."""
+
+    closed: list[str] = []
+    step_timeout = 0.2
+
+    def __init__(self):
+        if threading.current_thread().name == "never":
+            raise AssertionError
+
+    def reset(self, row):
+        self.kind = row["kind"]
+        if self.kind == "reset raises":
+            raise ZeroDivisionError("in reset")
+        if self.kind == "reset hangs":
+            time.sleep(5)
+        return {"no messages": None, "empty": []}.get(self.kind, "Q")
+
+    async def step(self, turn):
+        match self.kind:
+            case "step hangs":
+                await asyncio.Event().wait()
+            case "step swallows":
+                while True:
+                    try:
+                        await asyncio.Event().wait()
+                    except asyncio.CancelledError:
+                        if self.kind == "over":
+                            raise
+            case "step exits":
+                raise SystemExit(3)
+            case "step cancels":
+                raise asyncio.CancelledError
+            case "step is silent":
+                return None
+            case "step says nothing":
+                return []
+            case "step answers a number":
+                return 3
+            case "step gives no message":
+                return [{"content": "no role"}]
+            case "step rewards nan":
+                return Step("Q", reward=float("nan"))
+            case "reward of the whole is inf":
+                return Step(done=True, rewards={"score": float("inf")})
+            case "reward of the whole is a word":
+                return Step(done=True, rewards={"score": "good"})
+            case "info has no JSON form":
+                return Step(done=True, info={(1, 2): 3})
+            case "answer is a number":
+                return Step(done=True, answer=3)
+        return Step(done=True)
+
+    async def close(self):
+        Broken.closed.append(self.kind)
+        self.kind, kind = "over", self.kind
+        if kind == "close raises":
+            raise ZeroDivisionError("in close")
+
+
+FAILURES = {
+    "reset raises": "ZeroDivisionError: in reset",
+    "reset hangs": "OutOfTime: Broken.reset took longer than 0.2 s.",
+    "step hangs": "OutOfTime: Broken.step took longer than 0.2 s.",
+    "step swallows": "OutOfTime: Broken.step took longer than 0.2 s.",
+    "step exits": "RuntimeError: SystemExit: 3",
+    "step cancels": "cancelled itself",
+    "step is silent": "gave `None` for messages",
+    "step says nothing": "neither replied nor ended",
+    "step answers a number": "gave int for messages",
+    "step gives no message": "A message is dict, without a text `role`: give a dictionary",
+    "step rewards nan": "the reward of a step is nan: give a finite number",
+    "reward of the whole is inf": "the reward 'score' is inf: give a finite number",
+    "reward of the whole is a word": "the reward 'score' is str: give a finite number",
+    "info has no JSON form": "`info` of the outcome",
+    "answer is a number": "`answer` of the outcome is int: give text or `None`",
+    "no messages": "gave `None` for messages",
+    "empty": "nothing to reply to",
+}
+
+
+def test_whatever_an_environment_does_ends_its_conversation_only(caplog):
+    kinds = [*FAILURES, "fine", "close raises"]
+    Broken.closed = []
+    with caplog.at_level(logging.WARNING):
+        trajectories = run(Broken, [{"kind": kind} for kind in kinds])
+    for kind, trajectory in zip(kinds, trajectories, strict=True):
+        if kind in FAILURES:
+            assert trajectory.stop_reason is StopReason.ENV_ERROR, kind
+            assert FAILURES[kind] in trajectory.error, (kind, trajectory.error)
+        else:
+            assert trajectory.stop_reason is StopReason.ENV_DONE
+        assert trajectory.environment is None
+    assert sorted(Broken.closed) == sorted(kinds)
+    assert "could not be closed, the first for: ZeroDivisionError: in close" in caplog.text
+
+
+class Loop:
+    """An environment with a loop of its own, which does what it is told."""
+
+    closed = 0
+
+    def __init__(self, row):
+        self.row = row
+        if row["kind"] == "made late":
+            time.sleep(0.5)
+        if row["kind"] == "not made":
+            raise ZeroDivisionError("not made")
+
+    async def run(self, policy, row):
+        await policy.reply(user("Q"))
+        if row["kind"] == "swallows":
+            while Loop.closed < 4:  # the others' environments
+                try:
+                    await asyncio.sleep(0.05)
+                except asyncio.CancelledError:
+                    pass
+        if row["kind"] == "no outcome":
+            return 3.0
+        if row["kind"] == "hangs":
+            await asyncio.Event().wait()
+        return Outcome({"score": 1.0})
+
+    def close(self):
+        Loop.closed += 1
+
+
+def test_every_environment_that_is_made_is_closed(monkeypatch):
+    monkeypatch.setattr("mt_grpo.rollout.runner.GRACE", 0.2)
+    Loop.closed = 0
+    rows = [{"kind": kind} for kind in ("hangs", "swallows", "no outcome", "not made", "made late", "fine")]
+    runner = RolloutRunner(Loop, ScriptedEngine(build_tokenizer(), ["A"]), RolloutLimits(rollout_timeout=0.3))
+
+    async def all_closed():
+        requests = [RolloutRequest("Q", f"{index:03d}", row) for index, row in enumerate(rows)]
+        ended = await runner.run(requests, SamplingParams())
+        for _ in range(100):
+            if Loop.closed == 5:
+                break
+            await asyncio.sleep(0.05)
+        return ended
+
+    hangs, swallows, no_outcome, not_made, made_late, fine = asyncio.run(all_closed())
+    assert {hangs.stop_reason, swallows.stop_reason, made_late.stop_reason} == {StopReason.TIMEOUT}
+    assert "returned float: return an `Outcome`" in no_outcome.error
+    assert not_made.error == "ZeroDivisionError: not made" and fine.env_rewards == {"score": 1.0}
+    assert Loop.closed == 5
+
+
+class Wrong(StepEnv):
+    """Returns what its row has."""
+
+    def reset(self, row):
+        return row.get("first", "Q")
+
+    def step(self, turn):
+        return self.row["next"]
 
 
 @pytest.mark.parametrize(
-    ("text", "says", "executed"),
+    ("row", "sentence"),
     [
-        ("<tool>{oops</tool>", "not valid JSON", False),
-        (call_text("serch", query="x"), "unknown tool 'serch'; the tools are: lookup", False),
-        (call_text("lookup", quary="x"), "unknown argument 'quary'", False),
-        (call_text("lookup", query=3), "must be of type string", False),
-        (call_text("lookup"), "missing argument 'query'", False),
-        (call_text("lookup", query="x"), "about x", True),
+        ({"next": None}, "Wrong.step ({file}, line {step}) gave `None` for messages: return text, a list of messages "
+         "or a `Step`."),
+        ({"next": {"reward": 1.0}}, "Wrong.step ({file}, line {step}) gave dict for messages: return text, a list of "
+         "messages or a `Step`, as `Step(**...)`."),
+        ({"next": 1.0}, "gave float for messages: return text, a list of messages or a `Step`, as `Step(reward=1.0, "
+         "done=True)`."),
+        ({"next": ("o", 1.0, True)}, "or wrap an environment of Gym's in `mt_grpo.integrations.gym.GymEnv`."),
+        ({"next": [1]}, "Wrong.step ({file}, line {step}): A message is int, without a text `role`"),
+        ({"next": Step(reward="1.0")}, "Wrong.step ({file}, line {step}): the reward of a step is str"),
+        ({"first": None}, "Wrong.reset ({file}, line {reset}) gave `None` for messages: return text or a list of "
+         "messages."),
+    ],
+)  # fmt: skip
+def test_a_wrong_return_is_named_with_its_method_and_line(row, sentence):
+    lines = {name: vars(Wrong)[name].__code__.co_firstlineno for name in ("step", "reset")}
+    [trajectory] = run(Wrong, [row])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert sentence.format(file=__file__, **lines) in trajectory.error
+    assert trajectory.where is None
+
+
+def test_an_error_is_kept_with_the_frames_of_the_users_code():
+    class Looks(StepEnv):
+        def reset(self, row):
+            return "Q"
+
+        def step(self, turn):
+            return self.look({})
+
+        def look(self, table):
+            return table["gone"]
+
+    [trajectory] = run(Looks, [{}])
+    line = Looks.look.__code__.co_firstlineno + 1
+    assert trajectory.error == "KeyError: 'gone'"
+    assert trajectory.where == f"{__file__}, line {line}, in look"
+    frames = [text for text in trajectory.traceback.splitlines() if text.lstrip().startswith("File")]
+    assert [frame.rsplit(" ", 1)[1] for frame in frames] == ["step", "look"]
+    assert trajectory.traceback.endswith("KeyError: 'gone'")
+    assert Trajectory.from_dict(trajectory.to_dict()).where == trajectory.where
+
+
+def test_rewards_may_look_at_an_environment_before_it_is_closed():
+    [trajectory] = run(Broken, [{"kind": "fine"}], keep=True)
+    Broken.closed = []
+    assert trajectory.environment.kind == "fine"
+    asyncio.run(close_environments([trajectory]))
+    assert trajectory.environment is None and Broken.closed == ["fine"]
+
+
+# Refused at the door
+
+
+class Half(StepEnv):
+    def reset(self, row):
+        return "Q"
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (3, "`env` is 3, from which no environment can be made"),
+        ({}, "`env` is an empty dictionary"),
+        ({"a": 3}, r"`env\['a'\]` is 3"),
+        (dict, "`env` is the class dict, which has no `run` and `close`"),
+        (Half, "`env` is the class Half, which lacks step"),
+        (lambda row, size: None, "`env` is called with the row or with nothing, and <lambda> takes neither"),
     ],
 )
-def test_a_bad_turn_gets_an_error_and_counts_as_a_step(search_tool, tokenizer, text, says, executed):
-    env = MultiTurnToolEnv([search_tool], max_steps=1)
-    [trajectory] = converse(env, ScriptedEngine(tokenizer, [text, text]))
-    first, last = trajectory.turns
-    assert says in first.replies[0]["content"] and len(first.replies) == 1
-    assert first.replies[0]["content"].startswith("<result>" if executed else "<result>Error: ")
-    assert first.has_result == executed and first.num_failures == int(not executed)
-    assert trajectory.stop_reason is StopReason.MAX_STEPS and last.replies == []
-
-
-@pytest.mark.parametrize("max_steps", [0, 1, 4])
-@pytest.mark.parametrize("text", ["no tags at all", "<tool>{oops</tool>", call_text("lookup", query="x")])
-def test_a_model_that_never_answers_has_one_turn_past_max_steps(search_tool, tokenizer, max_steps, text):
-    env = MultiTurnToolEnv([search_tool], max_steps=max_steps)
-    [trajectory] = converse(env, ScriptedEngine(tokenizer, lambda session, turn: text))
-    assert trajectory.stop_reason is StopReason.MAX_STEPS
-    assert len(trajectory.turns) == max_steps + 1
-    assert sum(len(turn.replies) for turn in trajectory.turns) == max_steps
-
-
-def test_a_call_past_the_limit_does_not_run_and_is_a_failure(tokenizer):
-    ran = []
-    env = MultiTurnToolEnv([tool(lambda: ran.append(1), "act")], max_steps=0)
-    turn, stop = take_turn(env, call_text("act"))
-    assert stop is StopReason.MAX_STEPS and not ran
-    assert "limit of 0 steps" in turn.tool_calls[0].error and turn.num_failures == 1 and not turn.has_result
-
-
-def test_the_model_may_answer_after_its_last_step(search_tool, tokenizer):
-    env = MultiTurnToolEnv([search_tool], max_steps=1)
-    [trajectory] = converse(env, ScriptedEngine(tokenizer, [call_text("lookup", query="x"), ANSWER]))
-    assert trajectory.stop_reason is StopReason.ANSWERED and trajectory.answer == "Lima"
-
-
-# Tools
-
-
-def test_tools_of_a_turn_run_together_and_answer_in_call_order():
-    reached, barrier = threading.Event(), threading.Barrier(2)
-
-    def first() -> str:
-        barrier.wait(20)
-        assert reached.wait(20)
-        return "first"
-
-    def second() -> str:
-        barrier.wait(20)
-        return "second"
-
-    async def third() -> str:
-        reached.set()
-        return "third"
-
-    env = MultiTurnToolEnv([tool(first), tool(second), tool(third)])
-    turn, _ = take_turn(env, call_text("first") + call_text("second") + call_text("third"))
-    assert [call.result for call in turn.tool_calls] == ["first", "second", "third"]
-    assert turn.replies == [
-        {"role": "user", "content": "<result>first</result>\n<result>second</result>\n<result>third</result>"}
-    ]
-
-
-def test_tools_of_all_conversations_run_at_the_same_time(tokenizer):
-    number = 40  # more than a default thread pool has workers
-    blocking, met = threading.Barrier(number), []
-
-    def meet() -> str:
-        blocking.wait(20)
-        return "met"
-
-    async def gather() -> str:
-        met.append(1)
-        while len(met) < number:
-            await asyncio.sleep(0)
-        return "gathered"
-
-    env = MultiTurnToolEnv([tool(meet), tool(gather)], tool_timeout=20)
-    engine = ScriptedEngine(tokenizer, [call_text("meet"), call_text("gather"), ANSWER])
-    for trajectory in converse(env, engine, sessions=number):
-        assert [turn.replies[0]["content"] for turn in trajectory.turns[:2]] == [
-            "<result>met</result>", "<result>gathered</result>"
-        ]  # fmt: skip
-
-
-async def raises_async() -> None:
-    raise KeyError("gone")
-
-
-def raises_sync() -> None:
-    raise KeyError("gone")
-
-
-def raises_without_sense() -> None:
-    raise ValueError("half a character: \ud83d")
-
-
-async def exits_async() -> None:
-    sys.exit(3)
-
-
-def exits_sync() -> None:
-    sys.exit(3)
-
-
-def stops_iteration() -> None:
-    raise StopIteration("end")
-
-
-async def cancels_itself() -> None:
-    raise asyncio.CancelledError
-
-
-def times_out_inside() -> None:
-    raise TimeoutError("the server is slow")
-
-
-def returns_no_json() -> object:
-    return {(1, 2): 3}
-
-
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [(raises_async, "KeyError: 'gone'"), (raises_sync, "KeyError: 'gone'"), (raises_without_sense, "character: ?"),
-     (exits_async, "SystemExit: 3"), (exits_sync, "SystemExit: 3"), (stops_iteration, "StopIteration: end"),
-     (cancels_itself, "cancelled"), (times_out_inside, "TimeoutError: the server is slow"),
-     (returns_no_json, "TypeError")],
-)  # fmt: skip
-def test_whatever_a_tool_raises_is_an_answer_for_the_model(tokenizer, function, says):
-    env = MultiTurnToolEnv([tool(function), tool(lambda: "fine", "other")])
-    engine = ScriptedEngine(tokenizer, [call_text(function.__name__) + call_text("other"), ANSWER])
-    [trajectory] = converse(env, engine)
-    failed, fine = trajectory.turns[0].tool_calls
-    assert says in failed.error and failed.result == f"Error: {failed.error}" and failed.executed
-    assert (fine.result, fine.error) == ("fine", None)
-    assert trajectory.stop_reason is StopReason.ANSWERED
-
-
-def test_a_tool_out_of_time_ends_its_call_and_not_the_others():
-    release = threading.Event()
-
-    async def hang_async() -> None:
-        await asyncio.Event().wait()
-
-    async def hang_stubborn() -> None:
-        while True:  # swallows the cancellation
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                if release.is_set():
-                    raise
-
-    def hang_sync() -> None:
-        release.wait(20)
-
-    env = MultiTurnToolEnv(
-        [tool(hang_async), tool(hang_stubborn), tool(hang_sync), tool(lambda: 1, "quick")], tool_timeout=0.05
-    )
-    names = ["hang_async", "hang_stubborn", "hang_sync", "quick"]
-    text = "".join(map(call_text, names))
-    turn = read(env, text)
-
-    async def run() -> None:
-        await env.step(turn)
-        release.set()
-
-    start = time.perf_counter()
-    asyncio.run(run())
-    assert time.perf_counter() - start < 10
-    assert [call.error for call in turn.tool_calls] == [
-        *(f"{name} took longer than 0.05 s." for name in names[:3]), None
-    ]  # fmt: skip
-    assert all(call.executed and call.seconds >= 0.04 for call in turn.tool_calls[:3])
-
-
-def test_a_tool_may_take_a_minute_unless_there_is_no_limit():
-    assert MultiTurnToolEnv().tool_timeout == MTGRPOConfig.tool_timeout == 60.0
-    assert MultiTurnToolEnv(tool_timeout=None).tool_timeout is None
-    with pytest.raises(ValueError, match="`tool_timeout` is 0; set seconds above 0, or `None` for no limit"):
-        MultiTurnToolEnv(tool_timeout=0)
-
-
-def test_an_async_tool_out_of_time_is_cancelled():
-    ended = []
-
-    async def hang() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-
-    take_turn(MultiTurnToolEnv([tool(hang)], tool_timeout=0.01), call_text("hang"))
-    assert ended
-
-
-def test_a_conversation_that_is_cancelled_cancels_its_tools():
-    started, ended = [], []
-
-    async def hang() -> None:
-        started.append(True)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-
-    async def run() -> None:
-        env = MultiTurnToolEnv([tool(hang)])
-        task = asyncio.ensure_future(env.step(read(env, call_text("hang"))))
-        while not started:
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        await asyncio.sleep(0)
-        assert task.cancelled() and ended
-
-    asyncio.run(run())
-
-
-def test_results_that_are_no_strings_are_written_as_json():
-    env = MultiTurnToolEnv([tool(lambda: {"name": "Perú", "area": None, "big": True}, "facts")])
-    turn, _ = take_turn(env, call_text("facts"))
-    assert turn.replies[0]["content"] == '<result>{"name": "Perú", "area": null, "big": true}</result>'
-
-
-def test_an_argument_may_have_any_name():
-    def plot(function: str, self: str) -> str:
-        """
-        Plots.
-
-        Args:
-            function: Of x.
-            self: Anything.
-        """
-        return function + self
-
-    turn, _ = take_turn(MultiTurnToolEnv([plot]), call_text("plot", function="x", self="y"))
-    assert turn.tool_calls[0].result == "xy"
-
-
-def test_a_tool_without_a_name_of_its_own_runs():
-    class Callable:
-        def __call__(self) -> str:
-            return "called"
-
-    turn, _ = take_turn(MultiTurnToolEnv([tool(Callable(), "call")]), call_text("call"))
-    assert turn.tool_calls[0].result == "called"
-
-
-HANG = """
-import asyncio, threading
-from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.tools import Tool
-from mt_grpo.trajectory import ToolCall, Turn
-hang = Tool("hang", "A tool.", {"type": "object", "properties": {}}, lambda: threading.Event().wait())
-env = MultiTurnToolEnv([hang], tool_timeout=0.01)
-step = asyncio.run(env.step(Turn(0, {}, [ToolCall("hang")])))
-print(step.replies[0]["content"])
-"""
-
-
-def test_a_tool_that_hangs_lets_the_process_end():
-    ended = subprocess.run([sys.executable, "-c", HANG], capture_output=True, text=True, timeout=60)
-    assert "hang took longer than 0.01 s." in ended.stdout and ended.returncode == 0
-
-
-# The native protocol, end to end
-
-
-def test_native_calls_are_run_and_answered_through_the_template(search_tool):
-    tokenizer = add_response_schema(build_tokenizer("qwen3"))
-    call = '<tool_call>\n{"name": "lookup", "arguments": {"query": "Lima"}}\n</tool_call>'
-    engine = ScriptedEngine(tokenizer, [f"{call}\n{call}<|im_end|>", "<tool_call>\n{oops\n</tool_call>", "Peru"])
-    [trajectory] = converse(MultiTurnToolEnv([search_tool], protocol="native"), engine)
-    assert (trajectory.stop_reason, trajectory.answer) == (StopReason.ANSWERED, "Peru")
-    assert [reply["content"] for reply in trajectory.turns[0].replies] == ["about Lima"] * 2
-    text = tokenizer.decode(trajectory.tree.path())
-    assert "<tools>" in text and text.count("<tool_response>\nabout Lima\n</tool_response>") == 2
-    assert text.count("<|im_end|>") == text.count("<|im_start|>") - 1
-    assert "cannot be read" in trajectory.turns[1].replies[0]["content"]
-
-
-def test_thinking_opened_by_the_template_is_not_in_the_answer(search_tool):
-    tokenizer = add_response_schema(build_tokenizer("qwen3_5_think"))
-    engine = ScriptedEngine(tokenizer, ["It is Lima, so\n</think>\n\nPeru<|im_end|>"])
-    [trajectory] = converse(MultiTurnToolEnv([search_tool], protocol="native"), engine)
-    assert trajectory.answer == "Peru"
-    assert trajectory.turns[0].message["reasoning_content"] == "It is Lima, so"
-
-
-# Prompt, construction
-
-
-def test_the_system_prompt_goes_first_unless_there_is_one():
-    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}]
-    env = MultiTurnToolEnv(system_prompt="Yours.")
-    assert env.start("hi") == [{"role": "system", "content": "Yours."}, {"role": "user", "content": "hi"}]
-    assert env.start(own[1:]) == env.start("hi")
-    assert env.start(own) == own and len(own) == 2
-
-
-def test_the_protocol_instructs_unless_a_system_prompt_is_given(search_tool):
-    assert "lookup" in MultiTurnToolEnv([search_tool]).start("hi")[0]["content"]
-    assert MultiTurnToolEnv([search_tool], system_prompt="").start("hi") == [{"role": "user", "content": "hi"}]
-    assert MultiTurnToolEnv([search_tool], protocol="native").start("hi") == [{"role": "user", "content": "hi"}]
-
-
-def test_tools_are_shown_once_by_template_or_system_prompt(search_tool):
-    assert MultiTurnToolEnv([search_tool]).tool_schemas is None
-    assert [s["function"]["name"] for s in MultiTurnToolEnv([search_tool], protocol="native").tool_schemas] == [
-        "lookup"
-    ]
-    assert MultiTurnToolEnv(protocol="native").tool_schemas is None
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [({"protocol": "tag"}, "nearest is 'tags'"), ({"max_steps": -1}, "max_steps"), ({"env_mask": 2}, "env_mask"),
-     ({"tool_timeout": 0}, "tool_timeout"), ({"tool_timeout": -1.0}, "tool_timeout")],
-)  # fmt: skip
-def test_bad_options_are_refused_by_name(options, says):
-    with pytest.raises(ValueError, match=says):
-        MultiTurnToolEnv(**options)
-
-
-def test_a_tool_without_a_docstring_is_refused():
-    with pytest.raises(ToolDefinitionError, match="docstring"):
-        MultiTurnToolEnv([lambda query: query])
-
-
-# The convenience
-
-
-@pytest.mark.parametrize("env_mask", [0, 1])
-def test_generate_returns_ids_messages_and_mask(search_tool, tokenizer, env_mask):
-    env = MultiTurnToolEnv([search_tool], env_mask=env_mask)
-    texts = [call_text("lookup", query="x"), ANSWER]
-    out = env.generate(["hi", [{"role": "user", "content": "ho"}]], ScriptedEngine(tokenizer, texts))
-    assert out.keys() == {"ids", "mask", "messages"} and {len(values) for values in out.values()} == {2}
-    for ids, mask, messages in zip(out["ids"], out["mask"], out["messages"], strict=True):
-        assert [message["content"] for message in messages] == [texts[0], "<result>about x</result>", texts[1]]
-        first, last = (tokenizer.encode(text) for text in texts)
-        assert ids[: len(first)] == first and ids[-len(last) :] == last
-        reply = ids[len(first) : -len(last)]
-        assert "<result>about x</result>" in tokenizer.decode(reply)
-        assert mask == [1] * len(first) + [env_mask] * len(reply) + [1] * len(last)
-
-
-def test_generate_hands_on_how_to_sample_and_bounds_each_turn(search_tool, tokenizer):
-    seen = []
-
-    class Engine(ScriptedEngine):
-        async def generate(self, context, sampling, session):
-            seen.append(sampling)
-            return await super().generate(context, sampling, session)
-
-    sampling = SamplingParams(max_tokens=7, temperature=0.5, seed=3)
-    out = MultiTurnToolEnv([search_tool]).generate(["a", "a"], Engine(tokenizer, ["x" * 100]), sampling)
-    assert [len(ids) for ids in out["ids"]] == [7, 7]
-    assert {(entry.max_tokens, entry.temperature, entry.stop) for entry in seen} == {
-        (7, 0.5, ("</tool>", "</answer>"))
-    }
-    assert seen[0].seed != seen[1].seed  # the same prompt twice is two samples
-    first = [entry.seed for entry in seen]
-    MultiTurnToolEnv([search_tool]).generate(["a", "a"], Engine(tokenizer, ["x" * 100]), sampling)
-    assert [entry.seed for entry in seen[2:]] == first
-    MultiTurnToolEnv([search_tool]).generate(
-        ["a", "a"], Engine(tokenizer, ["x" * 100]), SamplingParams(max_tokens=7, seed=4)
-    )
-    assert [entry.seed for entry in seen[4:]] != first
+def test_what_makes_no_environment_is_refused(source, problem):
+    with pytest.raises(ConfigError, match=problem):
+        RolloutRunner(source, ScriptedEngine(build_tokenizer(), []))
+
+
+def test_a_factory_that_makes_something_else_ends_one():
+    [trajectory] = run(lambda row: object(), [{}])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and "has no `run` and `close`" in trajectory.error
+
+
+def test_rows_that_name_no_environment_are_refused():
+    check_rows(Guess, None)
+    check_rows({"guess": Guess}, ["guess"])
+    with pytest.raises(ConfigError, match="no column `environment`"):
+        check_rows({"guess": Guess}, None)
+    with pytest.raises(ConfigError, match="names the environment 'gues'; did you mean 'guess'|names .*'guess'"):
+        check_rows({"guess": Guess}, ["gues"])

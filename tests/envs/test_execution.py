@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.concurrency import run as run_and_wait
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.envs.execution import execute_calls, fail_unanswered
+from mt_grpo.envs.tool_env import execute_calls, fail_unanswered
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.tools import Tool, ToolDefinitionError, load_tools, tool
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn

@@ -8,7 +8,7 @@ from support.conversations import converse
 
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rollout import ChatRenderer
-from mt_grpo.rollout.answers import answer_ids, answer_leaves
+from mt_grpo.rollout.token_row import answer_ids, answer_leaves
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import Trajectory, Turn
 

@@ -9,7 +9,7 @@ import pytest
 
 from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.rollout.marks import Marks
+from mt_grpo.rollout.special_tokens import SpecialTokens
 from mt_grpo.trajectory import StopReason
 
 ANSWER = "<answer>Lima</answer>"
@@ -31,14 +31,14 @@ class Talk(MultiTurnToolEnv):
 @pytest.fixture
 def encoded(monkeypatch) -> list[tuple[str, threading.Thread]]:
     """Long texts that were encoded, and where."""
-    calls, encode = [], Marks.encode
+    calls, encode = [], SpecialTokens.encode
 
     def recorded(self, text):
         if len(text) >= len(LONG):
             calls.append((text, threading.current_thread()))
         return encode(self, text)
 
-    monkeypatch.setattr(Marks, "encode", recorded)
+    monkeypatch.setattr(SpecialTokens, "encode", recorded)
     return calls
 
 
@@ -58,14 +58,14 @@ def test_a_group_encodes_its_long_prompt_once_beside_the_loop(tokenizer, encoded
 
 
 def test_conversations_go_on_while_a_long_text_is_encoded(tokenizer, monkeypatch):
-    ended, encode, waited = threading.Event(), Marks.encode, []
+    ended, encode, waited = threading.Event(), SpecialTokens.encode, []
 
     def patient(self, text):
         if len(text) >= len(LONG):
             waited.append(ended.wait(20))
         return encode(self, text)
 
-    monkeypatch.setattr(Marks, "encode", patient)
+    monkeypatch.setattr(SpecialTokens, "encode", patient)
     runner = RolloutRunner(Talk("and"), ScriptedEngine(tokenizer, ["A1", ANSWER]))
     requests = [RolloutRequest(LONG, "000"), RolloutRequest("short", "001")]
     finished = []
@@ -85,14 +85,14 @@ def test_a_long_reply_is_encoded_beside_the_loop(tokenizer, encoded):
 
 
 def test_a_conversation_out_of_time_while_encoding_has_no_turn(tokenizer, monkeypatch):
-    release, encode = threading.Event(), Marks.encode
+    release, encode = threading.Event(), SpecialTokens.encode
 
     def stuck(self, text):
         if len(text) >= len(LONG):
             release.wait(20)
         return encode(self, text)
 
-    monkeypatch.setattr(Marks, "encode", stuck)
+    monkeypatch.setattr(SpecialTokens, "encode", stuck)
     engine = ScriptedEngine(tokenizer, ["A1", ANSWER])
     try:
         (trajectory,) = converse(engine, Talk("and"), [LONG], rollout_timeout=0.2)

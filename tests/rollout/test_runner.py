@@ -103,7 +103,7 @@ class Counting:
 
     def __init__(self, renderer, monkeypatch):
         self.characters = 0
-        for owner, name in ((renderer.tokenizer, "encode"), (renderer.marks, "_plain")):
+        for owner, name in ((renderer.tokenizer, "encode"), (renderer.special_tokens, "_plain")):
             monkeypatch.setattr(owner, name, self.counted(getattr(owner, name)))
 
     def counted(self, encode):

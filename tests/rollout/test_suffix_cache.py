@@ -12,7 +12,7 @@ from jinja2 import Environment
 from support.conversations import NAMES, renderer
 
 from mt_grpo.rollout.chat_template import ChatTemplate
-from mt_grpo.rollout.suffix_cache import SuffixCache
+from mt_grpo.rollout.rendering import SuffixCache
 
 PASSAGES = [f"Lima is the capital of Perú.\n{number} llamas" for number in range(40)]
 
@@ -50,8 +50,8 @@ def test_reply_ids_equal_the_full_rendering_of_every_template(name, data):
             [{"role": "tool", "name": "lookup", "content": content}, {"role": "tool", "name": "a", "content": "ok"}],
         ):
             called = [reply["name"] for reply in replies if reply["role"] == "tool"]
-            full = outcome(lambda replies=replies, called=called: template.suffix(chat.shielded(replies), called))
-            full = chat.encode(chat.marks.tidy(full)) if isinstance(full, str) else full
+            full = outcome(lambda replies=replies, called=called: template.suffix(chat.escaped(replies), called))
+            full = chat.encode(chat.special_tokens.tidy(full)) if isinstance(full, str) else full
             assert outcome(chat.reply_ids, replies, -1) == full
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.own_process import TERMINAL
 
-from mt_grpo.envs.execution import execute_calls
+from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError
 from mt_grpo.tools import ToolDefinitionError
 from mt_grpo.tools.mcp import (

@@ -16,7 +16,7 @@ import pytest
 from support.escapes import HARMFUL, HARMLESS, attempt
 from support.loopback import ScriptedServer
 
-from mt_grpo.envs.execution import execute_calls
+from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.tools import Tool, load_tools
 from mt_grpo.tools import python_sandbox as module

@@ -7,7 +7,7 @@ import pytest
 from support.loopback import ScriptedServer
 from transformers.utils import get_json_schema
 
-from mt_grpo.envs.execution import execute_calls
+from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.tools import Tool
 from mt_grpo.tools.results import read_result
 from mt_grpo.tools.search import CorpusError, CorpusSearch, RetrievalSearch, WikipediaSearch

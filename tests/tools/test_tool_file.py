@@ -14,7 +14,7 @@ import yaml
 from support.stateful_tools import SCHEMA
 
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.envs.execution import execute_calls
+from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.tools import ToolSession, load_tools_file
 from mt_grpo.tools.stateful import StatefulTool

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.stateful_tools import Guess, schema
 
-from mt_grpo.envs.execution import execute_calls
+from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.tools import BaseTool, Tool, ToolDefinitionError, ToolResponse, ToolSession, load_tools
 from mt_grpo.trajectory import ToolCall
 

@@ -17,8 +17,8 @@ from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rewards import InformationGain, cut_after, score_cut
 from mt_grpo.rollout import ScriptedEngine
-from mt_grpo.rollout.answers import answer_ids, answer_leaves
 from mt_grpo.rollout.engine import EngineError
+from mt_grpo.rollout.token_row import answer_ids, answer_leaves
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.answers import longest, mean_logprobs
 from mt_grpo.training.preflight import check_reward_columns

@@ -12,7 +12,7 @@ from mt_grpo.app.doctor import surroundings
 from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case, Check, NotKnown
 from mt_grpo.concurrency import run
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.envs.execution import execute_calls
+from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError
 from mt_grpo.option_rules import check_batches
 from mt_grpo.rewards import load_rewards

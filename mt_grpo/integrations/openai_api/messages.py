@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mt_grpo.integrations.openai_api.errors import ApiError
-from mt_grpo.rollout.said import identity
+from mt_grpo.rollout.transcript import identity
 from mt_grpo.tools.results import too_deep
 from mt_grpo.trajectory import Message, Turn
 

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from mt_grpo.concurrency import call
-from mt_grpo.envs.execution import execute_calls
+from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.integrations.swift.rewards import is_right

@@ -13,22 +13,22 @@ from tokenizers import AddedToken, Tokenizer
 from mt_grpo.trajectory import Message
 
 # Rare, and yet printable, so that no template escapes them: alchemical symbols.
-SHIELD = "\U0001f76a"
-_ESCAPE = "\U0001f76b"
-_ESCAPED = {SHIELD: _ESCAPE + "0", _ESCAPE: _ESCAPE + "1"}
-_LITERAL = {written: character for character, written in _ESCAPED.items()}
+ESCAPE = "\U0001f76a"
+_QUOTE = "\U0001f76b"
+_QUOTED = {ESCAPE: _QUOTE + "0", _QUOTE: _QUOTE + "1"}
+_LITERAL = {written: character for character, written in _QUOTED.items()}
 _SAMPLED = ("content", "reasoning_content")
 
 
-class Marks:
+class SpecialTokens:
     """
-    Shields contents, so that text that spells a mark is encoded as text.
+    Escapes contents, so that text that spells a mark is encoded as text.
 
     A mark is the text of an added token: of special tokens, and of others such as `<think>`. Added tokens that the
     model's own vocabulary holds as text, such as Gemma's `<table>` and runs of spaces, are not marks. A tokenizer
-    turns every text that spells a mark into the mark's token. So contents are *shielded* before the template sees
+    turns every text that spells a mark into the mark's token. So contents are *escaped* before the template sees
     them: a private character is put after the first character of each mark that they spell. It is removed when the
-    rendered text is encoded, piece by piece between the marks. Text without a shield is encoded as usual.
+    rendered text is encoded, piece by piece between the marks. Text without a escape is encoded as usual.
 
     Args:
         tokenizer: The tokenizer.
@@ -55,7 +55,7 @@ class Marks:
             else:
                 others[token_id] = token
         self._mark = re.compile(_any_of(self._tokens) or "(?!)")
-        self._risk = re.compile("|".join(filter(None, (f"[{SHIELD}{_ESCAPE}]", _any_of(self._tokens, cut=True)))))
+        self._risk = re.compile("|".join(filter(None, (f"[{ESCAPE}{_QUOTE}]", _any_of(self._tokens, cut=True)))))
         self._names = {value for kind, value in constants if kind in ("name", "string")}
         self._joined = self._completing(value for kind, value in constants if kind in ("string", "data"))
         self._plain = self._slow if backend is None else _PlainText(backend, others)
@@ -76,41 +76,43 @@ class Marks:
 
     # Shielding
 
-    def shield(self, message: Message) -> Message:
+    def escape(self, message: Message) -> Message:
         """
-        A message with its contents shielded. The words of an assistant may hold marks that are not special, such as
+        A message with its contents escaped. The words of an assistant may hold marks that are not special, such as
         `<think>`, because its model writes them.
         """
-        shielded = {key: value if key == "role" else self.shield_all(value) for key, value in message.items()}
+        escaped = {key: value if key == "role" else self.escape_all(value) for key, value in message.items()}
         if message.get("role") == "assistant":
             words = {key: message[key] for key in _SAMPLED if key in message}
-            shielded |= _each(words, lambda text: self._cover(text, lambda m: not self._tokens[m.group()].special))
-        return shielded
+            escaped |= _each(
+                words, lambda text: self._escape_where(text, lambda m: not self._tokens[m.group()].special)
+            )
+        return escaped
 
-    def shield_all(self, value: Any) -> Any:
+    def escape_all(self, value: Any) -> Any:
         """The same for every text in nested lists and dictionaries."""
-        return _each(value, lambda text: self._cover(text, lambda match: False))
+        return _each(value, lambda text: self._escape_where(text, lambda match: False))
 
-    def _cover(self, text: str, is_mark: Callable[[re.Match[str]], bool]) -> str:
-        """Shields what spells a mark, or part of one at an edge of the text, unless it is one."""
+    def _escape_where(self, text: str, is_mark: Callable[[re.Match[str]], bool]) -> str:
+        """Escapes what spells a mark, or part of one at an edge of the text, unless it is one."""
 
         def covered(match: re.Match[str]) -> str:
             found = match.group()
-            if found in _ESCAPED:
-                return _ESCAPED[found]
+            if found in _QUOTED:
+                return _QUOTED[found]
             if found in self._tokens and is_mark(match):
                 return found
-            return found[0] + SHIELD + found[1:]
+            return found[0] + ESCAPE + found[1:]
 
         text = self._risk.sub(covered, text)
         if self._joined and text not in self._names and self._joined.match(text):
-            return text[0] + SHIELD + text[1:]
+            return text[0] + ESCAPE + text[1:]
         return text
 
-    def recall(self, message: Message, ids: list[int]) -> Message:
+    def escape_sampled(self, message: Message, ids: list[int]) -> Message:
         """
-        Shields an assistant's message as it was sampled. Marks whose tokens the model sampled stay marks; marks that
-        it spelt become text.
+        Escapes an assistant's message as it was sampled. Marks whose tokens the model sampled stay marks;
+        those that it spelt become text.
 
         Args:
             message (`dict`): The message that was read from the turn.
@@ -124,36 +126,36 @@ class Marks:
         def cover(text: str) -> str:
             begin = sampled.find(text)
             if begin < 0:
-                return self._cover(text, lambda match: match.group() in real)
-            return self._cover(text, lambda match: begin + match.start() in places)
+                return self._escape_where(text, lambda match: match.group() in real)
+            return self._escape_where(text, lambda match: begin + match.start() in places)
 
         return {key: value if key == "role" else _each(value, cover) for key, value in message.items()}
 
-    # Shielded text and ids
+    # Escaped text and ids
 
     def tidy(self, rendered: str) -> str:
-        """Rendered text with only the shields that are needed to keep text from being read as a mark."""
-        if SHIELD not in rendered:
+        """Rendered text with only the escapes that are needed to keep text from being read as a mark."""
+        if ESCAPE not in rendered:
             return rendered
-        pieces = rendered.split(SHIELD)
-        shields, length = set(), 0
+        pieces = rendered.split(ESCAPE)
+        escapes, length = set(), 0
         for piece in pieces[:-1]:
             length += len(piece)
-            shields.add(length)
+            escapes.add(length)
         return self._mark.sub(
             lambda match: (
-                match.group()[0] + SHIELD + match.group()[1:]
-                if shields.intersection(range(match.start() + 1, match.end()))
+                match.group()[0] + ESCAPE + match.group()[1:]
+                if escapes.intersection(range(match.start() + 1, match.end()))
                 else match.group()
             ),
             "".join(pieces),
         )
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, shielded where they spell a mark without being one."""
+        """The text of ids, escaped where they spell a mark without being one."""
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         places = self._places(text, ids)
-        return self.tidy(self._cover(text, lambda match: match.start() in places))
+        return self.tidy(self._escape_where(text, lambda match: match.start() in places))
 
     def _places(self, text: str, ids: list[int]) -> set[int]:
         """Positions in the text of `ids` at which the marks' tokens begin."""
@@ -178,8 +180,8 @@ class Marks:
                 begin = end
 
     def encode(self, text: str) -> list[int]:
-        """Ids of shielded text."""
-        if SHIELD not in text and _ESCAPE not in text and self._normalize is None:
+        """Ids of escaped text."""
+        if ESCAPE not in text and _QUOTE not in text and self._normalize is None:
             return self._encoded(text)
         ids, begin = [], 0
         for start, end in self._sections(text):
@@ -210,20 +212,20 @@ class Marks:
         yield begin, len(text)
 
     def _spells(self, section: str) -> bool:
-        """Whether the tokenizer would find a mark or a shield in the text."""
-        if SHIELD in section or _ESCAPE in section:
+        """Whether the tokenizer would find a mark or a escape in the text."""
+        if ESCAPE in section or _QUOTE in section:
             return True
         return self._normalize is not None and self._mark.search(self._normalize(section)) is not None
 
     def _as_text(self, section: str, leads: bool) -> list[int]:
-        ids = self._plain(show(section), leads)
+        ids = self._plain(unescape(section), leads)
         if self.ids.keys().isdisjoint(ids):
             return ids
         # the vocabulary itself holds a mark, so that only its halves are text
-        first, *rest = section.split(SHIELD)
-        ids = self._plain(show(first), leads)
+        first, *rest = section.split(ESCAPE)
+        ids = self._plain(unescape(first), leads)
         for piece in rest:
-            ids += self._plain(show(piece), False)
+            ids += self._plain(unescape(piece), False)
         return ids
 
     def _slow(self, text: str, leads: bool) -> list[int]:
@@ -237,7 +239,7 @@ class _PlainText:
     """
 
     def __init__(self, backend: Tokenizer, others: dict[int, AddedToken]) -> None:
-        self._lead = SHIELD + secrets.token_hex(16)
+        self._lead = ESCAPE + secrets.token_hex(16)
         self._tokenizer = Tokenizer(backend.model)
         if backend.normalizer is not None:
             self._tokenizer.normalizer = backend.normalizer
@@ -254,10 +256,10 @@ class _PlainText:
         return [self._ids.get(token, token) for token in ids]
 
 
-def show(shielded: str) -> str:
-    """Shielded text without its shields."""
-    text = shielded.replace(SHIELD, "")
-    return re.sub(f"{_ESCAPE}[01]", lambda match: _LITERAL[match.group()], text) if _ESCAPE in text else text
+def unescape(escaped: str) -> str:
+    """Escaped text without its escapes."""
+    text = escaped.replace(ESCAPE, "")
+    return re.sub(f"{_QUOTE}[01]", lambda match: _LITERAL[match.group()], text) if _QUOTE in text else text
 
 
 def _each(value: Any, change: Callable[[str], str]) -> Any:

@@ -9,7 +9,7 @@ import torch
 from support.conversations import converse, user
 from support.models import build_model, build_tokenizer
 
-from mt_grpo.rollout.history import strip_thinking
+from mt_grpo.rollout.transcript import strip_thinking
 
 
 def thought(number: int) -> str:

@@ -1,0 +1,435 @@
+"""The rules of a conversation: what is answered, what counts as a step, how tools run, when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from support.conversations import read
+from support.models import build_tokenizer
+from trl.chat_template_utils import add_response_schema
+
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.errors import ConfigError
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.tools import Tool, ToolDefinitionError
+from mt_grpo.training import MTGRPOConfig
+from mt_grpo.trajectory import StopReason, Trajectory, Turn
+
+ANSWER = "<answer>Lima</answer>"
+ANYTHING = {"type": "object", "properties": {}, "additionalProperties": True}
+
+
+def call_text(name: str, **args: object) -> str:
+    return f"<tool>{json.dumps({'name': name, 'args': args})}</tool>"
+
+
+def tool(function, name: str | None = None, **options) -> Tool:
+    return Tool(name or function.__name__, "A tool.", ANYTHING, function, **options)
+
+
+def take_turn(env: MultiTurnToolEnv, text: str, index: int = 0) -> tuple[Turn, StopReason | None]:
+    turn = read(env, text, index)
+    step = asyncio.run(env.step(turn))
+    turn.replies = step.replies
+    return turn, step.done or None
+
+
+def converse(env: MultiTurnToolEnv, engine: ScriptedEngine, sessions: int = 1, **limits) -> list[Trajectory]:
+    requests = [RolloutRequest("hi", f"{index:02d}") for index in range(sessions)]
+    return asyncio.run(RolloutRunner(env, engine, RolloutLimits(**limits)).run(requests, SamplingParams()))
+
+
+@pytest.mark.parametrize("name", ["reasoning", "tool", "result", "answer"])
+def test_a_tool_with_the_name_of_a_tag_is_refused(search_tool, name):
+    with pytest.raises(ConfigError, match=f"{name!r} has the name of a tag of `call_protocol: tags`.* another name"):
+        MultiTurnToolEnv([tool(search_tool, name)])
+    assert name in MultiTurnToolEnv([tool(search_tool, name)], protocol="native").tools
+
+
+# Steps and their bound
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "executed"),
+    [
+        ("<tool>{oops</tool>", "not valid JSON", False),
+        (call_text("serch", query="x"), "unknown tool 'serch'; the tools are: lookup", False),
+        (call_text("lookup", quary="x"), "unknown argument 'quary'", False),
+        (call_text("lookup", query=3), "must be of type string", False),
+        (call_text("lookup"), "missing argument 'query'", False),
+        (call_text("lookup", query="x"), "about x", True),
+    ],
+)
+def test_a_bad_turn_gets_an_error_and_counts_as_a_step(search_tool, tokenizer, text, says, executed):
+    env = MultiTurnToolEnv([search_tool], max_steps=1)
+    [trajectory] = converse(env, ScriptedEngine(tokenizer, [text, text]))
+    first, last = trajectory.turns
+    assert says in first.replies[0]["content"] and len(first.replies) == 1
+    assert first.replies[0]["content"].startswith("<result>" if executed else "<result>Error: ")
+    assert first.has_result == executed and first.num_failures == int(not executed)
+    assert trajectory.stop_reason is StopReason.MAX_STEPS and last.replies == []
+
+
+@pytest.mark.parametrize("max_steps", [0, 1, 4])
+@pytest.mark.parametrize("text", ["no tags at all", "<tool>{oops</tool>", call_text("lookup", query="x")])
+def test_a_model_that_never_answers_has_one_turn_past_max_steps(search_tool, tokenizer, max_steps, text):
+    env = MultiTurnToolEnv([search_tool], max_steps=max_steps)
+    [trajectory] = converse(env, ScriptedEngine(tokenizer, lambda session, turn: text))
+    assert trajectory.stop_reason is StopReason.MAX_STEPS
+    assert len(trajectory.turns) == max_steps + 1
+    assert sum(len(turn.replies) for turn in trajectory.turns) == max_steps
+
+
+def test_a_call_past_the_limit_does_not_run_and_is_a_failure(tokenizer):
+    ran = []
+    env = MultiTurnToolEnv([tool(lambda: ran.append(1), "act")], max_steps=0)
+    turn, stop = take_turn(env, call_text("act"))
+    assert stop is StopReason.MAX_STEPS and not ran
+    assert "limit of 0 steps" in turn.tool_calls[0].error and turn.num_failures == 1 and not turn.has_result
+
+
+def test_the_model_may_answer_after_its_last_step(search_tool, tokenizer):
+    env = MultiTurnToolEnv([search_tool], max_steps=1)
+    [trajectory] = converse(env, ScriptedEngine(tokenizer, [call_text("lookup", query="x"), ANSWER]))
+    assert trajectory.stop_reason is StopReason.ANSWERED and trajectory.answer == "Lima"
+
+
+# Tools
+
+
+def test_tools_of_a_turn_run_together_and_answer_in_call_order():
+    reached, barrier = threading.Event(), threading.Barrier(2)
+
+    def first() -> str:
+        barrier.wait(20)
+        assert reached.wait(20)
+        return "first"
+
+    def second() -> str:
+        barrier.wait(20)
+        return "second"
+
+    async def third() -> str:
+        reached.set()
+        return "third"
+
+    env = MultiTurnToolEnv([tool(first), tool(second), tool(third)])
+    turn, _ = take_turn(env, call_text("first") + call_text("second") + call_text("third"))
+    assert [call.result for call in turn.tool_calls] == ["first", "second", "third"]
+    assert turn.replies == [
+        {"role": "user", "content": "<result>first</result>\n<result>second</result>\n<result>third</result>"}
+    ]
+
+
+def test_tools_of_all_conversations_run_at_the_same_time(tokenizer):
+    number = 40  # more than a default thread pool has workers
+    blocking, met = threading.Barrier(number), []
+
+    def meet() -> str:
+        blocking.wait(20)
+        return "met"
+
+    async def gather() -> str:
+        met.append(1)
+        while len(met) < number:
+            await asyncio.sleep(0)
+        return "gathered"
+
+    env = MultiTurnToolEnv([tool(meet), tool(gather)], tool_timeout=20)
+    engine = ScriptedEngine(tokenizer, [call_text("meet"), call_text("gather"), ANSWER])
+    for trajectory in converse(env, engine, sessions=number):
+        assert [turn.replies[0]["content"] for turn in trajectory.turns[:2]] == [
+            "<result>met</result>", "<result>gathered</result>"
+        ]  # fmt: skip
+
+
+async def raises_async() -> None:
+    raise KeyError("gone")
+
+
+def raises_sync() -> None:
+    raise KeyError("gone")
+
+
+def raises_without_sense() -> None:
+    raise ValueError("half a character: \ud83d")
+
+
+async def exits_async() -> None:
+    sys.exit(3)
+
+
+def exits_sync() -> None:
+    sys.exit(3)
+
+
+def stops_iteration() -> None:
+    raise StopIteration("end")
+
+
+async def cancels_itself() -> None:
+    raise asyncio.CancelledError
+
+
+def times_out_inside() -> None:
+    raise TimeoutError("the server is slow")
+
+
+def returns_no_json() -> object:
+    return {(1, 2): 3}
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [(raises_async, "KeyError: 'gone'"), (raises_sync, "KeyError: 'gone'"), (raises_without_sense, "character: ?"),
+     (exits_async, "SystemExit: 3"), (exits_sync, "SystemExit: 3"), (stops_iteration, "StopIteration: end"),
+     (cancels_itself, "cancelled"), (times_out_inside, "TimeoutError: the server is slow"),
+     (returns_no_json, "TypeError")],
+)  # fmt: skip
+def test_whatever_a_tool_raises_is_an_answer_for_the_model(tokenizer, function, says):
+    env = MultiTurnToolEnv([tool(function), tool(lambda: "fine", "other")])
+    engine = ScriptedEngine(tokenizer, [call_text(function.__name__) + call_text("other"), ANSWER])
+    [trajectory] = converse(env, engine)
+    failed, fine = trajectory.turns[0].tool_calls
+    assert says in failed.error and failed.result == f"Error: {failed.error}" and failed.executed
+    assert (fine.result, fine.error) == ("fine", None)
+    assert trajectory.stop_reason is StopReason.ANSWERED
+
+
+def test_a_tool_out_of_time_ends_its_call_and_not_the_others():
+    release = threading.Event()
+
+    async def hang_async() -> None:
+        await asyncio.Event().wait()
+
+    async def hang_stubborn() -> None:
+        while True:  # swallows the cancellation
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if release.is_set():
+                    raise
+
+    def hang_sync() -> None:
+        release.wait(20)
+
+    env = MultiTurnToolEnv(
+        [tool(hang_async), tool(hang_stubborn), tool(hang_sync), tool(lambda: 1, "quick")], tool_timeout=0.05
+    )
+    names = ["hang_async", "hang_stubborn", "hang_sync", "quick"]
+    text = "".join(map(call_text, names))
+    turn = read(env, text)
+
+    async def run() -> None:
+        await env.step(turn)
+        release.set()
+
+    start = time.perf_counter()
+    asyncio.run(run())
+    assert time.perf_counter() - start < 10
+    assert [call.error for call in turn.tool_calls] == [
+        *(f"{name} took longer than 0.05 s." for name in names[:3]), None
+    ]  # fmt: skip
+    assert all(call.executed and call.seconds >= 0.04 for call in turn.tool_calls[:3])
+
+
+def test_a_tool_may_take_a_minute_unless_there_is_no_limit():
+    assert MultiTurnToolEnv().tool_timeout == MTGRPOConfig.tool_timeout == 60.0
+    assert MultiTurnToolEnv(tool_timeout=None).tool_timeout is None
+    with pytest.raises(ValueError, match="`tool_timeout` is 0; set seconds above 0, or `None` for no limit"):
+        MultiTurnToolEnv(tool_timeout=0)
+
+
+def test_an_async_tool_out_of_time_is_cancelled():
+    ended = []
+
+    async def hang() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    take_turn(MultiTurnToolEnv([tool(hang)], tool_timeout=0.01), call_text("hang"))
+    assert ended
+
+
+def test_a_conversation_that_is_cancelled_cancels_its_tools():
+    started, ended = [], []
+
+    async def hang() -> None:
+        started.append(True)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def run() -> None:
+        env = MultiTurnToolEnv([tool(hang)])
+        task = asyncio.ensure_future(env.step(read(env, call_text("hang"))))
+        while not started:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+        assert task.cancelled() and ended
+
+    asyncio.run(run())
+
+
+def test_results_that_are_no_strings_are_written_as_json():
+    env = MultiTurnToolEnv([tool(lambda: {"name": "Perú", "area": None, "big": True}, "facts")])
+    turn, _ = take_turn(env, call_text("facts"))
+    assert turn.replies[0]["content"] == '<result>{"name": "Perú", "area": null, "big": true}</result>'
+
+
+def test_an_argument_may_have_any_name():
+    def plot(function: str, self: str) -> str:
+        """
+        Plots.
+
+        Args:
+            function: Of x.
+            self: Anything.
+        """
+        return function + self
+
+    turn, _ = take_turn(MultiTurnToolEnv([plot]), call_text("plot", function="x", self="y"))
+    assert turn.tool_calls[0].result == "xy"
+
+
+def test_a_tool_without_a_name_of_its_own_runs():
+    class Callable:
+        def __call__(self) -> str:
+            return "called"
+
+    turn, _ = take_turn(MultiTurnToolEnv([tool(Callable(), "call")]), call_text("call"))
+    assert turn.tool_calls[0].result == "called"
+
+
+HANG = """
+import asyncio, threading
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.tools import Tool
+from mt_grpo.trajectory import ToolCall, Turn
+hang = Tool("hang", "A tool.", {"type": "object", "properties": {}}, lambda: threading.Event().wait())
+env = MultiTurnToolEnv([hang], tool_timeout=0.01)
+step = asyncio.run(env.step(Turn(0, {}, [ToolCall("hang")])))
+print(step.replies[0]["content"])
+"""
+
+
+def test_a_tool_that_hangs_lets_the_process_end():
+    ended = subprocess.run([sys.executable, "-c", HANG], capture_output=True, text=True, timeout=60)
+    assert "hang took longer than 0.01 s." in ended.stdout and ended.returncode == 0
+
+
+# The native protocol, end to end
+
+
+def test_native_calls_are_run_and_answered_through_the_template(search_tool):
+    tokenizer = add_response_schema(build_tokenizer("qwen3"))
+    call = '<tool_call>\n{"name": "lookup", "arguments": {"query": "Lima"}}\n</tool_call>'
+    engine = ScriptedEngine(tokenizer, [f"{call}\n{call}<|im_end|>", "<tool_call>\n{oops\n</tool_call>", "Peru"])
+    [trajectory] = converse(MultiTurnToolEnv([search_tool], protocol="native"), engine)
+    assert (trajectory.stop_reason, trajectory.answer) == (StopReason.ANSWERED, "Peru")
+    assert [reply["content"] for reply in trajectory.turns[0].replies] == ["about Lima"] * 2
+    text = tokenizer.decode(trajectory.tree.path())
+    assert "<tools>" in text and text.count("<tool_response>\nabout Lima\n</tool_response>") == 2
+    assert text.count("<|im_end|>") == text.count("<|im_start|>") - 1
+    assert "cannot be read" in trajectory.turns[1].replies[0]["content"]
+
+
+def test_thinking_opened_by_the_template_is_not_in_the_answer(search_tool):
+    tokenizer = add_response_schema(build_tokenizer("qwen3_5_think"))
+    engine = ScriptedEngine(tokenizer, ["It is Lima, so\n</think>\n\nPeru<|im_end|>"])
+    [trajectory] = converse(MultiTurnToolEnv([search_tool], protocol="native"), engine)
+    assert trajectory.answer == "Peru"
+    assert trajectory.turns[0].message["reasoning_content"] == "It is Lima, so"
+
+
+# Prompt, construction
+
+
+def test_the_system_prompt_goes_first_unless_there_is_one():
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}]
+    env = MultiTurnToolEnv(system_prompt="Yours.")
+    assert env.start("hi") == [{"role": "system", "content": "Yours."}, {"role": "user", "content": "hi"}]
+    assert env.start(own[1:]) == env.start("hi")
+    assert env.start(own) == own and len(own) == 2
+
+
+def test_the_protocol_instructs_unless_a_system_prompt_is_given(search_tool):
+    assert "lookup" in MultiTurnToolEnv([search_tool]).start("hi")[0]["content"]
+    assert MultiTurnToolEnv([search_tool], system_prompt="").start("hi") == [{"role": "user", "content": "hi"}]
+    assert MultiTurnToolEnv([search_tool], protocol="native").start("hi") == [{"role": "user", "content": "hi"}]
+
+
+def test_tools_are_shown_once_by_template_or_system_prompt(search_tool):
+    assert MultiTurnToolEnv([search_tool]).tool_schemas is None
+    assert [s["function"]["name"] for s in MultiTurnToolEnv([search_tool], protocol="native").tool_schemas] == [
+        "lookup"
+    ]
+    assert MultiTurnToolEnv(protocol="native").tool_schemas is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"protocol": "tag"}, "nearest is 'tags'"), ({"max_steps": -1}, "max_steps"), ({"env_mask": 2}, "env_mask"),
+     ({"tool_timeout": 0}, "tool_timeout"), ({"tool_timeout": -1.0}, "tool_timeout")],
+)  # fmt: skip
+def test_bad_options_are_refused_by_name(options, says):
+    with pytest.raises(ValueError, match=says):
+        MultiTurnToolEnv(**options)
+
+
+def test_a_tool_without_a_docstring_is_refused():
+    with pytest.raises(ToolDefinitionError, match="docstring"):
+        MultiTurnToolEnv([lambda query: query])
+
+
+# The convenience
+
+
+@pytest.mark.parametrize("env_mask", [0, 1])
+def test_generate_returns_ids_messages_and_mask(search_tool, tokenizer, env_mask):
+    env = MultiTurnToolEnv([search_tool], env_mask=env_mask)
+    texts = [call_text("lookup", query="x"), ANSWER]
+    out = env.generate(["hi", [{"role": "user", "content": "ho"}]], ScriptedEngine(tokenizer, texts))
+    assert out.keys() == {"ids", "mask", "messages"} and {len(values) for values in out.values()} == {2}
+    for ids, mask, messages in zip(out["ids"], out["mask"], out["messages"], strict=True):
+        assert [message["content"] for message in messages] == [texts[0], "<result>about x</result>", texts[1]]
+        first, last = (tokenizer.encode(text) for text in texts)
+        assert ids[: len(first)] == first and ids[-len(last) :] == last
+        reply = ids[len(first) : -len(last)]
+        assert "<result>about x</result>" in tokenizer.decode(reply)
+        assert mask == [1] * len(first) + [env_mask] * len(reply) + [1] * len(last)
+
+
+def test_generate_hands_on_how_to_sample_and_bounds_each_turn(search_tool, tokenizer):
+    seen = []
+
+    class Engine(ScriptedEngine):
+        async def generate(self, context, sampling, session):
+            seen.append(sampling)
+            return await super().generate(context, sampling, session)
+
+    sampling = SamplingParams(max_tokens=7, temperature=0.5, seed=3)
+    out = MultiTurnToolEnv([search_tool]).generate(["a", "a"], Engine(tokenizer, ["x" * 100]), sampling)
+    assert [len(ids) for ids in out["ids"]] == [7, 7]
+    assert {(entry.max_tokens, entry.temperature, entry.stop) for entry in seen} == {
+        (7, 0.5, ("</tool>", "</answer>"))
+    }
+    assert seen[0].seed != seen[1].seed  # the same prompt twice is two samples
+    first = [entry.seed for entry in seen]
+    MultiTurnToolEnv([search_tool]).generate(["a", "a"], Engine(tokenizer, ["x" * 100]), sampling)
+    assert [entry.seed for entry in seen[2:]] == first
+    MultiTurnToolEnv([search_tool]).generate(
+        ["a", "a"], Engine(tokenizer, ["x" * 100]), SamplingParams(max_tokens=7, seed=4)
+    )
+    assert [entry.seed for entry in seen[4:]] != first
