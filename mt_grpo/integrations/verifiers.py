@@ -1,4 +1,8 @@
-"""Environments of verifiers (0.3.1 and 0.4) by name; `pip install mt-grpo[verifiers]` or `mt-grpo[verifiers-v1]`."""
+"""
+Environments of verifiers by name: their own loops talk to the policy over HTTP, and their rewards are the
+conversation's. `pip install mt-grpo[verifiers]` is 0.3.1 (`verifiers_legacy`), `mt-grpo[verifiers-v1]` is 0.4
+(`verifiers_v1`).
+"""
 
 from __future__ import annotations
 
@@ -7,82 +11,86 @@ import importlib.util
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from mt_grpo.envs import Outcome
+from datasets import Dataset
+
+from mt_grpo.envs.env import Outcome
+from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.errors import ConfigError
+from mt_grpo.integrations.openai_api import AgentClient, AgentSource
 from mt_grpo.option_rules import VERIFIERS
 
+if TYPE_CHECKING:
+    from mt_grpo.integrations.verifiers_legacy import LegacyEnvironment
+    from mt_grpo.integrations.verifiers_v1 import TasksetEnvironment
+
 EXAMPLE, SPLIT = "example", "split"
-"""Columns of a row: which example of the environment's own data it is, and of which of `SPLITS`."""
+"""Columns of a row: the number of an example in the environment's own data, and its split, one of `SPLITS`."""
 SPLITS = ("train", "eval")
-REWARD = "reward"
-"""Name of an environment's reward where its parts do not add up to it."""
-
-Row = dict[str, Any]
 
 
-class Client(Protocol):
-    """Where a conversation takes place; see `AgentClient`."""
-
-    base_url: str
-    api_key: str
-
-    def openai(self, **options: Any) -> Any:
-        """An `openai.AsyncOpenAI`."""
-
-    def add_session(self, name: str) -> None:
-        """Gives the conversation a further name."""
-
-
-class Environment(Protocol):
-    """An environment of either generation."""
-
-    def rows(self, split: str) -> list[Row]:
-        """Its examples as rows: `prompt`, `example`, `split` and, where they have one, `answer`."""
-
-    async def play(self, row: Row, client: Client, relay_key: str) -> Outcome:
-        """
-        Holds the conversation of a row in its own loop, and scores it with its own rewards.
-
-        Args:
-            row (`dict`): The row.
-            client (`Client`): Where the conversation takes place.
-            relay_key (`str`): A key for every conversation, by the names that `client.add_session` gives.
-        """
-
-
-def load_environment(name: str, config: dict[str, Any]) -> Environment:
+class VerifiersSource(AgentSource):
     """
-    An environment of the verifiers that is installed.
+    Makes the environments of conversations from one of verifiers': an `EnvSource`.
 
     Args:
-        name (`str`): As verifiers' own commands take it.
-        config (`dict`): With 0.3.1, arguments of its `load_environment`. With 0.4, verifiers' configuration of the
-            environment, with `select` (which tasks are trained) and `eval_select` (which are evaluated) beside it.
+        name (`str`): The environment, as verifiers' own commands name it.
+        config (`dict`, *optional*): Its options. With 0.3.1, arguments of its `load_environment`. With 0.4, verifiers'
+            configuration of the environment, and beside it `select` (the tasks to train on) and `eval_select` (the
+            tasks to evaluate on).
+        protocol (`CallProtocol`, *optional*): See `AgentSource`.
 
     Raises:
         ConfigError: If verifiers is not installed, or cannot load the environment.
     """
+
+    def __init__(self, name: str, config: dict[str, Any] | None = None, protocol: CallProtocol | None = None) -> None:
+        self.environment = _load(name, config or {})
+        super().__init__(self._play, protocol)
+
+    async def _play(self, row: dict[str, Any], client: AgentClient) -> Outcome:
+        split, number = example_of(row)
+        return await self.environment.play(split, number, client, self.endpoint.relay_key)
+
+    def rows(self, split: str = "train") -> Dataset:
+        """The environment's own data, `train` or `eval`: `prompt`, `answer`, `example` and `split`."""
+        rows = self.environment.rows(split)
+        return Dataset.from_list([{**row, EXAMPLE: number, SPLIT: split} for number, row in enumerate(rows)])
+
+
+def example_of(row: dict[str, Any]) -> tuple[str, int]:
+    """
+    The split and the number of a row's example.
+
+    Raises:
+        ValueError: If the row has none.
+    """
+    split, number = row.get(SPLIT, SPLITS[0]), row.get(EXAMPLE)
+    if split not in SPLITS or isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(
+            f"The row has {EXAMPLE}={number!r} and {SPLIT}={split!r}: `{EXAMPLE}` is the number of an example of the "
+            f"environment's own data, and `{SPLIT}` is one of {', '.join(SPLITS)}."
+        )
+    return split, number
+
+
+def _load(name: str, config: dict[str, Any]) -> LegacyEnvironment | TasksetEnvironment:
+    """The environment, by the version of verifiers that is installed."""
     if importlib.util.find_spec("verifiers") is None:
         raise ConfigError(
             f"`env: {VERIFIERS}{name}` needs verifiers, which is not installed: `pip install mt-grpo[verifiers]` for "
             "environments with `load_environment` (0.3.1), `pip install mt-grpo[verifiers-v1]` for tasksets (0.4)."
         )
-    with _loading(name), kept_signals():
-        if importlib.util.find_spec("verifiers.legacy") is not None:
-            from mt_grpo.integrations.verifiers_legacy import LegacyEnvironment
-
-            return LegacyEnvironment(name, config)
-        from mt_grpo.integrations.verifiers_v1 import TasksetEnvironment
-
-        return TasksetEnvironment(name, config)
-
-
-@contextlib.contextmanager
-def _loading(name: str) -> Iterator[None]:
     try:
-        yield
+        with kept_signals():
+            if importlib.util.find_spec("verifiers.legacy") is not None:
+                from mt_grpo.integrations.verifiers_legacy import LegacyEnvironment
+
+                return LegacyEnvironment(name, config)
+            from mt_grpo.integrations.verifiers_v1 import TasksetEnvironment
+
+            return TasksetEnvironment(name, config)
     except ConfigError:
         raise
     except Exception as error:  # whatever the environment's code raises
@@ -94,7 +102,7 @@ def _loading(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_signals() -> Iterator[None]:
-    """Keeps what a run does when it is interrupted: environments of 0.3.1 put in their own, which ends the process."""
+    """Restores the handlers of SIGINT and SIGTERM: environments of 0.3.1 set their own, which end the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -104,19 +112,3 @@ def kept_signals() -> Iterator[None]:
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
-
-
-def example_of(row: Row) -> tuple[str, int]:
-    """
-    The split and the number of a row's example.
-
-    Raises:
-        ValueError: If the row names none.
-    """
-    split, number = row.get(SPLIT, SPLITS[0]), row.get(EXAMPLE)
-    if split not in SPLITS or isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ValueError(
-            f"The row has {EXAMPLE}={number!r} and {SPLIT}={split!r}: `{EXAMPLE}` is the number of an example of the "
-            f"environment's own data, and `{SPLIT}` is one of {', '.join(SPLITS)}."
-        )
-    return split, number

@@ -1,4 +1,4 @@
-"""Environments of verifiers 0.3.1: `load_environment`, rubrics, `run_rollout`."""
+"""Environments of verifiers 0.3.1: `load_environment`, rubrics, `run_rollout`. It imports that version at once."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from verifiers.legacy.clients import OpenAIChatCompletionsClient
 
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.verifiers import EXAMPLE, REWARD, SPLIT, Client, Row, example_of
+from mt_grpo.integrations.openai_api import AgentClient
 from mt_grpo.trajectory import StopReason
 
+REWARD = "reward"
+"""Name of an environment's reward if its parts do not add up to it."""
 STOPPED = {
     "max_turns_reached": StopReason.MAX_STEPS,
     "timeout_reached": StopReason.TIMEOUT,
     "max_total_completion_tokens_reached": StopReason.TOKEN_BUDGET,
 }
-"""Names of stop conditions that are limits; the others are ends."""
-
-
+"""Stop conditions that are limits. All others are the regular end."""
 _UNREACHED: ContextVar[list[str]] = ContextVar("unreached")
-"""Reward functions of the running conversation that could not reach what they ask."""
+"""Errors of reward functions of the running conversation that could not reach a judge."""
 
 
 class LegacyEnvironment:
@@ -38,7 +38,7 @@ class LegacyEnvironment:
         name (`str`), config (`dict`): Of `load_environment`.
 
     Raises:
-        ConfigError: If its rubric compares the conversations of a group.
+        ConfigError: If its rubric scores the conversations of a group together.
     """
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
@@ -50,55 +50,54 @@ class LegacyEnvironment:
             )
         _watch(self.env.rubric)
 
-    @property
-    def _has_one_turn(self) -> bool:
-        """Whether the first turn is meant to be the last, and is no limit."""
-        return isinstance(self.env, vf.MultiTurnEnv) and self.env.max_turns == 1
-
-    def rows(self, split: str) -> list[Row]:
-        """The environment's own rows, as it prepares them."""
-        return [
-            {"prompt": item["prompt"], "answer": str(item.get("answer") or ""), EXAMPLE: index, SPLIT: split}
-            for index, item in enumerate(self._data(split))
-        ]
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """The examples of `train` or `eval`, each with `prompt` and `answer`."""
+        return [{"prompt": item["prompt"], "answer": str(item.get("answer") or "")} for item in self._data(split)]
 
     def _data(self, split: str) -> Any:
         return self.env.get_dataset() if split == "train" else self.env.get_eval_dataset()
 
-    async def play(self, row: Row, client: Client, relay_key: str) -> Outcome:
+    async def play(self, split: str, number: int, client: AgentClient, relay_key: str) -> Outcome:
         """
-        One rollout of verifiers', scored by its rubric.
+        Runs the conversation of an example in verifiers' loop, and scores it with its rubric.
+
+        Args:
+            split (`str`), number (`int`): The example.
+            client (`AgentClient`): Leads to the policy.
+            relay_key (`str`): Not needed here.
 
         Raises:
             RuntimeError: If verifiers recorded an error, or a reward function could not reach what it asks.
         """
         unreached: list[str] = []
         _UNREACHED.set(unreached)
-        split, number = example_of(row)
         output = await self.env.run_rollout(
             self._data(split)[number], OpenAIChatCompletionsClient(client.openai()), "policy", {}
         )
         if output["error"] is not None:
-            raise RuntimeError(f"verifiers: {_described(output['error'])}")
+            error = output["error"]
+            described = error.get("error_chain_repr", error) if isinstance(error, dict) else error
+            raise RuntimeError(f"verifiers: {described}")
         if unreached:
             raise RuntimeError(f"verifiers: {unreached[0]}")
         rewards, metrics = self._rewards(output)
         condition = output["stop_condition"]
-        reason = None if self._has_one_turn and condition == "max_turns_reached" else STOPPED.get(condition)
+        single = isinstance(self.env, vf.MultiTurnEnv) and self.env.max_turns == 1  # its only turn is no limit
+        reason = None if single and condition == "max_turns_reached" else STOPPED.get(condition)
         return Outcome(rewards, reason, info={"stop_condition": condition, "metrics": metrics})
 
     def _rewards(self, output: Any) -> tuple[dict[str, float], dict[str, float]]:
-        """Each function's part of the reward, and what each returned."""
+        """The weighted reward of each function, and what each function returned."""
         rubric, metrics = self.env.rubric, dict(output["metrics"] or {})
         weights = dict(zip(rubric._get_reward_func_names(), rubric._get_reward_weights(), strict=True))
         rewards = {name: weights[name] * value for name, value in metrics.items() if weights.get(name)}
         if not math.isclose(sum(rewards.values()), output["reward"], rel_tol=1e-6, abs_tol=1e-9):
-            rewards = {REWARD: output["reward"]}  # a rubric that scores in its own way
+            rewards = {REWARD: output["reward"]}  # the rubric overrides how rewards are combined
         return rewards, metrics
 
 
 def _watch(rubric: Any) -> None:
-    """verifiers scores a function that raises with 0: those that cannot reach a judge are taken note of before."""
+    """Records errors of reward functions that cannot reach a judge: verifiers would score them 0."""
     if isinstance(rubric, vf.RubricGroup):
         for one in rubric.rubrics:
             _watch(one)
@@ -122,7 +121,3 @@ def _watched(function: Any) -> Any:
             raise
 
     return watched
-
-
-def _described(error: Any) -> str:
-    return error["error_chain_repr"] if isinstance(error, dict) and "error_chain_repr" in error else str(error)

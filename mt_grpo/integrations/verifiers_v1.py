@@ -1,33 +1,51 @@
-"""Environments of verifiers 0.4: tasksets, harnesses and episodes of `verifiers.v1`."""
+"""
+Environments of verifiers 0.4: tasksets and episodes of `verifiers.v1`, and a harness that runs in this process. It
+imports that version at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import blake2b
 from typing import Any
 from urllib.parse import urlsplit
 
+from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
 from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.configs.env import default_agent_harness
 from verifiers.v1.configs.select import SelectConfig
 from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.null import NullHarness
+from verifiers.v1.harnesses.utils.compaction import is_context_overflow
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.runtimes import ProgramResult, Runtime
+from verifiers.v1.task import TaskData
+from verifiers.v1.trace import Trace
 from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.verifiers import EXAMPLE, SPLIT, Client, Row, example_of
-from mt_grpo.integrations.verifiers_chat import HARNESS
+from mt_grpo.integrations.openai_api import AgentClient
 from mt_grpo.trajectory import StopReason
+
+HARNESS = "mt_grpo_chat"
+"""Name of `ChatHarness` in verifiers' configurations."""
+
+# verifiers imports a harness by its name as a module of this package, and takes the class in its `__all__`
+sys.modules.setdefault(f"verifiers.v1.harnesses.{HARNESS}", sys.modules[__name__])
+__all__ = ["ChatHarness"]
 
 KEY_NAME = "MT_GRPO_VERIFIERS_API_KEY"
 """
-Begins the names of environment variables in which verifiers' clients find the key of the policy's server. verifiers
-hides variables with `API_KEY` in their names from the agents that it starts.
+Beginning of the names of the environment variables that hold the key of the policy's server for verifiers' clients.
+verifiers hides variables with `API_KEY` in their names from the agents that it starts.
 """
 STOPPED = {
     "max_turns": StopReason.MAX_STEPS,
@@ -38,18 +56,17 @@ STOPPED = {
     "agent_timeout": StopReason.TIMEOUT,
     "rollout_timeout": StopReason.TIMEOUT,
 }
-"""Names of stop conditions that are limits; the others are ends."""
+"""Stop conditions that are limits. All others are the regular end."""
 
 
 class TasksetEnvironment:
     """
-    A taskset by its name, with its own agents. Where the configuration says nothing else, agents run as local
-    processes (`runtime: {type: subprocess}`) and those that would have verifiers' `bash` harness, which lets the model
-    run commands on this machine, have `ChatHarness`.
+    A taskset by its name, with its own agents. By default, agents run as local processes (`runtime: {type:
+    subprocess}`), and `ChatHarness` replaces verifiers' default harness `bash`, which lets the model run commands on
+    this machine.
 
     Args:
-        name (`str`): Of the taskset.
-        config (`dict`): See `mt_grpo.integrations.verifiers.load_environment`.
+        name (`str`), config (`dict`): See `mt_grpo.integrations.verifiers.VerifiersSource`.
     """
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
@@ -61,12 +78,9 @@ class TasksetEnvironment:
         self._tasks["train"] = self._load("train")
         self._serving: dict[asyncio.AbstractEventLoop, _Serving] = {}
 
-    def rows(self, split: str) -> list[Row]:
-        """The tasks that are selected."""
-        return [
-            {"prompt": _prompt(task.data), "answer": _answer(task.data), EXAMPLE: index, SPLIT: split}
-            for index, task in enumerate(self._of(split))
-        ]
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """The selected tasks of `train` or `eval`, each with `prompt` and `answer`."""
+        return [{"prompt": _prompt(task.data), "answer": _answer(task.data)} for task in self._of(split)]
 
     def _of(self, split: str) -> list[Any]:
         if split not in self._tasks:
@@ -87,16 +101,20 @@ class TasksetEnvironment:
             )
         return list(tasks)
 
-    async def play(self, row: Row, client: Client, relay_key: str) -> Outcome:
+    async def play(self, split: str, number: int, client: AgentClient, relay_key: str) -> Outcome:
         """
-        One episode, scored by its task.
+        Runs an episode of a task, and scores it as the task does.
+
+        Args:
+            split (`str`), number (`int`): The task.
+            client (`AgentClient`): Leads to the policy.
+            relay_key (`str`): The key for every conversation, by the names that `client.add_session` gives.
 
         Raises:
             RuntimeError: If verifiers recorded an error.
         """
-        split, number = example_of(row)
         task = self._of(split)[number]
-        # all conversations have one URL, and so one client of verifiers': the name of each trace leads to its own
+        # all conversations share one URL, so that verifiers makes one client; the trace's name finds the conversation
         variable = f"{KEY_NAME}_{blake2b(relay_key.encode(), digest_size=8).hexdigest()}"
         os.environ[variable] = relay_key
         url = urlsplit(client.base_url)._replace(path="/v1").geturl()
@@ -111,7 +129,7 @@ class TasksetEnvironment:
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[Any]:
-        """The environment with its servers, which are there as long as a conversation of this event loop is."""
+        """The environment with its servers, which run as long as this event loop has a conversation."""
         loop = asyncio.get_running_loop()
         serving = self._serving.get(loop)
         if serving is None:
@@ -130,7 +148,7 @@ class TasksetEnvironment:
 
 
 class _Serving:
-    """Servers of an environment, held by one task: what it enters, it leaves itself."""
+    """The servers of an environment. One task enters and leaves their context, as its cancel scopes require."""
 
     def __init__(self, env: Any) -> None:
         self.env, self.count = env, 0
@@ -150,7 +168,7 @@ class _Serving:
 
 
 def _with_agents(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with a place and a harness for each agent."""
+    """The configuration with a runtime and a harness for each agent."""
     kind = env_config_type(name, config.get("id", ""))
     unset = default_agent_harness(name).id == "bash"
     for seat, field in kind.model_fields.items():
@@ -163,7 +181,7 @@ def _with_agents(name: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(data: Any) -> list[dict[str, Any]]:
-    """What is known of a task's first messages."""
+    """A task's first messages, as far as its data has them."""
     messages = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     if data.prompt is None or isinstance(data.prompt, str):
         return [*messages, {"role": "user", "content": data.prompt or ""}]
@@ -175,7 +193,7 @@ def _answer(data: Any) -> str:
 
 
 def _outcome(episode: Any) -> Outcome:
-    """Each reward with its weight, and the mean where an agent ran several times; by agent where there are several."""
+    """Weighted rewards, averaged over the runs of an agent; with several agents, named `agent/reward`."""
     found: dict[str, list[float]] = defaultdict(list)
     several = len({trace.agent.name for trace in episode.traces}) > 1
     for trace in episode.traces:
@@ -190,3 +208,67 @@ def _outcome(episode: Any) -> Outcome:
         reason,
         info={"stop_conditions": conditions, "metrics": metrics},
     )
+
+
+class ChatHarness(NullHarness):
+    """verifiers' `null` harness without a process: asks until the model calls no tool, or its context is full."""
+
+    SUPPORTS_TOOL_INTERCEPTION = False
+
+    async def setup(self, runtime: Runtime) -> None:
+        """Nothing is installed."""
+
+    async def launch(
+        self,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+        tool_interception_url: str | None = None,
+    ) -> ProgramResult:
+        """Runs one segment of the conversation."""
+        system, prompt = self.resolve_prompt(data)
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or []]
+        servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+        async with AsyncExitStack() as stack:
+            tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
+            http = DefaultAsyncHttpxClient(trust_env=False, verify=False)
+            client = AsyncOpenAI(base_url=endpoint, api_key=secret, http_client=http)
+            await stack.enter_async_context(client)
+            asked = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
+            try:
+                while True:
+                    completion = await client.chat.completions.create(**asked)
+                    message = completion.choices[0].message
+                    messages.append(message.model_dump(exclude_none=True))
+                    if not message.tool_calls:
+                        break
+                    for call in message.tool_calls:
+                        messages.append(await _answered(call, dispatch, connections))
+            except APIStatusError as error:
+                if trace.stop_condition is None and not is_context_overflow(error):
+                    raise
+        return ProgramResult(0, "", "")
+
+
+async def _answered(call: Any, dispatch: dict[str, Any], connections: dict[str, Any]) -> dict[str, Any]:
+    name = call.function.name
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except json.JSONDecodeError as error:
+        content: Any = f"error: invalid JSON in tool arguments ({error})"
+    else:
+        if name not in dispatch:
+            content = f"error: unknown tool {name!r}"
+        elif not isinstance(arguments, dict):
+            content = "error: tool arguments must be a JSON object"
+        else:
+            content = await call_mcp(connections, dispatch, name, arguments)
+    return {"role": "tool", "tool_call_id": call.id, "content": content, "name": name}

@@ -11,7 +11,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.integrations.openai_api import AgentSource, Command
 from mt_grpo.integrations.swift import MultiTurnScheduler, SchedulerSource, multi_turns
-from mt_grpo.integrations.verifiers_source import VerifiersSource
+from mt_grpo.integrations.verifiers import VerifiersSource
 from mt_grpo.option_rules import is_bare, parse_agent, parse_env_config, verifiers_name
 
 

@@ -13,7 +13,7 @@ from mt_grpo.envs.source import prototypes
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.integrations.trl import TRLEnv
-from mt_grpo.integrations.verifiers_source import VerifiersSource
+from mt_grpo.integrations.verifiers import VerifiersSource
 from mt_grpo.rewards import EnvReward, RewardFunc
 from mt_grpo.training.config import MTGRPOConfig
 

@@ -22,7 +22,7 @@ from support.trainers import Letters, batch, check_log_probs
 
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.verifiers_source import VerifiersSource
+from mt_grpo.integrations.verifiers import VerifiersSource
 from mt_grpo.rewards import EnvReward
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.runlog import read_trajectories
