@@ -130,7 +130,7 @@ def train(arguments: list[str]) -> int:
 
     accelerator = trainer.accelerator
     if dry_run:
-        from mt_grpo.app.dry_run import finish_dry_run
+        from mt_grpo.app.build import finish_dry_run
 
         finish_dry_run(trainer, resolved)
     else:

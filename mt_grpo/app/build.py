@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
+import yaml
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import get_peft_config, get_quantization_config
 
-from mt_grpo.app.dry_run import nothing_left
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import check_apart, load_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
@@ -22,6 +23,7 @@ from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.option_rules import verifiers_name
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer
+from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.training.checkpoint import (
     adapter_settings,
     batch_options,
@@ -29,6 +31,7 @@ from mt_grpo.training.checkpoint import (
     check_checkpoint,
     find_checkpoint,
 )
+from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.environment import check_env, prepare_tokenizer
 from mt_grpo.training.factories import evaluation_rows, rows_of
 from mt_grpo.training.folder import check_folder
@@ -197,3 +200,34 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
             quantization_config=get_quantization_config(model),
             peft_config=peft_config,
         )
+
+
+@contextlib.contextmanager
+def nothing_left(args: MTGRPOConfig) -> Iterator[None]:
+    """Keeps a trainer that is built from making a repository on the Hub, and `output_dir` from staying."""
+    folder = Path(args.output_dir)
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    pushes, args.push_to_hub = args.push_to_hub, False
+    try:
+        yield
+    finally:
+        args.push_to_hub = pushes
+        for path in missing if args.should_save else []:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+
+
+def finish_dry_run(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any]) -> None:
+    """
+    Lets the servers go, and prints the resolved recipe as YAML; on standard error, what else is known.
+
+    Args:
+        trainer (`MTGRPOEnvTrainer`): Built, with its servers claimed.
+        resolved (`dict`): Every option with its value.
+    """
+    if trainer.weight_sync is not None:
+        trainer.weight_sync.close()
+    if trainer.accelerator.is_main_process:
+        print(yaml.safe_dump(resolved, sort_keys=True), end="", flush=True)
+        print(examine_template(trainer.runner.renderer), file=sys.stderr)
+        print("mt-grpo: everything is in place for this run; nothing was sampled or written.", file=sys.stderr)
