@@ -1,95 +1,63 @@
-"""`mt-grpo completion`: a script that completes the command line in a shell."""
+"""`mt-grpo completion`: a script that completes the command line in a shell, written by shtab. Imports no torch."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+import shtab
+
 from mt_grpo.app.request import OWN_OPTIONS
-from mt_grpo.app.schema import load_schema
+from mt_grpo.app.schema import load_schema, summary
 from mt_grpo.app.shipped import accelerate_configs, shipped
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 
-WORD_COMMANDS = {
-    "export": (),
-    "recipes": ("ls", "cp"),
-    "completion": ("bash", "zsh", "fish"),
-    "env": (),
-    "schema": (),
-    "view": (),
+FORMS = ("jsonl", "dataset", "trackio", "openinference")
+"""Those of `mt_grpo.runlog.export`, which takes longer to import than a shell should take to start."""
+
+SHELLS = ("bash", "zsh", "fish")
+
+YAML = {"bash": "_mt_grpo_yaml", "zsh": "_files -g '*.yaml'", "fish": "(__fish_complete_suffix .yaml)"}
+"""What completes the path of a recipe in each shell."""
+
+LAUNCHED = {"bash": "_mt_grpo_accelerate", "zsh": "_mt_grpo_accelerate", "fish": "(_mt_grpo_accelerate)"}
+"""What completes the name or the path of a configuration of accelerate."""
+
+_PREAMBLE = {
+    "bash": """\
+_mt_grpo_yaml() {
+    compgen -f -X '!*.yaml' -- "$1"
+    compgen -d -- "$1"
 }
-"""The commands that take no recipe, with the words that may follow them."""
-
-COMMANDS = (*OWN_OPTIONS, *WORD_COMMANDS)
-
-VIEW = ("--port", "--no_browser", "--export", "--filter", "--help")
-"""Options of `view`, which takes the folder of a run."""
-
-_BASH = """\
-# Completes mt-grpo in bash: source <(mt-grpo completion bash)
-_mt_grpo() {
-    local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} words="" paths="" folders=""
-    case $COMP_CWORD:${COMP_WORDS[1]}:$previous:$current in
-        1:*) words="@COMMANDS@ --help --version" ;;
-        *:train:--accelerate_config:* | *:doctor:--accelerate_config:*) words="@CONFIGS@" paths=yes ;;
-        3:recipes:cp:*) words="@RECIPES@" ;;
-        *:export:--to:*) words="@FORMS@" ;;
-        *:export:*:-*) words="--to --output" ;;
-        *:export:*) paths=yes ;;
-@OPTIONS@
-        *:train:* | *:rollout:* | *:serve:* | *:doctor:*) paths=yes ;;
-        *:view:*:-*) words="@VIEW@" ;;
-        *:view:*) folders=yes ;;
-@WORDS@
-    esac
-    COMPREPLY=($(compgen -W "$words" -- "$current"))
-    local IFS=$'\\n'
-    if [[ $paths ]]; then
-        COMPREPLY+=($(compgen -f -X '!*.yaml' -- "$current"))
-    fi
-    if [[ $paths$folders ]]; then
-        compopt -o filenames 2>/dev/null
-        COMPREPLY+=($(compgen -d -- "$current"))
-    fi
+_mt_grpo_accelerate() {
+    compgen -W "@CONFIGS@" -- "$1"
+    _mt_grpo_yaml "$1"
 }
-complete -F _mt_grpo mt-grpo
+""",
+    "zsh": """\
+_mt_grpo_accelerate() {
+    compadd -- @CONFIGS@
+    _files -g '*.yaml'
+}
+""",
+    "fish": """\
+function _mt_grpo_accelerate
+    string split ' ' '@CONFIGS@'
+    __fish_complete_suffix .yaml
+end
+""",
+}
+
+USAGE = """usage: mt-grpo completion bash | zsh | fish
+
+prints a script that completes commands and options; load it where the shell starts:
+
+  source <(mt-grpo completion bash)       in ~/.bashrc
+  source <(mt-grpo completion zsh)        in ~/.zshrc, after compinit
+  mt-grpo completion fish | source        in ~/.config/fish/config.fish
 """
-
-_ZSH = """\
-#compdef mt-grpo
-# Completes mt-grpo in zsh, after compinit: source <(mt-grpo completion zsh)
-_mt_grpo() {
-    case $((CURRENT - 1)):$words[2]:$words[CURRENT-1]:$PREFIX in
-        1:*) compadd -- @COMMANDS@ --help --version ;;
-        *:train:--accelerate_config:* | *:doctor:--accelerate_config:*) compadd -- @CONFIGS@; _files -g '*.yaml' ;;
-        3:recipes:cp:*) compadd -- @RECIPES@ ;;
-        *:export:--to:*) compadd -- @FORMS@ ;;
-        *:export:*:-*) compadd -- --to --output ;;
-        *:export:*) _files ;;
-@OPTIONS@
-        *:train:* | *:rollout:* | *:serve:* | *:doctor:*) _files -g '*.yaml' ;;
-        *:view:*:-*) compadd -- @VIEW@ ;;
-        *:view:*) _files -/ ;;
-@WORDS@
-    esac
-}
-compdef _mt_grpo mt-grpo
-"""
-
-_FISH = """\
-# Completes mt-grpo in fish: mt-grpo completion fish | source
-complete -c mt-grpo -f
-complete -c mt-grpo -n __fish_use_subcommand -a '@COMMANDS@'
-complete -c mt-grpo -n __fish_use_subcommand -l help
-complete -c mt-grpo -n __fish_use_subcommand -l version
-complete -c mt-grpo -n '__fish_seen_subcommand_from train rollout serve doctor' -a '(__fish_complete_suffix .yaml)'
-complete -c mt-grpo -n '__fish_seen_subcommand_from train doctor' -l accelerate_config -x -a '@CONFIGS@ (__fish_complete_suffix .yaml)'
-complete -c mt-grpo -n '__fish_seen_subcommand_from view' -a '(__fish_complete_directories) @VIEW@'
-complete -c mt-grpo -n '__fish_seen_subcommand_from cp' -a '@RECIPES@'
-complete -c mt-grpo -n '__fish_seen_subcommand_from export' -a '(__fish_complete_directories)'
-complete -c mt-grpo -n '__fish_seen_subcommand_from export' -l to -x -a '@FORMS@'
-complete -c mt-grpo -n '__fish_seen_subcommand_from export' -l output -r
-@OPTIONS@
-@WORDS@
-"""  # noqa: E501
 
 
 def run(arguments: list[str]) -> int:
@@ -99,64 +67,67 @@ def run(arguments: list[str]) -> int:
     Raises:
         ConfigError: For any other argument.
     """
-    shells = {"bash": _bash, "zsh": _zsh, "fish": _fish}
     match arguments:
         case ["-h" | "--help"]:
-            print("usage: mt-grpo completion bash | zsh | fish\n\nprints a script; its first lines say how to load it")
-        case [shell] if shell in shells:
-            print(shells[shell](), end="")
+            print(USAGE, end="")
+        case [shell] if shell in SHELLS:
+            configs = " ".join(accelerate_configs())
+            preamble = {name: text.replace("@CONFIGS@", configs) for name, text in _PREAMBLE.items()}
+            script = shtab.complete(command_line(), shell, preamble=preamble)
+            # shtab knows `eval "$(...)"` in zsh; `source <(...)` is the other way to load a script at once
+            print(script.replace("$zsh_eval_context[-1] == eval ", "$zsh_eval_context[-1] == (eval|file) "))
         case [shell]:
             raise ConfigError(
-                f"There is no completion for {shell!r}{did_you_mean(shell, shells)}: write one of {', '.join(shells)}."
+                f"There is no completion for {shell!r}{did_you_mean(shell, SHELLS)}: write one of {', '.join(SHELLS)}."
             )
         case _:
-            raise ConfigError(f"`mt-grpo completion` needs one shell behind it: {', '.join(shells)}.")
+            raise ConfigError(f"`mt-grpo completion` needs one shell behind it: {', '.join(SHELLS)}.")
     return 0
 
 
-def _options() -> dict[str, list[str]]:
-    """What may follow each command that takes a recipe."""
-    fields = load_schema().properties
-    return {
-        command: sorted(f"--{name}" for name in {*fields, *own, "config", "help", "help-all"})
-        for command, own in OWN_OPTIONS.items()
-    }
+def command_line() -> argparse.ArgumentParser:
+    """The commands and their options, as a parser that only shtab reads."""
+    parser = argparse.ArgumentParser("mt-grpo")
+    parser.add_argument("--version", action="store_true")
+    commands = parser.add_subparsers()
+    recipes = load_schema().properties
+    for name, own in OWN_OPTIONS.items():
+        command = commands.add_parser(name, help=name)
+        _completed(command.add_argument("recipe", nargs="?"), YAML)
+        _completed(command.add_argument("--config"), YAML)
+        command.add_argument("--help-all", action="store_true")
+        for option, described in {**recipes, **own}.items():
+            _add_option(command, option, described)
+    view = commands.add_parser("view", help="view")
+    _completed(view.add_argument("run"), shtab.DIRECTORY)
+    for option in ("--port", "--filter"):
+        view.add_argument(option)
+    _completed(view.add_argument("--export"), shtab.FILE)
+    view.add_argument("--no_browser", action="store_true")
+    export = commands.add_parser("export", help="export")
+    _completed(export.add_argument("run"), shtab.DIRECTORY)
+    export.add_argument("--to", choices=FORMS)
+    _completed(export.add_argument("--output"), shtab.FILE)
+    actions = commands.add_parser("recipes", help="recipes").add_subparsers()
+    actions.add_parser("ls", help="ls")
+    actions.add_parser("cp", help="cp").add_argument("name", choices=list(shipped()))
+    commands.add_parser("completion", help="completion").add_argument("shell", choices=SHELLS)
+    for name in ("env", "schema"):
+        commands.add_parser(name, help=name)
+    return parser
 
 
-def _fill(script: str, options: list[str], words: list[str]) -> str:
-    values = {
-        "COMMANDS": " ".join(COMMANDS),
-        "CONFIGS": " ".join(accelerate_configs()),
-        "RECIPES": " ".join(shipped()),
-        "VIEW": " ".join(VIEW),
-        "FORMS": "jsonl dataset trackio openinference",
-        "OPTIONS": "\n".join(options),
-        "WORDS": "\n".join(words),
-    }
-    for name, value in values.items():
-        script = script.replace(f"@{name}@", value)
-    return script
+def _add_option(command: argparse.ArgumentParser, name: str, described: dict[str, Any]) -> None:
+    said = summary(described)
+    if described.get("x-flag"):
+        command.add_argument(f"--{name}", action="store_true", help=said)
+        return
+    option = command.add_argument(f"--{name}", nargs="+" if described.get("x-many") else None, help=said)
+    if name == "accelerate_config":
+        _completed(option, LAUNCHED)
+    else:
+        option.choices = [value for value in described.get("enum", ()) if isinstance(value, str)] or None
 
 
-def _bash() -> str:
-    options = [f'        *:{command}:*:-*) words="{" ".join(all_)}" ;;' for command, all_ in _options().items()]
-    words = [f'        2:{command}:*) words="{" ".join(all_)}" ;;' for command, all_ in WORD_COMMANDS.items()]
-    return _fill(_BASH, options, words)
-
-
-def _zsh() -> str:
-    options = [f"        *:{command}:*:-*) compadd -- {' '.join(all_)} ;;" for command, all_ in _options().items()]
-    words = [f"        2:{command}:*) compadd -- {' '.join(all_)} ;;" for command, all_ in WORD_COMMANDS.items()]
-    return _fill(_ZSH, options, words)
-
-
-def _fish() -> str:
-    seen = "complete -c mt-grpo -n '__fish_seen_subcommand_from"
-    options = [
-        f"{seen} {command}' -l {option.removeprefix('--')}"
-        for command, all_ in _options().items()
-        for option in all_
-        if option != "--accelerate_config"
-    ]
-    words = [f"{seen} {command}' -a '{' '.join(all_)}'" for command, all_ in WORD_COMMANDS.items() if all_]
-    return _fill(_FISH, options, words)
+def _completed(argument: argparse.Action, by: Mapping[str, str]) -> None:
+    argument.complete = by  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mt_grpo.app.request import OWN_OPTIONS
-from mt_grpo.app.schema import kinds, load_schema
+from mt_grpo.app.schema import kinds, load_schema, summary
 from mt_grpo.options import GROUPS, OPTIONS, Option
 
 NAMES = 24
@@ -71,7 +71,7 @@ def _lines(options: dict[str, dict[str, Any]], width: int) -> list[str]:
     lines = []
     for name, option in options.items():
         lines += textwrap.wrap(
-            re.split(r"(?<=\.)\s", option["description"])[0] + _default(option),
+            summary(option) + _default(option),
             width,
             initial_indent=f"  {f'--{name}':<{NAMES}} ",
             subsequent_indent=" " * (NAMES + 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -59,6 +60,11 @@ def load_schema() -> Schema:
 def kinds(option: dict[str, Any]) -> list[str]:
     """The JSON types that an option takes."""
     return option["type"] if isinstance(option["type"], list) else [option["type"]]
+
+
+def summary(option: dict[str, Any]) -> str:
+    """The first sentence about an option."""
+    return re.split(r"(?<=\.)\s", option["description"])[0]
 
 
 def wanted(option: dict[str, Any]) -> str:

@@ -9,9 +9,9 @@ import subprocess
 import pytest
 from trl import ModelConfig, TrlParser
 
-from mt_grpo.app import completion
 from mt_grpo.app.recipe import MTGRPOScriptArguments
 from mt_grpo.cli import COMMANDS, main
+from mt_grpo.options import OPTIONS
 from mt_grpo.training import MTGRPOConfig
 
 
@@ -41,7 +41,7 @@ def complete(script, tmp_path):
     (here / "notes.txt").touch()
 
     def run(*words: str) -> list[str]:
-        line = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _mt_grpo'
+        line = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_mt_grpo'
         code = f"{line}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
         command = ["bash", "--norc", "-c", code, "bash", str(tmp_path / "completion.bash"), "mt-grpo", *words]
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
@@ -55,11 +55,13 @@ def test_commands_are_completed(complete):
     assert complete("tr") == ["train"]
     assert complete("re") == ["recipes"]
     assert complete("--v") == ["--version"]
-    assert set(complete("")) == {*completion.COMMANDS, "--help", "--version"}
+    assert set(complete("")) == set(COMMANDS)
 
 
-def test_every_command_is_completed():
-    assert set(completion.COMMANDS) == set(COMMANDS)
+def test_the_values_of_an_option_are_completed(complete):
+    assert complete("train", "r.yaml", "--loss_type", "b") == ["bnpo"]
+    assert set(complete("serve", "--history", "")) == set(OPTIONS["history"].names)
+    assert complete("export", "run", "--to", "d") == ["dataset"]
 
 
 @pytest.mark.parametrize("command", ["train", "rollout", "serve", "doctor"])
@@ -102,7 +104,8 @@ def test_a_script_holds_all_there_is_to_complete(script, fields, shell):
     text = script(shell)
     assert not re.search(r"@[A-Z]+@", text)
     words = set(re.findall(r"[\w-]+", text))
+    assert shell != "zsh" or "== (eval|file) ]]" in text  # so that `source <(...)` registers it
     prefix = "" if shell == "fish" else "--"
-    assert {*completion.COMMANDS, "zero3", *(prefix + name for name in fields)} <= words
+    assert {*COMMANDS, "zero3", *(prefix + name for name in fields)} <= words
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=text, text=True, check=True)
