@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -21,6 +22,12 @@ __all__ = ["pytest_pyfunc_call"]  # a hook
 
 # what tests start in processes of their own may use what tests share
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Every training collects garbage; what was imported need not be searched each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,6 @@ import copy
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,9 +16,10 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from support.forked import run_processes
 from support.marks import needs_server
 from support.models import CPU_RUN, build_model, build_tokenizer
-from support.servers import ROOT, RealServer
+from support.servers import RealServer
 from support.trainers import Letters, batch
 from transformers import AutoTokenizer
 
@@ -492,19 +491,8 @@ def test_two_ranks_learn_from_the_server_what_one_learns(trained, tmp_path):
     steps, weights, sampled, turns = {}, {}, {}, {}
     for processes in (1, 2):
         folder = tmp_path / str(processes)
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if processes == 2 else []
-        command = [
-            sys.executable,
-            *launch,
-            str(ROOT / "tests" / "support" / "ranks_vllm.py"),
-            str(folder),
-            str(processes),
-        ]
-        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, trained.server.url, trained.path], env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
+        program = ["support.ranks_vllm", str(folder), str(processes), trained.server.url, trained.path]
+        run_processes(program, processes, tmp_path / "log", {})
         result = torch.load(folder / "result.pt")
         steps[processes], weights[processes] = torch.tensor(result["steps"]), result["weights"]
         records = list(read_trajectories(folder))

@@ -1,9 +1,8 @@
-"""A run of three steps on scripted conversations, for one process or several: `ranks.py OUTPUT_DIR WORLD SCENARIO`."""
+"""A run of three steps on scripted conversations, for one process or several: `ranks OUTPUT_DIR WORLD SCENARIO`."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -138,7 +137,11 @@ def gather_as_nccl() -> None:
     PartialState._shared_state["backend"] = "nccl"
 
 
-def main(folder: str, world: int, scenario: str) -> Accelerator:
+def main(folder: str, world: str, scenario: str) -> None:
+    leave_group(run(folder, int(world), scenario))
+
+
+def run(folder: str, world: int, scenario: str) -> Accelerator:
     tokenizer = build_tokenizer()
     rows = [
         {"prompt": [{"role": "user", "content": f"What is {number} of Peru"}], "answer": f"Lima {number}"}
@@ -241,7 +244,3 @@ def main(folder: str, world: int, scenario: str) -> Accelerator:
     if trainer.accelerator.is_main_process:
         torch.save(result, Path(folder) / "result.pt")
     return trainer.accelerator
-
-
-if __name__ == "__main__":
-    leave_group(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))

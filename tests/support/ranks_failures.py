@@ -1,4 +1,4 @@
-"""Runs of which one process fails, each in its own way, one after another: `ranks_failures.py OUTPUT_DIR`."""
+"""Runs of which one process fails, each in its own way, one after another: `ranks_failures OUTPUT_DIR`."""
 
 from __future__ import annotations
 
@@ -159,7 +159,3 @@ def main(folder: str) -> None:
     accelerator = trainer.accelerator
     del trainer
     leave_group(accelerator)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,9 +1,8 @@
-"""A sync by NCCL, whose wire is scripted, from two processes with sharded weights: `ranks_nccl.py FOLDER FAILING`."""
+"""A sync by NCCL, whose wire is scripted, from two processes with sharded weights: `ranks_nccl FOLDER FAILING`."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -44,7 +43,11 @@ def take(walk, keep):
     return take_bucket(logged(walk), keep, 16_000)
 
 
-def main(folder: str, failing: str) -> Accelerator:
+def main(folder: str, failing: str) -> None:
+    leave_group(run(folder, failing))
+
+
+def run(folder: str, failing: str) -> Accelerator:
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU  # accelerate shards on GPUs only
     accelerator = Accelerator(cpu=True)
     weight_transports.is_vllm_available = lambda: True
@@ -72,7 +75,3 @@ def main(folder: str, failing: str) -> Accelerator:
     accelerator.wait_for_everyone()
     sync.close()
     return accelerator
-
-
-if __name__ == "__main__":
-    leave_group(main(*sys.argv[1:]))

@@ -1,10 +1,9 @@
-"""One sync from each of two processes to two servers, then rollouts of rank 1 only: `ranks_sync.py FOLDER URL URL`."""
+"""One sync from each of two processes to two servers, then rollouts of rank 1 only: `ranks_sync FOLDER URL URL`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -27,7 +26,11 @@ async def sample(client: VLLMServerClient) -> list[tuple[int, int | None]]:
     return samples
 
 
-def main(folder: str, *urls: str) -> Accelerator:
+def main(folder: str, *urls: str) -> None:
+    leave_group(run(folder, *urls))
+
+
+def run(folder: str, *urls: str) -> Accelerator:
     accelerator = Accelerator(cpu=True)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
@@ -43,7 +46,3 @@ def main(folder: str, *urls: str) -> Accelerator:
     accelerator.wait_for_everyone()
     sync.close()
     return accelerator
-
-
-if __name__ == "__main__":
-    leave_group(main(*sys.argv[1:]))

@@ -1,8 +1,7 @@
-"""Three steps on a real server, for one process or several: `ranks_vllm.py OUTPUT_DIR PROCESSES URL MODEL`."""
+"""Three steps on a real server, for one process or several: `ranks_vllm OUTPUT_DIR PROCESSES URL MODEL`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -34,7 +33,11 @@ class Length(OutcomeReward):
         return float(sum(turn.num_tokens for turn in trajectory.turns))
 
 
-def main(folder: str, processes: int, url: str, model: str) -> Accelerator:
+def main(folder: str, processes: str, url: str, model: str) -> None:
+    leave_group(run(folder, int(processes), url, model))
+
+
+def run(folder: str, processes: int, url: str, model: str) -> Accelerator:
     rows = [
         {"prompt": [{"role": "user", "content": f"What is {number} of Peru"}], "replies": number}
         for number in range(6)
@@ -69,7 +72,3 @@ def main(folder: str, processes: int, url: str, model: str) -> Accelerator:
         weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
         torch.save({"steps": steps, "weights": weights}, Path(folder) / "result.pt")
     return trainer.accelerator
-
-
-if __name__ == "__main__":
-    leave_group(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.forked import run_processes
 
 from mt_grpo.runlog import open_run
 
 pytestmark = pytest.mark.slow
-SUPPORT = Path(__file__).parents[1] / "support"
 SHARDED = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -24,21 +21,10 @@ SHARDED = {
 
 
 def run(folder: Path, processes: int, scenario: str = "plain", **environment: str) -> dict:
-    launch([str(SUPPORT / "ranks.py"), str(folder), str(processes), scenario], processes, **environment)
+    folder.mkdir(exist_ok=True)
+    log = folder.with_suffix(".log")
+    run_processes(["support.ranks", str(folder), str(processes), scenario], processes, log, environment)
     return torch.load(folder / "result.pt")
-
-
-def launch(script: list[str], processes: int, **environment: str) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = {
-        **os.environ,
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
-    command = [sys.executable, *(torchrun if processes > 1 else []), *script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
 
 
 def assert_the_same_is_learnt(one: dict, two: dict) -> None:
@@ -152,7 +138,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_both(tmp_path):
 
 
 def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
-    launch([str(SUPPORT / "ranks_failures.py"), str(tmp_path)], 2)
+    run_processes(["support.ranks_failures", str(tmp_path)], 2, tmp_path / "log", {})
     first, second = (json.loads((tmp_path / f"ends-{rank}.json").read_text()) for rank in range(2))
     kinds = {name: (first[name][0], second[name][0]) for name in first}
     assert kinds == {

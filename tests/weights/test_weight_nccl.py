@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
+from support.forked import run_processes
 from support.models import build_model
 from support.replicas import Receiver, ScriptedGroup, step_of
 
@@ -19,7 +16,6 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.weights.transports.nccl import BUCKET, NcclTransport, take_bucket
 from mt_grpo.weights.updates import WeightSyncError
 
-SUPPORT = Path(__file__).parents[1] / "support"
 UPDATE = ["/start_weight_update", "/update_weights", "/update_weights", "/finish_weight_update"]
 
 
@@ -135,19 +131,13 @@ def test_a_group_that_cannot_be_made_is_said_at_the_start(receiver, sync_of, mod
 @pytest.mark.parametrize("failing", [None, 3])
 def test_all_ranks_gather_a_bucket_before_any_of_it_is_sent(tmp_path, failing):
     """Sharded weights on two ranks; a failure in the middle ends both."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [sys.executable, *launch, str(SUPPORT / "ranks_nccl.py"), str(tmp_path), str(failing)]
-    environment = {
-        **os.environ,
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
+    sharded = {
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         "FSDP_RESHARD_AFTER_FORWARD": "true",
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_processes(["support.ranks_nccl", str(tmp_path), str(failing)], 2, tmp_path / "log", sharded)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert all(rank["sharded"] for rank in ranks)
     sends = [time for event, time in ranks[0]["log"] if event in ("send", "sent")]

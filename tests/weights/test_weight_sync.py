@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
 from accelerate import Accelerator
+from support.forked import run_processes
 from support.models import build_model
 from support.replicas import Replica, step_of
 
@@ -25,8 +22,6 @@ from mt_grpo.vllm_plugin import keys
 from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
 from mt_grpo.weights.transports.nccl import KeyedClient, NcclGroup, NcclTransport
 from mt_grpo.weights.updates import WeightSyncError, paused
-
-SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture
@@ -45,12 +40,8 @@ def client(tokenizer, replicas):
 @pytest.mark.slow
 def test_a_server_without_the_update_is_left_out_until_restored(tmp_path, replicas):
     """Rank 0 loses the second server in the middle of an update; then only rank 1 has anything to sample."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     urls = [replica.http.url for replica in replicas]
-    command = [sys.executable, *launch, str(SUPPORT / "ranks_sync.py"), str(tmp_path), *urls]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_processes(["support.ranks_sync", str(tmp_path), *urls], 2, tmp_path / "log", {})
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first["up"] == second["up"] == [True, False]
     assert second["up_afterwards"] == [True, True]

@@ -1,0 +1,146 @@
+"""
+Programs that are forked from a process which has imported what they need, instead of importing it themselves, which
+takes longer than most of what they are started for. For those whose imports are not what is tested.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+IMPORTED = "mt_grpo.app.train", "support.trainers", "accelerate.utils", "torch.distributed.fsdp"
+
+
+class Forked:
+    """
+    A program in a session of its own, with the methods of `subprocess.Popen`.
+
+    Args:
+        arguments: A module of `tests/` or of the package, whose `main` is called, and what comes after it on its
+            command line.
+        log: File that takes its output.
+        environment: All of its environment variables.
+    """
+
+    def __init__(self, arguments: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        request = {
+            "arguments": arguments,
+            "log": str(log),
+            "environment": dict(os.environ) if environment is None else environment,
+            "folder": os.getcwd(),
+        }
+        self.pid: int = _ask(request)
+        self.returncode: int | None = None
+        self._ends = os.pidfd_open(self.pid)
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._ends], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._ends], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            os.close(self._ends)
+            self.returncode = os.waitstatus_to_exitcode(_ask(self.pid))
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run_processes(arguments: list[str], processes: int, log: Path, environment: dict[str, str]) -> None:
+    """
+    Runs a program once, or as the ranks of a group, to its end, on a CPU.
+
+    Args:
+        arguments, log: See `Forked`.
+        processes: How many there are.
+        environment: Further environment variables.
+    """
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", **environment}
+    if processes == 1:
+        ranks = [Forked(arguments, log, environment)]
+    else:  # they meet as those of torchrun do, at a port that is chosen where it is opened
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(processes)}
+        group |= {"LOCAL_WORLD_SIZE": str(processes), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        group |= {"TORCHELASTIC_RESTART_COUNT": "0"}
+        ranks = [
+            Forked(arguments, log, environment | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(processes)
+        ]
+    deadline = time.monotonic() + 300
+    while not all(rank.poll() == 0 for rank in ranks):
+        if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+            raise AssertionError(f"{[rank.returncode for rank in ranks]}: {log.read_text(errors='replace')}")
+        time.sleep(0.02)
+
+
+def _ask(request: object) -> int:
+    parent = _parent()
+    parent.stdin.write(json.dumps(request) + "\n")
+    parent.stdin.flush()
+    return json.loads(parent.stdout.readline())
+
+
+@functools.cache
+def _parent() -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", "from support.forked import main; main()"]
+    parent = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    atexit.register(parent.communicate)
+    return parent
+
+
+def main() -> None:
+    """The process that programs are forked from. It ends with its standard input."""
+    for module in IMPORTED:
+        __import__(module)
+    gc.collect()
+    gc.freeze()  # what is imported is neither searched nor copied by the garbage collector of every fork
+    answers = os.dup(1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if isinstance(request, int):  # one that has ended
+            answer = os.waitpid(request, 0)[1]
+        elif (answer := os.fork()) == 0:
+            os.close(answers)
+            return _become(**request)
+        os.write(answers, f"{answer}\n".encode())
+
+
+def _become(arguments: list[str], log: str, environment: dict[str, str], folder: str) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number, path in ((0, os.devnull), (1, log), (2, log)):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = arguments
+    module = __import__(arguments[0], fromlist=["main"])
+    sys.exit(module.main(*arguments[1:]))

@@ -1,0 +1,62 @@
+"""Programs that are forked with what they need imported behave as those that are started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+from support.forked import Forked, run_processes
+
+pytestmark = pytest.mark.slow
+
+
+def main(what: str) -> None:
+    """The program."""
+    print("mode:", os.environ.get("MODE"), "rank:", os.environ.get("RANK"), os.getcwd(), flush=True)
+    if what == "fails" and os.environ.get("RANK") == "1":
+        raise RuntimeError("no more")
+    if what == "meets":
+        dist.init_process_group("gloo")
+        seen = [None, None]
+        dist.all_gather_object(seen, dist.get_rank())
+        print("met:", seen)
+        dist.destroy_process_group()
+    elif what == "exits":
+        sys.exit(3)
+    else:
+        time.sleep(600)
+
+
+def test_a_forked_program_has_its_own_status_and_output(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = Forked(["test_forked", "exits"], tmp_path / "log", {**os.environ, "MODE": "own"})
+    assert program.wait(120) == program.poll() == 3
+    assert (tmp_path / "log").read_text() == f"mode: own rank: None {tmp_path}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_a_forked_program_as_any_other(tmp_path, number):
+    program = Forked(["test_forked", "waits"], tmp_path / "log")
+    while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text():
+        time.sleep(0.02)
+    assert program.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        program.wait(0.01)
+    os.killpg(program.pid, number)
+    assert program.wait(120) == -number
+    assert ("KeyboardInterrupt" in (tmp_path / "log").read_text()) == (number == signal.SIGINT)
+
+
+def test_forked_ranks_meet(tmp_path):
+    run_processes(["test_forked", "meets"], 2, tmp_path / "log", {})
+    assert (tmp_path / "log").read_text().count("met: [0, 1]\n") == 2
+
+
+def test_a_forked_rank_that_fails_ends_all(tmp_path):
+    with pytest.raises(AssertionError, match="RuntimeError: no more"):
+        run_processes(["test_forked", "fails"], 2, tmp_path / "log", {})
