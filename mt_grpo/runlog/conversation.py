@@ -20,7 +20,7 @@ from mt_grpo.trajectory import Trajectory
 
 
 class Damage(ValueError):
-    """What a file says makes no conversation. The message is a clause."""
+    """A file does not hold a conversation as a run writes it. The message is a clause."""
 
 
 def conversation(
@@ -31,7 +31,7 @@ def conversation(
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
     """
-    A conversation for people: JSON, in which NaN is `None`.
+    A conversation as the page shows it, in JSON, with `None` for NaN.
 
     Args:
         row (`dict`): Its row of the index.
@@ -45,7 +45,7 @@ def conversation(
         - `weights` (`dict`): weight of each reward;
         - `turns[i]["advantage"]` (`float`): where credit is written;
         - `nodes` (`list[dict]`): the token tree in depth-first order: `parent` (node, -1: none), `turn` (-1: context),
-          `begin` and `end` (tokens `begin:end`), `subtree_end` (the first node that does not follow from it);
+          `begin` and `end` (tokens `begin:end`), `subtree_end` (the first node after its subtree);
         - `tokens` (`dict` of lists, an entry per token of the tree, depth first): `ids`, `texts` (`None` without a
           tokenizer; a token that ends no character has ""), `turn` (-1: context), `parent` (token that it follows, -1:
           none), `subtree_end` (as of nodes), `logprobs` (the engine's), `trainer` (the trainer's, before the first
@@ -105,14 +105,14 @@ def conversation(
 
 def read_record(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     """
-    The `record` of a row of the file of rollouts.
+    The `record` of a row of a file of conversations.
 
     Args:
         rollout (`dict`): The row, with `record`.
         row (`dict`): The index's.
 
     Raises:
-        Damage: If it is no record, or not the one that the index speaks of.
+        Damage: If it is no record, or of another conversation than the row of the index.
     """
     record = _json("record", rollout["record"])
     turns = record["turns"]
@@ -149,7 +149,7 @@ def _check_lists(
 
 
 def plain_trajectory(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    """`Trajectory.to_dict()` of a row of the file of rollouts, and the index's row. Raises `Damage`."""
+    """`Trajectory.to_dict()` from a row of a file of conversations and the row of the index. Raises `Damage`."""
     record = read_record(rollout, row)
     whole = {**record, "tree": token_tree(rollout).to_dict()}
     names = [name for name in Trajectory.__dataclass_fields__ if name in whole]
@@ -162,7 +162,7 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def words(message: dict[str, Any]) -> str:
-    """The text of a message; of content in parts, the parts that are text."""
+    """The text of a message, of its text parts if its content is in parts."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -170,7 +170,7 @@ def words(message: dict[str, Any]) -> str:
 
 
 def token_tree(rollout: dict[str, Any]) -> TokenTree:
-    """The token tree of a row of the file of rollouts. Raises `Damage` where it has none."""
+    """The token tree of a row of a file of conversations. Raises `Damage` if it has no sound one."""
     lists = [rollout[name] for name in ("node_parent", "node_turn", "node_size", "tokens", "logprobs")]
     turns, tip = rollout["num_turns"], rollout["tip"]
     if any(values is None or None in values for values in lists) or turns is None or tip is None:
@@ -256,8 +256,8 @@ def _without_nan(values: list[float]) -> list[float | None]:
 
 def token_texts(ids: list[int], nodes: list[dict[str, Any]], tokenizer: Tokenizer) -> list[str]:
     """
-    The text of each token, special ones shown. The texts of a path make up its text; a character of several tokens is
-    in the last of them.
+    The text of each token, of special tokens too. Joined along a path they are the path's text. A character of several
+    tokens stands with the last of them.
 
     Args:
         ids (`list[int]`): Tokens of the tree, depth first.
@@ -266,7 +266,7 @@ def token_texts(ids: list[int], nodes: list[dict[str, Any]], tokenizer: Tokenize
     """
     texts: list[str] = []
     for number, node in enumerate(nodes):
-        if number == 0 or node["parent"] != number - 1:  # another branch: words go on from its own past
+        if number == 0 or node["parent"] != number - 1:  # another branch begins
             stream = DecodeStream(skip_special_tokens=False)
         texts += [stream.step(tokenizer, token) or "" for token in ids[node["begin"] : node["end"]]]
     return texts
@@ -412,10 +412,10 @@ LINES = {
 
 def misfit(kind: str, value: Any) -> str | None:
     """
-    What does not fit the shape of a kind of `LINES`, as a clause; `None` where all fits.
+    Why a value does not have a shape, as a clause; `None` if it has.
 
     Args:
-        kind (`str`): The kind.
+        kind (`str`): The shape, a key of `LINES`.
         value: What was read.
     """
     try:

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,10 +23,6 @@ from mt_grpo.runlog.conversation import messages_of, words
 from mt_grpo.runlog.files import check_target, to_json, whole, written_whole
 from mt_grpo.runlog.reader import Run, open_run
 from mt_grpo.runlog.schema import MODES, ROW_GROUP
-
-if TYPE_CHECKING:
-    from mt_grpo.runlog.reader import Run
-
 
 ROWS = 256
 """Conversations that are held in memory while a data set is written."""
@@ -228,7 +224,6 @@ Each form: the function that writes it, and its name in the run's folder.
 - `trackio`: metrics and tables of conversations.
 - `openinference`: a trace per conversation in OTLP's JSON, with attributes of OpenInference's conventions.
 """
-
 
 INTERNAL, OK, ERROR = 1, 1, 2
 """OTLP's kind of a span, and codes of its status."""

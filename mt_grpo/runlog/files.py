@@ -88,8 +88,8 @@ def read(folder: Path, name: str, offset: int = 0) -> bytes | None:
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """
-    A place beside `path` for what is to be there, a file or a folder. It is moved to `path` once it is written, and
-    removed where that fails. Links are not followed.
+    Gives a path beside `path`, to write a file or a folder at. It is moved to `path` when it is whole, and removed if
+    writing fails. Links are not followed.
 
     Raises:
         OSError: As writing does.
@@ -106,10 +106,10 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 def check_target(path: Path) -> None:
     """
-    Refuses to write where a link is, which may lead to any file of the user's.
+    Refuses a link as a place to write to: it may lead to any file of the user's.
 
     Raises:
-        UserError: If one is there.
+        UserError: If `path` is a link.
     """
     if path.is_symlink():
         raise UserError(
@@ -133,12 +133,12 @@ def to_json(record: dict[str, Any], **options: Any) -> str:
     options = {"default": str, "ensure_ascii": False, **options}
     try:
         return json.dumps(record, allow_nan=False, **options)
-    except ValueError:  # what says so; looking at every number of a long record first would cost more
+    except ValueError:  # a number is not finite; looking at every number of a long record first would cost more
         return json.dumps(_finite(record), allow_nan=False, **options)
 
 
 def whole(text: str) -> str:
-    """Text without half characters, which no encoding has; a question mark stands for each."""
+    """Text with a question mark for each half character (a lone surrogate), which no encoding has."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

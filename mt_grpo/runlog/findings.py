@@ -1,4 +1,4 @@
-"""What stands out in conversations: the same rules for the terminal, `summary.json`, `rollout` and the page."""
+"""The rules for what stands out in conversations, the same in the terminal, `summary.json`, `rollout` and the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mt_grpo.trajectory import StopReason, visible
 BAD, WARN = "bad", "warn"
 
 MOST = 0.5
-"""Share of conversations, groups or calls from which on something stands out."""
+"""Least share of conversations, groups or calls that stands out."""
 
 FAILED = (StopReason.ENGINE_ERROR.value, StopReason.ENV_ERROR.value)
 
@@ -31,7 +31,7 @@ LIMITS = {
 @dataclass(frozen=True)
 class Finding:
     """
-    Something that stands out.
+    A rule that found something.
 
     Args:
         level (`str`): `"bad"` or `"warn"`.
@@ -69,12 +69,12 @@ class Counts:
     same: int = 0
     """Groups whose members sampled the same tokens."""
     right: set[bool] = field(default_factory=set)
-    """Whether conversations were right, as far as a reward says."""
+    """Which of right and wrong occurred, among conversations that a reward judges."""
     earned: set[float] = field(default_factory=set)
     """Rewards that conversations earned; two are enough to know that they differ."""
 
     def add(self, rows: Iterable[dict[str, Any]]) -> Counts:
-        """Takes conversations into account: rows of the index, whole groups of them. Returns itself."""
+        """Counts conversations, given as rows of the index in whole groups. Returns itself."""
         groups: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
         for row in rows:
             self._add(row)
@@ -87,7 +87,7 @@ class Counts:
         return self
 
     def merge(self, other: Counts) -> None:
-        """Takes the conversations of other counts into account."""
+        """Adds the counts of other conversations."""
         self.conversations += other.conversations
         self.stops += other.stops
         self.first_failure = self.first_failure or other.first_failure
@@ -139,13 +139,13 @@ def find(counts: Counts, about: dict[str, Any] | None = None) -> list[Finding]:
         about (`dict`, *optional*): The index's line of kind `run`; it knows the names of the tools.
     """
     limits = list(_limits(counts))
-    tools = {} if limits else about or {}  # who is cut off may not have come to a call
+    tools = {} if limits else about or {}  # a conversation that is cut off may not have reached a call
     found = [*_failed(counts), *_of_policy(counts), *limits, *_of_tools(counts, tools)]
     return sorted(found, key=lambda finding: (BAD, WARN).index(finding.level))
 
 
 def find_in_run(rows: Iterable[dict[str, Any]], about: dict[str, Any] | None = None) -> list[Finding]:
-    """What stands out in a run: in its training, and that conversations failed, whatever their mode."""
+    """What stands out in a run: in its training, and conversations of any mode that failed."""
     rows = list(rows)
     of_training = find(Counts().add(row for row in rows if row["mode"] == "train"), about)
     return [*_failed(Counts().add(rows)), *(finding for finding in of_training if finding.kind != "failed")]
@@ -205,7 +205,7 @@ def _limits(counts: Counts) -> Iterator[Finding]:
 
 def why_equal(counts: Counts, about: dict[str, Any] | None = None) -> str:
     """
-    Why the members of groups earned the same, as a sentence. It is the questions only where nothing else stands out.
+    Why the members of groups earned the same, as a sentence. The questions are blamed only if nothing else stands out.
     """
     found = [finding.strong for finding in find(counts, about) if finding.kind not in ("failed", "raised")]
     if found:

@@ -1,8 +1,8 @@
 """
 `rollouts/index.jsonl`: a JSON object per line, appended once the files that it speaks of are whole.
 
-Every line has `kind`. A line of a kind or with a field that is not listed here is to be passed over. The last field of
-each, `crc`, is the CRC-32 of the line's bytes before `,"crc":`, as eight hexadecimal digits.
+Every line has `kind`. Readers pass over kinds and fields that are not listed here. The last field of each line, `crc`,
+is the CRC-32 of the line's bytes before `,"crc":`, as eight hexadecimal digits.
 
 | kind | field | type, unit | what |
 | --- | --- | --- | --- |
@@ -92,7 +92,7 @@ _LATER = {
 
 _CHECKSUM = len(b',"crc":"01234567"}')
 _ENDED = re.compile(rb',"crc":"[0-9a-f]{8}"\}.', re.DOTALL)
-"""A whole line with something else than a line feed behind it."""
+"""A whole line that something else than a line feed ends."""
 
 
 def written(line: dict[str, Any]) -> bytes:
@@ -132,8 +132,9 @@ _ADDED = {"credit": _add_credit, "update": _add_update}
 
 
 def _lines(path: Path, added: bytes, whole: int) -> Iterator[dict[str, Any]]:
+    """The lines in the first `whole` bytes of what was added to an index."""
     raws = added[:whole].splitlines()
-    if _ENDED.search(added, whole):  # the half line is a whole one, whose line feed is damaged
+    if _ENDED.search(added, whole):  # the last line is whole, and only its line feed is damaged
         raws.append(added[whole:])
     for raw in raws:
         try:
@@ -148,13 +149,13 @@ def _lines(path: Path, added: bytes, whole: int) -> Iterator[dict[str, Any]]:
 @dataclass
 class Index:
     """
-    The lines of an index, merged. It is read on with `read`, which looks at what was added only.
+    The lines of an index, merged. `read` reads only what was added since it was called last.
 
     Args:
         rows (`list[dict]`): A row per session, in the order in which they were first written.
         steps (`list[dict]`): The lines of kind `step`, one per step, in order.
         run (`dict`): The latest line of kind `run`; empty where there is none.
-        files (`dict`): Size and CRC-32 of files by name; those of runs before there were such lines are left out.
+        files (`dict`): Size and CRC-32 by name of the files that have a line of kind `file`; old indices have none.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -166,8 +167,8 @@ class Index:
 
     def read(self, folder: Path) -> list[int]:
         """
-        Reads what was added to the index files of a folder. Where another run has taken the folder's place, it begins
-        anew.
+        Reads what was added to the index files of a folder. If a file has become shorter, another run has replaced
+        this one, and everything is read again.
 
         Args:
             folder (`Path`): The run's `output_dir`.

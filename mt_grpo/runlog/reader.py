@@ -43,7 +43,6 @@ NUMBERS = {
 }
 """Fields of a row that become arrays; the others become lists."""
 
-
 MOST_BYTES = 2**29
 """Bytes of a row group once they are unpacked. Fewer packed ones can be made to fill the memory."""
 MOST_VALUES = 2**26
@@ -88,7 +87,6 @@ class Run:
 
     Attributes:
         folder (`Path`): The folder.
-        rows (`list[dict]`): A row per conversation, as `mt_grpo.runlog.index` describes it, in the order written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -101,6 +99,7 @@ class Run:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
+        """A row per conversation, as `mt_grpo.runlog.index` describes it, in the order written."""
         return self._index.rows
 
     @property
@@ -185,7 +184,7 @@ class Run:
         rollout = self._read(file, row["row"], session, schema.ROLLOUTS)
         credit = None if credit_file is None else self._read(credit_file, row["credit_row"], session, schema.CREDIT)
         updates = [self._read(each["file"], each["row"], session, schema.UPDATES) for each in row["updates"]]
-        with self._says_what_is_damaged(file):
+        with self._naming_damage(file):
             return conversation(row, rollout, credit, updates, self.tokenizer)
 
     def texts(self, start: int = 0) -> Iterator[tuple[str, str]]:
@@ -196,7 +195,7 @@ class Run:
     def records(self, start: int = 0) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """The rows from `rows[start]` on, each with its `record`: the conversation without its tokens."""
         for row, data in self._in_files(self.rows[start:], ["session", "record"]):
-            with self._says_what_is_damaged(row["file"]):
+            with self._naming_damage(row["file"]):
                 record = read_record(data, row)
             yield row, record
 
@@ -205,7 +204,7 @@ class Run:
         Every conversation as `Trajectory.to_dict()` has it, with `step` and `mode` before, ordered as in the index.
         """
         for row, data in self._in_files(self.rows, schema.ROLLOUTS.names):
-            with self._says_what_is_damaged(row["file"]):
+            with self._naming_damage(row["file"]):
                 whole = plain_trajectory(data, row)
             yield {"step": row["step"], "mode": row["mode"], **whole}
 
@@ -218,31 +217,31 @@ class Run:
             group, place = divmod(row["row"], schema.ROW_GROUP)
             if (row["file"], group) != at:
                 at = row["file"], group
-                with self._says_what_is_damaged(row["file"]):
+                with self._naming_damage(row["file"]):
                     table = self._read_group(row["file"], group, schema.ROLLOUTS, columns).to_pylist()
             yield row, self._of_session(table, place, row["file"], row["session"])
 
     def _read(self, name: str, row: int, session: str, columns: pa.Schema) -> dict[str, Any]:
         group, place = divmod(row, schema.ROW_GROUP)
         table = self._read_group(name, group, columns, columns.names)
-        with self._says_what_is_damaged(name):
+        with self._naming_damage(name):
             return self._of_session(table.slice(place, 1).to_pylist(), 0, name, session)
 
     def _of_session(self, rows: list[dict[str, Any]], place: int, name: str, session: str) -> dict[str, Any]:
-        with self._says_what_is_damaged(name):
+        with self._naming_damage(name):
             if place >= len(rows) or rows[place]["session"] != session:
                 raise Damage(f"it lacks the conversation {session} where the index has it")
             return rows[place]
 
     def _read_group(self, name: str, group: int, known: pa.Schema, columns: list[str]) -> pa.Table:
-        """A row group of a file, after a look at whether the file is as it was written, and of a sound size."""
+        """A row group of a file. Checks first that the file is as it was written, and no larger than a run writes."""
         path = files.find(self.folder, f"{schema.FOLDER}/{name}")
         if path is None:
             raise UserError(
                 f"{self._rollouts / name} is gone, which the index speaks of: bring it back, or look at another "
                 "conversation."
             )
-        with self._says_what_is_damaged(name), path.open("rb") as file:
+        with self._naming_damage(name), path.open("rb") as file:
             self._check(name, file)
             parquet = pq.ParquetFile(file, page_checksum_verification=True)
             _check_columns(parquet.schema_arrow, known, columns)
@@ -256,7 +255,7 @@ class Run:
             return parquet.read_row_group(group, columns, use_threads=False).select(columns)
 
     def _check(self, name: str, file: BinaryIO) -> None:
-        """Whether a file has the bytes that the index says, once for each state of either."""
+        """Raises `Damage` if a file has other bytes than the index says. A file that did not change is read once."""
         about, known = os.fstat(file.fileno()), self._index.files.get(name)
         state = about.st_size, about.st_mtime_ns, known
         if known is None or self._checked.get(name) == state:
@@ -270,10 +269,11 @@ class Run:
         self._checked[name] = state
 
     @contextmanager
-    def _says_what_is_damaged(self, name: str) -> Iterator[None]:
+    def _naming_damage(self, name: str) -> Iterator[None]:
+        """Refuses a damaged file by its name, whatever reading it raised."""
         try:
             yield
-        # what pyarrow raises, and what it makes of text that is no text
+        # pyarrow raises all of these, a `ValueError` for text that is not UTF-8
         except (Damage, pa.ArrowException, OSError, ValueError, MemoryError) as error:
             words = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(
@@ -282,6 +282,7 @@ class Run:
 
 
 def _check_columns(found: pa.Schema, known: pa.Schema, columns: list[str]) -> None:
+    """Raises `Damage` if a file lacks one of the columns, or has it in another type than `known`."""
     for name in columns:
         number = found.get_field_index(name)  # -1 where there are several too
         if number < 0 or found.field(number).type != known.field(name).type:

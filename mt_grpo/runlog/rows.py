@@ -72,7 +72,7 @@ class Weighted:
 
     @classmethod
     def of(cls, trajectory: Trajectory, weights: dict[str, float]) -> Weighted:
-        """The rewards that were scored; a conversation that was not scored has none."""
+        """The rewards of a conversation; none if it was not scored."""
         turn_rewards = trajectory.rewards.get("turn", {})
         outcomes = trajectory.rewards.get("outcome", {})
         turns = [
@@ -124,7 +124,7 @@ def rollout_table(batch: Batch, rank: int) -> pa.Table:
 
 
 def lists(rows: Sequence[Sequence[Sequence[Any]]], kind: type) -> pa.Array:
-    """A column of lists, each given in parts. Much faster than pyarrow's way from Python's lists."""
+    """A column of lists, each given in parts. It is much faster than pyarrow's conversion of Python lists."""
     sizes = [sum(map(len, parts)) for parts in rows]
     values: np.ndarray = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), dtype=kind, count=sum(sizes))
     offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int32)
@@ -195,7 +195,7 @@ def rollout_lines(batch: Batch, rank: int) -> list[dict[str, Any]]:
 
 
 def _digest(trajectory: Trajectory) -> int:
-    """The same for conversations that sampled the same tokens."""
+    """A checksum of the sampled tokens."""
     digest = 0
     for node in trajectory.tree.nodes:
         if node.turn >= 0:

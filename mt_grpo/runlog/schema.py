@@ -36,10 +36,6 @@ ROW_GROUP = 16
 """Rows of a row group: what is read to show one conversation."""
 
 
-def _list(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(kind)
-
-
 _SESSION = [
     pa.field("session", pa.string(), nullable=False),
     pa.field("mode", pa.string(), nullable=False),
@@ -55,14 +51,14 @@ ROLLOUTS = pa.schema(
         pa.field("member", pa.int32(), nullable=False),
         pa.field("stop", pa.string()),
         pa.field("reward", pa.float64()),
-        pa.field("turn_rewards", _list(pa.float64()), nullable=False),
+        pa.field("turn_rewards", pa.list_(pa.float64()), nullable=False),
         pa.field("weights", pa.string(), nullable=False),
         pa.field("record", pa.string(), nullable=False),
-        pa.field("tokens", _list(pa.int32()), nullable=False),
-        pa.field("logprobs", _list(pa.float32()), nullable=False),
-        pa.field("node_parent", _list(pa.int32()), nullable=False),
-        pa.field("node_turn", _list(pa.int32()), nullable=False),
-        pa.field("node_size", _list(pa.int32()), nullable=False),
+        pa.field("tokens", pa.list_(pa.int32()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("node_parent", pa.list_(pa.int32()), nullable=False),
+        pa.field("node_turn", pa.list_(pa.int32()), nullable=False),
+        pa.field("node_size", pa.list_(pa.int32()), nullable=False),
         pa.field("num_turns", pa.int32(), nullable=False),
         pa.field("tip", pa.int32(), nullable=False),
     ]
@@ -89,7 +85,7 @@ A row per conversation.
 in seconds: `start` of the conversation, of each turn and of each call since 1970 (UTC), and `seconds` that each took.
 """
 
-CREDIT = pa.schema([*_SESSION, pa.field("advantages", _list(pa.float32()), nullable=False)])
+CREDIT = pa.schema([*_SESSION, pa.field("advantages", pa.list_(pa.float32()), nullable=False)])
 """
 A row per conversation.
 
@@ -103,11 +99,11 @@ UPDATES = pa.schema(
     [
         *_SESSION,
         pa.field("updated_step", pa.int32(), nullable=False),
-        pa.field("columns", _list(pa.int32()), nullable=False),
-        pa.field("difference", _list(pa.float16()), nullable=False),
-        pa.field("entropies", _list(pa.float16()), nullable=False),
-        pa.field("ratios", _list(pa.float16()), nullable=False),
-        pa.field("clipped", _list(pa.int8()), nullable=False),
+        pa.field("columns", pa.list_(pa.int32()), nullable=False),
+        pa.field("difference", pa.list_(pa.float16()), nullable=False),
+        pa.field("entropies", pa.list_(pa.float16()), nullable=False),
+        pa.field("ratios", pa.list_(pa.float16()), nullable=False),
+        pa.field("clipped", pa.list_(pa.int8()), nullable=False),
     ]
 )
 """

@@ -32,20 +32,20 @@ Line = dict[str, Any]
 
 
 class RunLogError(UserError):
-    """A run cannot write what it leaves. The message is one sentence with the file and the reason."""
+    """A run cannot write its conversations. The message is one sentence with the file and the reason."""
 
 
 class RunWriter:
     """
-    Writes the files of one process. What it returns are lines for the index, which the first process appends once all
-    processes have written theirs.
+    Writes the files of one process. Its methods return lines for the index. The first process appends them once all
+    processes have written their files.
 
     Args:
         folder (`str` or `Path`): The run's `output_dir`.
         rank (`int`): The process.
 
     Raises:
-        RunLogError: By its methods, if the disk is full, or the folder cannot be written.
+        RunLogError: From all methods, if the disk is full or the folder cannot be written.
     """
 
     def __init__(self, folder: str | Path, rank: int = 0) -> None:
@@ -162,6 +162,7 @@ class RunWriter:
 
     @contextmanager
     def _refusing(self, path: Path) -> Iterator[None]:
+        """Raises `RunLogError` for what goes wrong with a file."""
         try:
             yield
         except OSError as error:
@@ -176,7 +177,7 @@ def _file_line(name: str, data: bytes | pa.Buffer) -> Line:
 
 
 def end_with_a_line(path: Path) -> None:
-    """Removes half a line, which a run that was killed may leave at the end."""
+    """Removes half a line at the end, which a killed run may leave."""
     if not path.exists() or not path.stat().st_size:
         return
     with path.open("r+b") as file:
