@@ -166,7 +166,7 @@ def words(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "\n".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return "\n".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
 
 
 def token_tree(rollout: dict[str, Any]) -> TokenTree:

@@ -26,20 +26,20 @@ NUMBERS: dict[str, Callable[[Row], float | None]] = {
     "tokens": lambda row: sum(row["tokens"]),
     "errors": lambda row: sum(row["errors"]),
 }
-"""Columns of numbers, each with where it comes from. Rewards have one each beside them, and groups their spread."""
+"""Columns of numbers, each with its function of a row. Every reward has a further column, and so has `SPREAD`."""
 
 TEXTS = ("mode", "stop", "prompt", "answer", "error", "session")
 """Columns of text."""
 
 SPREAD = "spread"
-"""Standard deviation of the reward within the group: 0 where the group teaches nothing."""
+"""Standard deviation of the reward within the group. A group with 0 teaches nothing."""
 
 REWARD = "rewards/"
-"""Stands before the name of a reward, where that is the name of a column too."""
+"""Comes before the name of a reward, to make the name of its column."""
 
 
 def short_name(reward: str) -> str:
-    """The name of a reward without the endings that say it is one."""
+    """The name of a reward without the endings `_reward` and `_func`."""
     return reward.removesuffix("_func").removesuffix("_reward") or reward
 
 
@@ -56,7 +56,7 @@ class Columns:
         self._made: dict[str, np.ndarray] = {}
 
     def put(self, rows: list[Row]) -> None:
-        """Adds rows; one of a session that is there already replaces that."""
+        """Adds rows. A row replaces the one that its session has already."""
         rows = list({row["session"]: row for row in rows}.values())
         places = []
         for row in rows:
@@ -88,7 +88,7 @@ class Columns:
         return [name.removeprefix(REWARD) for name in self._numbers if name.startswith(REWARD)]
 
     def numbers(self, name: str) -> np.ndarray:
-        """A column of numbers, NaN where there is none; of the shape `(rows,)`."""
+        """A column of numbers of shape `(rows,)`, NaN for a row without one."""
         if name != SPREAD:
             return self._numbers[name]
         if name not in self._made:
@@ -109,7 +109,7 @@ class Columns:
 
     @property
     def groups(self) -> np.ndarray:
-        """A whole number per row, the same for the members of a group, and growing as groups are sampled."""
+        """A whole number per row, equal for the members of a group, in the order in which groups were sampled."""
         if "groups" not in self._made:
             key = np.zeros(len(self.rows), np.int64)
             parts = [self.texts("mode"), *map(self.numbers, ("step", "k", "group"))]
@@ -120,7 +120,7 @@ class Columns:
 
     def resolve(self, name: str) -> str:
         """
-        The column that a name in a filter means; rewards may be written short.
+        The column that a name in a filter means. Rewards may be given by their short names.
 
         Raises:
             FilterError: If there is none.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
-from mt_grpo.viewer.columns import Columns, parse_filter, short_name
+from mt_grpo.runlog.conversation import words
+from mt_grpo.viewer.columns import REWARD, Columns, parse_filter, short_name
 
 MOST_READ = 200
-"""Conversations that are read to find answers that were lost."""
+"""Most conversations that are read to find lost answers."""
 
 LABEL = 80
 """Characters of a turn's label."""
@@ -19,11 +21,11 @@ LABEL = 80
 
 def trajectory(run: Run, columns: Columns, session: str) -> dict[str, Any]:
     """
-    One conversation, as `Run.trajectory` has it, with what the page shows beside it.
+    One conversation as the page shows it.
 
     Returns:
-        `dict`: As `Run.trajectory`, and `question`, `accepted` (the column `answer` of the dataset's row), `group`:
-        the mean reward, the sessions of all members, and the key of the group.
+        `dict`: The fields of `Run.trajectory`, and `question`, `accepted` (the column `answer` of the dataset's row),
+        `group` (mean reward, sessions of all members, and the key of the group) and `short` (rewards' short names).
 
     Raises:
         UserError: If there is no such conversation.
@@ -81,6 +83,7 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
     around = [keys[place] if 0 <= place < len(keys) else None for place in (at - 1, at + 1)]
     around = [key if key and key["mode"] == mode else None for key in around]
     names = sorted({name for whole in wholes for name in whole["index"]["rewards"]}, key=_order(wholes[0]))
+    largest = {name: float(np.nanmax(columns.numbers(REWARD + name), initial=0.0)) for name in names}
     return {
         "key": _key(first),
         "question": question(wholes[0]["prompt"]),
@@ -89,7 +92,7 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
         "of": len(here),
         "previous": around[0],
         "next": around[1],
-        "rewards": [{"name": name, "short": short_name(name), "largest": _largest(columns, name)} for name in names],
+        "rewards": [{"name": name, "short": short_name(name), "largest": largest[name]} for name in names],
         "members": [{"row": whole["index"], "turns": _turns(whole)} for whole in wholes],
         "notes": [note for whole in wholes for note in _notes(whole, accepted)],
     }
@@ -97,8 +100,8 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
 
 def lost_answers(run: Run, columns: Columns) -> dict[str, Any]:
     """
-    Training conversations that had the right answer in a turn that could not be read, and ended with another one. The
-    latest `MOST_READ` that may be such are read.
+    Training conversations that had the right answer in a turn that could not be parsed, and ended with another one.
+    Only the latest `MOST_READ` candidates are read.
 
     Returns:
         `dict`: `sessions`, and `read`, how many were read.
@@ -113,15 +116,7 @@ def lost_answers(run: Run, columns: Columns) -> dict[str, Any]:
 def question(prompt: list[dict[str, Any]]) -> str:
     """The last message of the user in a prompt, or its last message."""
     asked = [message for message in prompt if message.get("role", "user") == "user"] or prompt
-    return text_of(asked[-1]) if asked else ""
-
-
-def text_of(message: dict[str, Any]) -> str:
-    """The words of a message; of content in parts, those of its text."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
+    return words(asked[-1]) if asked else ""
 
 
 def _members(columns: Columns, mode: str, step: int, k: int, number: int) -> np.ndarray:
@@ -135,24 +130,17 @@ def _key(row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("mode", "step", "k", "group")}
 
 
-def _order(whole: dict[str, Any]):
-    """Turn rewards first, each kind as the run has them."""
+def _order(whole: dict[str, Any]) -> Callable[[str], tuple[int, str]]:
+    """A sorting key: turn rewards first, each kind in the order of the run."""
     names = [name for kind in ("turn", "outcome") for name in whole["rewards"].get(kind, {})]
     return lambda name: (names.index(name) if name in names else len(names), name)
-
-
-def _largest(columns: Columns, name: str) -> float:
-    values = columns.numbers(f"rewards/{name}")
-    return float(np.nanmax(values, initial=0.0))
 
 
 def _accepted(answer: Any) -> list[str]:
     """The right answers as the dataset has them."""
     if answer is None:
         return []
-    return [
-        each if isinstance(each, str) else str(each) for each in (answer if isinstance(answer, list) else [answer])
-    ]
+    return list(map(str, answer if isinstance(answer, list) else [answer]))
 
 
 def _turns(whole: dict[str, Any]) -> list[dict[str, Any]]:
@@ -168,7 +156,7 @@ def _turns(whole: dict[str, Any]) -> list[dict[str, Any]]:
         shown.append(
             {
                 "label": label(turn, last=after is None),
-                "text": text_of(turn["message"]),
+                "text": words(turn["message"]),
                 "tokens": turn["num_tokens"],
                 "seconds": turn["seconds"],
                 "advantage": turn["advantage"],
@@ -182,10 +170,10 @@ def _turns(whole: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def label(turn: dict[str, Any], last: bool) -> str:
-    """A turn in a few words: what its call was given, or what it was."""
+    """A turn in a few words: the first text that its call was given, or its kind."""
     for call in turn["tool_calls"]:
-        words = next((value for value in call["arguments"].values() if isinstance(value, str) and value), call["name"])
-        return words[:LABEL]
+        given = next((value for value in call["arguments"].values() if isinstance(value, str) and value), call["name"])
+        return given[:LABEL]
     if turn["error"] is not None:
         return "malformed"
     return "answer" if last or turn["answer"] is not None else "message"
@@ -199,18 +187,18 @@ def _reply(turn: dict[str, Any], after: dict[str, Any] | None) -> dict[str, Any]
         "tokens": after["observation_length"] if after else 0,
         "seconds": max((call["seconds"] for call in turn["tool_calls"]), default=0.0),
         "error": turn["error"] or next(iter(errors), None),
-        "text": "\n".join(text_of(message) for message in turn["replies"]),
+        "text": "\n".join(words(message) for message in turn["replies"]),
     }
 
 
 def _notes(whole: dict[str, Any], accepted: list[str]) -> list[dict[str, Any]]:
-    """A member that had the right answer in a turn that could not be read, and ended with another one."""
+    """A note if a member had the right answer in a turn that could not be parsed, and ended with another one."""
     right = whole["index"]["right"]
     if right is None or right or not accepted:
         return []
     for turn in whole["turns"]:
-        words = text_of(turn["message"]).casefold()
-        found = next((answer for answer in accepted if answer and answer.casefold() in words), None)
+        text = words(turn["message"]).casefold()
+        found = next((answer for answer in accepted if answer and answer.casefold() in text), None)
         if turn["error"] is not None and found:
             return [
                 {

@@ -15,10 +15,10 @@ from mt_grpo.trajectory import StopReason
 from mt_grpo.viewer.columns import REWARD, SPREAD, Columns, parse_filter, short_name
 
 POINTS = 400
-"""Points of a curve; more steps than that are put together, as means of equally many."""
+"""Most points of a curve. With more steps, a point is the mean of several."""
 
 ENDED = (StopReason.ANSWERED, StopReason.ENV_DONE)
-"""Conversations that came to their own end."""
+"""Stop reasons of conversations that nothing cut off."""
 
 PARTS = ("sampling", "rewards", "sync", "training")
 """Where the time of a step goes."""
@@ -88,7 +88,7 @@ def ends(values: list[float | None]) -> tuple[float, float] | None:
 
 
 def _dead(columns: Columns) -> np.ndarray:
-    """1 for members of groups that all earned the same, NaN for those that are no group."""
+    """1 for members of groups in which all earned the same, NaN for conversations without a group."""
     spread = columns.numbers(SPREAD)
     return np.where(np.isnan(spread), np.nan, (spread == 0).astype(float))
 
@@ -155,11 +155,11 @@ SHARES = {
     "groups without signal": ("All members earned the same:", "groups", "spread=0"),
     "with a failed call": ("A call failed:", "conversations", "errors>0"),
 }
-"""Curves of shares: what they say, of what they are shares, and the filter that finds them."""
+"""Curves of shares: the words of a finding, what is counted, and the filter that finds it."""
 
 
 def limits(view: dict[str, Any]) -> dict[str, float]:
-    """Where each curve of `health` is worth a look: above it, and for the entropy below."""
+    """The limit of each curve of `health`. It is worth a look above the limit, and the entropy below."""
     found = dict(LIMITS)
     for name in ("engine − trainer", "gradient norm"):
         known = [value for value in view["health"][name] if value is not None]
@@ -211,7 +211,7 @@ def _as_dict(finding: Finding) -> dict[str, Any]:
 
 
 def _stops(view: dict[str, Any], said: set[str]) -> Iterator[dict[str, Any]]:
-    """How the shares of limits changed; `said` are those of which the whole run was spoken already."""
+    """How the shares of limits changed, without the limits in `said`, which have a finding of the whole run."""
     for name, shares in view["stops"].items():
         first, last = ends(shares) or (0.0, 0.0)
         if last > 0.1 and not name.endswith("_error") and name not in said:
@@ -240,7 +240,7 @@ def _health(view: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
 
 
 def _bursts(view: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
-    """Runs of steps at which engine and trainer differ more than they usually do."""
+    """Consecutive steps at which engine and trainer differ more than usual."""
     values = np.array([np.nan if value is None else value for value in view["health"]["engine − trainer"]])
     if np.isnan(values).all():
         return

@@ -1,4 +1,4 @@
-"""What the page may ask of a run, each question by its name; the server and the exported file answer the same."""
+"""The questions that the page asks about a run, by name. The server and the exported file give the same answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_ROWS = 500
 """Rows of one answer."""
 
 DIGITS = 15
-"""Most digits of a number that is asked with; a browser knows no longer ones exactly."""
+"""Most digits of a number in a question. A browser does not hold longer ones exactly."""
 
 SHOWN = (
     "session",
@@ -45,12 +45,12 @@ Parameters = dict[str, str]
 
 
 class BadQuestion(UserError, ValueError):
-    """The page asks for what cannot be asked. The message is one sentence fit for the user."""
+    """A question of the page that cannot be answered. The message is one sentence fit for the user."""
 
 
 class Queries:
     """
-    Answers about a run, which may still go on. Threads may ask at the same time.
+    Answers questions about a run, which may still go on. Several threads may ask at the same time.
 
     Args:
         run (`Run`): The run.
@@ -92,7 +92,7 @@ class Queries:
             return self._questions[question](asked)
 
     def select(self, text: str) -> np.ndarray:
-        """Positions of the rows that a filter lets through, as they were written when the run was last asked."""
+        """Positions of the rows that a filter selects, as of the latest answer."""
         return np.flatnonzero(self.columns.where(parse_filter(text)))
 
     def _refresh(self) -> None:
@@ -106,7 +106,7 @@ class Queries:
             self.version += 1
 
     def _written(self) -> tuple[int, int]:
-        """How much there is of metrics and steps."""
+        """Bytes of metrics and number of steps, to see whether there are more."""
         path = self.run.folder / "metrics.jsonl"
         return path.stat().st_size if path.is_file() else 0, len(self.run.steps())
 
@@ -161,7 +161,7 @@ class Queries:
         return conversations.trajectory(self.run, self.columns, session)
 
     def _first(self) -> dict[str, Any]:
-        """The row that is shown where none is asked for."""
+        """The row to show if the question names none: the first of training."""
         if not self.columns.rows:
             raise BadQuestion("No conversation is written yet.")
         return self.columns.rows[next(iter(self.select("mode=train").tolist()), 0)]
@@ -203,9 +203,9 @@ def evaluations(columns: Columns) -> list[int]:
 
 def compare(columns: Columns, before: int | None = None, after: int | None = None) -> dict[str, Any]:
     """
-    What became of each question between two evaluations. A question is right where at least half of its conversations
-    are: where their first outcome reward is at its maximum, or, in a run without outcome rewards, where the reward is
-    at least half of the largest of the two evaluations.
+    How each question fared in two evaluations. A question is right if at least half of its conversations are. A
+    conversation is right if its first outcome reward is at its maximum. In a run without outcome rewards, a question
+    is right if its mean reward is at least half of the largest reward of both evaluations.
 
     Args:
         columns (`Columns`): The run's conversations.
@@ -254,7 +254,7 @@ def compare(columns: Columns, before: int | None = None, after: int | None = Non
 def _questions(columns: Columns, step: int) -> dict[tuple[str, int], tuple[str, list[float], list[float]]]:
     """
     The questions of an evaluation, in order: a session of each, which of its conversations are right, their rewards.
-    The index has the beginning of a question only, so that the how manieth with this beginning it is tells it apart.
+    The index has only the beginning of a question, so questions with one beginning are numbered in their order.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for place in np.flatnonzero(columns.is_text("mode", "eval") & (columns.numbers("step") == step)):

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import datasets
@@ -35,22 +35,43 @@ from mt_grpo.training.factories import rows_of
 from mt_grpo.training.model import resolve_base, resolve_model
 from mt_grpo.training.servers import server_urls
 
-if TYPE_CHECKING:
-    from mt_grpo.app.doctor.case import Case
-
-
 LONGEST = 64
-"""Prompts whose tokens are counted: those with the most characters."""
+"""How many prompts are encoded to count their tokens: those with the most characters."""
 STREAMED = 512
 """Rows of a stream that are looked at."""
 PROMPT = 200
-"""Tokens of a prompt that is assumed where the rows are not known."""
+"""Tokens of a prompt, assumed if the rows are not known."""
 
 T = TypeVar("T")
 
 
+OK, WARN, FAIL = "ok", "warn", "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """
+    One line of the report.
+
+    Args:
+        check (`str`): Which check found it.
+        status (`str`): `ok`, `warn` (the run begins, but look at this) or `fail` (it does not).
+        what (`str`): What was found, one sentence without a full stop.
+        mend (`str`, *optional*, defaults to `""`): What to do about it.
+    """
+
+    check: str
+    status: str
+    what: str
+    mend: str = ""
+
+
+class NotKnown(ConfigError):
+    """A fact that cannot be found out on this machine, e.g. without a network. The run itself may know it."""
+
+
 def fact(find: Callable[[Case], T]) -> T:
-    """A property that is found once; what it is refused with is raised each time it is asked for."""
+    """A property that is computed once. A `UserError` that it raised is raised again each time."""
 
     @functools.wraps(find)
     def get(self: Case) -> T:
@@ -94,7 +115,7 @@ class Case:
 
     @fact
     def sharding(self) -> Sharding | None:
-        """As `--accelerate_config` says; without one, that of a single process, and `None` for several."""
+        """What `--accelerate_config` says. Without it, a copy for a single process, and `None` for several."""
         named = self.own["accelerate_config"]
         if named is not None:
             return read_sharding(named)
@@ -112,7 +133,7 @@ class Case:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the run is planned for GPUs: those that are stated, or those that are here."""
+        """Whether the run is planned for GPUs, either stated with `--gpu_memory` or found on this machine."""
         return not self.args.use_cpu and (self.own["gpu_memory"] is not None or torch.cuda.is_available())
 
     @property
@@ -291,42 +312,18 @@ class Case:
         return (parts.port or 80) if parts.hostname in ("127.0.0.1", "localhost") else None
 
 
-OK, WARN, FAIL = "ok", "warn", "fail"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """
-    One line of the report.
-
-    Args:
-        check (`str`): Which check found it.
-        status (`str`): `ok`, `warn` (the run begins, but look at this) or `fail` (it does not).
-        what (`str`): What was found, one sentence without a full stop.
-        mend (`str`, *optional*, defaults to `""`): What to do about it.
-    """
-
-    check: str
-    status: str
-    what: str
-    mend: str = ""
-
-
-class NotKnown(ConfigError):
-    """Something cannot be found out on this machine, e.g. without a network; the run may know it where it runs."""
-
-
 OF_THIS_MACHINE = ("server", ".venv-vllm", "ports", "files")
-"""Checks whose fails are a `warn` where the run is for another machine."""
+"""Checks of this machine. Their fails are a `warn` if the run is for another one."""
 
-Check = Callable[["Case"], Iterator[tuple[str, str, str]]]
-"""Yields status, what and mend, for each line of a check."""
+Lines = Iterator[tuple[str, str, str]]
+"""Status, finding and mend of each line of a check."""
+Check = Callable[["Case"], Lines]
 
 
 def examine(case: Case, checks: Mapping[str, Check]) -> Iterator[Finding]:
     """
-    Runs checks. What a check is refused with is a `fail`, or a `warn` where it is only not known; a refusal that stops
-    several checks is told once, and the others are listed in the end.
+    Runs checks. A `UserError` is a `fail`, or a `warn` if it is `NotKnown`. One that stops several checks is told
+    once, and the other checks are listed at the end.
 
     Args:
         case (`Case`): The run.
@@ -350,7 +347,7 @@ def examine(case: Case, checks: Mapping[str, Check]) -> Iterator[Finding]:
 
 
 def _placed(case: Case, found: Finding) -> Finding:
-    """A finding about this machine, weighed by whether the run is for this machine."""
+    """A finding about this machine; a fail is only a `warn` if the run is for another machine."""
     if found.status != FAIL or found.check not in OF_THIS_MACHINE or not case.elsewhere:
         return found
     return Finding(found.check, WARN, f"here, which is not the machine of the run: {found.what}", found.mend)

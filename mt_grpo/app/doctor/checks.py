@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 from datasets import IterableDataset
 
 from mt_grpo.app.doctor import surroundings
-from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case, Check, NotKnown
+from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case, Check, Lines, NotKnown
 from mt_grpo.concurrency import run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.tool_env import execute_calls
@@ -33,7 +32,7 @@ LIMIT = 60.0
 """Seconds a call may take where the recipe has no `tool_timeout`."""
 
 
-def tools(case: Case) -> Iterator[tuple[str, str, str]]:
+def tools(case: Case) -> Lines:
     """Calls each tool once; one of an MCP server only where the server says that it changes nothing."""
     rows: Any = []
     try:
@@ -135,9 +134,6 @@ def _words(row: dict[str, Any]) -> str:
 def _cut(text: str) -> str:
     text = visible(" ".join(text.split()))
     return text if len(text) <= WORDS else f"{text[:WORDS]}…"
-
-
-Lines = Iterator[tuple[str, str, str]]
 
 
 def processes(case: Case) -> Lines:

@@ -24,7 +24,7 @@ PLAN: dict[str, Check] = {
     "files": memory_plan.files,
     "step": time_plan.step,
 }
-"""What needs the model's shape, by name; after the checks, since it takes what tools cost from them."""
+"""The plan's parts by name. They come after the checks, which measure what tools cost."""
 
 WIDTH = 16
 
@@ -46,7 +46,7 @@ def diagnose(request: Request) -> int:
 
         checks = checks | {"probe": probe}
     out = sys.stdout
-    with _quiet(), contextlib.redirect_stdout(sys.stderr):  # where tools and libraries may print
+    with _quiet(), contextlib.redirect_stdout(sys.stderr):  # tools and libraries may print
         found = examine(case, checks)
         findings = list(found if request.own["json"] else _print(found, out))
     failed = [one for one in findings if one.status == FAIL]
@@ -69,7 +69,7 @@ def _print(findings: Iterable[Finding], out: TextIO) -> Iterable[Finding]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What libraries, and we, would note beside the report."""
+    """Silences the log lines of libraries, and our own, beside the report."""
     ours = logging.getLogger("mt_grpo")
     level, verbosity = ours.level, get_verbosity()
     disable_progress_bar()

@@ -1,8 +1,8 @@
 """
-What a run takes in bytes. All functions are of numbers alone.
+What a run takes in bytes: the shape of its model, how its states are spread over processes, and the formulas for both.
 
-States are as ZeRO (arXiv 1910.02054, section 3.1) counts them, with AdamW: weights and gradients, and in the optimiser
-a weight in float32 and two moments, 16 bytes for each parameter in all.
+States are counted as ZeRO (arXiv 1910.02054, section 3.1) does, with AdamW: weights and gradients, and in the
+optimiser a weight in float32 and two moments, 16 bytes for each parameter in all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mt_grpo.imports import did_you_mean
 
 GB = 1e9
 RESERVE = 3 * GB
-"""Of a GPU, for CUDA itself, graphs, and what lies unused between two tensors."""
+"""Of a GPU, for CUDA itself, its graphs and fragmentation."""
 PROCESS = 0.7 * GB
 """Of a machine, for a Python process with torch."""
 SERVER_SHARE = 0.9
@@ -31,7 +31,7 @@ SERVER_SHARE = 0.9
 WHOLE = 16
 """Bytes of a parameter that is trained, its gradient and its optimiser's states, in all."""
 SPARE = 0.9
-"""Share of the memory above which a plan is close: what formulas leave out may be more than the rest."""
+"""Share of the memory above which a plan is close: the formulas leave things out that may take the rest."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def states(shape: Shape, precision: Precision, sharding: Sharding, ranks: int) -
         sharding (`Sharding`): What is spread.
         ranks (`int`): Over how many processes.
     """
-    # peft keeps an adapter in float32, and who shards casts weights to what it computes in
+    # peft keeps an adapter in float32; sharded weights are cast to the type of the computation
     whole = precision.weights if sharding.stage == 0 else min(precision.weights, precision.compute)
     frozen, size = (shape.parameters * whole, 4) if shape.adapter else (0.0, whole)
     moment = precision.moment
@@ -155,6 +155,8 @@ def checkpoint(shape: Shape, precision: Precision, sharding: Sharding) -> float:
 @dataclass(frozen=True)
 class Shape:
     """
+    The shape of a model, from its configuration.
+
     Args:
         parameters (`int`): Of the model; tied ones count once.
         trained (`int`): Those that are trained: all, or the adapter's.
@@ -179,7 +181,8 @@ class Shape:
 
 def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **options: Any) -> Shape:
     """
-    The shape of the model that a configuration describes.
+    The shape of the model that a configuration describes. Its parameters are counted on the meta device, without their
+    memory.
 
     Args:
         config (`PreTrainedConfig`): Of the model.
@@ -214,6 +217,8 @@ OFFLOADED = ("cpu", "nvme")
 @dataclass(frozen=True)
 class Sharding:
     """
+    How training states are spread over processes, as an accelerate configuration says.
+
     Args:
         name (`str`): For messages.
         stage (`int`): What is spread, as ZeRO counts: 0 nothing, 1 the optimiser's states, 2 gradients too, 3 weights
@@ -233,7 +238,7 @@ class Sharding:
 
 COPIES = Sharding("a copy for each process", 0)
 USUAL = (COPIES, Sharding("zero2", 2), Sharding("zero3 or fsdp2", 3))
-"""What is compared where no configuration is given, from the fastest to the smallest."""
+"""What is compared if no configuration is given, from the fastest to the smallest."""
 
 
 def read_sharding(named: str) -> Sharding:

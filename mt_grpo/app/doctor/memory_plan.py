@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from datasets import IterableDataset
 
-from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case
+from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case, Lines
 from mt_grpo.app.doctor.memory import (
     GB,
     PROCESS,
@@ -26,8 +25,6 @@ from mt_grpo.app.doctor.surroundings import free_bytes
 from mt_grpo.app.doctor.time_plan import MOST_ROWS
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.lm_head import CHUNK_ELEMENTS
-
-Lines = Iterator[tuple[str, str, str]]
 
 RECORD = 8
 """Bytes of a token in the Parquet files of `rollouts`, with what the trainer computed of it."""

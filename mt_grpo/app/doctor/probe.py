@@ -1,4 +1,4 @@
-"""One micro-batch of the greatest length, forward and backward, and what memory it took."""
+"""Runs one micro-batch of the greatest length, forward and backward, and measures its memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import gc
 import resource
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from trl import get_quantization_config
 from trl.trainer.utils import create_model_from_path, selective_log_softmax
 
-from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case
+from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case, Lines
 from mt_grpo.app.doctor.memory import GB, SPARE
 from mt_grpo.app.doctor.memory_plan import parts, smaller
 from mt_grpo.errors import ConfigError, libraries_may_refuse
@@ -27,7 +26,7 @@ from mt_grpo.training.forward import completion_logps, trained_truncation
 from mt_grpo.training.model import resolve_base
 
 
-def probe(case: Case) -> Iterator[tuple[str, str, str]]:
+def probe(case: Case) -> Lines:
     """
     Measures the worst micro-batch on this machine, beside what the plan gives a process in states. The states of other
     ranks and the optimiser's are not made.
@@ -70,7 +69,7 @@ def _weights(case: Case) -> float:
 
 
 def _refuse_too_large(needed: float) -> None:
-    """On a CPU nothing tells that memory ends: the system kills the process."""
+    """Refuses a probe that the memory does not hold. On a CPU the system would kill the process without a word."""
     free = psutil.virtual_memory().available
     if needed > free:
         raise ConfigError(

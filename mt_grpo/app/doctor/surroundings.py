@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 import mt_grpo
-from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case
+from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case, Lines
 from mt_grpo.app.env import MISSING, SERVER, version_here, version_in
 from mt_grpo.app.request import check_writable
 from mt_grpo.concurrency import run
@@ -20,8 +19,6 @@ from mt_grpo.training.folder import check_folder
 from mt_grpo.training.model import resolve_base
 from mt_grpo.training.preflight import check_push, check_trackers
 from mt_grpo.training.servers import server_client
-
-Lines = Iterator[tuple[str, str, str]]
 
 PATIENCE = 3.0
 """Seconds in which a server answers."""

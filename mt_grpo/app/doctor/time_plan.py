@@ -1,6 +1,6 @@
 """
-About how long a step takes. An estimate from assumed speeds and lengths, until the metrics of a run correct both.
-All functions but `measure_cpu` are of numbers alone.
+About how long a step takes, of which parts, and how many GPUs should serve. It is an estimate from assumed speeds and
+lengths, until the metrics of a run correct both.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mt_grpo.app.doctor.case import OK, WARN, Case, NotKnown
+from mt_grpo.app.doctor.case import OK, WARN, Case, Lines, NotKnown
 from mt_grpo.app.doctor.memory import Shape, server_tokens
 from mt_grpo.errors import ConfigError
 from mt_grpo.option_rules import check_batches
@@ -26,7 +25,7 @@ EFFICIENCY = 0.5
 OPS_PER_LAYER = 200
 """Small operations of a layer on a CPU, the work of Python among them."""
 OPS_PER_TOKEN = 2500
-"""The same for what is around the layers when the tokens of a batch are drawn."""
+"""The same outside the layers, per token of a batch that is sampled."""
 MOST_ROWS = 64
 """Conversations in one batch of the engine that samples from the trainer's own model."""
 RECOMPUTED = 4 / 3
@@ -225,8 +224,6 @@ def _fastest(work: Any, seconds: float) -> float:
         best = min(best, time.perf_counter() - begin)
     return best
 
-
-Lines = Iterator[tuple[str, str, str]]
 
 BETTER = 0.8
 """Share of the time of a step below which another split of the GPUs is recommended: estimates are no finer."""
