@@ -202,6 +202,12 @@ class ChatTemplate:
             fitted = {**fitted, "tool_calls": [_with_json_arguments(call) for call in calls]}
         return fitted
 
+    def with_arguments(self, message: Message) -> Message:
+        """A message whose calls have their arguments as JSON objects, where the template takes objects."""
+        if self._json_arguments or not message.get("tool_calls"):
+            return message
+        return {**message, "tool_calls": [_with_parsed_arguments(call) for call in message["tool_calls"]]}
+
     # Finding out what the template expects
 
     def _find_form(self) -> None:
@@ -313,6 +319,18 @@ def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, str):
         return call
     function = {**function, "arguments": json.dumps(arguments or {}, ensure_ascii=False)}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    try:
+        arguments = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):  # none, an object already, or no JSON
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from mt_grpo.concurrency import ConcurrencyLimit, in_thread
 from mt_grpo.envs.env import ConversationEnded, check_messages
@@ -24,6 +25,13 @@ from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
 T = TypeVar("T")
 LONG = 2_000
 """Characters from which a text is encoded in a thread: about half a millisecond of work."""
+RENDERERS_KEPT = 64
+"""Renderers that are kept though no conversation uses them. An agent may send other tools with every request."""
+HEADER_TOKENS = 32
+"""Upper bound of the tokens of an assistant's header, which a response parser reads to know where a turn begins."""
+REWRITTEN = "messages"
+"""The cause of a fork where the caller's messages do not go on from those before."""
+_NATIVE = NativeProtocol()
 
 
 @dataclass(frozen=True)
@@ -69,15 +77,21 @@ class Sampler:
         self.engine, self.limits = engine, limits
         self.history, self.compact_every = history, compact_every
         self._template_kwargs = template_kwargs
-        self._renderers: dict[tuple[str, tuple[str, ...]], ChatRenderer] = {}
+        self._renderers: WeakValueDictionary[tuple[str, tuple[str, ...]], ChatRenderer] = WeakValueDictionary()
+        self._latest: dict[tuple[str, tuple[str, ...]], ChatRenderer] = {}  # the most recently asked for last
         self._encoding = ConcurrencyLimit(1)
 
     def renderer(self, tools: list[dict[str, Any]] | None, tags: tuple[str, ...] = ()) -> ChatRenderer:
         """The renderer of conversations with these tools and tags."""
         key = json.dumps(tools, sort_keys=True), tags
-        if key not in self._renderers:
-            self._renderers[key] = ChatRenderer(self.engine.tokenizer, tools, self._template_kwargs, tags)
-        return self._renderers[key]
+        renderer = self._renderers.get(key)  # as long as a conversation uses it, it is the same
+        if renderer is None:
+            renderer = self._renderers[key] = ChatRenderer(self.engine.tokenizer, tools, self._template_kwargs, tags)
+        self._latest.pop(key, None)
+        self._latest[key] = renderer
+        if len(self._latest) > RENDERERS_KEPT:
+            del self._latest[next(iter(self._latest))]
+        return renderer
 
     async def aside(self, size: int, work: Callable[[], T]) -> T:
         """
@@ -112,16 +126,6 @@ def derive_seed(*parts: object) -> int:
     """A 63-bit seed from any parts, the same on every machine."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-HEADER_TOKENS = 32
-"""Upper bound of the tokens of an assistant's header, which a response parser reads to know where a turn begins."""
-
-REWRITTEN = "messages"
-"""The cause of a fork where the caller's messages do not go on from those before."""
-
-T = TypeVar("T")
-_NATIVE = NativeProtocol()
 
 
 class ConversationPolicy:

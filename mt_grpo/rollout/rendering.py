@@ -87,7 +87,7 @@ class ChatRenderer:
 
     def escaped(self, messages: list[Message]) -> list[Message]:
         """Messages with escaped contents, for the template."""
-        return [self.special_tokens.escape(message) for message in messages]
+        return [self.special_tokens.escape(self._template.with_arguments(message)) for message in messages]
 
     def shown_text(self, messages: list[Message], header: bool = True) -> str:
         """Renders escaped messages to escaped text. Without `header` the conversation is finished."""

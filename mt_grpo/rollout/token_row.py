@@ -1,4 +1,7 @@
-"""A trajectory as one row of tokens, for trainers."""
+"""
+What a trainer reads of a trajectory: its tokens as one row, and the right answer as an extra leaf after each context,
+to ask how likely the policy finds it.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
     for index in prompt:
         ends[index] = ends[tree.nodes[index].parent] + len(tree.nodes[index].tokens)
     row = TokenRow(prompt_ids, [], [], [], [], [])
-    replied = observed(trajectory)
+    replied = _observations(trajectory)
     answered = {-1: 0} | dict.fromkeys(prompt, 0)  # latest turn on the path to each node
     masks = {turn.index: list(turn.mask) for turn in trajectory.turns if turn.mask is not None}
     for index in order:
@@ -88,7 +91,7 @@ def _first_context(trajectory: Trajectory) -> list[int]:
     return path
 
 
-def observed(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
+def _observations(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
     """
     The nodes of a trajectory's tree that hold what the environment wrote between two turns. Copies of a past in a
     rewritten context are left out.
@@ -96,16 +99,23 @@ def observed(trajectory: Trajectory) -> dict[int, tuple[int, int]]:
     Returns:
         `dict`: Per such node, the number of these tokens at its end, and the turn that they answer.
     """
-    nodes, held = trajectory.tree.nodes, {}
-    for index in trajectory.tree.depth_first():
-        turn, parent = nodes[index].turn, nodes[index].parent
-        if turn < 0 or (parent >= 0 and nodes[parent].turn == turn):  # the lower part of an action
+    tree, turns = trajectory.tree, trajectory.turns
+    nodes, held = tree.nodes, {}
+    contexts = [(nodes[index].turn, nodes[index].parent) for index in tree.depth_first() if nodes[index].turn >= 0]
+    if not turns[-1].num_tokens:  # it has no node, but a context
+        contexts.append((len(turns) - 1, tree.tip))
+    for turn, node in contexts:
+        if node >= 0 and nodes[node].turn == turn:  # the lower part of an action
             continue
-        left = trajectory.turns[turn].observation_length
-        while left > 0:
-            size = len(nodes[parent].tokens)
-            held[parent] = (min(left, size), turn - 1)
-            left, parent = left - size, nodes[parent].parent
+        while turn > 0:
+            left = turns[turn].observation_length
+            while left > 0:
+                size = len(nodes[node].tokens)
+                held[node] = (min(left, size), turn - 1)
+                left, node = left - size, nodes[node].parent
+            if turns[turn].fork_cause is not None or turns[turn - 1].num_tokens:
+                break
+            turn -= 1  # it sampled nothing, so its context goes on here
     return held
 
 

@@ -71,7 +71,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_reply_is_shown_by_every_template_or_refused_at_the_start(name, case):
+def test_every_template_shows_replies_or_is_refused_at_once(name, case):
     turn, replies = CASES[case]
     family = name.removesuffix("_training")
     if case != "user" and family in WITHOUT_RESULTS:
@@ -108,7 +108,7 @@ def test_an_end_that_was_sampled_is_not_written_again(name, case):
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gptoss", "glm4moe"])
-def test_a_native_conversation_shows_results_after_the_calls_own_end(name):
+def test_results_stand_behind_the_calls_own_end(name):
     tokenizer = build_tokenizer(name)
     tokenizer.add_tokens(list(template_tokenizer(name).added_tokens_decoder.values()))
     add_response_schema(tokenizer)
@@ -220,7 +220,7 @@ def test_a_reply_may_be_escaped_trimmed_or_freed_of_switches(filtered):
     assert trajectory.error is None and len(engine.requests) == 2
 
 
-def test_a_part_that_is_no_text_ends_the_conversation_of_a_text_template():
+def test_a_part_that_is_no_text_ends_a_conversation_of_text():
     reply = {"role": "user", "content": [{"type": "text", "text": "Lima"}, {"type": "image"}]}
     trajectory, engine = outcome_of(LOOP.replace("CONTENT", "m.content"), reply)
     assert trajectory.stop_reason is StopReason.ENV_ERROR and len(engine.requests) == 1
@@ -256,8 +256,19 @@ def test_a_prompt_that_the_template_loses_ends_the_conversation():
         ),
     ],
 )
-def test_a_template_that_loses_or_refuses_replies_is_refused_at_the_start(template, says):
+def test_a_template_that_loses_replies_is_refused_at_once(template, says):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(TemplateError, match=says):
         RolloutRunner(Says(REPLY), ScriptedEngine(tokenizer, []))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "glm4moe", "gptoss"])
+def test_arguments_as_json_text_read_like_objects(name):
+    shown = []
+    for arguments in ({"city": "Lima", "<|im_end|>": 1}, '{"city": "Lima", "\\u003c|im_end|>": 1}'):
+        call = {"type": "function", "id": "call_0", "function": {"name": "weather", "arguments": arguments}}
+        asked = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        result = {"role": "tool", "name": "weather", "tool_call_id": "call_0", "content": "Rain."}
+        shown.append(chat(name, with_tools=True).prompt_ids([*asked, result]))
+    assert shown[0] == shown[1]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from mt_grpo.envs import ConversationEnded, Outcome
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.rollout import policy as policies
 from mt_grpo.training.batch import batch_logps
 from mt_grpo.trajectory import StopReason, Trajectory
 
@@ -304,3 +308,14 @@ def test_roots_and_forks_have_the_log_probs_of_each_turn_alone():
         path = torch.tensor([contexts[turn] + action])
         logps = model(path).logits[0, :-1].log_softmax(-1).gather(1, path[0, 1:, None])[-len(action) :, 0]
         assert torch.allclose(alone[0][(turns[0] == turn) & mask[0].bool()], logps.float(), atol=1e-5)
+
+
+def test_renderers_that_nobody_uses_are_not_kept(tokenizer, monkeypatch):
+    monkeypatch.setattr(policies, "RENDERERS_KEPT", 3)
+    sampler = policies.Sampler(ScriptedEngine(tokenizer, []), RolloutLimits(), {}, "keep", None)
+    tools = [[{"type": "function", "function": {"name": f"tool_{number}"}}] for number in range(8)]
+    used = sampler.renderer(tools[0])
+    made = [weakref.ref(sampler.renderer(each)) for each in tools]
+    gc.collect()
+    assert sampler.renderer(copy.deepcopy(tools[0])) is used
+    assert sum(each() is not None for each in made) <= 1 + 3

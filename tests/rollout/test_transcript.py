@@ -236,3 +236,15 @@ def test_logps_of_forked_rows_are_those_of_each_turn_alone(tokenizer):
         for turn in range(4):
             columns = [i for i, (t, m) in enumerate(zip(row.turns, row.mask, strict=True)) if t == turn and m]
             torch.testing.assert_close(logps[number, columns], expected[number][turn], rtol=1e-5, atol=1e-5)
+
+
+def test_a_reply_before_an_empty_turn_is_trained_too(tokenizer):
+    for turns in (["A1<|im_end|>", "", "A3<|im_end|>"], ["A1<|im_end|>", "", ""]):
+        trajectory, runner, _ = converse(tokenizer, turns, REPLIES[:2], "keep", end="")
+        assert [turn.num_tokens == 0 for turn in trajectory.turns] == [not turn for turn in turns]
+        runner.env.env_mask = 1
+        row = runner.completion(trajectory)
+        assert row.mask == [1] * len(row.ids)
+        replied = [tokenizer.encode(text) for text in (observation(2), "<|im_end|>" + observation(3))]
+        environment = [turn for turn, value in zip(row.turns, row.logprobs, strict=True) if value != value]
+        assert environment == [0] * len(replied[0]) + [1] * len(replied[1])

@@ -7,8 +7,6 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from jinja2 import TemplateError as TemplateFailure
-
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.integrations.openai_api.calls import Calls
@@ -118,7 +116,7 @@ class Conversation:
         except Exception as error:
             if self.policy.failure is error:  # a bug of the engine, which ends the run
                 raise ApiError(500, "The engine failed.", "engine_error") from error
-            if isinstance(error, (TypeError, ValueError, TemplateFailure)):  # what the messages or their template hold
+            if isinstance(error, (TypeError, ValueError)):  # what the messages hold, or their template refuses
                 raise ApiError(400, f"These messages cannot be shown: {error}", "invalid_value", "messages") from error
             raise
         exhausted = self.policy.exhausted
