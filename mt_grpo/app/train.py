@@ -19,7 +19,6 @@ from rich.rule import Rule
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from mt_grpo.app import report
-from mt_grpo.app.ending import files_left, next_steps, what_is_kept
 from mt_grpo.app.progress import RunProgress
 from mt_grpo.credit import CreditError, rule_label
 from mt_grpo.rewards import RewardError
@@ -140,7 +139,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         ) from error
     except KeyboardInterrupt as error:
         number = error.args[0] if error.args else signal.SIGINT
-        kept = what_is_kept(args, trainer.state.global_step, model_saved)
+        kept = report.what_is_kept(args, trainer.state.global_step, model_saved)
         raise KeyboardInterrupt(number, kept) from None
     finally:  # whatever ended the training
         progress.end()  # gives the terminal back
@@ -164,10 +163,11 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
                 console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
         console.print(report.table(summary["before"], summary["after"], f"{questions} held-out questions, {title}"))
     console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:", markup=False)
-    for line in files_left(folder):
+    for line in report.files_left(folder):
         console.print(f"  {line}", highlight=False, markup=False)
     console.print("What to do next:", highlight=False)
-    for what, command in next_steps(args, isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)):
+    adapter = isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)
+    for what, command in report.next_steps(args, adapter):
         console.print(f"  # {what}\n  {command}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -399,7 +399,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 step.output = super()._generate_and_score_completions(shown)
             self._credit(step)
         except BaseException:  # whatever fails, conversations that were finished before are not lost
-            self.step_log.rescue(step)
+            self.step_log.records.rescue(step)
             raise
         if mode == "eval":
             self.eval_trajectories += batch.counted

@@ -1,10 +1,236 @@
-"""The curve of a run, whatever its steps have."""
+"""What a run says at its end, or when it is interrupted: its commands can be copied, and are run here. Its curve."""
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
 import warnings
 
-from mt_grpo.app.report import plot
+import pytest
+from support.models import CPU_RUN
+from support.own_process import TERMINAL
+
+from mt_grpo.app.report import next_steps, plot
+from mt_grpo.cli import main
+from mt_grpo.runlog import read_trajectories
+from mt_grpo.training import MTGRPOConfig
+
+SAVE = {"save_strategy": "steps", "save_steps": 1, "do_eval": False}
+
+
+def commands(printed: str, program: str) -> list[list[str]]:
+    """The commands of a program among what was printed, as words; those of `mt-grpo` without its name."""
+    pattern = r"(?:mt-grpo|\S*python\S* -m mt_grpo) (.*)" if program == "mt-grpo" else rf"(\S*{program}\S* -c .*)"
+    return [shlex.split(found) for found in re.findall(pattern, printed)]
+
+
+def test_a_finished_run_says_how_to_go_on(recipe, tmp_path, capsys):
+    assert main(["train", *recipe(**SAVE, overwrite_output_dir=True)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}/run/rollouts  (every conversation)" in printed
+    view, rollout, resume = commands(printed.split("What to do next:")[1], "mt-grpo")
+    assert view == ["view", f"{tmp_path}/run"]
+    assert rollout == f"rollout --config {tmp_path}/run/config.yaml --model_name_or_path {tmp_path}/run".split()
+    assert main([*rollout, "--num_prompts", "1"]) == 0
+    assert "conversation 1" in capsys.readouterr().out
+    assert resume[-2:] == ["--max_steps", "4"] and main(resume) == 0
+    assert "step 4/4" in capsys.readouterr().out
+    assert (tmp_path / "run" / "checkpoint-1").exists()  # it was resumed, not begun anew
+
+
+@pytest.mark.slow
+def test_an_adapter_is_put_into_its_model_first(recipe, tmp_path, capsys):
+    adapter = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"], "do_eval": False}
+    assert main(["train", *recipe(**adapter)]) == 0
+    printed = capsys.readouterr().out.split("What to do next:")[1]
+    (merge,), (_, rollout) = commands(printed, "python"), commands(printed, "mt-grpo")
+    subprocess.run([sys.executable, *merge[1:]], check=True)
+    assert (tmp_path / "run" / "merged" / "model.safetensors").exists()
+    assert main([*rollout, "--num_prompts", "1"]) == 0
+
+
+def test_a_run_with_a_server_serves_the_trained_model(tmp_path):
+    options = {**CPU_RUN, "report_to": ["tensorboard", "trackio"]}
+    args = MTGRPOConfig(str(tmp_path), **options, use_vllm=True, weight_sync="lora")
+    served, _, rolled, board, track = [command for _, command in next_steps(args, adapter=False)]
+    model = f"--config {tmp_path}/config.yaml --model_name_or_path {tmp_path} --weight_sync auto"
+    assert served.endswith(f" serve {model}") and rolled.endswith(f" rollout {model}")
+    assert board == f"tensorboard --logdir {tmp_path}" and track == "trackio show --project huggingface"
+
+
+def test_what_cannot_be_resumed_is_not_said_to_be(tmp_path):
+    (_, view), (what, _) = next_steps(MTGRPOConfig(str(tmp_path), **CPU_RUN), adapter=False)
+    assert view.endswith(f" view {tmp_path}") and what == "see what the trained agent does"
+
+
+# Ctrl-C and SIGTERM
+
+
+IN_THE_OPTIMISER = """
+import signal
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+steps = []
+
+
+def interrupt(*args):
+    steps.append(1)
+    if len(steps) == 3:
+        handle.remove()
+        signal.raise_signal(signal.SIGNAL)
+
+
+handle = register_optimizer_step_pre_hook(interrupt)
+"""
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize(
+    ("name", "status", "words"), [("SIGINT", 130, "interrupted by Ctrl-C"), ("SIGTERM", 143, "ended by SIGTERM")]
+)
+def test_a_signal_in_a_step_says_what_is_kept(recipe, tmp_path, capsys, name, status, words):
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(IN_THE_OPTIMISER.replace("signal.SIGNAL", f"signal.{name}"))
+    assert main(["train", *recipe(**SAVE, max_steps=4, external_plugins=[str(plugin)])]) == status
+    errors = capsys.readouterr().err
+    (said,) = [line for line in errors.splitlines() if line.startswith("mt-grpo: ")]
+    folder = tmp_path / "run"
+    assert said.startswith(
+        f"mt-grpo: {words}. 2 steps were taken, and what was learnt up to step 2 is in {folder}/checkpoint-2. "
+        f"Metrics and conversations so far are in {folder}. Go on with: "
+    )
+    assert "Traceback" not in errors
+    assert len(list(read_trajectories(folder))) == 3 * 4  # those of the third step too
+    plugin.write_text("")
+    (resume,) = commands(said, "mt-grpo")
+    assert main(resume) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")] == [
+        "3/4",
+        "4/4",
+    ]
+
+
+SAMPLING = """
+import signal
+from mt_grpo.envs import MultiTurnToolEnv
+
+pressed = []
+
+
+class Env(MultiTurnToolEnv):
+    async def step(self, turn):
+        if not pressed and self.session.startswith("MODE"):
+            pressed.append(True)  # a second signal ends the process at once
+            signal.raise_signal(signal.SIGINT)
+        return await super().step(turn)
+"""
+
+
+def interrupted_while_sampling(recipe, tmp_path, capsys, mode: str, **keys) -> str:
+    (tmp_path / "sampling.py").write_text(SAMPLING.replace("MODE", mode))
+    keys = {"max_turn_length": None, "max_completion_length": 2000, **keys}
+    assert main(["train", *recipe(env=f"{tmp_path / 'sampling.py'}:Env", **keys)]) == 130
+    return capsys.readouterr().err
+
+
+@pytest.mark.own_process
+def test_ctrl_c_while_sampling_says_that_nothing_is_kept(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mt_grpo.envs.protocols.TagProtocol.stop", tuple("aeiou "))
+    said = interrupted_while_sampling(recipe, tmp_path, capsys, "train-000000", do_eval=False)
+    assert "mt-grpo: interrupted by Ctrl-C. No step was taken.\n" in said
+
+
+LAST_MEASURE = """
+import signal
+from mt_grpo.envs import MultiTurnToolEnv
+from pathlib import Path
+
+
+pressed = []
+
+
+class Env(MultiTurnToolEnv):
+    def start(self, prompt):
+        if not pressed and (Path(__file__).parent / "run" / "model.safetensors").exists():
+            pressed.append(True)  # a second signal ends the process at once
+            signal.raise_signal(signal.SIGINT)
+        return super().start(prompt)
+"""
+
+
+@pytest.mark.own_process
+def test_ctrl_c_in_the_last_measure_keeps_the_model(recipe, tmp_path, capsys):
+    (tmp_path / "measure.py").write_text(LAST_MEASURE)
+    assert main(["train", *recipe(env=f"{tmp_path / 'measure.py'}:Env", max_steps=1)]) == 130
+    assert f"Training had ended: the model, its metrics and its conversations are in {tmp_path}/run." in (
+        capsys.readouterr().err
+    )
+
+
+TWICE = """
+import asyncio, os, signal, threading
+from mt_grpo.envs import MultiTurnToolEnv
+
+
+class Env(MultiTurnToolEnv):
+    async def step(self, turn):
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass
+"""
+PRESSED = f"""{TERMINAL}
+from mt_grpo.envs.protocols import TagProtocol
+TagProtocol.stop = tuple("aeiou ")
+from mt_grpo.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_waits_for_nothing(recipe, tmp_path):
+    """A conversation that does not let itself be ended is waited for once, for 5 s."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    arguments = recipe(
+        env=f"{tmp_path / 'twice.py'}:Env", max_turn_length=None, do_eval=False, max_concurrent_rollouts=1
+    )
+    run = subprocess.run([sys.executable, "-c", PRESSED, "train", *arguments], capture_output=True, text=True)
+    assert run.returncode == -signal.SIGINT  # 130 for a shell
+    assert run.stderr.count("mt-grpo: interrupted by Ctrl-C. No step was taken.") == 1
+    assert "did not end within" not in run.stderr and "not ended within" not in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_of_several_processes_one_says_what_is_kept(recipe, tmp_path):
+    """As in a terminal, the launcher and all of its processes get Ctrl-C, and the launcher passes it on as well."""
+    (tmp_path / "terminal.py").write_text(PRESSED)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    arguments = recipe(**SAVE, max_steps=5000, per_device_train_batch_size=2)
+    command = [*launch, str(tmp_path / "terminal.py"), "train", *arguments]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "errors").open("w") as errors:
+        run = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+        try:
+            next(line for line in run.stdout if re.match("step +2/", line))
+            os.killpg(run.pid, signal.SIGINT)
+            run.stdout.read()
+        finally:
+            run.kill()
+            run.wait()
+    said = re.findall(r"mt-grpo: (.*)", (tmp_path / "errors").read_text())
+    assert len(said) == 1
+    assert re.match(r"interrupted by Ctrl-C\. \d+ steps were taken, and what was learnt up to step \d", said[0])
+    assert re.search(r"the command that began this run, with --resume_from_checkpoint \S+/checkpoint-\d+$", said[0])
 
 
 def test_a_curve_without_a_number_is_drawn_without_a_warning(tmp_path):

@@ -11,23 +11,24 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainerCallback
 
+from mt_grpo.credit import audit_rewards
 from mt_grpo.rewards import RewardFunc, StateScore
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.training.step_log.console import Activity
 from mt_grpo.training.step_log.metrics import Metrics
-from mt_grpo.training.step_log.records import Records, describe_rewards
-from mt_grpo.training.step_log.step import Outputs, Sink, Step, Update
+from mt_grpo.training.step_log.records import Records, as_record, describe_rewards
+from mt_grpo.training.step_log.step import Outputs, Step, Update
 from mt_grpo.training.step_log.table import Table
 from mt_grpo.training.step_log.warnings import Warnings
 
-__all__ = ["Outputs", "Sink", "Step", "StepLog", "Update"]
+__all__ = ["Outputs", "Step", "StepLog", "Update"]
 
 
 class StepLog(TrainerCallback):
     """
-    Hands each batch, each optimiser step and what is logged to the sinks, in their order. The trainer fills in a
-    `Step` per batch, from `begin` to `take` or `rescue`, and an `Update` per optimiser step.
+    Hands each batch, each optimiser step and what is logged to its sinks. The trainer fills in a `Step` per batch,
+    from `begin` to `take` or `Records.rescue`, and an `Update` per optimiser step.
 
     Args:
         args (`MTGRPOConfig`): The run's options.
@@ -54,12 +55,10 @@ class StepLog(TrainerCallback):
         described = describe_rewards(turn_rewards, outcome_rewards, weights.tolist())
         self.activity = Activity()
         self.warnings = Warnings(rewards, args, state_scores, about["tools"])
-        self.records = Records(args, about, described, self.warnings.causal, save_tokenizer)
+        self.records = Records(args, about, described, save_tokenizer)
         self.metrics = Metrics(weights, [reward.name for reward in rewards])
         self.table = Table(args, trackers)
-        # records first: whatever fails after, the conversations are kept
-        self._sinks: list[Sink] = [self.records, self.warnings, self.metrics, self.table]
-        self._args = args
+        self._args, self._names = args, [reward.name for reward in rewards]
         self._evaluated = (-1, -1)  # step and number of the latest batch of an evaluation
         self.latest = Update()
         """The latest optimiser step, which may not be finished."""
@@ -83,13 +82,15 @@ class StepLog(TrainerCallback):
         return Step(batch, number, k, group_size, self._args.process_index * len(batch.rows))
 
     def take(self, step: Step) -> None:
-        """Hands a batch that is credited to the sinks. This is a collective call."""
-        for sink in self._sinks:
-            sink.take(step)
-
-    def rescue(self, step: Step) -> None:
-        """Keeps the conversations of a batch that are finished, after something failed."""
-        self.records.rescue(step)
+        """Hands over a batch that is credited. This is a collective call."""
+        step.lines = self.records.take(step)  # first: whatever fails after, the conversations are kept
+        if step.mode == "train":
+            audit = audit_rewards(step.batch.rewards, step.batch.advantages)
+            step.audit = as_record(audit, self._names, self.warnings.causal)
+            self.records.audits.append(step.audit)
+        self.warnings.take(step)
+        self.metrics.take(step)
+        self.table.take(step)
 
     def trained(self, inputs: dict[str, Any], logps: Tensor, entropies: Tensor) -> None:
         """Takes note of log-probs and entropies, `(B, T)`, of a micro-batch whose loss is computed."""
@@ -99,8 +100,8 @@ class StepLog(TrainerCallback):
     # TRL calls
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for sink in self._sinks:
-            sink.begin()
+        self.records.begin()
+        self.warnings.begin()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._begun = time.perf_counter()
@@ -111,15 +112,14 @@ class StepLog(TrainerCallback):
         update = self.latest
         update.seconds = time.perf_counter() - self._begun
         update.waits = dict(self.activity.seconds)
-        for sink in self._sinks:
-            sink.update(update)
+        self.records.update(update)
+        self.warnings.update(update)
         update.outputs = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        mode = "train" if kwargs["model"].training else "eval"
-        for sink in self._sinks:
-            sink.log(logs, mode, state.global_step)
+        self.records.log(logs, state.global_step)
+        self.table.log("train" if kwargs["model"].training else "eval", state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for sink in self._sinks:
-            sink.end(state.global_step)
+        self.records.write_audit(state.global_step)
+        self.warnings.end()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from accelerate.utils import gather, gather_object
 
-from mt_grpo.credit import Audit, RewardBatch
-from mt_grpo.training.step_log.step import Sink, Step
+from mt_grpo.credit import RewardBatch
+from mt_grpo.training.step_log.step import Step
 from mt_grpo.trajectory import StopReason, Trajectory
 
 
@@ -55,7 +55,7 @@ class Tally:
         return means | self._largest
 
 
-class Metrics(Sink):
+class Metrics:
     """
     Metrics of the batches of a log window.
 
@@ -69,7 +69,7 @@ class Metrics(Sink):
         self._tallies = {"train": Tally(), "eval": Tally()}
 
     def take(self, step: Step) -> None:
-        """A collective call."""
+        """Adds what a batch has to its log window. Collective."""
         batch, tally = step.batch, self._tallies[step.mode]
         tally.merge(rollout_metrics(batch.counted))
         if step.mode == "eval":  # TRL's are means over batches, and batches of an evaluation differ in size
@@ -180,22 +180,22 @@ def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
     return tally
 
 
-def audit_metrics(audit: Audit, sampled_again: int) -> Tally:
+def audit_metrics(audit: dict[str, Any], sampled_again: int) -> Tally:
     """
     The handful of an audit's numbers that trackers get; `audit.jsonl` has all.
 
     Args:
-        audit (`Audit`): Of a batch.
+        audit (`dict`): Of a batch, see `as_record`.
         sampled_again (`int`): Groups of the batch that were sampled again, counted as often as they were.
     """
-    tally = Tally()
-    tally.count("group", audit.groups)
-    tally.add("credit/groups_without_signal", audit.groups_without_signal * audit.groups, per="group")
+    tally, groups = Tally(), audit["groups"]
+    tally.count("group", groups)
+    tally.add("credit/groups_without_signal", audit["groups_without_signal"] * groups, per="group")
     if sampled_again:
         tally.add("credit/groups_sampled_again", sampled_again, per="group")
-    if audit.sign_agreement is not None:
+    if audit["sign_agreement"] is not None:
         tally.count("batch with turn and outcome advantages", 1)
-        tally.add("credit/sign_agreement", audit.sign_agreement, per="batch with turn and outcome advantages")
+        tally.add("credit/sign_agreement", audit["sign_agreement"], per="batch with turn and outcome advantages")
     return tally
 
 

@@ -20,7 +20,7 @@ from mt_grpo.runlog.schema import VERSION, session_id
 from mt_grpo.runlog.writer import end_with_a_line, finite
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.processes import everywhere
-from mt_grpo.training.step_log.step import Outputs, Sink, Step, Update, split_number
+from mt_grpo.training.step_log.step import Outputs, Step, Update, split_number
 from mt_grpo.trajectory import Trajectory
 
 Lines = list[dict[str, Any]]
@@ -35,7 +35,7 @@ def describe_rewards(turn: Sequence[RewardFunc], outcome: Sequence[RewardFunc], 
     ]
 
 
-class Records(Sink):
+class Records:
     """
     Writes the files of `mt_grpo.runlog`. Each process writes its own; the main process writes the index, once all have
     written theirs, `metrics.jsonl`, and `audit.jsonl` with the mean audit of each log step in which conversations were
@@ -45,42 +45,33 @@ class Records(Sink):
         args (`MTGRPOConfig`): The run's options.
         about (`dict`): What the index's line of kind `run` says beside its version, start and rewards.
         rewards (`list[dict]`): The rewards, see `describe_rewards`.
-        causal (`dict[str, bool]`): Whether a turn reward stays as it is when later turns are cut off, for those that
-            were examined; it is looked up for each batch.
         save_tokenizer (`Callable`): Saves the tokenizer, with which tokens can be shown later, in a folder.
     """
 
     def __init__(
-        self,
-        args: MTGRPOConfig,
-        about: dict[str, Any],
-        rewards: Lines,
-        causal: Mapping[str, bool],
-        save_tokenizer: Callable[[Path], Any],
+        self, args: MTGRPOConfig, about: dict[str, Any], rewards: Lines, save_tokenizer: Callable[[Path], Any]
     ) -> None:
         self.rewards = rewards
         self.writer = RunWriter(args.output_dir, args.process_index)
-        self._args, self._about, self._causal, self._save_tokenizer = args, about, causal, save_tokenizer
+        self._args, self._about, self._save_tokenizer = args, about, save_tokenizer
         self._main = args.process_index == 0
         self._described = False
-        self._audits: Lines = []
+        self.audits: Lines = []
         """Of the batches since the latest line of `audit.jsonl`."""
 
     # Conversations, and their credit
 
-    def take(self, step: Step) -> None:
-        """Writes conversations, then advantages, and gives the step the lines of its conversations. Collective."""
+    def take(self, step: Step) -> Lines:
+        """Writes conversations, then advantages. Returns the conversations' lines, of all processes. Collective."""
         batch = self._batch(step)
         lines = self._commit(lambda: self._write(step, batch))
-        step.lines = [line for line in lines if line["kind"] == "rollout" and line["mode"] == step.mode]
         advantages = [
             values[: len(trajectory.turns)]
             for trajectory, values in zip(step.batch.trajectories, step.advantages.tolist(), strict=True)
             if trajectory.stop_reason is not None
         ]
         self._commit(lambda: self.writer.write_credit(batch, advantages))
-        if step.mode == "train":
-            self._audits.append(as_record(step.audit, [reward["name"] for reward in self.rewards], self._causal))
+        return [line for line in lines if line["kind"] == "rollout" and line["mode"] == step.mode]
 
     def rescue(self, step: Step) -> None:
         """Writes those conversations of a batch that are finished, after this process failed or another did."""
@@ -124,9 +115,11 @@ class Records(Sink):
     # Optimiser steps and logs
 
     def begin(self) -> None:
-        self._audits = []
+        """Training begins, perhaps after one that was interrupted."""
+        self.audits = []
 
     def update(self, update: Update) -> None:
+        """Writes what an optimiser step computed and how long it took. Collective."""
         rows, summaries = update_rows(update.outputs)
 
         def write() -> Lines:
@@ -135,17 +128,16 @@ class Records(Sink):
 
         self._commit(write)
 
-    def log(self, logs: dict[str, Any], mode: str, number: int) -> None:
+    def log(self, logs: dict[str, Any], number: int) -> None:
+        """Writes what is logged after `number` optimiser steps."""
         if self._main:
             self._append("metrics.jsonl", {"step": number, **logs})
         if "loss" in logs:  # else they are of an evaluation, or of the whole run
-            self._write_audit(number)
+            self.write_audit(number)
 
-    def end(self, number: int) -> None:
-        self._write_audit(number)
-
-    def _write_audit(self, number: int) -> None:
-        audits, self._audits = self._audits, []
+    def write_audit(self, number: int) -> None:
+        """Writes the mean audit of the batches since the last one."""
+        audits, self.audits = self.audits, []
         if audits and self._main:
             self._append("audit.jsonl", {"step": number, **mean_record(audits)})
 

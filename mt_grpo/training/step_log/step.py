@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mt_grpo.credit import Audit, audit_rewards
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
 
@@ -28,7 +26,8 @@ class Step:
         group_size (`int`): Conversations of a prompt.
         first (`int`): Number of this process's first row among those of all processes.
         output (`dict`): The columns that TRL trains on, most of them `(B, T)`.
-        lines (`list[dict]`): The index's lines of its conversations, of all processes. The records add them.
+        audit (`dict`): What the rewards of all processes say within their groups, in training; see `as_record`.
+        lines (`list[dict]`): The index's lines of its conversations, of all processes.
     """
 
     batch: RolloutBatch
@@ -37,6 +36,7 @@ class Step:
     group_size: int
     first: int
     output: dict[str, Any] = field(default_factory=dict)
+    audit: dict[str, Any] = field(default_factory=dict)
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -57,11 +57,6 @@ class Step:
     def advantages(self) -> Tensor:
         """Of this process's rows, per turn, `(B, K)`."""
         return self.batch.advantages[self.rows]
-
-    @cached_property
-    def audit(self) -> Audit:
-        """What the rewards of all processes say within their groups."""
-        return audit_rewards(self.batch.rewards, self.batch.advantages)
 
 
 @dataclass
@@ -84,32 +79,6 @@ class Update:
     waits: dict[str, float] = field(default_factory=dict)
     outputs: list[Outputs] = field(default_factory=list)
     gradient_norm: float | None = None
-
-
-class Sink:
-    """Takes what the trainer hands over. A sink has the methods that it needs; each is called on every process."""
-
-    def begin(self) -> None:
-        """Training begins."""
-
-    def take(self, step: Step) -> None:
-        """A batch is sampled, judged and credited."""
-
-    def update(self, update: Update) -> None:
-        """An optimiser step is taken."""
-
-    def log(self, logs: dict[str, Any], mode: str, number: int) -> None:
-        """
-        Metrics are logged.
-
-        Args:
-            logs (`dict`): The metrics.
-            mode (`str`): `"train"` or `"eval"`.
-            number (`int`): Optimiser steps that were taken.
-        """
-
-    def end(self, number: int) -> None:
-        """Training ends, after `number` optimiser steps."""
 
 
 @dataclass(frozen=True)

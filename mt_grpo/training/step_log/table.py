@@ -16,7 +16,7 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback, Wand
 from mt_grpo.runlog.files import to_json
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
-from mt_grpo.training.step_log.step import Sink, Step
+from mt_grpo.training.step_log.step import Step
 from mt_grpo.trajectory import Message, Trajectory, visible
 
 ROWS = 4
@@ -25,7 +25,7 @@ STYLES = {"turn": "cyan", "assistant": "green"}
 """Of messages, by author; others are the environment's."""
 
 
-class Table(Sink):
+class Table:
     """
     Shows conversations of the main process when metrics are logged: of the latest batch, and of the first batch of an
     evaluation, so that evaluations show the same questions. `report_to` gets a table of them, and with
@@ -44,10 +44,12 @@ class Table(Sink):
         self._latest: dict[str, tuple[RolloutBatch, Tensor]] = {}
 
     def take(self, step: Step) -> None:
+        """Keeps a batch until metrics are logged."""
         if step.mode == "train" or step.mode not in self._latest:
             self._latest[step.mode] = step.batch, step.advantages
 
-    def log(self, logs: dict[str, Any], mode: str, number: int) -> None:
+    def log(self, mode: str, number: int) -> None:
+        """Shows conversations of training (`"train"`) or of an evaluation (`"eval"`), after `number` steps."""
         latest = self._latest.pop(mode, None)
         if latest is None or self._args.process_index:
             return

@@ -12,8 +12,8 @@ from mt_grpo.rewards import RewardFunc, StateScore, TurnReward, score_cut
 from mt_grpo.runlog.findings import Counts, find, why_equal
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.processes import run_here
-from mt_grpo.training.step_log.records import as_record, mean_record
-from mt_grpo.training.step_log.step import Sink, Step, Update
+from mt_grpo.training.step_log.records import mean_record
+from mt_grpo.training.step_log.step import Step, Update
 from mt_grpo.trajectory import Trajectory
 
 CUT = 8
@@ -24,7 +24,7 @@ STILL = 10
 logger = logging.getLogger(__name__)
 
 
-class Warnings(Sink):
+class Warnings:
     """
     Warns once during the run, and with a count at its end, of what stands out in conversations
     (`mt_grpo.runlog.findings`), of rewards that return `None` for every trajectory, and of batches in which no
@@ -67,16 +67,18 @@ class Warnings(Sink):
         """Audits and conversations of the latest training batches."""
 
     def begin(self) -> None:
+        """Training begins, perhaps after one that was interrupted."""
         self._still = 0
         self._recent.clear()
 
     # Batches
 
     def take(self, step: Step) -> None:
+        """Looks at a batch that is written and credited."""
         latest = Counts().add(step.lines)
         self._find(latest, step.mode)
         if step.mode == "train":
-            self._recent.append((as_record(step.audit, self._names, {}), latest))
+            self._recent.append((step.audit, latest))
             self._judge(step, latest)
 
     def _find(self, latest: Counts, mode: str) -> None:
@@ -166,6 +168,7 @@ class Warnings(Sink):
     # Optimiser steps
 
     def update(self, update: Update) -> None:
+        """Looks at the gradient of an optimiser step."""
         self._still = self._still + 1 if update.gradient_norm == 0 else 0
         if self._still == STILL and self._speaks:
             counts = Counts()
@@ -174,7 +177,8 @@ class Warnings(Sink):
             causes = why_still([audit for audit, _ in self._recent], counts, self._about)
             logger.warning("The gradient has been exactly 0 for %d steps, so nothing is learnt: %s", STILL, causes)
 
-    def end(self, number: int) -> None:
+    def end(self) -> None:
+        """Says once more, with counts, what was seen in several batches."""
         if not self._speaks:
             return
         for mode, name in (("train", "training"), ("eval", "evaluation")):
