@@ -13,9 +13,8 @@ from support.agents import END, LOOKUP, call, calling_tokenizer, run_agent, samp
 from support.conversations import user
 
 from mt_grpo.integrations.openai_api import anthropic, responses
-from mt_grpo.integrations.openai_api.errors import ApiError
-from mt_grpo.integrations.openai_api.messages import Told
-from mt_grpo.integrations.openai_api.request import Warnings, read_request
+from mt_grpo.integrations.openai_api.conversation import Told
+from mt_grpo.integrations.openai_api.request import ApiError, Warnings, read_request
 from mt_grpo.trajectory import StopReason
 
 FUNCTION = {"type": "function", **LOOKUP["function"], "strict": True}

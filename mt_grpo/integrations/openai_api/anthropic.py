@@ -10,9 +10,7 @@ from typing import Any
 import orjson
 
 from mt_grpo.integrations.openai_api.chat import Choice, ended_by, event
-from mt_grpo.integrations.openai_api.errors import ApiError
-from mt_grpo.integrations.openai_api.messages import wrong
-from mt_grpo.integrations.openai_api.request import Wish
+from mt_grpo.integrations.openai_api.request import ApiError, ParsedRequest, wrong
 
 SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")
 READ = frozenset((*SAME, "messages", "system", "tools", "tool_choice", "stop_sequences"))
@@ -93,22 +91,22 @@ def _blocks(choice: Choice) -> list[dict[str, Any]]:
     return blocks
 
 
-def answer(wish: Wish, choices: Sequence[Choice]) -> Iterator[bytes]:
+def answer(parsed: ParsedRequest, choices: Sequence[Choice]) -> Iterator[bytes]:
     """What the client gets: one piece, or the events of a stream."""
     (choice,) = choices
     usage = {"input_tokens": choice.turn.context_length, "output_tokens": choice.turn.num_tokens}
-    stop = ended_by(choice.turn, wish.stop)
+    stop = ended_by(choice.turn, parsed.stop)
     whole = {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
         "role": "assistant",
-        "model": wish.model,
+        "model": parsed.model,
         "content": _blocks(choice),
         "stop_reason": REASONS[choice.finish_reason] if stop is None else "stop_sequence",
         "stop_sequence": stop,
         "usage": usage,
     }
-    if not wish.stream:
+    if not parsed.stream:
         yield orjson.dumps(whole)
         return
     begun = whole | {"content": [], "stop_reason": None, "usage": usage | {"output_tokens": 0}}

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from mt_grpo.integrations.openai_api.request import Wish
+from mt_grpo.integrations.openai_api.request import ParsedRequest
 from mt_grpo.trajectory import Message, Turn
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -84,7 +84,7 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def completion(name: str, wish: Wish, choices: Sequence[Choice]) -> bytes:
+def completion(name: str, parsed: ParsedRequest, choices: Sequence[Choice]) -> bytes:
     """The whole answer, as JSON."""
     listed = [
         {
@@ -95,20 +95,20 @@ def completion(name: str, wish: Wish, choices: Sequence[Choice]) -> bytes:
         }
         for index, choice in enumerate(choices)
     ]
-    head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": wish.model}
+    head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": parsed.model}
     return orjson.dumps(head | {"choices": listed, "usage": count_usage(choices)})
 
 
-def events(name: str, wish: Wish, choices: Sequence[Choice]) -> Iterator[bytes]:
+def events(name: str, parsed: ParsedRequest, choices: Sequence[Choice]) -> Iterator[bytes]:
     """The same as server-sent events."""
-    head = {"id": name, "object": "chat.completion.chunk", "created": int(time.time()), "model": wish.model}
-    if wish.usage:
+    head = {"id": name, "object": "chat.completion.chunk", "created": int(time.time()), "model": parsed.model}
+    if parsed.usage:
         head["usage"] = None
     for index, choice in enumerate(choices):
         for delta, logprobs, reason in _deltas(choice):
             part = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             yield event(head | {"choices": [part]})
-    if wish.usage:
+    if parsed.usage:
         yield event(head | {"choices": [], "usage": count_usage(choices)})
     yield b"data: [DONE]\n\n"
 

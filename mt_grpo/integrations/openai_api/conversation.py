@@ -4,20 +4,205 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
+from mt_grpo.envs.dialogue import Words
 from mt_grpo.envs.env import ConversationEnded
-from mt_grpo.envs.protocols import CallProtocol
-from mt_grpo.integrations.openai_api.calls import Calls
+from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
 from mt_grpo.integrations.openai_api.chat import Choice, tell, token_logprobs
-from mt_grpo.integrations.openai_api.errors import ApiError, refused
-from mt_grpo.integrations.openai_api.messages import Told
-from mt_grpo.integrations.openai_api.request import Wish
-from mt_grpo.integrations.openai_api.retries import Attempt, Retries
+from mt_grpo.integrations.openai_api.request import ApiError, ParsedRequest, refused
 from mt_grpo.rollout.engine import EngineError
 from mt_grpo.rollout.policy import ConversationPolicy
-from mt_grpo.trajectory import Message, StopReason
+from mt_grpo.rollout.transcript import identity
+from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
+
+
+class Text(Words):
+    """Looks for no calls, though the chat template shows tools."""
+
+    native_tools = True
+
+
+_TEXT, _NATIVE = Text(), NativeProtocol()
+
+
+class Calls:
+    """
+    The calls of one conversation.
+
+    Args:
+        protocol (`CallProtocol`, *optional*): Writes and reads calls as text; without it, the chat template does.
+        tokenizer: The model's.
+    """
+
+    def __init__(self, protocol: CallProtocol | None, tokenizer: Any) -> None:
+        self._protocol = None if protocol is None or protocol.native_tools else protocol
+        self._tokenizer = tokenizer
+        self._tools: list[dict[str, Any]] | None = None
+        self._count = 0
+        self._open: dict[str, tuple[Turn, ToolCall]] = {}  # without a result, by the identifiers that the client knows
+
+    def asked(self, parsed: ParsedRequest) -> dict[str, Any]:
+        """
+        What `Policy.reply` is asked beside messages.
+
+        Raises:
+            ApiError: If the model cannot be shown the tools.
+        """
+        if self._protocol is not None:
+            return {"stop": (*self._protocol.stop, *parsed.stop), "protocol": self._protocol}
+        if parsed.tools is not None and self._tokenizer.response_template is None:
+            raise ApiError(
+                400,
+                "Nothing is known that reads tool calls of the model's chat template: set `response_template` on the "
+                "tokenizer, or `call_protocol: tags` in the recipe.",
+                "invalid_value",
+                "tools",
+            )
+        if parsed.tools != self._tools:  # the same list for the same tools: a renderer is found by it
+            self._tools = parsed.tools
+        protocol = None if parsed.tools is None else _NATIVE if parsed.reads_calls else _TEXT
+        return {"stop": parsed.stop, "tools": self._tools, "protocol": protocol}
+
+    def written(self, messages: list[Message], parsed: ParsedRequest) -> list[Message]:
+        """Messages as the model sees them. A text protocol's instructions stand in for a system message."""
+        if self._protocol is None:
+            return messages
+        written: list[Message] = []
+        for by_tool, group in groupby(messages, lambda message: message["role"] == "tool"):
+            if by_tool:
+                results = [ToolCall("", result=message["content"]) for message in group]
+                written += self._protocol.replies(Turn(0, {}, results))
+            else:
+                written += [_without_calls(message) for message in group]
+        if parsed.tools and messages[0]["role"] != "system":
+            prompt = self._protocol.default_system_prompt([SimpleNamespace(schema=tool) for tool in parsed.tools])
+            written.insert(0, {"role": "system", "content": prompt})
+        return written
+
+    def note_results(self, messages: Sequence[Message]) -> list[tuple[Turn, list[Message]]]:
+        """
+        Writes the results that a client's messages bring into the calls that they answer.
+
+        Returns:
+            The turns that they answer, each with its results.
+        """
+        answered: dict[int, tuple[Turn, list[Message]]] = {}
+        for message in messages:
+            if message["role"] == "tool" and message.get("tool_call_id") in self._open:
+                turn, call = self._open.pop(message["tool_call_id"])
+                call.result, call.executed = message["content"], True
+                call.error = call.result.removeprefix("Error: ") if call.result.startswith("Error:") else None
+                answered.setdefault(turn.index, (turn, []))[1].append(message)
+        return list(answered.values())
+
+    def name(self, turn: Turn) -> None:
+        """Gives the calls of a turn identifiers that no other call of the conversation has."""
+        for call in turn.tool_calls:
+            call.id = f"call{self._count:05d}"  # nine letters and digits: some templates want as many
+            self._open[call.id] = turn, call
+            self._count += 1
+
+
+def _without_calls(message: Message) -> Message:
+    """In a text protocol, calls are part of the content."""
+    return (
+        {name: value for name, value in message.items() if name != "tool_calls"}
+        if "tool_calls" in message
+        else message
+    )
+
+
+class Told:
+    """
+    The turns of one conversation by what the client was told of them, each after the messages that led to it. A told
+    message may lack what the model said: a stop string, its reasoning.
+    """
+
+    def __init__(self) -> None:
+        self._turns: dict[int, Turn] = {}
+
+    def restore(self, messages: Sequence[Message]) -> tuple[list[Message], int, Turn | None]:
+        """
+        The messages, those that the model said in its own words; a key of the whole; and the turn that the last
+        messages answer, where nothing but answers to it follows.
+        """
+        key, restored, latest = 0, [], None
+        for message in messages:
+            key = hash((key, identity(message)))
+            if message["role"] == "assistant":
+                latest = self._turns.get(key)
+            restored.append(latest.message if latest is not None and message["role"] == "assistant" else message)
+        return restored, key, latest
+
+    def note(self, key: int, told: Message, turn: Turn) -> None:
+        """Takes note of what the client is told of a turn that was sampled after the messages with this key."""
+        self._turns[hash((key, identity(told)))] = turn
+
+
+@dataclass(eq=False)
+class Attempt:
+    """
+    A request and its answer.
+
+    Args:
+        answer (`asyncio.Future`): What it is answered with, in the end.
+        delivered (`bool`): Whether the answer went out while the client was still connected.
+    """
+
+    answer: asyncio.Future[Any]
+    delivered: bool = False
+
+
+class Retries:
+    """
+    The requests of one conversation. A request is a retry of an earlier one if
+
+    - it has the same `Idempotency-Key` and the same body;
+    - it says so (`x-stainless-retry-count` above 0, as OpenAI's clients do) and has the same body;
+    - it does not say which attempt it is, and the same body is being answered, or its answer reached nobody.
+    """
+
+    def __init__(self) -> None:
+        self._attempts: dict[str, list[Attempt]] = {}
+
+    def find(self, content: bytes, headers: Mapping[str, str]) -> tuple[str, Attempt | None]:
+        """The key of a request, and the attempt that it repeats."""
+        given = headers.get("Idempotency-Key")
+        key = blake2b(content, digest_size=16).hexdigest() + ("" if given is None else f" {given}")
+        attempts = self._attempts.get(key, [])
+        if given is not None:
+            return key, attempts[-1] if attempts else None
+        count = headers.get("x-stainless-retry-count")
+        lost = [attempt for attempt in attempts if not attempt.delivered]
+        if count is None:
+            return key, lost[-1] if lost else None
+        if count == "0":
+            return key, None
+        return key, (lost or attempts)[-1] if attempts else None
+
+    def begin(self, key: str, answer: asyncio.Future[Any]) -> Attempt:
+        """Takes note of a request. One that ends with an error is forgotten: its retry is asked anew."""
+        attempt = Attempt(answer)
+        self._attempts.setdefault(key, []).append(attempt)
+        answer.add_done_callback(lambda done: self._end(key, attempt))
+        return attempt
+
+    def _end(self, key: str, attempt: Attempt) -> None:
+        if attempt.answer.cancelled() or attempt.answer.exception() is not None:
+            self._attempts[key].remove(attempt)
+
+    def cancel(self) -> None:
+        """Ends what is still being answered."""
+        for attempts in self._attempts.values():
+            for attempt in attempts:
+                attempt.answer.cancel()
+
 
 MOST_REQUESTS = 256
 """Requests of one conversation that wait at once; a further one is told to come again."""
@@ -82,22 +267,22 @@ class Conversation:
         finally:
             self._waiting -= 1
 
-    async def choices(self, wish: Wish) -> list[Choice]:
+    async def choices(self, parsed: ParsedRequest) -> list[Choice]:
         """
         Takes the turns that a request asks for.
 
         Raises:
             ApiError: If there is no turn to be had.
         """
-        asked = self._calls.asked(wish)
+        asked = self._calls.asked(parsed)
         # the template writes these whole, and a renderer that measures messages looks at their content alone
-        calls = [message["tool_calls"] for message in wish.messages if "tool_calls" in message]
-        if len(json.dumps([wish.tools, calls], ensure_ascii=False)) > CHARACTERS * self.policy.context_length:
+        calls = [message["tool_calls"] for message in parsed.messages if "tool_calls" in message]
+        if len(json.dumps([parsed.tools, calls], ensure_ascii=False)) > CHARACTERS * self.policy.context_length:
             raise self._refusal(StopReason.CONTEXT_FULL)
-        restored, key, before = self._told.restore(wish.messages)
-        answered = self._calls.note_results(wish.messages)
-        messages = self._calls.written(restored, wish)
-        choices = [await self._choose(wish, messages, asked, key) for _ in range(wish.n)]
+        restored, key, before = self._told.restore(parsed.messages)
+        answered = self._calls.note_results(parsed.messages)
+        messages = self._calls.written(restored, parsed)
+        choices = [await self._choose(parsed, messages, asked, key) for _ in range(parsed.n)]
         if before is not None and not before.replies:  # sub-agents took turns since: the policy does not know of it
             said = next(index for index in range(len(messages))[::-1] if messages[index]["role"] == "assistant")
             before.replies = messages[said + 1 :]
@@ -105,9 +290,9 @@ class Conversation:
             turn.replies = turn.replies or results
         return choices
 
-    async def _choose(self, wish: Wish, messages: list[Any], asked: dict[str, Any], key: int) -> Choice:
+    async def _choose(self, parsed: ParsedRequest, messages: list[Any], asked: dict[str, Any], key: int) -> Choice:
         try:
-            turn = await self.policy.reply(messages, max_tokens=wish.max_tokens, **asked)
+            turn = await self.policy.reply(messages, max_tokens=parsed.max_tokens, **asked)
         except ConversationEnded as ended:
             raise self._refusal(ended.stop_reason) from ended
         except EngineError as error:
@@ -120,12 +305,14 @@ class Conversation:
                 raise ApiError(400, f"These messages cannot be shown: {error}", "invalid_value", "messages") from error
             raise
         exhausted = self.policy.exhausted
-        own = wish.max_tokens is not None and turn.num_tokens >= wish.max_tokens  # the client's limit is no failure
+        own = (
+            parsed.max_tokens is not None and turn.num_tokens >= parsed.max_tokens
+        )  # the client's limit is no failure
         self.limit, self.failure, self._refused = None if own else exhausted, None, 0
         self._calls.name(turn)
-        told, reason = tell(turn, wish.stop, wish.reads_calls and wish.tools is not None)
+        told, reason = tell(turn, parsed.stop, parsed.reads_calls and parsed.tools is not None)
         self._told.note(key, told, turn)
-        wanted = token_logprobs(self.policy.tokenizer, *self.policy.sampled) if wish.logprobs else None
+        wanted = token_logprobs(self.policy.tokenizer, *self.policy.sampled) if parsed.logprobs else None
         return Choice(told, reason, turn, wanted)
 
     def _refusal(self, reason: StopReason) -> ApiError:

@@ -2,15 +2,138 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mt_grpo.integrations.openai_api.errors import ApiError
-from mt_grpo.integrations.openai_api.messages import read_messages, wrong
 from mt_grpo.tools.results import too_deep
-from mt_grpo.trajectory import Message
+from mt_grpo.trajectory import Message, StopReason
+
+
+class ApiError(Exception):
+    """
+    A request that gets no turn.
+
+    Args:
+        status (`int`): Of HTTP. Clients try 408, 409, 429 and 500 and above again.
+        message (`str`): One sentence.
+        code (`str`, *optional*): OpenAI's name of the error.
+        param (`str`, *optional*): The field that is wrong.
+        again (`bool`, *optional*, defaults to `False`): Whether the client may try again, for a status that says so.
+    """
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None, again: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param, self.again = status, message, code, param, again
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the client gets."""
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"type": "error", "error": error}  # the first of them is Anthropic's
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What tells the client whether to try again."""
+        return {"x-should-retry": str(self.again).lower()} | ({"retry-after": "1"} if self.again else {})
+
+
+def refused(reason: StopReason) -> ApiError:
+    """The error of a request that a limit leaves no token for, or that comes after the end."""
+    if reason is StopReason.CONTEXT_FULL:
+        message = "This model's maximum context length leaves no room for a turn after these messages."
+    elif reason is StopReason.TOKEN_BUDGET:
+        message = "The tokens that `max_completion_length` gives to the whole conversation are used up."
+    else:
+        return ApiError(404, f"The conversation is over: {reason.value}.", "conversation_ended")
+    return ApiError(400, message, "context_length_exceeded", "messages")
+
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+MOST_MESSAGES = 2048
+"""Messages of one request, as with OpenAI. The chat template, which takes its time for each, holds up all others."""
+TEXTS = ("text", "input_text", "output_text", "refusal")
+"""Types of content parts that are text."""
+
+
+def read_messages(given: Any) -> list[Message]:
+    """
+    A client's messages in one form: content as text, arguments of calls as JSON objects, nothing else that differs
+    between clients.
+
+    Raises:
+        ApiError: If they are no messages, or hold something other than text.
+    """
+    if not isinstance(given, list) or not given:
+        raise wrong("messages", "is no list with messages in it")
+    if len(given) > MOST_MESSAGES:
+        raise wrong("messages", f"has {len(given)} messages, above {MOST_MESSAGES}: leave out or join old ones")
+    return [_read(message, f"messages[{index}]") for index, message in enumerate(given)]
+
+
+def wrong(param: str, problem: str) -> ApiError:
+    """The error about a field of a request."""
+    return ApiError(400, f"`{param}` {problem}.", "invalid_value", param)
+
+
+def _read(message: Any, place: str) -> Message:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise wrong(place, f"has no role out of {', '.join(ROLES)}")
+    role = ROLES[message["role"]]
+    read: Message = {"role": role, "content": read_text(message.get("content"), f"{place}.content")}
+    if role == "tool":
+        read |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
+    elif role == "assistant":
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if isinstance(reasoning, str):
+            read["reasoning_content"] = reasoning
+        if message.get("tool_calls"):
+            read["tool_calls"] = [_read_call(call, f"{place}.tool_calls") for call in message["tool_calls"]]
+    return read
+
+
+def read_text(content: Any, place: str) -> str:
+    """Content as text; parts are joined by line feeds, as vLLM joins them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise wrong(place, "is neither text nor a list of parts")
+    texts = []
+    for part in content:
+        if isinstance(part, dict) and part.get("type") in TEXTS:
+            part = part.get("refusal" if part["type"] == "refusal" else "text")
+        if not isinstance(part, str):
+            raise wrong(place, "has a part that is no text, and the policy reads text only")
+        texts.append(part)
+    return "\n".join(texts)
+
+
+def _read_call(call: Any, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise wrong(place, "has a call without the name of a function")
+    arguments = _parsed(function)
+    if too_deep(arguments):
+        raise wrong(place, "has arguments whose brackets are too deep")
+    read = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return read | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
+
+
+def _parsed(function: dict[str, Any]) -> Any:
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments)
+        except (ValueError, RecursionError):
+            pass
+    return arguments
+
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +152,7 @@ MOST_STOPS = 64
 
 
 @dataclass(frozen=True)
-class Wish:
+class ParsedRequest:
     """
     What one request asks for.
 
@@ -71,22 +194,22 @@ class Warnings:
             logger.warning("The agent's requests set `%s`: %s.", field, why)
 
 
-def read_request(body: Any, as_chat: Callable[[Any], Any], fixed: dict[str, Any], warnings: Warnings) -> Wish:
+def read_request(body: Any, as_chat: Callable[[Any], Any], fixed: dict[str, Any], warnings: Warnings) -> ParsedRequest:
     """
-    Reads a request that `as_chat` makes one for a chat completion of; see `read_wish`.
+    Reads a request that `as_chat` makes one for a chat completion of; see `_read_chat`.
 
     Raises:
         ApiError: If it cannot be honoured, or has anything in a place where another type belongs.
     """
     try:
-        return read_wish(as_chat(body), fixed, warnings)
+        return _read_chat(as_chat(body), fixed, warnings)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ApiError(
             400, f"A field of the request has another type than it should: {error}.", "invalid_type"
         ) from error
 
 
-def read_wish(body: Any, fixed: dict[str, Any], warnings: Warnings) -> Wish:
+def _read_chat(body: Any, fixed: dict[str, Any], warnings: Warnings) -> ParsedRequest:
     """
     Reads the body of a request.
 
@@ -113,7 +236,7 @@ def read_wish(body: Any, fixed: dict[str, Any], warnings: Warnings) -> Wish:
         raise wrong("n", f"is {n}, above {MOST_CHOICES}")
     most = [_count(body, name) for name in ("max_tokens", "max_completion_tokens")]
     stream = bool(body.get("stream"))
-    return Wish(
+    return ParsedRequest(
         messages,
         body["model"] if isinstance(body.get("model"), str) else "policy",
         tools,

@@ -10,9 +10,7 @@ from typing import Any
 import orjson
 
 from mt_grpo.integrations.openai_api.chat import Choice, count_usage, event
-from mt_grpo.integrations.openai_api.errors import ApiError
-from mt_grpo.integrations.openai_api.messages import wrong
-from mt_grpo.integrations.openai_api.request import Wish
+from mt_grpo.integrations.openai_api.request import ApiError, ParsedRequest, wrong
 from mt_grpo.trajectory import Message
 
 READ = frozenset(
@@ -95,7 +93,7 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def answer(wish: Wish, choices: Sequence[Choice], name: str) -> Iterator[bytes]:
+def answer(parsed: ParsedRequest, choices: Sequence[Choice], name: str) -> Iterator[bytes]:
     """What the client gets: one piece, or the events of a stream."""
     (choice,) = choices
     usage, cut = count_usage(choices), choice.finish_reason == "length"
@@ -106,11 +104,11 @@ def answer(wish: Wish, choices: Sequence[Choice], name: str) -> Iterator[bytes]:
         "status": "incomplete" if cut else "completed",
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "model": wish.model,
+        "model": parsed.model,
         "output": _items(choice),
         "parallel_tool_calls": True,
         "tool_choice": "auto",
-        "tools": [{**tool["function"], "type": "function", "strict": False} for tool in wish.tools or ()],
+        "tools": [{**tool["function"], "type": "function", "strict": False} for tool in parsed.tools or ()],
         "metadata": {},
         "usage": {
             "input_tokens": usage["prompt_tokens"],
@@ -120,7 +118,7 @@ def answer(wish: Wish, choices: Sequence[Choice], name: str) -> Iterator[bytes]:
             "total_tokens": usage["total_tokens"],
         },
     }
-    if not wish.stream:
+    if not parsed.stream:
         yield orjson.dumps(whole)
         return
     for number, (kind, data) in enumerate(_events(whole)):

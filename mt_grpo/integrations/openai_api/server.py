@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import secrets
 import uuid
@@ -14,16 +15,56 @@ from urllib.parse import quote
 
 import orjson
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.integrations.openai_api import anthropic, responses
 from mt_grpo.integrations.openai_api.chat import Choice, completion, events
-from mt_grpo.integrations.openai_api.conversation import Conversation
-from mt_grpo.integrations.openai_api.errors import ApiError
-from mt_grpo.integrations.openai_api.request import Warnings, Wish, read_request
-from mt_grpo.integrations.openai_api.retries import Attempt
-from mt_grpo.integrations.openai_api.strangers import Strangers
+from mt_grpo.integrations.openai_api.conversation import Attempt, Conversation
+from mt_grpo.integrations.openai_api.request import ApiError, ParsedRequest, Warnings, read_request
 from mt_grpo.rollout.policy import ConversationPolicy
+
+logger = logging.getLogger(__name__)
+
+ANSWERED = (web.RequestPayloadError, ConnectionError)
+"""A body that is damaged, and a client that is gone."""
+
+
+class Strangers:
+    """
+    Requests without the key of a conversation, and what is no HTTP at all.
+
+    Attributes:
+        log (`logging.Logger`): For aiohttp, which would write a traceback with the headers of each such request.
+    """
+
+    def __init__(self) -> None:
+        self._count, self._told = 0, False
+        self.log = logging.Logger(f"{__name__}.http")  # nobody's child: it writes nothing itself
+        self.log.addFilter(self._judge)
+
+    def note(self) -> None:
+        """Counts one."""
+        self._count += 1
+
+    def tell(self) -> None:
+        """Says how many there were, unless that was said before."""
+        if self._count and not self._told:
+            self._told = True
+            logger.warning(
+                "Requests that the server of the agents refused: %d so far. They are no HTTP, or have no key of a "
+                "conversation; agents find theirs in `client.api_key` or `OPENAI_API_KEY`. This is said once.",
+                self._count,
+            )
+
+    def _judge(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            self.note()
+        elif not isinstance(error, ANSWERED) and record.levelno >= logging.ERROR:  # a bug
+            logger.error("The server of the agents could not answer a request.", exc_info=error)
+        return False
+
 
 LARGEST = 8 << 20
 """Bytes that a request may have: several times the text of the longest contexts."""
@@ -173,8 +214,8 @@ class Endpoint:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         name = f"chatcmpl-{uuid.uuid4().hex}"
 
-        def told(wish: Wish, choices: list[Choice]) -> Iterable[bytes]:
-            return events(name, wish, choices) if wish.stream else [completion(name, wish, choices)]
+        def told(parsed: ParsedRequest, choices: list[Choice]) -> Iterable[bytes]:
+            return events(name, parsed, choices) if parsed.stream else [completion(name, parsed, choices)]
 
         return await self._serve(request, lambda body: body, told)
 
@@ -184,9 +225,9 @@ class Endpoint:
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         name, known = f"resp_{uuid.uuid4().hex}", self._found(request).responses
 
-        def told(wish: Wish, choices: list[Choice]) -> Iterable[bytes]:
-            known[name] = [*wish.messages, choices[0].message]
-            return responses.answer(wish, choices, name)
+        def told(parsed: ParsedRequest, choices: list[Choice]) -> Iterable[bytes]:
+            known[name] = [*parsed.messages, choices[0].message]
+            return responses.answer(parsed, choices, name)
 
         return await self._serve(request, lambda body: responses.as_chat(body, known), told)
 
@@ -194,17 +235,17 @@ class Endpoint:
         self,
         request: web.Request,
         as_chat: Callable[[Any], Any],
-        told: Callable[[Wish, list[Choice]], Iterable[bytes]],
+        told: Callable[[ParsedRequest, list[Choice]], Iterable[bytes]],
     ) -> web.StreamResponse:
         """Answers a request: read as one for a chat completion, and written in the client's own form."""
         content = await request.read()
         conversation = self._found(request)
-        wish = read_request(_decoded(content), as_chat, conversation.fixed, self._warnings)
+        parsed = read_request(_decoded(content), as_chat, conversation.fixed, self._warnings)
 
         async def answer() -> tuple[bytes, ...]:
-            return tuple(told(wish, await conversation.choices(wish)))
+            return tuple(told(parsed, await conversation.choices(parsed)))
 
-        return await self._send(request, conversation.attempt(content, request.headers, answer), wish.stream)
+        return await self._send(request, conversation.attempt(content, request.headers, answer), parsed.stream)
 
     async def _send(self, request: web.Request, attempt: Attempt, stream: bool) -> web.StreamResponse:
         """Answers a request, as far as its client is still there."""
