@@ -185,9 +185,9 @@ def test_a_request_is_read_or_refused(body, messages, dialect):
     readers = {"chat": lambda body: body, "messages": anthropic.as_chat}
     reader = readers.get(dialect, lambda body: responses.as_chat(body, {}))
     try:
-        wish = read_request(body, reader, {"temperature": 1.0}, Warnings())
+        parsed = read_request(body, reader, {"temperature": 1.0}, Warnings())
     except ApiError as error:
         assert error.status in (400, 404) and error.body["error"]["message"]
     else:
-        assert all(isinstance(message["content"], str) for message in wish.messages)
-        assert Told().restore(wish.messages) == (wish.messages, *Told().restore(wish.messages)[1:])
+        assert all(isinstance(message["content"], str) for message in parsed.messages)
+        assert Told().restore(parsed.messages) == (parsed.messages, *Told().restore(parsed.messages)[1:])

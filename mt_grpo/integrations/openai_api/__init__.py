@@ -1,4 +1,4 @@
-"""A door to the policy for any agent: an OpenAI-compatible server, and what runs agents against it."""
+"""A server through which any agent talks to the policy, with OpenAI's and Anthropic's APIs, and what runs agents."""
 
 from mt_grpo.integrations.openai_api.agent import AgentClient, AgentEnv, AgentSource, Command
 from mt_grpo.integrations.openai_api.server import Endpoint

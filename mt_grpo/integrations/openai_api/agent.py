@@ -1,4 +1,7 @@
-"""Anybody's agent as an environment: a function or a program that asks the policy over HTTP."""
+"""
+Agents as environments: a function or a program that asks the policy over HTTP. `async` agents run in an event loop
+beside the server's, so that an agent that blocks still gets its answer.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,13 @@ from mt_grpo.trajectory import StopReason
 @dataclass
 class AgentClient:
     """
-    Where an agent's conversation takes place, for any client that speaks OpenAI's language.
+    How an agent reaches its conversation, with any client for OpenAI's API.
 
     Args:
-        base_url (`str`): OpenAI's base URL; it ends in `/v1`.
-        api_key (`str`): The key for it, which finds no other conversation.
+        base_url (`str`): The base URL; it ends in `/v1`.
+        api_key (`str`): The key of this conversation alone.
         session (`str`): Name of the conversation.
-        add_session (`Callable`): Gives the conversation a further name, which requests may have in `X-Session-ID`.
+        add_session (`Callable`): Gives the conversation a further name, which requests may send in `X-Session-ID`.
     """
 
     base_url: str
@@ -47,7 +50,7 @@ class AgentClient:
 
     @property
     def host(self) -> str:
-        """Where the server is."""
+        """The server's host."""
         return urlsplit(self.base_url).hostname
 
     def openai(self, **options: Any) -> Any:
@@ -55,10 +58,10 @@ class AgentClient:
         An `openai.AsyncOpenAI`, closed after the conversation.
 
         Args:
-            **options: Further arguments of it, such as `timeout` and `max_retries`.
+            **options: Its further arguments, such as `timeout` and `max_retries`.
 
         Raises:
-            ImportError: If the package is missing; `pip install "mt-grpo[openai]"` brings it.
+            ImportError: If the package is missing: `pip install "mt-grpo[openai]"`.
         """
         import openai
 
@@ -68,28 +71,28 @@ class AgentClient:
         return self._opened[-1]
 
     async def close(self) -> None:
-        """Closes what `openai` opened."""
+        """Closes the clients that `openai` made."""
         while self._opened:
             await self._opened.pop().close()
 
 
 KEPT = 1 << 20
-"""Bytes at the end of what a program writes that are kept."""
+"""Number of bytes that are kept of a program's output, from its end."""
 LEAVING = 0.5
-"""Seconds that a program may take to end once it is asked to; then it is killed."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 class CommandError(Exception):
-    """A program ended with an exit code that tells of a failure."""
+    """A program ended with an exit code other than 0."""
 
 
 class Command:
     """
-    A command line. The program finds `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment and the row as JSON on
-    its standard input. Whatever it starts in its process group ends with it.
+    An agent that is a program in any language; each conversation is a process. It has `OPENAI_BASE_URL` and
+    `OPENAI_API_KEY` in its environment, and the row as JSON on standard input. Its process group ends with it.
 
     Args:
-        line (`str`): As in a shell, though none is started.
+        line (`str`): The command line, split as a shell does; no shell is started.
     """
 
     def __init__(self, line: str) -> None:
@@ -100,10 +103,10 @@ class Command:
         Runs it for one row.
 
         Returns:
-            What the last line of its output says: a JSON number or object, else text; `None` where there is none.
+            The last line of its output: a JSON number or object, or else text; `None` if it wrote nothing.
 
         Raises:
-            CommandError: If its exit code is not 0, with the end of what it wrote to standard error.
+            CommandError: If its exit code is not 0; the message has the end of its standard error.
             OSError: If it cannot be started.
         """
         hosts = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), client.host]))
@@ -119,7 +122,7 @@ class Command:
             stdin.write(json.dumps(row, default=str).encode())
             stdin.close()
             await process.exited.wait()
-            _kill(transport, signal.SIGKILL)  # what it left behind
+            _kill(transport, signal.SIGKILL)  # processes that it left
             await _within(process.closed)
         finally:
             try:
@@ -136,7 +139,7 @@ class Command:
 
 
 class _Process(asyncio.SubprocessProtocol):
-    """Keeps the end of what a program writes."""
+    """Keeps the end of a program's output."""
 
     def __init__(self) -> None:
         self.exited, self.closed = asyncio.Event(), asyncio.Event()
@@ -174,25 +177,25 @@ def _result(output: str) -> Any:
 
 
 STUCK = 2.0
-"""Seconds without a sign of life after which further agents get another loop."""
+"""Seconds without an answer after which a loop counts as blocked, and further agents get another one."""
 
 
 class _AgentLoop(LoopThread):
     """
-    The event loop in which `async` agents run. It is not the one that serves them: an agent that blocks it, with a
-    client that is not `async` for instance, waits for a server that goes on.
+    The event loop of `async` agents. It is not the server's: an agent may block it, for instance with a client that is
+    not `async`, while the server answers.
     """
 
     def __init__(self) -> None:
         super().__init__("mt-grpo-agents")
-        self._asked: float | None = None  # since when it has not shown that it lives
+        self._asked: float | None = None  # since when `ask` waits for `_answer`
 
     @property
     def lives(self) -> bool:
         return self._asked is None or time.monotonic() - self._asked <= STUCK
 
     def ask(self) -> None:
-        """Asks for a sign of life."""
+        """Asks the loop for an answer."""
         if self._asked is None:
             self._asked = time.monotonic()
             self.loop.call_soon_threadsafe(self._answer)
@@ -206,11 +209,12 @@ _agents = OnePerProcess(_AgentLoop)
 
 async def run_agent(work: Coroutine[Any, Any, Any], name: str) -> Any:
     """
-    Runs an agent's coroutine beside this loop. All agents of a process share one, so they may share clients and locks.
+    Runs an agent's coroutine in the loop of the agents. All agents of a process share it, so that they may share
+    clients and locks.
 
     Args:
-        work (`Coroutine`): Cancelled where this call is; it is not waited for then.
-        name (`str`): Of its task.
+        work (`Coroutine`): It is cancelled when this call is, and not waited for.
+        name (`str`): Name of its task.
     """
     agents = _agents.get(fit=lambda loop: loop.lives)
     agents.ask()
@@ -222,7 +226,7 @@ async def run_agent(work: Coroutine[Any, Any, Any], name: str) -> Any:
 
 
 REWARD = "reward"
-"""Name of a reward that an agent gives without one."""
+"""Name of a reward that an agent returns as a bare number."""
 
 
 class AgentSource:
@@ -230,9 +234,9 @@ class AgentSource:
     Makes the environments of an agent: an `EnvSource`.
 
     Args:
-        agent (`Callable` or `Command`): `solve(row, client)`, `async` or not: see docs/any_agent.md.
-        protocol (`CallProtocol`, *optional*): A text protocol in which calls are written and read, where the model's
-            chat template has no calls of its own or none that the model was trained on.
+        agent (`Callable` or `Command`): `solve(row, client)`, `async` or not, see docs/any_agent.md.
+        protocol (`CallProtocol`, *optional*): A text protocol for tool calls, for models whose chat template has none
+            that they were trained on.
         host (`str`, *optional*, defaults to `"127.0.0.1"`): Address of the server.
     """
 
@@ -252,7 +256,7 @@ class AgentEnv:
         self._source = source
 
     async def run(self, policy: ConversationPolicy, row: dict[str, Any]) -> Outcome:
-        """Lets the agent work on a row. Where a limit ended its conversation, that is the reason of the end."""
+        """Runs the agent on a row. A limit that ended the conversation is its stop reason."""
         source = self._source
         async with source.endpoint.conversation(policy, source.protocol) as conversation:
             client = AgentClient(
@@ -264,18 +268,18 @@ class AgentEnv:
             try:
                 result = await self._work(conversation, row, client)
                 outcome = read_result(result, f"{_name(source.agent)}{defined_at(source.agent)}")
-            except Exception:  # whatever the user's agent raises: that there was no turn to be had is the cause
+            except Exception:  # whatever the user's agent raises; if it got no turn, that is the cause
                 if conversation.failure is None and conversation.limit is not None:
                     raise ConversationEnded(conversation.limit) from None
                 if conversation.failure is None:
                     raise
-            if conversation.failure is not None:  # which says nothing about the policy, whatever the agent made of it
+            if conversation.failure is not None:  # whatever the agent returned: it says nothing about the policy
                 raise conversation.failure
             outcome.stop_reason = conversation.limit or outcome.stop_reason
             return outcome
 
     async def _work(self, conversation: Conversation, row: dict[str, Any], client: AgentClient) -> Any:
-        """What the agent returns; `None` where it asks on without an end."""
+        """The agent's result; `None` if it does not stop asking."""
         working = asyncio.ensure_future(self._call(row, client))
         asking = asyncio.ensure_future(conversation.over.wait())
         try:
@@ -283,7 +287,7 @@ class AgentEnv:
             return await working if working.done() else None
         finally:
             asking.cancel()
-            if isinstance(self._source.agent, Command) and not working.done():  # its processes end here, or never
+            if isinstance(self._source.agent, Command) and not working.done():  # end its processes
                 working.cancel()
                 await asyncio.wait([working])
             abandon(working)
@@ -300,7 +304,7 @@ class AgentEnv:
         return await run_agent(_closing(agent(row, client), client), name)
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """There is nothing to close."""
 
 
 async def _closing(work: Any, client: AgentClient) -> Any:
@@ -316,15 +320,15 @@ def _name(agent: Any) -> str:
 
 def read_result(result: Any, name: str) -> Outcome:
     """
-    The outcome that an agent's result stands for.
+    An agent's result as an outcome.
 
     Args:
-        result: A number (the reward), a mapping from names of rewards to numbers, in which the text `answer` is the
-            answer, text (the answer), an `Outcome`, or `None`.
-        name (`str`): Of the agent, and where it is written, for errors.
+        result: A number (the reward), text (the answer), a mapping from names of rewards to numbers with an optional
+            text `answer`, an `Outcome`, or `None`.
+        name (`str`): The agent and where it is defined, for errors.
 
     Raises:
-        TypeError: If it is something else.
+        TypeError: If it is anything else.
     """
     if isinstance(result, Outcome):
         return result

@@ -1,4 +1,4 @@
-"""Anthropic's messages: requests as those of chat completions, and answers in Anthropic's form."""
+"""Anthropic's Messages: translates requests into chat completions, and answers into Anthropic's form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from mt_grpo.integrations.openai_api.chat import Choice, ended_by, event
-from mt_grpo.integrations.openai_api.request import ApiError, ParsedRequest, wrong
+from mt_grpo.integrations.openai_api.request import ParsedRequest, wrong
 
 SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")
 READ = frozenset((*SAME, "messages", "system", "tools", "tool_choice", "stop_sequences"))
@@ -18,15 +18,13 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def as_chat(body: Any) -> dict[str, Any]:
+def as_chat(body: dict[str, Any]) -> dict[str, Any]:
     """
-    The body of the same request for a chat completion.
+    The body of the same request as a chat completion.
 
     Raises:
-        ApiError: If it has no form that can be read.
+        ApiError: If a field cannot be read.
     """
-    if not isinstance(body, dict):
-        raise ApiError(400, "The body of the request is no JSON object.", "invalid_value")
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": body["system"]})
@@ -92,7 +90,7 @@ def _blocks(choice: Choice) -> list[dict[str, Any]]:
 
 
 def answer(parsed: ParsedRequest, choices: Sequence[Choice]) -> Iterator[bytes]:
-    """What the client gets: one piece, or the events of a stream."""
+    """The answer: one JSON object, or the events of a stream."""
     (choice,) = choices
     usage = {"input_tokens": choice.turn.context_length, "output_tokens": choice.turn.num_tokens}
     stop = ended_by(choice.turn, parsed.stop)
@@ -120,7 +118,7 @@ def answer(parsed: ParsedRequest, choices: Sequence[Choice]) -> Iterator[bytes]:
 
 
 def _deltas(block: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events of one block: its beginning, without what it says, that, and its end."""
+    """The events of one block: its start without the content, the content, and its end."""
     if block["type"] == "tool_use":
         empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
     else:

@@ -1,4 +1,4 @@
-"""What the client is told of turns: OpenAI's chat completions, whole or as events."""
+"""Writing turns as OpenAI's chat completions, whole or as events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mt_grpo.integrations.openai_api.request import ParsedRequest
 from mt_grpo.trajectory import Message, Turn
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Where response templates put what the model thought."""
+"""Keys of a message under which response templates put the model's reasoning."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Choice:
     One answer.
 
     Args:
-        message (`dict`): As the client is told.
+        message (`dict`): The message for the client.
         finish_reason (`str`): `stop`, `length` or `tool_calls`.
         turn (`Turn`): What was sampled.
-        logprobs (`list[dict]`, *optional*): Of each token, where the client wants them.
+        logprobs (`list[dict]`, *optional*): The log-probability of each token, if the client asked for them.
     """
 
     message: Message
@@ -36,7 +36,7 @@ class Choice:
 
 
 def tell(turn: Turn, stop: Sequence[str], reads_calls: bool) -> tuple[Message, str]:
-    """A turn as the client's message, its reasoning apart and without the stop string; and why it ended."""
+    """A turn as a message, with the reasoning apart and the stop string cut, and the finish reason."""
     content = turn.message.get("content") or ""
     reasoning = next((turn.message[name] for name in REASONING if turn.message.get(name)), None)
     if reasoning is None and "</think>" in content:
@@ -79,7 +79,7 @@ def token_logprobs(tokenizer: Any, ids: list[int], logprobs: list[float]) -> lis
 
 
 def count_usage(choices: Sequence[Choice]) -> dict[str, int]:
-    """Tokens of a request."""
+    """The token counts of a request."""
     prompt, sampled = choices[0].turn.context_length, sum(choice.turn.num_tokens for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
@@ -100,7 +100,7 @@ def completion(name: str, parsed: ParsedRequest, choices: Sequence[Choice]) -> b
 
 
 def events(name: str, parsed: ParsedRequest, choices: Sequence[Choice]) -> Iterator[bytes]:
-    """The same as server-sent events."""
+    """The answer as server-sent events."""
     head = {"id": name, "object": "chat.completion.chunk", "created": int(time.time()), "model": parsed.model}
     if parsed.usage:
         head["usage"] = None

@@ -1,4 +1,4 @@
-"""One conversation as its client sees it: requests in, answers out, each turn taken by the policy."""
+"""One conversation over HTTP: requests in, answers out. Each turn is sampled once, also if the client retries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
 
 
 class Text(Words):
-    """Looks for no calls, though the chat template shows tools."""
+    """Parses no calls, though the chat template shows the tools."""
 
     native_tools = True
 
@@ -33,10 +33,10 @@ _TEXT, _NATIVE = Text(), NativeProtocol()
 
 class Calls:
     """
-    The calls of one conversation.
+    The tool calls of one conversation: how they are shown to the model and parsed, and their results.
 
     Args:
-        protocol (`CallProtocol`, *optional*): Writes and reads calls as text; without it, the chat template does.
+        protocol (`CallProtocol`, *optional*): A text protocol; by default the chat template's own calls.
         tokenizer: The model's.
     """
 
@@ -45,11 +45,11 @@ class Calls:
         self._tokenizer = tokenizer
         self._tools: list[dict[str, Any]] | None = None
         self._count = 0
-        self._open: dict[str, tuple[Turn, ToolCall]] = {}  # without a result, by the identifiers that the client knows
+        self._open: dict[str, tuple[Turn, ToolCall]] = {}  # calls without a result, by identifier
 
-    def asked(self, parsed: ParsedRequest) -> dict[str, Any]:
+    def options(self, parsed: ParsedRequest) -> dict[str, Any]:
         """
-        What `Policy.reply` is asked beside messages.
+        Arguments of `Policy.reply` beside the messages.
 
         Raises:
             ApiError: If the model cannot be shown the tools.
@@ -64,13 +64,13 @@ class Calls:
                 "invalid_value",
                 "tools",
             )
-        if parsed.tools != self._tools:  # the same list for the same tools: a renderer is found by it
+        if parsed.tools != self._tools:  # keep the same list object: the renderer is found by it
             self._tools = parsed.tools
         protocol = None if parsed.tools is None else _NATIVE if parsed.reads_calls else _TEXT
         return {"stop": parsed.stop, "tools": self._tools, "protocol": protocol}
 
     def written(self, messages: list[Message], parsed: ParsedRequest) -> list[Message]:
-        """Messages as the model sees them. A text protocol's instructions stand in for a system message."""
+        """Messages as the model sees them. Without a system message, a text protocol adds its instructions as one."""
         if self._protocol is None:
             return messages
         written: list[Message] = []
@@ -87,10 +87,10 @@ class Calls:
 
     def note_results(self, messages: Sequence[Message]) -> list[tuple[Turn, list[Message]]]:
         """
-        Writes the results that a client's messages bring into the calls that they answer.
+        Stores the results in a client's messages in the calls that they answer.
 
         Returns:
-            The turns that they answer, each with its results.
+            The turns with these calls, each with the messages of its results.
         """
         answered: dict[int, tuple[Turn, list[Message]]] = {}
         for message in messages:
@@ -102,7 +102,7 @@ class Calls:
         return list(answered.values())
 
     def name(self, turn: Turn) -> None:
-        """Gives the calls of a turn identifiers that no other call of the conversation has."""
+        """Gives the calls of a turn identifiers that are unique in the conversation."""
         for call in turn.tool_calls:
             call.id = f"call{self._count:05d}"  # nine letters and digits: some templates want as many
             self._open[call.id] = turn, call
@@ -110,7 +110,7 @@ class Calls:
 
 
 def _without_calls(message: Message) -> Message:
-    """In a text protocol, calls are part of the content."""
+    """The message without `tool_calls`: in a text protocol, they are part of the content."""
     return (
         {name: value for name, value in message.items() if name != "tool_calls"}
         if "tool_calls" in message
@@ -120,8 +120,8 @@ def _without_calls(message: Message) -> Message:
 
 class Told:
     """
-    The turns of one conversation by what the client was told of them, each after the messages that led to it. A told
-    message may lack what the model said: a stop string, its reasoning.
+    The turns of one conversation, by the messages that the client was sent. Such a message may lack a part of the
+    turn: the stop string, or the reasoning.
     """
 
     def __init__(self) -> None:
@@ -129,8 +129,8 @@ class Told:
 
     def restore(self, messages: Sequence[Message]) -> tuple[list[Message], int, Turn | None]:
         """
-        The messages, those that the model said in its own words; a key of the whole; and the turn that the last
-        messages answer, where nothing but answers to it follows.
+        The messages, with the assistant's replaced by the model's own; a key of all of them; and the turn of the last
+        message of the assistant.
         """
         key, restored, latest = 0, [], None
         for message in messages:
@@ -141,7 +141,7 @@ class Told:
         return restored, key, latest
 
     def note(self, key: int, told: Message, turn: Turn) -> None:
-        """Takes note of what the client is told of a turn that was sampled after the messages with this key."""
+        """Remembers the message sent for a turn that was sampled after the messages with this key."""
         self._turns[hash((key, identity(told)))] = turn
 
 
@@ -151,7 +151,7 @@ class Attempt:
     A request and its answer.
 
     Args:
-        answer (`asyncio.Future`): What it is answered with, in the end.
+        answer (`asyncio.Future`): The answer, once there is one.
         delivered (`bool`): Whether the answer went out while the client was still connected.
     """
 
@@ -187,7 +187,7 @@ class Retries:
         return key, (lost or attempts)[-1] if attempts else None
 
     def begin(self, key: str, answer: asyncio.Future[Any]) -> Attempt:
-        """Takes note of a request. One that ends with an error is forgotten: its retry is asked anew."""
+        """Remembers a request until it fails: the retry of a failed request is a request of its own."""
         attempt = Attempt(answer)
         self._attempts.setdefault(key, []).append(attempt)
         answer.add_done_callback(lambda done: self._end(key, attempt))
@@ -198,39 +198,38 @@ class Retries:
             self._attempts[key].remove(attempt)
 
     def cancel(self) -> None:
-        """Ends what is still being answered."""
+        """Cancels the requests that have no answer."""
         for attempts in self._attempts.values():
             for attempt in attempts:
                 attempt.answer.cancel()
 
 
 MOST_REQUESTS = 256
-"""Requests of one conversation that wait at once; a further one is told to come again."""
+"""Largest number of waiting requests of a conversation; a further one is told to retry later."""
 FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PENALTIES = ("presence_penalty", "frequency_penalty")
 CHARACTERS = 16
-"""Characters of tools and calls per token of the model's context, above which they are too long to be rendered."""
+"""Tools and calls with more characters per token of the model's context are too long to be rendered."""
 PATIENCE = 100
-"""Requests in a row that get no token, after which an agent that asks on is ended."""
+"""Number of refused requests in a row after which an agent is ended."""
 
 
 class Conversation:
     """
-    A conversation that is held over HTTP. Turns that are asked for at once are sampled one after another; each is
-    trained.
+    A conversation over HTTP. Turns of concurrent requests are sampled one after another; each is trained.
 
     Args:
-        policy (`ConversationPolicy`): Takes the turns.
+        policy (`ConversationPolicy`): Samples the turns.
         protocol (`CallProtocol`, *optional*): Writes and reads calls as text, see `Calls`.
         base_url (`str`), api_key (`str`): What its client needs.
 
     Attributes:
         fixed (`dict`): What the run decides about sampling, by OpenAI's and vLLM's names.
-        limit (`StopReason`, *optional*): The limit that refused or cut off the latest answer.
-        failure (`EngineError`, *optional*): What the engine answered instead of the latest turn.
-        responses (`dict`): The messages of each of OpenAI's Responses, by its identifier, the answer included.
-        names (`list[str]`): What it is called beside its session.
-        over (`asyncio.Event`): Set where the client goes on asking though nothing is left to sample.
+        limit (`StopReason`, *optional*): The limit that refused or cut off the latest turn.
+        failure (`EngineError`, *optional*): The engine's error, if it failed to sample the latest turn.
+        responses (`dict`): The messages of each of OpenAI's Responses with its answer, by its identifier.
+        names (`list[str]`): Further names of the conversation, beside its session.
+        over (`asyncio.Event`): Set when the client does not stop asking though no token is left.
     """
 
     def __init__(self, policy: ConversationPolicy, protocol: CallProtocol | None, base_url: str, api_key: str) -> None:
@@ -247,10 +246,10 @@ class Conversation:
 
     def attempt(self, content: bytes, headers: Mapping[str, str], answer: Callable[[], Awaitable[Any]]) -> Attempt:
         """
-        A request: one that was made before, or another, which `answer` is called for.
+        The earlier attempt that a request repeats, or else another one, for which `answer` is called.
 
         Raises:
-            ApiError: If too many wait.
+            ApiError: If too many requests wait.
         """
         key, attempt = self._retries.find(content, headers)
         if attempt is not None:
@@ -269,46 +268,44 @@ class Conversation:
 
     async def choices(self, parsed: ParsedRequest) -> list[Choice]:
         """
-        Takes the turns that a request asks for.
+        Samples the turns that a request asks for.
 
         Raises:
-            ApiError: If there is no turn to be had.
+            ApiError: If no turn can be sampled.
         """
-        asked = self._calls.asked(parsed)
-        # the template writes these whole, and a renderer that measures messages looks at their content alone
+        options = self._calls.options(parsed)
+        # the template writes tools and calls whole, and the renderer measures only the content of messages
         calls = [message["tool_calls"] for message in parsed.messages if "tool_calls" in message]
         if len(json.dumps([parsed.tools, calls], ensure_ascii=False)) > CHARACTERS * self.policy.context_length:
             raise self._refusal(StopReason.CONTEXT_FULL)
         restored, key, before = self._told.restore(parsed.messages)
         answered = self._calls.note_results(parsed.messages)
         messages = self._calls.written(restored, parsed)
-        choices = [await self._choose(parsed, messages, asked, key) for _ in range(parsed.n)]
-        if before is not None and not before.replies:  # sub-agents took turns since: the policy does not know of it
+        choices = [await self._choose(parsed, messages, options, key) for _ in range(parsed.n)]
+        if before is not None and not before.replies:  # after turns of sub-agents, the policy cannot see this
             said = next(index for index in range(len(messages))[::-1] if messages[index]["role"] == "assistant")
             before.replies = messages[said + 1 :]
-        for turn, results in answered:  # of a turn whose past was rewritten, by a handoff for instance
+        for turn, results in answered:  # a turn whose past was rewritten, by a handoff for instance
             turn.replies = turn.replies or results
         return choices
 
-    async def _choose(self, parsed: ParsedRequest, messages: list[Any], asked: dict[str, Any], key: int) -> Choice:
+    async def _choose(self, parsed: ParsedRequest, messages: list[Any], options: dict[str, Any], key: int) -> Choice:
         try:
-            turn = await self.policy.reply(messages, max_tokens=parsed.max_tokens, **asked)
+            turn = await self.policy.reply(messages, max_tokens=parsed.max_tokens, **options)
         except ConversationEnded as ended:
             raise self._refusal(ended.stop_reason) from ended
         except EngineError as error:
             self.failure = error
             raise ApiError(503, str(error), "engine_error") from error
         except Exception as error:
-            if self.policy.failure is error:  # a bug of the engine, which ends the run
+            if self.policy.failure is error:  # a bug of the engine: it ends the run
                 raise ApiError(500, "The engine failed.", "engine_error") from error
             if isinstance(error, (TypeError, ValueError)):  # what the messages hold, or their template refuses
                 raise ApiError(400, f"These messages cannot be shown: {error}", "invalid_value", "messages") from error
             raise
         exhausted = self.policy.exhausted
-        own = (
-            parsed.max_tokens is not None and turn.num_tokens >= parsed.max_tokens
-        )  # the client's limit is no failure
-        self.limit, self.failure, self._refused = None if own else exhausted, None, 0
+        own_limit = parsed.max_tokens is not None and turn.num_tokens >= parsed.max_tokens  # is no failure
+        self.limit, self.failure, self._refused = None if own_limit else exhausted, None, 0
         self._calls.name(turn)
         told, reason = tell(turn, parsed.stop, parsed.reads_calls and parsed.tools is not None)
         self._told.note(key, told, turn)
@@ -316,12 +313,12 @@ class Conversation:
         return Choice(told, reason, turn, wanted)
 
     def _refusal(self, reason: StopReason) -> ApiError:
-        """The error of a request that a limit refuses."""
+        """The error of a request that a limit refuses; counted, to end an agent that does not stop asking."""
         self.limit, self._refused = reason, self._refused + 1
         if self._refused >= PATIENCE:
             self.over.set()
         return refused(reason)
 
     def close(self) -> None:
-        """Takes no further turn, and ends those that are asked for."""
+        """Cancels the requests that have no answer."""
         self._retries.cancel()

@@ -1,4 +1,4 @@
-"""What a request for a chat completion asks for: what is honoured, what the run decides, what is refused."""
+"""Reading a request for a chat completion: which fields count, which the run decides, which are refused and how."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mt_grpo.trajectory import Message, StopReason
 
 class ApiError(Exception):
     """
-    A request that gets no turn.
+    A refused request, in the form that OpenAI's clients read.
 
     Args:
-        status (`int`): Of HTTP. Clients try 408, 409, 429 and 500 and above again.
+        status (`int`): The HTTP status. Clients retry 408, 409, 429 and from 500 on.
         message (`str`): One sentence.
         code (`str`, *optional*): OpenAI's name of the error.
-        param (`str`, *optional*): The field that is wrong.
-        again (`bool`, *optional*, defaults to `False`): Whether the client may try again, for a status that says so.
+        param (`str`, *optional*): The wrong field.
+        again (`bool`, *optional*, defaults to `False`): Whether the client may retry.
     """
 
     def __init__(
@@ -32,20 +32,20 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client gets."""
+        """The body of the answer."""
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"type": "error", "error": error}  # the first of them is Anthropic's
+        return {"type": "error", "error": error}  # the outer `type` is Anthropic's
 
     @property
     def headers(self) -> dict[str, str]:
-        """What tells the client whether to try again."""
+        """Headers that tell the client whether to retry."""
         return {"x-should-retry": str(self.again).lower()} | ({"retry-after": "1"} if self.again else {})
 
 
 def refused(reason: StopReason) -> ApiError:
-    """The error of a request that a limit leaves no token for, or that comes after the end."""
+    """The error of a request that has no tokens left, or that comes after the end of the conversation."""
     if reason is StopReason.CONTEXT_FULL:
         message = "This model's maximum context length leaves no room for a turn after these messages."
     elif reason is StopReason.TOKEN_BUDGET:
@@ -57,18 +57,17 @@ def refused(reason: StopReason) -> ApiError:
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MOST_MESSAGES = 2048
-"""Messages of one request, as with OpenAI. The chat template, which takes its time for each, holds up all others."""
+"""Largest number of messages in a request, as with OpenAI: rendering them holds up all other conversations."""
 TEXTS = ("text", "input_text", "output_text", "refusal")
 """Types of content parts that are text."""
 
 
 def read_messages(given: Any) -> list[Message]:
     """
-    A client's messages in one form: content as text, arguments of calls as JSON objects, nothing else that differs
-    between clients.
+    Normalises a client's messages: content is text, arguments of calls are JSON objects, other keys are left out.
 
     Raises:
-        ApiError: If they are no messages, or hold something other than text.
+        ApiError: If they are no messages, or contain something other than text.
     """
     if not isinstance(given, list) or not given:
         raise wrong("messages", "is no list with messages in it")
@@ -99,7 +98,7 @@ def _read(message: Any, place: str) -> Message:
 
 
 def read_text(content: Any, place: str) -> str:
-    """Content as text; parts are joined by line feeds, as vLLM joins them."""
+    """Content as text. Parts are joined by line feeds, as in vLLM."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -142,31 +141,31 @@ HONOURED = frozenset(
     stream_options response_format""".split()
 )
 NEUTRAL = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
-"""Fields that do not concern what is sampled."""
+"""Fields that have nothing to do with sampling, and are ignored without a warning."""
 MOST_CHOICES = 128
-"""What `n` may be, as with OpenAI."""
+"""Largest `n`, as with OpenAI."""
 MOST_TOOLS = 128
-"""Tools of one request, as with OpenAI."""
+"""Largest number of tools in a request, as with OpenAI."""
 MOST_STOPS = 64
-"""Strings in `stop`; each is looked for after each token."""
+"""Largest number of strings in `stop`: each is looked for after every token."""
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
     """
-    What one request asks for.
+    A request of any dialect.
 
     Args:
         messages (`list[dict]`): The conversation, see `read_messages`.
-        model (`str`): The client's name of the model, which is given back.
-        tools (`list[dict]`, *optional*): Schemas to show.
-        reads_calls (`bool`): Whether calls are looked for in the answer.
-        stop (`tuple[str, ...]`): Strings that end the answer and are no part of what the client is told.
-        n (`int`): Answers.
-        max_tokens (`int`, *optional*): Tokens of each.
-        logprobs (`bool`): Whether the client wants log-probabilities.
-        stream (`bool`): Whether it wants the answer as events.
-        usage (`bool`): Whether it wants the token counts as the last event.
+        model (`str`): The client's name for the model, which the answer repeats.
+        tools (`list[dict]`, *optional*): Schemas of the tools.
+        reads_calls (`bool`): Whether calls are parsed from the answer.
+        stop (`tuple[str, ...]`): Strings that end the answer, and are cut from it.
+        n (`int`): Number of answers.
+        max_tokens (`int`, *optional*): Largest number of tokens in each.
+        logprobs (`bool`): Whether the answer has log-probabilities.
+        stream (`bool`): Whether the answer is a stream of events.
+        usage (`bool`): Whether the last event has the token counts.
     """
 
     messages: list[Message]
@@ -182,25 +181,35 @@ class ParsedRequest:
 
 
 class Warnings:
-    """One warning about each field that requests of a run set in vain."""
+    """One warning per run about each field that requests set without an effect."""
 
     def __init__(self) -> None:
         self._named: set[str] = set()
 
     def once(self, field: str, why: str) -> None:
-        """Warns, unless it was about the same field before."""
+        """Warns, unless there was a warning about the field before."""
         if field not in self._named:
             self._named.add(field)
             logger.warning("The agent's requests set `%s`: %s.", field, why)
 
 
-def read_request(body: Any, as_chat: Callable[[Any], Any], fixed: dict[str, Any], warnings: Warnings) -> ParsedRequest:
+def read_request(
+    body: Any, as_chat: Callable[[dict[str, Any]], dict[str, Any]], fixed: dict[str, Any], warnings: Warnings
+) -> ParsedRequest:
     """
-    Reads a request that `as_chat` makes one for a chat completion of; see `_read_chat`.
+    Reads the body of a request.
+
+    Args:
+        body: The decoded JSON.
+        as_chat (`Callable`): Translates the body into that of a chat completion.
+        fixed (`dict`): What the run decides about sampling, by OpenAI's and vLLM's names.
+        warnings (`Warnings`): Of the run.
 
     Raises:
-        ApiError: If it cannot be honoured, or has anything in a place where another type belongs.
+        ApiError: If a field is wrong, or asks for tokens that would not be the policy's own sample.
     """
+    if not isinstance(body, dict):
+        raise ApiError(400, "The body of the request is no JSON object.", "invalid_value")
     try:
         return _read_chat(as_chat(body), fixed, warnings)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -209,20 +218,7 @@ def read_request(body: Any, as_chat: Callable[[Any], Any], fixed: dict[str, Any]
         ) from error
 
 
-def _read_chat(body: Any, fixed: dict[str, Any], warnings: Warnings) -> ParsedRequest:
-    """
-    Reads the body of a request.
-
-    Args:
-        body: The decoded JSON.
-        fixed (`dict`): What the run decides about sampling, by OpenAI's and vLLM's names.
-        warnings (`Warnings`): Of the run.
-
-    Raises:
-        ApiError: If a field is wrong, or asks for what would not be the policy's own sample.
-    """
-    if not isinstance(body, dict):
-        raise ApiError(400, "The body of the request is no JSON object.", "invalid_value")
+def _read_chat(body: dict[str, Any], fixed: dict[str, Any], warnings: Warnings) -> ParsedRequest:
     messages = read_messages(body.get("messages"))
     _warn(body, fixed, warnings)
     tools, reads_calls = _read_tools(body, warnings)

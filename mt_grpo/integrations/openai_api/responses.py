@@ -1,4 +1,4 @@
-"""OpenAI's Responses: requests as those of chat completions, and answers in the form of Responses."""
+"""OpenAI's Responses: translates requests into chat completions, and answers into the form of Responses."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ READ = frozenset(
 )
 
 
-def as_chat(body: Any, known: dict[str, list[Message]]) -> dict[str, Any]:
+def as_chat(body: dict[str, Any], known: dict[str, list[Message]]) -> dict[str, Any]:
     """
-    The body of the same request for a chat completion.
+    The body of the same request as a chat completion.
 
     Args:
-        body: The decoded JSON.
-        known (`dict`): The messages of earlier responses, by their identifiers, answers included.
+        body (`dict`): The decoded JSON.
+        known (`dict`): The messages of earlier responses with their answers, by the response's identifier.
 
     Raises:
-        ApiError: If it has no form that can be read, or goes on from a response that is not known.
+        ApiError: If a field cannot be read, or the previous response is unknown.
     """
-    if not isinstance(body, dict):
-        raise ApiError(400, "The body of the request is no JSON object.", "invalid_value")
     for name in ("background", "conversation"):
         if body.get(name):
             raise wrong(name, "is nothing that this server keeps: send the whole conversation as `input`")
@@ -41,7 +39,7 @@ def as_chat(body: Any, known: dict[str, list[Message]]) -> dict[str, Any]:
     if previous is not None and previous not in known:
         raise ApiError(404, f"There is no response {previous!r}.", "not_found", "previous_response_id")
     before = known.get(previous, [])
-    if body.get("instructions"):  # they stand in for those of the response before
+    if body.get("instructions"):  # they replace those of the previous response
         before = [{"role": "system", "content": body["instructions"]}, *_without_instructions(before)]
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -67,7 +65,7 @@ def _tool(tool: Any, index: int) -> dict[str, Any]:
 
 
 def _messages(items: list[Any]) -> list[dict[str, Any]]:
-    """Items as messages; what the assistant said and called without anybody between is one."""
+    """Items as messages. Successive texts and calls of the assistant are joined into one message."""
     messages: list[dict[str, Any]] = []
     said: dict[str, Any] | None = None
     for index, item in enumerate(items):
@@ -94,7 +92,7 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
 
 
 def answer(parsed: ParsedRequest, choices: Sequence[Choice], name: str) -> Iterator[bytes]:
-    """What the client gets: one piece, or the events of a stream."""
+    """The answer: one JSON object, or the events of a stream."""
     (choice,) = choices
     usage, cut = count_usage(choices), choice.finish_reason == "length"
     whole = {

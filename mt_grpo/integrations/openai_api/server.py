@@ -1,4 +1,4 @@
-"""The policy over HTTP: a server that speaks OpenAI's language, on this machine, while conversations are under way."""
+"""The policy over HTTP: a server on this machine with OpenAI's and Anthropic's APIs, while there are conversations."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ from mt_grpo.rollout.policy import ConversationPolicy
 logger = logging.getLogger(__name__)
 
 ANSWERED = (web.RequestPayloadError, ConnectionError)
-"""A body that is damaged, and a client that is gone."""
+"""Errors that a client causes: a damaged body, a closed connection. They are answered elsewhere."""
 
 
 class Strangers:
     """
-    Requests without the key of a conversation, and what is no HTTP at all.
+    Counts requests that no agent of the run made: those without a conversation's key, and those that are no HTTP. One
+    log line gives their number, and nothing of their content.
 
     Attributes:
-        log (`logging.Logger`): For aiohttp, which would write a traceback with the headers of each such request.
+        log (`logging.Logger`): For aiohttp, which would log a traceback with the headers of each such request.
     """
 
     def __init__(self) -> None:
         self._count, self._told = 0, False
-        self.log = logging.Logger(f"{__name__}.http")  # nobody's child: it writes nothing itself
+        self.log = logging.Logger(f"{__name__}.http")  # outside the tree of loggers: it writes nothing itself
         self.log.addFilter(self._judge)
 
     def note(self) -> None:
-        """Counts one."""
+        """Counts a request."""
         self._count += 1
 
     def tell(self) -> None:
-        """Says how many there were, unless that was said before."""
+        """Logs their number, once."""
         if self._count and not self._told:
             self._told = True
             logger.warning(
@@ -67,11 +68,11 @@ class Strangers:
 
 
 LARGEST = 8 << 20
-"""Bytes that a request may have: several times the text of the longest contexts."""
+"""Largest size of a request in bytes: several times the text of the longest contexts."""
 ENDED = 4096
-"""Conversations that ended last: who still asks in one of them is told so."""
+"""Number of ended conversations whose keys are kept, so that late requests are told that theirs is over."""
 OPEN_FILES = 8192
-"""Files and connections that this process may have open, where the system allows as many."""
+"""Number of open files and connections for this process, if the system allows as many."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -81,15 +82,16 @@ class Endpoint:
 
         POST http://127.0.0.1:PORT/SESSION/v1/chat/completions
 
-    (`/responses` and Anthropic's `/messages` too), or under `/v1/...` with the header `X-Session-ID: SESSION`. It is
-    there as long as a conversation is. Each conversation has a key of its own, and is found by nobody without it.
+    (also `/responses` and Anthropic's `/messages`), or under `/v1/...` with the header `X-Session-ID: SESSION`. It
+    runs as long as there are conversations. Each conversation has a key of its own, without which no request reaches
+    it.
 
     Args:
         host (`str`, *optional*, defaults to `"127.0.0.1"`): Address to listen on.
 
     Attributes:
-        relay_key (`str`): Finds every conversation by a name that `add_session` gave it, for code of this process that
-            asks for several conversations with one client. No agent is given it.
+        relay_key (`str`): Reaches every conversation by a name that `add_session` gave it, for code of this process
+            that serves several conversations with one client. Agents never get it.
     """
 
     def __init__(self, host: str = LOOPBACK[0]) -> None:
@@ -106,12 +108,12 @@ class Endpoint:
         self, policy: ConversationPolicy, protocol: CallProtocol | None = None, session: str | None = None
     ) -> AsyncIterator[Conversation]:
         """
-        Serves a policy while the context lasts. What is asked for and not sampled at its end is dropped.
+        Serves a policy inside the context. Requests without an answer at its end are dropped.
 
         Args:
-            policy (`ConversationPolicy`): Takes the turns, in this event loop.
+            policy (`ConversationPolicy`): Samples the turns, in this event loop.
             protocol (`CallProtocol`, *optional*): Writes and reads calls as text, see `Calls`.
-            session (`str`, *optional*): Name of the conversation; the policy's where none is given.
+            session (`str`, *optional*): Name of the conversation; by default the policy's.
         """
         session = policy.session if session is None else session
         self._entered += 1
@@ -141,10 +143,10 @@ class Endpoint:
 
     def add_session(self, conversation: Conversation, name: str) -> None:
         """
-        Gives a conversation a further name until it ends; called from any thread.
+        Gives a conversation a further name until it ends; may be called from any thread.
 
         Raises:
-            ValueError: If one has it already.
+            ValueError: If another conversation has the name.
         """
         if name in self._conversations:
             raise ValueError(f"A conversation has the name {name!r} already.")
@@ -169,7 +171,7 @@ class Endpoint:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Lets in who has a key, and answers with errors that clients can read."""
+        """Refuses requests without a key, and answers errors in a form that clients read."""
         try:
             self._admit(request)
             return await handler(request)
@@ -188,7 +190,7 @@ class Endpoint:
             host = request.url.host
         except ValueError:  # a port that is none, for instance
             host = None
-        if self.host in LOOPBACK and host not in LOOPBACK:  # a page in a browser, which gave us a name of its own
+        if self.host in LOOPBACK and host not in LOOPBACK:  # a page in a browser, by DNS rebinding
             self._strangers.note()
             raise ApiError(403, f"This server is for {self.host} alone.", "wrong_host")
         key = self._key(request)
@@ -201,7 +203,7 @@ class Endpoint:
         return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
     def _found(self, request: web.Request) -> Conversation:
-        """The conversation that a request names, where its key is for it."""
+        """The conversation that a request names, if its key is right."""
         key, session = self._key(request), request.match_info.get("session", request.headers.get("X-Session-ID"))
         if session is None:
             raise ApiError(404, "No conversation is named: set the header `X-Session-ID`.", "conversation_not_found")
@@ -237,7 +239,7 @@ class Endpoint:
         as_chat: Callable[[Any], Any],
         told: Callable[[ParsedRequest, list[Choice]], Iterable[bytes]],
     ) -> web.StreamResponse:
-        """Answers a request: read as one for a chat completion, and written in the client's own form."""
+        """Reads a request as a chat completion, has it answered, and writes the answer in the client's dialect."""
         content = await request.read()
         conversation = self._found(request)
         parsed = read_request(_decoded(content), as_chat, conversation.fixed, self._warnings)
@@ -248,7 +250,7 @@ class Endpoint:
         return await self._send(request, conversation.attempt(content, request.headers, answer), parsed.stream)
 
     async def _send(self, request: web.Request, attempt: Attempt, stream: bool) -> web.StreamResponse:
-        """Answers a request, as far as its client is still there."""
+        """Sends an answer, as long as the client is connected."""
         try:
             parts: Iterable[bytes] = await asyncio.shield(attempt.answer)
         except asyncio.CancelledError:
@@ -290,7 +292,7 @@ def _decoded(content: bytes) -> Any:
 
 
 def _allow_files() -> None:
-    """A conversation needs two connections, an agent in a process of its own more: often above the usual 1024."""
+    """Raises the limit of open files: a conversation needs two and more, and the usual limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
