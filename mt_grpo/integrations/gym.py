@@ -1,4 +1,4 @@
-"""Gym-like classes as environments: `reset`, and `step(action)` with an observation, a reward and an end."""
+"""Classes in Gym's form as environments: `reset`, and `step(action)` with an observation, a reward and an end."""
 
 from __future__ import annotations
 
@@ -18,36 +18,35 @@ from mt_grpo.tools.results import render
 from mt_grpo.trajectory import Message, StopReason, Turn
 
 INVALID = (ValueError, TypeError, LookupError, AssertionError)
-"""What `step` raises for an action that it does not take; any other exception ends the conversation."""
+"""Exceptions of `step` that mean an invalid action; any other one ends the conversation."""
 
 
 class GymEnv(StepEnv):
     """
-    One game per conversation, of a class that plays it in Gym's form. `reset(seed=...)` returns an observation, or an
-    observation and a dictionary; `step(action)` returns `(observation, reward, done)`, `(observation, reward, done,
-    info)` or `(observation, reward, terminated, truncated, info)`. Its methods may be `async`; plain ones run in a
-    thread.
+    One game in Gym's form per conversation. `reset(seed=...)` returns an observation, or an observation and a
+    dictionary; `step(action)` returns `(observation, reward, done)`, `(observation, reward, done, info)` or
+    `(observation, reward, terminated, truncated, info)`. Its methods may be `async`; plain ones run in a thread.
 
-    The observation follows the prompt of the row. The reward of a step is that of the turn (`step_reward`), the sum of
-    them a reward of the conversation (`return`, see `env_reward`). `close`, where there is one, is called in the end.
+    The observation follows the prompt of the row. The reward of a step is the turn's (`step_reward`); their sum is the
+    conversation's reward `return` (`env_reward`). A game's `close` is called at the end, if there is one.
 
     Args:
-        make (`Callable`): Makes a game: a class or a function, called without arguments, or with the row if it needs
-            one.
-        parse (`Callable`, *optional*): Makes an action of text, such as `int`; text is the action without it. What it
-            or `step` refuses (`ValueError`, `TypeError`, `LookupError`, `AssertionError`) is told to the model, which
-            may try again.
-        tag (`str`, *optional*): The action is what the turn has between `<tag>` and `</tag>`; the whole turn without.
-        max_turns (`int`, *optional*): Turns that a conversation may have.
+        make (`Callable`): A class or a function that makes a game, called without arguments, or with the row if it
+            requires an argument.
+        parse (`Callable`, *optional*): Turns text into an action, such as `int`; by default the text is the action. If
+            it or `step` raises `ValueError`, `TypeError`, `LookupError` or `AssertionError`, the model reads the error
+            and may try again.
+        tag (`str`, *optional*): The action is the text between `<tag>` and `</tag>`; by default the whole turn.
+        max_turns (`int`, *optional*): Largest number of turns in a conversation.
         step_timeout (`float`, *optional*, defaults to `60.0`): Seconds that `make`, `reset` and `step` may take.
 
     Raises:
         ConfigError: If `make` cannot be called, or is a class without `reset` and `step`.
     """
 
-    step_timeout = None  # each call of the game has its own
+    step_timeout = None  # `call_timeout` is the limit of each call of the game instead
     user_environment: Any = None
-    """The game of this conversation, which reward functions get as one of their `environments`."""
+    """The game of this conversation. Reward functions get it in their `environments`."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class GymEnv(StepEnv):
         self.total = 0.0
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
-        """The loop of `StepEnv`, with the sum of the rewards also where a limit ended the game."""
+        """The loop of `StepEnv`. The reward is the sum of the steps' rewards, also if a limit ended the game."""
         try:
             outcome = await super().run(policy, row)
         except ConversationEnded as ended:
@@ -77,7 +76,7 @@ class GymEnv(StepEnv):
         return outcome
 
     async def reset(self, row: dict[str, Any]) -> list[Message]:
-        """The prompt of the row, and what the game shows at first."""
+        """The prompt of the row, followed by the game's first observation."""
         args = (row,) if _needs_row(self.make) else ()
         game = self.user_environment = await call(self.make, *args, what="make", timeout=self.call_timeout)
         _check_game(type(game))
@@ -91,7 +90,7 @@ class GymEnv(StepEnv):
         return [*before, {**last, "content": "\n\n".join(filter(None, [last["content"], show(seen)]))}]
 
     async def step(self, turn: Turn) -> Step:
-        """Plays the action of a turn; one that the game does not take is answered with what is wrong with it."""
+        """Plays the action of a turn. The model reads the error of an invalid action."""
         over = self.max_turns is not None and turn.index + 1 >= self.max_turns
         try:
             action = self.parse(self._action(turn.text))
@@ -125,12 +124,12 @@ class GymEnv(StepEnv):
 
 
 def show(observation: Any) -> str:
-    """An observation as text: text as it is, nothing for `None`, everything else as JSON."""
+    """An observation as text: empty for `None`; what is no text as JSON."""
     return "" if observation is None else render(observation)
 
 
 def seed_of(row: dict[str, Any]) -> int:
-    """The row's `seed`; where it has none, one that follows from its columns: a group begins with the same game."""
+    """The row's `seed`, or else a hash of its columns, so that all conversations of a group get the same game."""
     if row.get("seed") is not None:
         return int(row["seed"])
     text = json.dumps(row, sort_keys=True, default=str)
@@ -138,7 +137,7 @@ def seed_of(row: dict[str, Any]) -> int:
 
 
 def _read(played: Any, what: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-    """What `step` returned as observation, reward, terminated, truncated and info."""
+    """The result of `step` as observation, reward, terminated, truncated and info."""
     if isinstance(played, tuple) and len(played) in (3, 4, 5):
         seen, reward, terminated, *rest = played
         truncated = rest.pop(0) if len(played) == 5 else False

@@ -19,15 +19,15 @@ def openenv_server(
     step_timeout: float | None = 60.0,
 ) -> GymEnv:
     """
-    An environment behind an OpenEnv server. Each conversation has a connection, and with it an environment, of its
-    own; the row's `seed` is passed to `reset`.
+    An environment behind an OpenEnv server. Each conversation has its own connection and so its own environment.
+    `reset` gets the row's `seed`.
 
     Args:
         url (`str`): Where the server listens.
-        action (`Callable`): Makes an action of the model's text: a dictionary, or what `client` sends.
-        observe (`Callable`, *optional*): Makes of an observation what the model reads; JSON of it without.
-        client (`Callable`, *optional*): The client class of the environment, called with `base_url`; OpenEnv's
-            `GenericEnvClient`, which sends and receives dictionaries, without.
+        action (`Callable`): Turns the model's text into an action: a dictionary, or an object that `client` sends.
+        observe (`Callable`, *optional*): Turns an observation into what the model reads; by default its JSON.
+        client (`Callable`, *optional*): The environment's client class, called with `base_url`; by default OpenEnv's
+            `GenericEnvClient`, which sends and receives dictionaries.
         tag, max_turns, step_timeout: See `GymEnv`.
 
     Raises:
@@ -42,7 +42,7 @@ def openenv_server(
 
 
 class Server:
-    """An environment of a server in Gym's form. Its client is used in one event loop, and its calls awaited."""
+    """An environment of the server in Gym's form. Methods are `async`, since its client belongs to one event loop."""
 
     def __init__(self, client: Callable[..., Any], url: str, observe: Callable[[Any], Any]) -> None:
         self._client, self._observe = client(base_url=url), observe
@@ -56,7 +56,7 @@ class Server:
         return self._read(await self._client.step(action))
 
     async def close(self) -> None:
-        """Ends the connection, and with it the environment on the server."""
+        """Closes the connection, which ends the environment on the server."""
         await self._client.close()
 
     def _read(self, result: Any) -> tuple[Any, float, bool]:

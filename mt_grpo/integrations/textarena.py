@@ -13,23 +13,23 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.integrations.gym import GymEnv
 
 Opponent = Callable[[str], str]
-"""What plays the other side: from what it is shown to its move. Agents of TextArena are such functions."""
+"""The other player: a function from an observation to a move, as TextArena's agents are."""
 
 _lock = threading.Lock()
-"""Games draw from Python's global generator: one at a time, each with a state of its own."""
+"""Games use Python's global random generator, so only one may run at a time, with its own state in it."""
 
 
 def textarena_game(
     game: str, opponent: Opponent | None = None, max_turns: int | None = None, **options: Any
 ) -> GymEnv:
     """
-    A game of TextArena, by its id. The row's `seed` decides how it begins, see `GymEnv`.
+    A game of TextArena by its id. The row's `seed` decides how the game begins, see `GymEnv`.
 
     Args:
         game (`str`): The id, such as `"GuessTheNumber-v0"`.
         opponent (`Callable`, *optional*): Plays the second side of a game for two; the model begins.
-        max_turns (`int`, *optional*): Turns that a conversation may have.
-        **options: Arguments of the game itself, instead of those that TextArena registers with the id.
+        max_turns (`int`, *optional*): Largest number of turns in a conversation.
+        **options: Arguments of the game, in place of those that TextArena registers with the id.
 
     Raises:
         ConfigError: If TextArena is not installed, or has no such game.
@@ -39,7 +39,9 @@ def textarena_game(
     except ImportError as error:
         raise ConfigError(f"TextArena is not installed ({error}): `pip install mt-grpo[textarena]`.") from error
     known = textarena.envs.registration.ENV_REGISTRY
-    name = game if game.endswith("-raw") else f"{game}-raw"  # which gives messages instead of the whole history
+    name = (
+        game if game.endswith("-raw") else f"{game}-raw"
+    )  # without wrappers, observations are messages and not the whole history
     if name not in known:
         games = [key.removesuffix("-raw") for key in known if key.endswith("-raw")]
         raise ConfigError(f"TextArena has no game {game!r}{did_you_mean(game, games)}.")
@@ -58,13 +60,13 @@ class Game:
             self._env = textarena.make(name, **options)
 
     def reset(self, seed: int) -> str:
-        """Begins the game that `seed` decides."""
+        """Begins the game of a seed."""
         with self._draws():
             self._env.reset(num_players=1 if self._opponent is None else 2, seed=seed)
         return self._seen(0)
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Plays a move, and the opponent's moves after it."""
+        """Plays a move and the opponent's moves that follow."""
         done = self._move(action)
         while not done and self._env.state.current_player_id != 0:
             done = self._move(self._opponent(self._seen(self._env.state.current_player_id)))
@@ -81,7 +83,7 @@ class Game:
         return done
 
     def _seen(self, player: int) -> str:
-        """What a player was told since the last time, its own words left out."""
+        """The messages for a player since the last call, without its own."""
         told, self._env.state.observations[player] = self._env.state.observations[player], []
         return "\n".join(message for sender, message, _ in told if sender != player)
 
