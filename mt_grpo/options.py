@@ -28,11 +28,12 @@ class Rule:
 
     holds: Callable[[Any], bool]
     advice: str
+    of_numbers: bool = True
 
 
 ABOVE_ZERO = Rule(lambda value: value > 0, "set a number above 0, or leave it out")
 NOT_BELOW_ZERO = Rule(lambda value: value >= 0, "set 0 or more, or leave it out")
-NO_EFFECT = Rule(lambda value: not value, "it has no effect on rollouts of many turns, so leave it out")
+NO_EFFECT = Rule(lambda value: not value, "it has no effect on rollouts of many turns, so leave it out", False)
 
 
 @dataclass(frozen=True)
@@ -434,6 +435,7 @@ OF_LIBRARIES = {
         rule=Rule(
             lambda value: value == "sum_then_normalize",
             "it does not say which turn a reward belongs to, so leave it out, and weigh rewards with `reward_weights`",
+            of_numbers=False,
         )
     ),
     **dict.fromkeys(
@@ -482,8 +484,13 @@ def check_value(name: str, value: Any, described: Option, place: str = "") -> No
     """
     if described.names and value not in described.names:
         choose(name, value, [known for known in described.names if isinstance(known, str)])
-    if described.rule is not None and value is not None and not described.rule.holds(value):
-        raise ConfigError(f"`{name}`{place} is {value}; {described.rule.advice}.")
+    rule = described.rule
+    if rule is None or value is None:
+        return
+    if rule.of_numbers and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ConfigError(f"`{name}`{place} is {value!r}; give a number.")
+    if not rule.holds(value):
+        raise ConfigError(f"`{name}`{place} is {value}; {rule.advice}.")
 
 
 def check_values(values: Mapping[str, Any], table: Mapping[str, Option], place: str = "") -> None:

@@ -28,6 +28,8 @@ WRONG = [
     ({"scale_rewards": "groups"}, "`scale_rewards` is 'groups'; the nearest is 'group': choose one of group, batch, "),
     ({"max_env_steps": -1}, "`max_env_steps` is -1; it counts replies of the environment, so set 0 or more."),
     ({"env_mask": 2}, "`env_mask` is 2; set 0 "),
+    ({"num_generations": "4"}, "`num_generations` is '4'; give a number."),
+    ({"generation_kwargs": {"top_k": 5}}, "`generation_kwargs` is {'top_k': 5}; it has no effect on rollouts of many"),
     ({"temperature": -0.5}, "`temperature` is -0.5; set a number above 0"),
     (
         {"max_turn_length": 513},

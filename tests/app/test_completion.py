@@ -12,6 +12,7 @@ from trl import ModelConfig, TrlParser
 from mt_grpo.app.recipe import MTGRPOScriptArguments
 from mt_grpo.cli import COMMANDS, main
 from mt_grpo.options import OPTIONS
+from mt_grpo.runlog.export import FORMS
 from mt_grpo.training import MTGRPOConfig
 
 
@@ -61,7 +62,7 @@ def test_commands_are_completed(complete):
 def test_the_values_of_an_option_are_completed(complete):
     assert complete("train", "r.yaml", "--loss_type", "b") == ["bnpo"]
     assert set(complete("serve", "--history", "")) == set(OPTIONS["history"].names)
-    assert complete("export", "run", "--to", "d") == ["dataset"]
+    assert complete("export", "run", "--to", "") == list(FORMS)
 
 
 @pytest.mark.parametrize("command", ["train", "rollout", "serve", "doctor"])
