@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
-from mt_grpo.options import OPTIONS, Option, check_value, check_values
+from mt_grpo.options import OF_ENVIRONMENT, OPTIONS, Option, check_value, check_values
 
 BRANCH_RULE = "branch_to_go"
 """The credit rule of conversations that branch."""
@@ -86,6 +88,7 @@ def check_options(
             "`mt-grpo serve`."
         )
     check_partner(options)
+    check_environments(options)
     if options["simulated_user"] is not None:
         parse_user(options["simulated_user"])
     check_history(options["history"], options["compact_every"])
@@ -404,6 +407,57 @@ def check_partner(options: Mapping[str, Any], place: str = "") -> None:
         raise ConfigError(
             f"{place}`{given[0]}` and `{given[1]}` both say who answers the model: leave one of them out."
         )
+
+
+def check_environments(options: Mapping[str, Any]) -> None:
+    """
+    Whether `environments` names environments, each with options that one may have for itself.
+
+    Raises:
+        ConfigError: If it does not, or `env`, `agent` or `environment_factory` stand beside it.
+    """
+    if options["environments"] is None:
+        return
+    if options["environment_factory"] is not None:
+        raise ConfigError(
+            "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
+            "`{environment_factory: its path}`."
+        )
+    for name in ("env", "agent"):
+        if options[name] is not None:
+            raise ConfigError(f"`{name}` and `environments` are both set: name a single one in `environments` too.")
+    environments = parse_mapping(options["environments"], "environments")
+    if not isinstance(environments, Mapping) or not environments:
+        raise ConfigError("`environments` is a mapping from the names in the column `environment` to environments.")
+    for name, given in environments.items():
+        if isinstance(given, str):
+            continue
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"`environments: {name}` is {given!r}: give a dotted path, or a mapping of "
+                f"{', '.join(OF_ENVIRONMENT)}."
+            )
+        for option in given:
+            if option not in OF_ENVIRONMENT:
+                raise ConfigError(
+                    f"`environments: {name}` has an unknown key {option!r}{did_you_mean(str(option), OF_ENVIRONMENT)}."
+                )
+        check_values(given, OF_ENVIRONMENT, f" of `environments: {name}`")
+
+
+def parse_mapping(value: Any, key: str) -> Any:
+    """
+    What a text on the command line stands for where an option takes a mapping; any other value as it is.
+
+    Raises:
+        ConfigError: If it cannot be read.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"`{key}` is {value!r}, which is not a JSON mapping.") from None
 
 
 def parse_user(user: Any) -> dict[str, Any]:

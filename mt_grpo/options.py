@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -468,6 +469,9 @@ def options_of(config: type) -> dict[str, Option]:
 OPTIONS = {**OF_LIBRARIES, **options_of(DataOptions), **options_of(RunOptions)}
 """The whole table, by name."""
 
+OF_ENVIRONMENT = {name: described for name, described in OPTIONS.items() if described.of_environment}
+"""The options that one of several `environments` may have for itself."""
+
 
 def check_value(name: str, value: Any, described: Option, place: str = "") -> None:
     """
@@ -487,7 +491,7 @@ def check_value(name: str, value: Any, described: Option, place: str = "") -> No
     rule = described.rule
     if rule is None or value is None:
         return
-    if rule.of_numbers and (isinstance(value, bool) or not isinstance(value, int | float)):
+    if rule.of_numbers and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise ConfigError(f"`{name}`{place} is {value!r}; give a number.")
     if not rule.holds(value):
         raise ConfigError(f"`{name}`{place} is {value}; {rule.advice}.")

@@ -6,7 +6,6 @@ import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
-import yaml
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 from trl import GRPOConfig
 
@@ -15,7 +14,7 @@ from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.layout import KERNELS
 from mt_grpo.imports import import_file
-from mt_grpo.option_rules import check_options, parse_agent, parse_env_config, parse_user
+from mt_grpo.option_rules import check_options, parse_agent, parse_env_config, parse_mapping, parse_user
 from mt_grpo.options import OF_LIBRARIES, RunOptions, options_of, with_options_in_docstring
 from mt_grpo.weights.transport import TRANSPORTS
 
@@ -58,10 +57,9 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
                 setattr(self, field.name, [given])  # a recipe may give one name without a list
         for plugin in self.external_plugins or []:
             import_file(plugin)
-        if isinstance(self.environments, str):  # of the command line
-            self.environments = yaml.safe_load(self.environments)
+        self.environments = parse_mapping(self.environments, "environments")
         if isinstance(self.environment_factory, str) and self.environment_factory.lstrip().startswith("{"):
-            self.environment_factory = yaml.safe_load(self.environment_factory)
+            self.environment_factory = parse_mapping(self.environment_factory, "environment_factory")
         if self.agent is not None:
             self.agent = parse_agent(self.agent)
         if self.env_config is not None:

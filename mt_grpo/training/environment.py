@@ -18,11 +18,11 @@ from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.envs.simulated_user import SimulatedUser, SimulatedUserEnv
 from mt_grpo.envs.source import COLUMN, check_rows, check_source, close_environments, prototypes
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.imports import import_object
 from mt_grpo.integrations.trl import TRLEnv
 from mt_grpo.integrations.verl import InteractionEnv, load_interactions
 from mt_grpo.option_rules import PARTNERS, check_agent, check_partner, check_scheduler, parse_user, verifiers_name
-from mt_grpo.options import OPTIONS, check_values
+from mt_grpo.options import OF_ENVIRONMENT
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
 from mt_grpo.tools import load_tools, load_tools_file
 from mt_grpo.training.agents import build_agent, build_scheduler, build_verifiers, for_agents
@@ -30,9 +30,6 @@ from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.factories import Factory, environments_of, import_factory, warn_of_unused
 from mt_grpo.training.preflight import Rows
 from mt_grpo.training.rollout_batch import RolloutBatch
-
-OWN = {name: option for name, option in OPTIONS.items() if option.of_environment}
-"""What the table says of the options that one of several environments may have for itself."""
 
 
 def build_env(
@@ -55,7 +52,7 @@ def build_env(
     Raises:
         ConfigError: If what they name is no environment; see `MultiTurnToolEnv` for further errors.
     """
-    options = {name: getattr(args, name) for name in OWN}
+    options = {name: getattr(args, name) for name in OF_ENVIRONMENT}
     if tools:
         options["tools"] = [*(args.tools or []), *tools]
         options["call_protocol"] = args.call_protocol or "native"
@@ -74,23 +71,13 @@ def build_env(
             "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
             "`{environment_factory: its path}`."
         )
-    for name in ("env", "agent"):
-        if getattr(args, name) is not None:
-            raise ConfigError(f"`{name}` and `environments` are both set: name a single one in `environments` too.")
-    if not isinstance(args.environments, dict) or not args.environments:
-        raise ConfigError("`environments` is a mapping from the names in the column `environment` to environments.")
     return {name: _build_named(name, given, args) for name, given in args.environments.items()}
 
 
 def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
     key = f"environments: {name}"
     given = {"env": given} if isinstance(given, str) else given
-    if not isinstance(given, dict):
-        raise ConfigError(f"`{key}` is {given!r}: give a dotted path, or a mapping of {', '.join(OWN)}.")
-    for option in given:
-        if option not in OWN:
-            raise ConfigError(f"`{key}` has an unknown key {option!r}{did_you_mean(option, OWN)}.")
-    options = {option: getattr(args, option) for option in OWN}
+    options = {option: getattr(args, option) for option in OF_ENVIRONMENT}
     if any(partner in given for partner in PARTNERS):
         options |= dict.fromkeys((*PARTNERS, "env_config"))
     # of the run's own options those count that this kind of environment has
@@ -102,7 +89,6 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
             others = (*others, "tools", "tools_config_file", "system_prompt", "max_env_steps", "call_protocol")
         options |= {name: defaults[name] for name in others}
     options |= given
-    check_values(options, OWN, f" of `{key}`")
     check_scheduler(options, key)
     if options["environment_factory"] is not None:
         options["environment_factory"] = import_factory(options["environment_factory"], f"{key}: environment_factory")

@@ -120,6 +120,7 @@ REFUSED = [
     ([*GOOD, "--model", "m"], "The option '--model' is unknown: `mt-grpo train --help-all` lists all that there are."),
     ([*GOOD, "--learning_rat=1"], "The option '--learning_rat' is unknown; the nearest is 'learning_rate'."),
     ([*GOOD, "-x"], "The option '-x' is unknown: options begin with two dashes, as `--max_steps 10`."),
+    ([*GOOD, "--environments", '{"a": {"tool": []}}'], "`environments: a` has an unknown key 'tool'; the nearest is"),
     ([*GOOD, "--num_prompts", "3"], "`--num_prompts` is an option of `mt-grpo rollout`, not of `mt-grpo train`."),
     (["rollout", "good.yaml", "--num_prompts", "0"], "`--num_prompts` is 0: it takes a whole number from 1 on."),
     ([*GOOD, "--max_steps"], "`--max_steps` is given without a value: it takes a whole number."),
