@@ -85,7 +85,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(one))
         yield one
         waiting += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
-        waiting += [before for before in (one.__cause__, one.__context__) if before is not None]
+        hidden = one.__suppress_context__  # by `raise ... from None`: what it hides may hold a secret
+        waiting += [before for before in (one.__cause__, None if hidden else one.__context__) if before is not None]
 
 
 def defined_at(function: Callable[..., Any]) -> str:

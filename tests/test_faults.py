@@ -35,6 +35,18 @@ def test_the_cause_is_asked_where_no_frame_is_the_users():
     assert find_fault(error).where == place(mistake)
 
 
+def test_what_raise_from_none_hides_stays_hidden():
+    def raises():
+        try:
+            mistake()
+        except KeyError:
+            raise ValueError("without its cause") from None
+
+    outer = RuntimeError("of a library")
+    outer.__cause__ = caught(raises)
+    assert find_fault(outer).where == place(raises, 4) and "gone" not in find_fault(outer).traceback
+
+
 def test_a_group_is_asked_for_its_members():
     async def both():
         async with asyncio.TaskGroup() as group:
