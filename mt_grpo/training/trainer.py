@@ -199,7 +199,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         tokenizers = tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
         check_scorers(rewards, args, engine)
         check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
-        with no_adapter_left(model):
+        with no_adapter_left(model, self):
             policy = open_policy(model, args, quantization_config, peft_config)
             loaded = isinstance(model, str) and not isinstance(policy["model"], str)
             super().__init__(

@@ -9,6 +9,8 @@ from typing import Any
 
 from datasets import Dataset, Image, List
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTuner
+from torch.nn import Module
 from trl import GRPOConfig
 
 from mt_grpo.errors import ConfigError
@@ -139,12 +141,22 @@ def check_rollout_func(rollout_func: Callable[..., Any] | None) -> None:
 
 
 @contextmanager
-def no_adapter_left(model: Any) -> Iterator[None]:
-    """Takes the reference that TRL adds to a model with an adapter away, where the trainer is then refused."""
-    before = isinstance(model, PeftModel) and REFERENCE in model.peft_config
+def no_adapter_left(model: Any, trainer: Any) -> Iterator[None]:
+    """
+    Takes away what TRL adds to a model, where the trainer is then refused: the reference of one with an adapter, and
+    the adapter that `peft_config` describes.
+    """
+    had_reference = isinstance(model, PeftModel) and REFERENCE in model.peft_config
+    trained = {id(each) for each in model.parameters() if each.requires_grad} if isinstance(model, Module) else set()
     try:
         yield
     except BaseException:
-        if isinstance(model, PeftModel) and REFERENCE in model.peft_config and not before:
-            model.delete_adapter(REFERENCE)
+        made = vars(trainer).get("model")
+        if isinstance(model, PeftModel):
+            if REFERENCE in model.peft_config and not had_reference:
+                model.delete_adapter(REFERENCE)
+        elif isinstance(model, Module) and isinstance(made, PeftModel) and isinstance(made.base_model, BaseTuner):
+            made.base_model.unload()
+            for each in model.parameters():
+                each.requires_grad_(id(each) in trained)
         raise

@@ -17,7 +17,7 @@ from trl import GRPOConfig
 
 from mt_grpo.data import load_rows
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 
@@ -275,10 +275,35 @@ def test_what_has_no_meaning_here_is_one_sentence(trainer, given, message):
         trainer(given=given)
 
 
-def test_a_refused_trainer_leaves_no_adapter_behind(trainer, tokenizer):
-    base = build_model(tokenizer, max_position_embeddings=2048)
-    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    with pytest.raises(ConfigError, match="`call_protocol: native` cannot"):
-        trainer(model=model, tokenizer=build_tokenizer("gemma"), beta=0.1, given={"tools": [lookup]})
+REFUSALS = {
+    "template": (
+        {"tokenizer": build_tokenizer("gemma"), "given": {"tools": [lookup]}},
+        "`call_protocol: native` cannot",
+    ),
+    "server": (
+        {"script": None, "use_vllm": True, "vllm_server_base_url": "http://127.0.0.1:9", "vllm_server_timeout": 0.1},
+        "No vLLM server answered",
+    ),
+    "sampling": (
+        {"use_vllm": True, "loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
+        "`loss_type: vespo` needs",
+    ),
+}
+LORA = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_a_refused_trainer_leaves_no_adapter_behind(trainer, tokenizer, options, message):
+    model = get_peft_model(build_model(tokenizer, max_position_embeddings=2048), LORA)
+    plain = build_model(tokenizer, max_position_embeddings=2048)
+    names = [name for name, _ in plain.named_parameters()]
+    with pytest.raises(UserError, match=message):
+        trainer(model=model, beta=0.1, **options)
+    with pytest.raises(UserError, match=message):
+        trainer(model=plain, beta=0.1, **{**options, "given": {**options.get("given", {}), "peft_config": LORA}})
     assert list(model.peft_config) == ["default"]
     assert isinstance(trainer(model=model, beta=0.1).model, nn.Module)
+    assert [name for name, each in plain.named_parameters() if each.requires_grad] == names
+    second = LoraConfig(target_modules=["v_proj"], task_type="CAUSAL_LM")
+    trainable = trainer(model=plain, beta=0.1, given={"peft_config": second}).model.named_parameters()
+    assert {name.split(".")[6] for name, each in trainable if each.requires_grad} == {"v_proj"}
