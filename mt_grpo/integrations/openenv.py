@@ -33,11 +33,7 @@ def openenv_server(
     Raises:
         ConfigError: If OpenEnv is not installed.
     """
-    if client is None:
-        try:
-            from openenv.core import GenericEnvClient as client
-        except ImportError as error:
-            raise ConfigError(f"OpenEnv is not installed ({error}): `pip install mt-grpo[openenv]`.") from error
+    client = generic_client() if client is None else client
     return GymEnv(lambda: Server(client, url, observe or (lambda seen: seen)), action, tag, max_turns, step_timeout)
 
 
@@ -61,3 +57,12 @@ class Server:
 
     def _read(self, result: Any) -> tuple[Any, float, bool]:
         return self._observe(result.observation), float(result.reward or 0.0), bool(result.done)
+
+
+def generic_client() -> Callable[..., Any]:
+    """OpenEnv's client class for any server; raises `ConfigError` if OpenEnv is not installed."""
+    try:
+        from openenv.core import GenericEnvClient
+    except ImportError as error:
+        raise ConfigError(f"OpenEnv is not installed ({error}): `pip install mt-grpo[openenv]`.") from error
+    return GenericEnvClient

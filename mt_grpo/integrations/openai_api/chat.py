@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,24 +85,23 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def completion(name: str, parsed: ParsedRequest, choices: Sequence[Choice]) -> bytes:
-    """The whole answer, as JSON."""
-    listed = [
-        {
-            "index": index,
-            "message": choice.message,
-            "finish_reason": choice.finish_reason,
-            "logprobs": _listed(choice.logprobs),
-        }
-        for index, choice in enumerate(choices)
-    ]
-    head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": parsed.model}
-    return orjson.dumps(head | {"choices": listed, "usage": count_usage(choices)})
-
-
-def events(name: str, parsed: ParsedRequest, choices: Sequence[Choice]) -> Iterator[bytes]:
-    """The answer as server-sent events."""
-    head = {"id": name, "object": "chat.completion.chunk", "created": int(time.time()), "model": parsed.model}
+def answer(parsed: ParsedRequest, choices: Sequence[Choice]) -> Iterator[bytes]:
+    """The answer: one JSON object, or the events of a stream."""
+    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time())}
+    head["model"] = parsed.model
+    if not parsed.stream:
+        listed = [
+            {
+                "index": index,
+                "message": choice.message,
+                "finish_reason": choice.finish_reason,
+                "logprobs": _listed(choice.logprobs),
+            }
+            for index, choice in enumerate(choices)
+        ]
+        yield orjson.dumps(head | {"choices": listed, "usage": count_usage(choices)})
+        return
+    head["object"] = "chat.completion.chunk"
     if parsed.usage:
         head["usage"] = None
     for index, choice in enumerate(choices):

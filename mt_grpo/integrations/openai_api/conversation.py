@@ -145,6 +145,10 @@ class Told:
         self._turns[hash((key, identity(told)))] = turn
 
 
+MOST_REQUESTS = 256
+"""Largest number of waiting requests of a conversation; a further one is told to retry later."""
+
+
 @dataclass(eq=False)
 class Attempt:
     """
@@ -170,32 +174,40 @@ class Retries:
 
     def __init__(self) -> None:
         self._attempts: dict[str, list[Attempt]] = {}
+        self._waiting = 0
 
-    def find(self, content: bytes, headers: Mapping[str, str]) -> tuple[str, Attempt | None]:
-        """The key of a request, and the attempt that it repeats."""
-        given = headers.get("Idempotency-Key")
-        key = blake2b(content, digest_size=16).hexdigest() + ("" if given is None else f" {given}")
-        attempts = self._attempts.get(key, [])
-        if given is not None:
-            return key, attempts[-1] if attempts else None
-        count = headers.get("x-stainless-retry-count")
-        lost = [attempt for attempt in attempts if not attempt.delivered]
-        if count is None:
-            return key, lost[-1] if lost else None
-        if count == "0":
-            return key, None
-        return key, (lost or attempts)[-1] if attempts else None
+    def attempt(self, content: bytes, headers: Mapping[str, str], answer: Callable[[], Awaitable[Any]]) -> Attempt:
+        """
+        The earlier attempt that a request repeats, or else another one, for which `answer` is called.
 
-    def begin(self, key: str, answer: asyncio.Future[Any]) -> Attempt:
-        """Remembers a request until it fails: the retry of a failed request is a request of its own."""
-        attempt = Attempt(answer)
-        self._attempts.setdefault(key, []).append(attempt)
-        answer.add_done_callback(lambda done: self._end(key, attempt))
+        Raises:
+            ApiError: If too many requests wait.
+        """
+        once, count = headers.get("Idempotency-Key"), headers.get("x-stainless-retry-count")
+        key = blake2b(content, digest_size=16).hexdigest() + ("" if once is None else f" {once}")
+        same = self._attempts.setdefault(key, [])
+        lost = [attempt for attempt in same if not attempt.delivered]
+        if once is not None:
+            repeated = same
+        elif count is None:
+            repeated = lost
+        else:
+            repeated = [] if count == "0" else lost or same
+        if repeated:
+            return repeated[-1]
+        if self._waiting >= MOST_REQUESTS:
+            message = f"{MOST_REQUESTS} requests of this conversation are waiting: ask again later."
+            raise ApiError(429, message, "rate_limit_exceeded", again=True)
+        attempt = Attempt(asyncio.ensure_future(answer()))
+        self._waiting += 1
+        same.append(attempt)
+        attempt.answer.add_done_callback(lambda answered: self._end(same, attempt))
         return attempt
 
-    def _end(self, key: str, attempt: Attempt) -> None:
+    def _end(self, same: list[Attempt], attempt: Attempt) -> None:
+        self._waiting -= 1
         if attempt.answer.cancelled() or attempt.answer.exception() is not None:
-            self._attempts[key].remove(attempt)
+            same.remove(attempt)  # its retry is a request of its own
 
     def cancel(self) -> None:
         """Cancels the requests that have no answer."""
@@ -204,8 +216,6 @@ class Retries:
                 attempt.answer.cancel()
 
 
-MOST_REQUESTS = 256
-"""Largest number of waiting requests of a conversation; a further one is told to retry later."""
 FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PENALTIES = ("presence_penalty", "frequency_penalty")
 CHARACTERS = 16
@@ -227,6 +237,7 @@ class Conversation:
         fixed (`dict`): What the run decides about sampling, by OpenAI's and vLLM's names.
         limit (`StopReason`, *optional*): The limit that refused or cut off the latest turn.
         failure (`EngineError`, *optional*): The engine's error, if it failed to sample the latest turn.
+        retries (`Retries`): Its requests.
         responses (`dict`): The messages of each of OpenAI's Responses with its answer, by its identifier.
         names (`list[str]`): Further names of the conversation, beside its session.
         over (`asyncio.Event`): Set when the client does not stop asking though no token is left.
@@ -241,30 +252,8 @@ class Conversation:
         self.names: list[str] = []
         self.responses: dict[str, list[Message]] = {}
         self._calls = Calls(protocol, policy.tokenizer)
-        self._told, self._retries = Told(), Retries()
-        self._waiting = self._refused = 0
-
-    def attempt(self, content: bytes, headers: Mapping[str, str], answer: Callable[[], Awaitable[Any]]) -> Attempt:
-        """
-        The earlier attempt that a request repeats, or else another one, for which `answer` is called.
-
-        Raises:
-            ApiError: If too many requests wait.
-        """
-        key, attempt = self._retries.find(content, headers)
-        if attempt is not None:
-            return attempt
-        if self._waiting >= MOST_REQUESTS:
-            message = f"{MOST_REQUESTS} requests of this conversation are waiting: ask again later."
-            raise ApiError(429, message, "rate_limit_exceeded", again=True)
-        return self._retries.begin(key, asyncio.ensure_future(self._counted(answer)))
-
-    async def _counted(self, answer: Callable[[], Awaitable[Any]]) -> Any:
-        self._waiting += 1
-        try:
-            return await answer()
-        finally:
-            self._waiting -= 1
+        self._told, self.retries = Told(), Retries()
+        self._refused = 0
 
     async def choices(self, parsed: ParsedRequest) -> list[Choice]:
         """
@@ -318,7 +307,3 @@ class Conversation:
         if self._refused >= PATIENCE:
             self.over.set()
         return refused(reason)
-
-    def close(self) -> None:
-        """Cancels the requests that have no answer."""
-        self._retries.cancel()

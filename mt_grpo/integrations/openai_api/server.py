@@ -18,9 +18,9 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from mt_grpo.envs.protocols import CallProtocol
-from mt_grpo.integrations.openai_api import anthropic, responses
-from mt_grpo.integrations.openai_api.chat import Choice, completion, events
-from mt_grpo.integrations.openai_api.conversation import Attempt, Conversation
+from mt_grpo.integrations.openai_api import anthropic, chat, responses
+from mt_grpo.integrations.openai_api.chat import Choice
+from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.integrations.openai_api.request import ApiError, ParsedRequest, Warnings, read_request
 from mt_grpo.rollout.policy import ConversationPolicy
 
@@ -133,7 +133,7 @@ class Endpoint:
                     del self._conversations[name]
                 self._keys.remove(conversation.api_key)
                 self._ended.append(conversation.api_key)
-                conversation.close()
+                conversation.retries.cancel()
         finally:
             self._entered -= 1
             if self._entered == 0:
@@ -214,12 +214,7 @@ class Endpoint:
         return found
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        name = f"chatcmpl-{uuid.uuid4().hex}"
-
-        def told(parsed: ParsedRequest, choices: list[Choice]) -> Iterable[bytes]:
-            return events(name, parsed, choices) if parsed.stream else [completion(name, parsed, choices)]
-
-        return await self._serve(request, lambda body: body, told)
+        return await self._serve(request, lambda body: body, chat.answer)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, anthropic.as_chat, anthropic.answer)
@@ -242,35 +237,35 @@ class Endpoint:
         """Reads a request as a chat completion, has it answered, and writes the answer in the client's dialect."""
         content = await request.read()
         conversation = self._found(request)
-        parsed = read_request(_decoded(content), as_chat, conversation.fixed, self._warnings)
+        try:
+            body = orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise ApiError(400, f"The body of the request is no JSON: {error}.", "invalid_json") from error
+        parsed = read_request(body, as_chat, conversation.fixed, self._warnings)
 
         async def answer() -> tuple[bytes, ...]:
             return tuple(told(parsed, await conversation.choices(parsed)))
 
-        return await self._send(request, conversation.attempt(content, request.headers, answer), parsed.stream)
-
-    async def _send(self, request: web.Request, attempt: Attempt, stream: bool) -> web.StreamResponse:
-        """Sends an answer, as long as the client is connected."""
+        attempt = conversation.retries.attempt(content, request.headers, answer)
         try:
-            parts: Iterable[bytes] = await asyncio.shield(attempt.answer)
+            parts = await asyncio.shield(attempt.answer)
         except asyncio.CancelledError:
             if attempt.answer.cancelled():
                 raise ApiError(404, "The conversation ended before the turn did.", "conversation_ended") from None
             raise
-        kind = "text/event-stream" if stream else "application/json"
-        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
-        if not stream:
-            (content,) = parts
-            response = web.Response(body=content, content_type=kind)
+        if parsed.stream:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        else:
+            response = web.Response(body=parts[0], content_type="application/json")
         try:
             await response.prepare(request)
-            if stream:
+            if parsed.stream:
                 for part in parts:
                     await response.write(part)
             await response.write_eof()
             attempt.delivered = True
         except ConnectionError:
-            pass
+            pass  # the client is gone; a retry gets this answer
         return response
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -282,13 +277,6 @@ class Endpoint:
 
 def _described(model: str) -> dict[str, Any]:
     return {"id": model, "object": "model", "created": 0, "owned_by": "mt_grpo"}
-
-
-def _decoded(content: bytes) -> Any:
-    try:
-        return orjson.loads(content)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"The body of the request is no JSON: {error}.", "invalid_json") from error
 
 
 def _allow_files() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from mt_grpo.concurrency import call
 from mt_grpo.envs.tool_env import execute_calls
-from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
+from mt_grpo.integrations.openenv import generic_client
 from mt_grpo.integrations.swift.rewards import is_right
 from mt_grpo.integrations.swift.scheduler import CONVERSATION, MultiTurnScheduler, multi_turns
 from mt_grpo.integrations.swift.types import (
@@ -123,11 +123,7 @@ class OpenEnvWrapper:
 
     def _opened(self) -> Any:
         if self._client is None:
-            try:
-                from openenv.core import GenericEnvClient
-            except ImportError as error:
-                raise ConfigError(f"OpenEnv is not installed ({error}): `pip install mt-grpo[openenv]`.") from error
-            client = GenericEnvClient(base_url=self.base_url).sync()
+            client = generic_client()(base_url=self.base_url).sync()
             client.__enter__()
             self._client = client
         return self._client
