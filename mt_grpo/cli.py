@@ -156,10 +156,10 @@ def rollout(arguments: list[str]) -> int:
     for number, trajectory in enumerate(trajectories[::generations]):  # of a group, its first member stands for all
         console.rule(f"conversation {number + 1}")
         console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
-    for finding in find_in_conversations(trainer, trajectories, generations):
+    for finding in find_in_conversations(trainer):
         console.print(finding.sentence, highlight=False, markup=False)
     if audits:
-        show_audit(audit_conversations(trainer, trajectories), console)
+        show_audit(audit_conversations(trainer), console)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,48 +10,39 @@ from rich.text import Text
 
 from mt_grpo.credit import audit_rewards, estimate
 from mt_grpo.envs.source import tool_names
-from mt_grpo.rewards import Scores
 from mt_grpo.runlog import Batch
 from mt_grpo.runlog.findings import Counts, Finding, find
 from mt_grpo.runlog.rows import rollout_lines
 from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.training.step_log.records import as_record
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
-from mt_grpo.trajectory import Trajectory, visible
+from mt_grpo.trajectory import visible
 
 
-def audit_conversations(trainer: MTGRPOEnvTrainer, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+def audit_conversations(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
     """
-    Audits the rewards of conversations.
-
-    Args:
-        trainer (`MTGRPOEnvTrainer`): It ran and scored them.
-        trajectories (`Sequence[Trajectory]`): `num_generations` for each prompt.
+    Audits the rewards of the conversations that a trainer ran and scored last.
 
     Returns:
         `dict`: As a line of `audit.jsonl`; beside it `conversations`, and `failed` of them.
     """
-    args, judged = trainer.args, list(trajectories)
-    names = [[reward.name for reward in funcs] for funcs in (trainer.turn_reward_funcs, trainer.outcome_reward_funcs)]
-    turn, outcome = (
-        [[each.rewards[kind].get(name) for each in judged] for name in of_kind]
-        for kind, of_kind in zip(("turn", "outcome"), names, strict=True)
+    args, judged = trainer.args, trainer.batch
+    weights = trainer.reward_weights.to(args.device)
+    batch, _ = gather_rewards(judged.trajectories, judged.scores, weights, judged.group_size)
+    advantages = estimate(
+        args.advantage_estimator, batch, turn_coef=args.turn_advantage_coef, scale_rewards=trainer.scale_rewards
     )
-    state = [[each.rewards["state"][score.name] for each in judged] for score in trainer.state_scores]
-    scores = Scores(turn, outcome, state)
-    batch, _ = gather_rewards(judged, scores, trainer.reward_weights.to(args.device), trainer.num_generations)
-    rule = {"turn_coef": args.turn_advantage_coef, "scale_rewards": trainer.scale_rewards}
-    advantages = estimate(args.advantage_estimator, batch, **rule)
-    record = as_record(audit_rewards(batch, advantages), sum(names, []), trainer.step_log.warnings.causal)
-    return {**record, "conversations": len(judged), "failed": sum(each.failed for each in judged)}
+    names = [reward["name"] for reward in trainer.step_log.records.rewards]
+    record = as_record(audit_rewards(batch, advantages), names, trainer.step_log.warnings.causal)
+    count, failed = len(judged.trajectories), sum(each.failed for each in judged.trajectories)
+    return {**record, "conversations": count, "failed": failed}
 
 
-def find_in_conversations(
-    trainer: MTGRPOEnvTrainer, trajectories: Sequence[Trajectory], group_size: int
-) -> list[Finding]:
-    """What stands out in conversations that a trainer ran and scored, `group_size` for each prompt."""
-    numbers = list(range(len(trajectories)))
-    batch = Batch("eval", 0, 0, group_size, numbers, list(trajectories), trainer.step_log.records.rewards)
+def find_in_conversations(trainer: MTGRPOEnvTrainer) -> list[Finding]:
+    """What stands out in the conversations that a trainer ran and scored last."""
+    judged = trainer.batch
+    numbers, rewards = list(range(len(judged.trajectories))), trainer.step_log.records.rewards
+    batch = Batch("eval", 0, 0, judged.group_size, numbers, judged.trajectories, rewards)
     return find(Counts().add(rollout_lines(batch, 0)), {"tools": tool_names(trainer.env)})
 
 

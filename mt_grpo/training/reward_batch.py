@@ -147,11 +147,12 @@ def sample_again(
     first = PartialState().process_index * len(batch.rows)
     judge(batch)
     for attempt in range(1, limit + 1):
-        silent = without_signal(batch.advantages, batch.rewards.group_size)
+        silent = without_signal(batch.advantages, batch.group_size)
         if not silent.any() or batch.rewards.failed.all():  # what makes all fail is not chance
             return
-        asked = silent.repeat_interleave(batch.rewards.group_size)[first : first + len(batch.rows)].tolist()
-        again = RolloutBatch(batch.mode, batch.rows, [not each for each in asked], batch.branching, attempt=attempt)
+        asked = silent.repeat_interleave(batch.group_size)[first : first + len(batch.rows)].tolist()
+        fills = [not each for each in asked]
+        again = RolloutBatch(batch.mode, batch.rows, fills, batch.branching, batch.group_size, attempt=attempt)
         try:
             sample(again)
             again.scores = score(again)
@@ -165,7 +166,7 @@ def sample_again(
 
 def has_signal(batch: RolloutBatch) -> torch.Tensor:
     """The rows of this process whose group has a signal, shape (B,), bool."""
-    size = batch.rewards.group_size
+    size = batch.group_size
     first = PartialState().process_index * len(batch.rows)
     silent = without_signal(batch.advantages, size).repeat_interleave(size)
     return ~silent[first : first + len(batch.rows)]

@@ -30,6 +30,7 @@ class RolloutBatch:
         rows (`list[dict]`): Rows of the dataset. A prompt occurs once per answer.
         fills (`list[bool]`): Whether a row only fills up the last batch of an evaluation; it is not sampled.
         branching (`Branching`, *optional*): How its conversations branch, where they do.
+        group_size (`int`, *optional*, defaults to 1): Conversations of a prompt.
         trajectories (`list[Trajectory]`): Those that are finished, as they end; once all are, those of the rows.
         token_rows (`list[TokenRow]`): The trajectories as tokens.
         rewards (`RewardBatch`, *optional*): Rewards of the trajectories of all processes.
@@ -47,6 +48,7 @@ class RolloutBatch:
     rows: list[dict[str, Any]]
     fills: list[bool]
     branching: Branching | None = None
+    group_size: int = 1
     trajectories: list[Trajectory] = field(default_factory=list)
     token_rows: list[TokenRow] = field(default_factory=list)
     rewards: RewardBatch | None = None

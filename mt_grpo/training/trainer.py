@@ -388,10 +388,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         evaluates = mode == "eval" and self._evaluation is not None
         fills = self._evaluation.fills(len(inputs)) if evaluates else [False] * len(inputs)
-        batch = self.batch = RolloutBatch(mode, inputs, fills, branching(self.args, mode))
         generations = self.num_generations if mode == "train" else self.num_generations_eval
+        batch = self.batch = RolloutBatch(mode, inputs, fills, branching(self.args, mode), generations)
         k = self._step % self.args.gradient_accumulation_steps
-        step = self.step_log.begin(batch, self.state.global_step, k, generations)
+        step = self.step_log.begin(batch, self.state.global_step, k)
         # for TRL's table of completions; what is sampled after is the batch's own rows
         shown = [{**row, "prompt": visible(row["prompt"])} for row in inputs]
         try:
@@ -477,10 +477,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     def _judge(self, batch: RolloutBatch) -> None:
         """Scores the trajectories of this process, unless they are scored, and credits those of all."""
         batch.scores = batch.scores or self._score(batch)
-        generations = self.num_generations if batch.mode == "train" else self.num_generations_eval
         weights = self.reward_weights.to(self.accelerator.device)
         batch.rewards, batch.rewards_per_func = gather_rewards(
-            batch.trajectories, batch.scores, weights, group_size=generations, branching=batch.branching
+            batch.trajectories, batch.scores, weights, group_size=batch.group_size, branching=batch.branching
         )
         batch.advantages = estimate(
             self.args.advantage_estimator,
@@ -511,11 +510,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         """Adds the advantages of turns, and columns for our forward, to the batch that TRL trains on."""
         batch, output = step.batch, step.output
         weights = self.reward_weights.to(self.accelerator.device)
-        equal = share_of_equal_groups(batch.rewards_per_func, weights, step.group_size)
+        equal = share_of_equal_groups(batch.rewards_per_func, weights, batch.group_size)
         self._metrics[step.mode]["frac_reward_zero_std"][-1] = equal
         show_advantages(self._logs["advantages"], batch.rewards, batch.advantages)
         columns = TokenColumns.of_rollouts(batch.token_rows, output["completion_ids"])
-        output["group_ids"], output["row_ids"] = step.rows // step.group_size, step.row_ids
+        output["group_ids"], output["row_ids"] = step.rows // batch.group_size, step.row_ids
         output["turn_ids"], output["advantages"] = columns.turn_ids, step.advantages.gather(1, columns.turn_ids)
         if columns.parent is not None:
             output["parent"] = columns.parent
@@ -650,10 +649,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         """
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         rows = [row for row in dataset.take(num_prompts) for _ in range(num_generations)]
-        batch = RolloutBatch("eval", rows, [False] * len(rows))
+        batch = self.batch = RolloutBatch("eval", rows, [False] * len(rows), group_size=num_generations)
         with open_environments(batch):
             self._rollout(batch)
-            self._score(batch)
+            batch.scores = self._score(batch)
             if num_generations > 1:
                 self.step_log.warnings.recheck(batch.counted, "audit")
         return batch.trajectories

@@ -66,7 +66,7 @@ class StepLog(TrainerCallback):
 
     # The trainer calls
 
-    def begin(self, batch: RolloutBatch, number: int, k: int, group_size: int) -> Step:
+    def begin(self, batch: RolloutBatch, number: int, k: int) -> Step:
         """
         The step of a batch that is about to be sampled.
 
@@ -74,12 +74,11 @@ class StepLog(TrainerCallback):
             batch (`RolloutBatch`): The batch, which is filled in until `take`.
             number (`int`): Optimiser steps that were taken.
             k (`int`): Number of a training batch within its optimiser step. Those of evaluations are counted here.
-            group_size (`int`): Conversations of a prompt.
         """
         if batch.mode == "eval":
             k = self._evaluated[1] + 1 if self._evaluated[0] == number else 0
             self._evaluated = number, k
-        return Step(batch, number, k, group_size, self._args.process_index * len(batch.rows))
+        return Step(batch, number, k, self._args.process_index * len(batch.rows))
 
     def take(self, step: Step) -> None:
         """Hands over a batch that is credited. This is a collective call."""

@@ -37,6 +37,12 @@ class Tally:
         self._sums[name] += total
         self._per[name] = per
 
+    def mean(self, name: str, values: torch.Tensor) -> None:
+        """Adds values to a name whose mean is logged; a window without any lacks the name."""
+        if len(values):
+            self.count(name, len(values))
+            self.add(name, values.sum().item(), per=name)
+
     def largest(self, name: str, value: float) -> None:
         """Adds a value to a name whose largest value is logged."""
         self._largest[name] = max(value, self._largest.get(name, value))
@@ -171,12 +177,8 @@ def credit_metrics(batch: RewardBatch, advantages: torch.Tensor) -> Tally:
     tally = Tally()
     for index in range(advantages.shape[1]):
         rewards = batch.turn_rewards[:, index]
-        rewards = rewards[~rewards.isnan()]
-        exists = batch.turn_mask[:, index]
-        for name, values in (("reward", rewards), ("advantage", advantages[exists, index])):
-            if len(values):
-                tally.count(f"{name} of turn {index + 1}", len(values))
-                tally.add(f"turn_{index + 1}/{name}", values.sum().item(), per=f"{name} of turn {index + 1}")
+        tally.mean(f"turn_{index + 1}/reward", rewards[~rewards.isnan()])
+        tally.mean(f"turn_{index + 1}/advantage", advantages[batch.turn_mask[:, index], index])
     return tally
 
 
@@ -223,10 +225,7 @@ def reward_metrics(rewards: torch.Tensor, weights: torch.Tensor, names: list[str
     for name, values in zip(
         ["reward", *(f"rewards/{name}/mean" for name in names)], [totals, *rewards.T], strict=True
     ):
-        values = values[~values.isnan()]
-        if len(values):
-            tally.count(name, len(values))
-            tally.add(name, values.sum().item(), per=name)
+        tally.mean(name, values[~values.isnan()])
     return tally
 
 

@@ -81,7 +81,7 @@ class Records:
 
     def _batch(self, step: Step) -> Batch:
         ran = list(step.batch.counted)
-        return Batch(step.mode, step.number, step.k, step.group_size, _numbers(ran), ran, self.rewards)
+        return Batch(step.mode, step.number, step.k, step.batch.group_size, _numbers(ran), ran, self.rewards)
 
     def _write(self, step: Step, batch: Batch) -> Lines:
         """Writes the conversations, and those whose place they took. Returns their lines."""

@@ -23,7 +23,6 @@ class Step:
         batch (`RolloutBatch`): Its conversations; once they are judged, their rewards and advantages.
         number (`int`): Optimiser steps that were taken before.
         k (`int`): Tells batches of one step apart.
-        group_size (`int`): Conversations of a prompt.
         first (`int`): Number of this process's first row among those of all processes.
         output (`dict`): The columns that TRL trains on, most of them `(B, T)`.
         audit (`dict`): What the rewards of all processes say within their groups, in training; see `as_record`.
@@ -33,7 +32,6 @@ class Step:
     batch: RolloutBatch
     number: int
     k: int
-    group_size: int
     first: int
     output: dict[str, Any] = field(default_factory=dict)
     audit: dict[str, Any] = field(default_factory=dict)
