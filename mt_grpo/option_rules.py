@@ -5,6 +5,7 @@ torch is imported, and by `MTGRPOConfig`. What a single value may be is in the t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import shutil
@@ -447,13 +448,16 @@ def check_environments(options: Mapping[str, Any]) -> None:
 
 def parse_mapping(value: Any, key: str) -> Any:
     """
-    What a text on the command line stands for where an option takes a mapping; any other value as it is.
+    What a text stands for where an option takes a mapping, as on the command line: JSON, or YAML. Any other value is
+    returned as it is.
 
     Raises:
         ConfigError: If it cannot be read.
     """
     if not isinstance(value, str):
         return value
+    with contextlib.suppress(json.JSONDecodeError):  # YAML takes the number 1e-3 for a text
+        return json.loads(value)
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError:
@@ -467,11 +471,7 @@ def parse_user(user: Any) -> dict[str, Any]:
     Raises:
         ConfigError: If it is no mapping, or one of its keys or values is wrong.
     """
-    if isinstance(user, str):
-        try:
-            user = json.loads(user)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"`simulated_user` is {user!r}, which is not a JSON mapping.") from error
+    user = parse_mapping(user, "simulated_user")
     needed = list(USER_OPTIONS)[:3]
     if not isinstance(user, Mapping):
         raise ConfigError(f"`simulated_user` is {user!r}: give a mapping of {', '.join(needed)} and further options.")
@@ -519,10 +519,7 @@ def parse_agent(agent: Any, key: str = "agent") -> dict[str, str]:
         ConfigError: If it is neither, or its command names no program.
     """
     if isinstance(agent, str) and agent.lstrip().startswith("{"):
-        try:
-            agent = json.loads(agent)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"`{key}` is {agent!r}, which is not a JSON mapping.") from error
+        agent = parse_mapping(agent, key)
     if isinstance(agent, str):
         agent = {"function": agent}
     forms = 'the path of a function, such as `my_agent.solve`, or `{command: "node agent.js"}`'
@@ -599,11 +596,7 @@ def parse_env_config(config: Any, key: str = "env_config") -> dict[str, Any]:
     Raises:
         ConfigError: If they are no mapping.
     """
-    if isinstance(config, str):
-        try:
-            config = json.loads(config)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"`{key}` is {config!r}, which is not a JSON mapping.") from error
+    config = parse_mapping(config, key)
     if not isinstance(config, Mapping):
         raise ConfigError(f"`{key}` is {config!r}: give a mapping from names of options to values.")
     return dict(config)

@@ -5,8 +5,8 @@ of a run would execute, so that a stranger's is asked about. Apart from `request
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ import yaml
 
 from mt_grpo.app.shipped import shipped
 from mt_grpo.errors import ConfigError
-from mt_grpo.option_rules import VERIFIERS, is_bare
+from mt_grpo.option_rules import VERIFIERS, is_bare, parse_mapping
 from mt_grpo.options import OPTIONS
 
 
@@ -151,7 +151,10 @@ def asks_for_trust(path: str) -> bool:
 
 def _executed(options: Mapping[str, Any], run: Path | None) -> Iterator[str]:
     for option in PATHS:
-        for text in _texts(options.get(option)):
+        value = _parsed(options.get(option))
+        if option == "environment_factory" and isinstance(value, Mapping):  # one of its names may be `name`
+            value = list(value.values())
+        for text in _texts(value):
             if text.startswith(VERIFIERS) or not (is_bare(text) or _is_own(text, run)):
                 yield f"`{option}: {text}`"
     for option in FILES:
@@ -164,10 +167,10 @@ def _executed(options: Mapping[str, Any], run: Path | None) -> Iterator[str]:
     else:
         function = agent.get("function") if isinstance(agent, Mapping) else agent
         yield from (f"`agent: {text}`" for text in _texts(function) if not _is_own(text, run))
-    environments = _parsed(options.get("environments"))
+    environments = _mapping(options.get("environments"))
     for given in environments.values() if isinstance(environments, Mapping) else ():
         yield from _executed(given if isinstance(given, Mapping) else {"env": given}, run)
-    user = _parsed(options.get("simulated_user"))
+    user = _mapping(options.get("simulated_user"))
     if isinstance(user, Mapping) and user.get("api_key_env"):
         yield f"`simulated_user: api_key_env: {user['api_key_env']}`, sent to {user.get('base_url')}"
     yield from _of_model(options)
@@ -183,14 +186,16 @@ def _of_model(options: Any, place: str = "") -> Iterator[str]:
         yield f"`{place}attn_implementation: {options['attn_implementation']}`"
 
 
-def _parsed(value: Any) -> Any:
-    """A mapping that is given as JSON; anything else as it is."""
-    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
-        try:
-            return json.loads(value)
-        except ValueError:  # refused where it is read
-            return value
+def _mapping(value: Any) -> Any:
+    """What a text stands for, read as the option itself is; anything else as it is."""
+    with contextlib.suppress(ConfigError):  # refused where it is read
+        return parse_mapping(value, "")
     return value
+
+
+def _parsed(value: Any) -> Any:
+    """As `_mapping`, where the option takes plain text too."""
+    return _mapping(value) if isinstance(value, str) and value.lstrip().startswith(("{", "[")) else value
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -49,6 +49,21 @@ FOREIGN = {
     "an environment of verifiers": ({"env": "verifiers:game"}, "`env: verifiers:game`"),
     "factories by name": ({"environment_factory": {"a": "yaml.make"}}, "`environment_factory: yaml.make`"),
     "a nested environment": ({"environments": {"a": {"agent": {"command": "sh x"}}}}, "`agent: sh x`"),
+    "environments as a text": ({"environments": "a: {env: yaml.Env}"}, "`env: yaml.Env`"),
+    "environments as JSON": ({"environments": '{"a": {"env": "yaml.Env"}}'}, "`env: yaml.Env`"),
+    "a factory beside one of the name name": (
+        {"environment_factory": {"name": "mine.make", "a": "yaml.make"}},
+        "`environment_factory: yaml.make`",
+    ),
+    "a user as a text": (
+        {"simulated_user": "{base_url: 'http://x', model: m, system_prompt: s, api_key_env: AWS_KEY}"},
+        "`simulated_user: api_key_env: AWS_KEY`",
+    ),
+    "factories as a text": ({"environment_factory": "{a: yaml.make}"}, "`environment_factory: yaml.make`"),
+    "a key of a user as a text": (
+        {"simulated_user": '{"base_url": "http://x", "model": "m", "system_prompt": "s", "api_key_env": "AWS_KEY"}'},
+        "`simulated_user: api_key_env: AWS_KEY`",
+    ),
     "a scheduler": ({"multi_turn_scheduler": "yaml.S"}, "`multi_turn_scheduler: yaml.S`"),
     "a score": ({"state_score": "yaml.S"}, "`state_score: yaml.S`"),
     "an agent's command": ({"agent": {"command": "sh -c x"}}, "`agent: sh -c x`"),
