@@ -15,7 +15,7 @@ from mt_grpo.errors import defined_at
 from mt_grpo.tools.results import check_data
 from mt_grpo.trajectory import Message, StopReason, Turn
 
-Said = str | list[Message]
+TextOrMessages = str | list[Message]
 """What an environment says: text is the user's message."""
 
 
@@ -182,11 +182,11 @@ class StepEnv(Env):
     step_timeout: float | None = 60.0
 
     @abstractmethod
-    def reset(self, row: dict[str, Any]) -> Said | Awaitable[Said]:
+    def reset(self, row: dict[str, Any]) -> TextOrMessages | Awaitable[TextOrMessages]:
         """The messages that the conversation begins with; text is the user's message."""
 
     @abstractmethod
-    def step(self, turn: Turn) -> Said | Step | Awaitable[Said | Step]:
+    def step(self, turn: Turn) -> TextOrMessages | Step | Awaitable[TextOrMessages | Step]:
         """What follows the turn that the model just took, the last of `turns`."""
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
@@ -306,9 +306,9 @@ def checked_outcome(outcome: Any, env: Env) -> Outcome:
         raise _wrong(name, "stop_reason", outcome.stop_reason, "a `StopReason` or `None`")
     if not isinstance(outcome.answer, (str, type(None))):
         raise _wrong(name, "answer", outcome.answer, "text or `None`")
-    for name_of in ("rewards", "info"):
-        if not isinstance(getattr(outcome, name_of), dict):
-            raise _wrong(name, name_of, getattr(outcome, name_of), "a dictionary")
+    for attribute in ("rewards", "info"):
+        if not isinstance(getattr(outcome, attribute), dict):
+            raise _wrong(name, attribute, getattr(outcome, attribute), "a dictionary")
     for key, value in outcome.rewards.items():
         if not isinstance(key, str):
             raise _wrong(name, "rewards", key, "text as the name of a reward")

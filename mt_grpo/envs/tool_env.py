@@ -1,4 +1,4 @@
-"""The rules of a conversation: its first messages, how turns are read and answered, and when it ends."""
+"""A conversation in which the model may call tools until it answers, and how the calls of a turn are run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from mt_grpo.concurrency import abandon, begin, in_thread
+from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, in_thread
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
 from mt_grpo.errors import ConfigError, describe_error, find_fault
@@ -173,17 +173,23 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
 
     A call that did not finish failed, whatever ended the wait: its own time, or the conversation's.
     """
+
+    async def run_in_limit(limit: ConcurrencyLimit, tool: Tool, call: ToolCall) -> None:
+        async with limit:
+            await _run([(tool, call)], timeout)
+
     free: list[tuple[Tool, ToolCall]] = []
-    limited: list[tuple[Tool, ToolCall]] = []
+    waiting: list[asyncio.Future[None]] = []
     for call in calls:
         tool = tools.get(call.name)
         if tool is None:
             _fail(call, f"unknown tool {call.name!r}; the tools are: {', '.join(tools) or 'none'}.")
         elif problem := tool.check(call.arguments):
             _fail(call, problem)
+        elif tool.limit is not None:
+            waiting.append(asyncio.ensure_future(run_in_limit(tool.limit, tool, call)))
         else:
-            (limited if tool.limit else free).append((tool, call))
-    waiting = [asyncio.ensure_future(_run_in_limit(tool, call, timeout)) for tool, call in limited]
+            free.append((tool, call))
     try:
         if free:
             await _run(free, timeout)
@@ -196,12 +202,6 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
             await asyncio.wait(unfinished)  # they write what became of their calls
 
 
-async def _run_in_limit(tool: Tool, call: ToolCall, timeout: float | None) -> None:
-    assert tool.limit is not None  # others are not brought here
-    async with tool.limit:
-        await _run([(tool, call)], timeout)
-
-
 async def _run(calls: list[tuple[Tool, ToolCall]], timeout: float | None) -> None:
     """Runs calls that begin together."""
     start = time.perf_counter()
@@ -211,7 +211,10 @@ async def _run(calls: list[tuple[Tool, ToolCall]], timeout: float | None) -> Non
     try:
         for tool, call in calls:
             call.executed, call.start = True, time.time()
-            future = _begin(tool, call.arguments)
+            if tool.is_async:
+                future: asyncio.Future[Any] = begin(_awaited(tool, call.arguments), f"tool {tool.name!r}")
+            else:
+                future = in_thread(partial(_called, tool, call.arguments), f"tool-{tool.name}")
             future.add_done_callback(lambda done: ended.setdefault(done, time.perf_counter()))
             running[future] = tool, call
         await asyncio.wait(running, timeout=timeout)
@@ -253,16 +256,9 @@ def _fail(call: ToolCall, error: str) -> None:
     call.result = f"Error: {call.error}"
 
 
-def _begin(tool: Tool, arguments: dict[str, Any]) -> asyncio.Future[Any]:
-    """Begins a call: an async tool in a task, any other in a thread."""
-    if not tool.is_async:
-        return in_thread(partial(_call, tool, arguments), f"tool-{tool.name}")
-    return begin(_call_async(tool, arguments), f"tool {tool.name!r}")
-
-
-def _call(tool: Tool, arguments: dict[str, Any]) -> Any:
+def _called(tool: Tool, arguments: dict[str, Any]) -> Any:
     return read_result(tool.function(**arguments), tool.max_result_size)
 
 
-async def _call_async(tool: Tool, arguments: dict[str, Any]) -> Any:
+async def _awaited(tool: Tool, arguments: dict[str, Any]) -> Any:
     return read_result(await tool.function(**arguments), tool.max_result_size)

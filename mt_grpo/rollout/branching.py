@@ -35,8 +35,8 @@ class Branching:
 
 
 @dataclass
-class Fork:
-    """A conversation in the middle of another, from where it goes on by itself."""
+class Branch:
+    """A copy of a conversation in the middle, from where it goes on by itself."""
 
     env: StepEnv
     policy: ConversationPolicy
@@ -44,7 +44,7 @@ class Fork:
     messages: list[Message]
 
 
-class Trunk:
+class BranchedConversation:
     """
     A conversation and those that branch from it. They begin as one; when it has had its turns, its environment is
     forked, and each goes on with a seed and a budget of its own. If it ends before, the others are copies of it.
@@ -57,8 +57,8 @@ class Trunk:
 
     def __init__(self, at: int, requests: Sequence[RolloutRequest], engine: Engine) -> None:
         self._at, self._requests, self._engine = at, requests, engine
-        self._forks: list[Fork] = []
-        self._branches: list[asyncio.Future[Any]] = []
+        self._copies: list[Branch] = []
+        self._tasks: list[asyncio.Future[Any]] = []
         self._start = time.perf_counter()
 
     async def run(
@@ -71,40 +71,41 @@ class Trunk:
         Holds the conversations.
 
         Args:
-            converse (`Callable`): Holds one, of a request: from a `fork` on, or from its beginning, and then with
-                what is awaited `before_turn`.
+            converse (`Callable`): Holds the conversation of a request: from a `branch` on, or from its beginning, with
+                a callable that is awaited `before_turn`.
             finish (`Callable`): Called with the number of each, its trajectory and its policy when it is finished.
-            unclosed (`list[str]`): Gets why environments that were forked in vain could not be closed.
+            unclosed (`list[str]`): Gets the reasons why copies of the environment could not be closed.
         """
 
-        async def branch(policy: ConversationPolicy, trajectory: Trajectory, messages: Sequence[Message]) -> None:
-            if len(trajectory.turns) != self._at or self._forks:
+        async def split(policy: ConversationPolicy, trajectory: Trajectory, messages: Sequence[Message]) -> None:
+            if len(trajectory.turns) != self._at or self._copies:
                 return
             for request in self._requests[1:]:
-                self._forks.append(await self._fork(request, policy, trajectory, messages))
-            self._branches += [asyncio.ensure_future(follow(*each)) for each in enumerate(self._forks, 1)]
+                self._copies.append(await self._fork(request, policy, trajectory, messages))
+            self._tasks += [asyncio.ensure_future(follow(*each)) for each in enumerate(self._copies, 1)]
 
-        async def follow(number: int, fork: Fork) -> None:
-            finish(number, *await converse(self._requests[number], fork=fork))
+        async def follow(number: int, branch: Branch) -> None:
+            finish(number, *await converse(self._requests[number], branch=branch))
 
         try:
-            trajectory, policy = await converse(self._requests[0], before_turn=branch)
+            trajectory, policy = await converse(self._requests[0], before_turn=split)
             finish(0, trajectory, policy)
-            await asyncio.gather(*self._branches)
+            await asyncio.gather(*self._tasks)
         except BaseException:
-            for task in self._branches:
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*self._branches, return_exceptions=True)
-            unclosed += await close_each(fork.trajectory for fork in self._forks)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            unclosed += await close_each(branch.trajectory for branch in self._copies)
             raise
-        if not self._branches:
-            unclosed += await close_each(fork.trajectory for fork in self._forks)  # where another could not be made
+        if not self._tasks:
+            # copies that were made before one could not be
+            unclosed += await close_each(branch.trajectory for branch in self._copies)
             for number, request in enumerate(self._requests[1:], 1):
                 finish(number, _copied(trajectory, request, trajectory.environment), policy)
 
     async def _fork(
         self, request: RolloutRequest, policy: ConversationPolicy, parent: Trajectory, messages: Sequence[Message]
-    ) -> Fork:
+    ) -> Branch:
         env, name = parent.environment, type(parent.environment).__name__
         twin = await call(env.fork, what=f"{name}.fork", timeout=env.step_timeout)
         if not isinstance(twin, StepEnv) or twin is env:
@@ -115,7 +116,7 @@ class Trunk:
         twin.turns = list(trajectory.turns)
         if isinstance(self._engine, PlacingEngine):
             self._engine.join(request.session, parent.session)
-        return Fork(twin, policy.fork(trajectory, request.seed), trajectory, list(messages))
+        return Branch(twin, policy.fork(trajectory, request.seed), trajectory, list(messages))
 
 
 def _copied(trajectory: Trajectory, request: RolloutRequest, env: Any) -> Trajectory:

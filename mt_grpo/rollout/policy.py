@@ -18,7 +18,7 @@ from mt_grpo.envs.env import ConversationEnded, check_messages
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
 from mt_grpo.rollout.engine import Engine, EngineError, LocalEngine, Sample, SamplingParams
 from mt_grpo.rollout.rendering import ChatRenderer
-from mt_grpo.rollout.transcript import History, Said
+from mt_grpo.rollout.transcript import History, Transcript
 from mt_grpo.token_tree import common_prefix
 from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
 
@@ -144,7 +144,7 @@ class ConversationPolicy:
         exhausted (`StopReason`, *optional*): The limit that cut off the latest turn.
         tokenizer, context_length (`int`): The engine's.
         sampled (`tuple[list[int], list[float]]`): Token ids of the latest turn, and their log-probabilities.
-        renderer (`ChatRenderer`, *optional*): The latest turn's.
+        renderer (`ChatRenderer`): The latest turn's; not set before the first is asked for.
         ended (`StopReason`, *optional*): Why it takes no further turn, where it was told so.
         rewrote (`bool`): Whether any messages did not go on from those before.
         failure (`Exception`, *optional*): What the engine raised, where that is a bug and ends the run.
@@ -155,21 +155,21 @@ class ConversationPolicy:
         self._sampler, self._trajectory, self.sampling, self._seed = sampler, trajectory, sampling, seed
         self._lock = asyncio.Lock()
         self._last = time.perf_counter()
-        self._said = Said()
+        self._transcript = Transcript()
         self._asked: tuple[Any, Any] | None = None
         self._history: History | None = None
         self._context: list[int] = []  # the latest, and its action
         self._action: list[int] = []
-        self._prompt_length: int | None = None
+        self._prompt_length = 0  # until the first turn is asked for
         self._most = 0  # tokens that a context may have
         self._cause = sampler.history  # of the next fork
         self._renderers: list[ChatRenderer] = []  # of each turn
+        self.renderer: ChatRenderer
         self.ended: StopReason | None = None
         self.session = trajectory.session
         self.exhausted: StopReason | None = None
         self.tokenizer, self.context_length = sampler.engine.tokenizer, sampler.engine.context_length
         self.sampled: tuple[list[int], list[float]] = ([], [])
-        self.renderer: ChatRenderer | None = None
         self.rewrote = False
         self.failure: Exception | None = None
         self.before_turn: Callable[[Sequence[Message]], Awaitable[None]] | None = None
@@ -178,7 +178,7 @@ class ConversationPolicy:
         """A policy that goes on from here by itself, in `trajectory`, a copy of this conversation's."""
         twin = copy.copy(self)
         twin._trajectory, twin._seed, twin.session, twin.before_turn = trajectory, seed, trajectory.session, None
-        twin._lock, twin._said = asyncio.Lock(), self._said.fork()
+        twin._lock, twin._transcript = asyncio.Lock(), self._transcript.fork()
         twin._history = None if self._history is None else self._history.fork()
         twin._context, twin._renderers = list(self._context), list(self._renderers)
         return twin
@@ -215,15 +215,18 @@ class ConversationPolicy:
                     "`continue_last`."
                 )
             messages = messages if isinstance(messages, list) else list(messages)
-            known = self._said.latest(messages) if self._history is not None else 0
+            history = self._history
+            known = 0 if history is None else self._transcript.known_length(messages)
             try:
                 check_messages(messages[known:])
-                context = await (self._extended(messages, known) if known else self._begun(messages[:]))
+                context = await (
+                    self._extended(history, messages, known) if history and known else self._begun(messages[:])
+                )
                 turn = await self._take(*context, tuple(stop), max_tokens, protocol)
             except BaseException:
                 self._history = None  # what was appended was not sampled after: who asks again begins anew
                 raise
-            self._said.add(messages, known, turn)
+            self._transcript.add(messages, known, turn)
             return turn
 
     def idle(self) -> float:
@@ -234,7 +237,7 @@ class ConversationPolicy:
         if self._asked is not None and self._asked[0] is tools and self._asked[1] is tags:
             return
         renderer = self._sampler.renderer(tools, tags)
-        if renderer is not self.renderer:
+        if self._asked is not None and renderer is not self.renderer:
             self._history = None  # the template shows other tools, from the first token on
         self._asked, self.renderer = (tools, tags), renderer
 
@@ -247,11 +250,13 @@ class ConversationPolicy:
             raise ConversationEnded(self.ended)
         return done
 
-    async def _extended(self, messages: Sequence[Message], known: int) -> tuple[list[int], list[int] | None]:
+    async def _extended(
+        self, history: History, messages: Sequence[Message], known: int
+    ) -> tuple[list[int], list[int] | None]:
         """The latest conversation, which is the first `known` messages, and its replies."""
         self._trajectory.turns[-1].replies = list(messages[known:])
         told = messages[known:] if self._sampler.history == "keep" else messages
-        extend = partial(self._history.extend, self._trajectory, self._action, self._most)
+        extend = partial(history.extend, self._trajectory, self._action, self._most)
         extension = await self._aside(told, extend)
         if extension is None:
             raise ConversationEnded(self._sampler.budget(self._most, self._most - self._prompt_length)[1])
@@ -260,8 +265,8 @@ class ConversationPolicy:
     async def _begun(self, messages: list[Message]) -> tuple[list[int], list[int] | None]:
         """A conversation that does not go on from the latest: the first of all, or a past that the caller rewrote."""
         history = self._history = History(self.renderer, self._sampler.history, self._sampler.compact_every)
-        first = self._prompt_length is None
-        index, known = (-1, 0) if first or self._sampler.history != "keep" else self._said.longest(messages)
+        first = not self._prompt_length
+        index, known = (-1, 0) if first or self._sampler.history != "keep" else self._transcript.longest(messages)
         replies = messages[known:]
         path = self._trajectory.tree.path_of_turn(index) if known else []  # empty where the turn is
         if path and self._renderers[index] is self.renderer and all(reply["role"] != "assistant" for reply in replies):
@@ -293,7 +298,7 @@ class ConversationPolicy:
         if not before or last["role"] != "assistant":
             raise ValueError("`continue_last` needs an assistant's message behind others: it is what is continued.")
         words = last.get("content") or ""
-        written = self._said.written(before)
+        written = self._transcript.begun_text(before)
         if written is not None and words.startswith(written):
             added, path = words[len(written) :], self._trajectory.tree.path()
             if path[-1] in (*self.renderer.end_ids, self.renderer.tokenizer.eos_token_id):
@@ -306,7 +311,7 @@ class ConversationPolicy:
             suffix, rewritten = await self._begun(before)
             context = self._rewritten([], (rewritten or suffix) + await self._encoded(last))
         turn = await self._take(*context, stop, max_tokens, protocol)
-        self._said.add(before, 0, turn, {**turn.message, "content": words + turn.text})
+        self._transcript.add(before, 0, turn, {**turn.message, "content": words + turn.text})
         if self._sampler.history != "keep":
             self._history = None  # it does not know of the part that was added
         return turn

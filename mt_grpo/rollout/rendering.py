@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, overload
 
 from jinja2 import Environment
 
@@ -13,14 +13,18 @@ from mt_grpo.rollout.special_tokens import SpecialTokens
 from mt_grpo.trajectory import Message
 
 _PROMPTS_KEPT = 64
+_MOST_PATTERNS = 1024
+_FIELDS = {"role", "content", "name", "tool_call_id"}  # of a reply that can have a pattern
+# Whatever a template escapes, cuts or folds, it does so to something in here.
+_HARD = "\"double\" 'single' \\back\\ <b>&amp;</b> {curly} UPPER lower\n\n\ttab Perú 北京 🙂 " + "long " * 400
 _CHARACTERS = 8
 """Characters per token of room above which a reply counts as too long; ordinary text has three or four per token."""
 
 
 class ChatRenderer:
     """
-    Renders one model's conversations. Contents are always text: only the template writes marks, the tokens that
-    structure a conversation. *Escaped* text tells the two apart; see `SpecialTokens`.
+    Renders one model's conversations. Contents are always text: only the template writes special tokens. *Escaped*
+    text tells the two apart; see `SpecialTokens`.
 
     Args:
         tokenizer: Tokenizer with a chat template.
@@ -62,6 +66,12 @@ class ChatRenderer:
         self._plain_prompt_ids = lru_cache(_PROMPTS_KEPT)(self._encoded_prompt)
         self._suffixes = SuffixCache(source, self._template.suffix)
 
+    @overload
+    def prompt_ids(self, messages: list[Message], room: None = None) -> list[int]: ...
+
+    @overload
+    def prompt_ids(self, messages: list[Message], room: int | None) -> list[int] | None: ...
+
     def prompt_ids(self, messages: list[Message], room: int | None = None) -> list[int] | None:
         """
         Ids of a conversation up to the assistant's first token. A group shares the list, so do not change it.
@@ -93,12 +103,18 @@ class ChatRenderer:
         """Renders escaped messages to escaped text. Without `header` the conversation is finished."""
         return self.special_tokens.tidy(self._template.render(messages, self._escaped_tools, header))
 
+    @overload
     def reply_ids(
-        self,
-        replies: list[Message],
-        last_id: int,
-        room: int | None = None,
-        calls: Sequence[dict[str, Any]] = (),
+        self, replies: list[Message], last_id: int, room: None = None, calls: Sequence[dict[str, Any]] = ()
+    ) -> list[int]: ...
+
+    @overload
+    def reply_ids(
+        self, replies: list[Message], last_id: int, room: int | None, calls: Sequence[dict[str, Any]] = ()
+    ) -> list[int] | None: ...
+
+    def reply_ids(
+        self, replies: list[Message], last_id: int, room: int | None = None, calls: Sequence[dict[str, Any]] = ()
     ) -> list[int] | None:
         """
         Ids that follow a sampled turn: the end of the turn, the environment's messages, the assistant's header.
@@ -155,19 +171,13 @@ def _called(replies: list[Message], calls: Sequence[dict[str, Any]]) -> tuple[st
     """Names of the functions that results of tools answer; empty where one is not known."""
     names = [(call.get("id"), call.get("function", call).get("name")) for call in calls]
     by_id = {identifier: name for identifier, name in names if identifier is not None}
-    called = []
+    called: list[Any] = []
     for number, reply in enumerate(replies):
         if reply["role"] != "tool":
             break
         in_order = names[number][1] if number < len(names) else None
         called.append(by_id.get(reply.get("tool_call_id")) or reply.get("name") or in_order)
     return tuple(called) if all(isinstance(name, str) for name in called) else ()
-
-
-_FIELDS = {"role", "content", "name", "tool_call_id"}
-# Whatever a template escapes, cuts or folds, it does so to something in here.
-_HARD = "\"double\" 'single' \\back\\ <b>&amp;</b> {curly} UPPER lower\n\n\ttab Perú 北京 🙂 " + "long " * 400
-_MOST_PATTERNS = 1024
 
 
 class SuffixCache:

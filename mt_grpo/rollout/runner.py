@@ -17,10 +17,9 @@ from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_each, mak
 from mt_grpo.envs.tool_env import fail_unanswered
 from mt_grpo.errors import describe_error, find_fault
 from mt_grpo.option_rules import check_history
-from mt_grpo.rollout.branching import Branching, Fork, Trunk
+from mt_grpo.rollout.branching import Branch, BranchedConversation, Branching
 from mt_grpo.rollout.engine import Engine, EngineError, SamplingParams
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, Sampler, derive_seed
-from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row
 from mt_grpo.tools.results import cut
@@ -111,7 +110,7 @@ class RolloutRunner:
             `list[Trajectory]` in the order of `requests`. A conversation that fails is among them, with its
             `StopReason` and what it had.
         """
-        trajectories: list[Trajectory | None] = [None] * len(requests)
+        finished: dict[int, Trajectory] = {}
         size = 1 if branching is None else branching.number
         queue = iter(range(0, len(requests), size))
         unclosed: list[str] = []
@@ -119,24 +118,25 @@ class RolloutRunner:
         one_check = ConcurrencyLimit(1)  # it reads the whole context, and no conversation waits for it
         converse = partial(self._converse, sampling, keep_environments, unclosed)
 
-        async def check(trajectory: Trajectory, renderer: ChatRenderer) -> None:
+        async def check(sanity: SanityCheck, trajectory: Trajectory) -> None:
             async with one_check:
-                await in_thread(partial(self._check, trajectory, renderer), "mt-grpo-check")
+                difference = await in_thread(partial(sanity.check, trajectory), "mt-grpo-check")
+            trajectory.render_mismatch = difference.cause if difference else None
 
         def finish(index: int, trajectory: Trajectory, policy: ConversationPolicy) -> None:
-            trajectories[index] = trajectory
+            finished[index] = trajectory
             if on_finish is not None:
                 on_finish(trajectory)
-            if self.sanity is not None and self.history == "keep" and policy.renderer and not policy.rewrote:
-                checks.append(asyncio.ensure_future(check(trajectory, policy.renderer)))
+            if self.sanity is not None and self.history == "keep" and trajectory.turns and not policy.rewrote:
+                checks.append(asyncio.ensure_future(check(self.sanity.by(policy.renderer), trajectory)))
 
         async def work(queue: Iterator[int]) -> None:
             for first in queue:
                 if branching is None:
                     finish(first, *await converse(requests[first]))
                     continue
-                trunk = Trunk(branching.at, requests[first : first + size], self.engine)
-                await trunk.run(converse, lambda number, *held, first=first: finish(first + number, *held), unclosed)
+                group = BranchedConversation(branching.at, requests[first : first + size], self.engine)
+                await group.run(converse, lambda number, *held, first=first: finish(first + number, *held), unclosed)
 
         # a full collection reads every token of every context, and stops all conversations for that long
         thresholds = gc.get_threshold()
@@ -149,7 +149,7 @@ class RolloutRunner:
             await asyncio.gather(*tasks)
             await asyncio.gather(*checks)
         except BaseException:  # whoever called gets no trajectory, and can close none of them
-            unclosed += await close_each(trajectory for trajectory in trajectories if trajectory is not None)
+            unclosed += await close_each(finished.values())
             raise
         finally:
             for task in (*tasks, *checks):
@@ -159,7 +159,7 @@ class RolloutRunner:
             if outermost:
                 gc.set_threshold(*thresholds)
             await self.engine.close()
-        return trajectories
+        return [finished[index] for index in range(len(requests))]
 
     async def _converse(
         self,
@@ -168,18 +168,18 @@ class RolloutRunner:
         unclosed: list[str],
         request: RolloutRequest,
         before_turn: Callable[..., Awaitable[None]] | None = None,
-        fork: Fork | None = None,
+        branch: Branch | None = None,
     ) -> tuple[Trajectory, ConversationPolicy]:
-        """A conversation: of a request, or from a fork on."""
-        if fork is None:
+        """A conversation: of a request, or from a branch on."""
+        if branch is None:
             said = request.prompt
             prompt = [{"role": "user", "content": said}] if isinstance(said, str) else said
             trajectory = Trajectory(prompt, session=request.session, row=request.row, start=time.time())
             policy = ConversationPolicy(self.sampler, trajectory, sampling, request.seed)
             holding = self._hold(request, policy, trajectory)
         else:
-            trajectory, policy = fork.trajectory, fork.policy
-            holding = self._go_on(fork)
+            trajectory, policy = branch.trajectory, branch.policy
+            holding = self._go_on(branch)
         if before_turn is not None:
             policy.before_turn = partial(before_turn, policy, trajectory)
         finished, start = False, time.perf_counter() - trajectory.seconds
@@ -197,6 +197,7 @@ class RolloutRunner:
                 self.engine.release(request.session)
                 del self.under_way[request.session]
             self._end(trajectory, running, policy)
+            assert trajectory.stop_reason is not None  # `_end` has set it
             policy.end(trajectory.stop_reason)  # tasks that the environment left behind may still ask for turns
             if policy.failure is not None:  # a bug of the engine, whatever the environment made of it
                 raise policy.failure
@@ -228,8 +229,8 @@ class RolloutRunner:
         trajectory.environment = env = await make_env(self.env, row)
         return checked_outcome(await env.run(policy, row), env)
 
-    async def _go_on(self, fork: Fork) -> Outcome:
-        return checked_outcome(await fork.env.resume(fork.policy, fork.messages), fork.env)
+    async def _go_on(self, branch: Branch) -> Outcome:
+        return checked_outcome(await branch.env.resume(branch.policy, branch.messages), branch.env)
 
     def _end(self, trajectory: Trajectory, running: asyncio.Future[Outcome], policy: ConversationPolicy) -> None:
         """Writes into a trajectory why its conversation ended."""
@@ -255,18 +256,14 @@ class RolloutRunner:
             trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, cut(describe_error(error), LONGEST_ERROR)
             trajectory.where, trajectory.traceback = fault.where, cut(fault.traceback, LONGEST_ERROR)
 
-    def _check(self, trajectory: Trajectory, renderer: ChatRenderer) -> None:
-        difference = self.sanity.by(renderer).check(trajectory)
-        trajectory.render_mismatch = difference.cause if difference else None
-
     def completion(self, trajectory: Trajectory) -> TokenRow:
         """See `token_row`."""
         return token_row(trajectory, self.renderer, self._env_mask(trajectory))
 
     def _env_mask(self, trajectory: Trajectory) -> int:
-        source = self.env
+        source: EnvSource | None = self.env
         while isinstance(source, dict):
-            source = source.get(trajectory.row.get(COLUMN))
+            source = source.get(str(trajectory.row.get(COLUMN)))
         return source.env_mask if isinstance(source, StepEnv) else 0
 
 

@@ -1,4 +1,4 @@
-"""Tells the marks of a chat template from contents that only spell them."""
+"""Keeps contents text: what only spells a special token is not encoded as one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from mt_grpo.trajectory import Message
 
-# Rare, and yet printable, so that no template escapes them: alchemical symbols.
+# Rare, and yet printable, so that templates leave them as they are: alchemical symbols. The second quotes both.
 ESCAPE = "\U0001f76a"
 _QUOTE = "\U0001f76b"
 _QUOTED = {ESCAPE: _QUOTE + "0", _QUOTE: _QUOTE + "1"}
@@ -22,13 +22,16 @@ _SAMPLED = ("content", "reasoning_content")
 
 class SpecialTokens:
     """
-    Escapes contents, so that text that spells a mark is encoded as text.
+    Escapes contents, so that text that spells a special token is encoded as text.
 
-    A mark is the text of an added token: of special tokens, and of others such as `<think>`. Added tokens that the
-    model's own vocabulary holds as text, such as Gemma's `<table>` and runs of spaces, are not marks. A tokenizer
-    turns every text that spells a mark into the mark's token. So contents are *escaped* before the template sees
-    them: a private character is put after the first character of each mark that they spell. It is removed when the
-    rendered text is encoded, piece by piece between the marks. Text without a escape is encoded as usual.
+    A tokenizer turns every text that spells a special token into that token. So contents are *escaped* before the
+    template sees them: the character `ESCAPE` is put after the first character of each special token that they spell.
+    It is removed when the rendered text is encoded, piece by piece between the special tokens. Text without an escape
+    is encoded as usual.
+
+    Special are here all added tokens by which a template or a model structures text: those that the tokenizer calls
+    special, and others such as `<think>`. Added tokens that the model's own vocabulary holds as text, such as Gemma's
+    `<table>` and runs of spaces, are not.
 
     Args:
         tokenizer: The tokenizer.
@@ -36,7 +39,7 @@ class SpecialTokens:
         kept (`Iterable[str]`, *optional*): Added tokens that contents may hold.
 
     Attributes:
-        ids (`dict[int, str]`): Text of each mark by its token.
+        ids (`dict[int, str]`): Text of each special token by its id.
     """
 
     def __init__(self, tokenizer: Any, template: str, kept: Iterable[str] = ()) -> None:
@@ -54,65 +57,66 @@ class SpecialTokens:
                 self.ids[token_id], self._tokens[text] = text, token
             else:
                 others[token_id] = token
-        self._mark = re.compile(_any_of(self._tokens) or "(?!)")
-        self._risk = re.compile("|".join(filter(None, (f"[{ESCAPE}{_QUOTE}]", _any_of(self._tokens, cut=True)))))
+        self._spelling = re.compile(_any_of(self._tokens) or "(?!)")
+        self._unsafe = re.compile("|".join(filter(None, (f"[{ESCAPE}{_QUOTE}]", _any_of(self._tokens, cut=True)))))
         self._names = {value for kind, value in constants if kind in ("name", "string")}
         self._joined = self._completing(value for kind, value in constants if kind in ("string", "data"))
         self._plain = self._slow if backend is None else _PlainText(backend, others)
-        normalizer = backend and backend.normalizer
-        shared = normalizer is not None and any(token.normalized for token in self._tokens.values())
-        self._normalize: Callable[[str], str] | None = normalizer.normalize_str if shared else None
+        normalizer = None if backend is None else backend.normalizer
+        self._normalize: Callable[[str], str] | None = None
+        if normalizer is not None and any(token.normalized for token in self._tokens.values()):
+            self._normalize = normalizer.normalize_str
 
     def _completing(self, constants: Iterable[str]) -> re.Pattern[str] | None:
-        """Beginnings of a content that would complete a mark which a constant of the template has begun."""
+        """Beginnings of a content that would complete a special token which a constant of the template begins."""
         rests = {
-            mark[size:]
+            token[size:]
             for constant in set(constants)
-            for mark in self._tokens
-            for size in range(1, len(mark))
-            if constant.endswith(mark[:size]) and not constant.endswith(mark)
+            for token in self._tokens
+            for size in range(1, len(token))
+            if constant.endswith(token[:size]) and not constant.endswith(token)
         }
         return re.compile(rf"\s*(?:{_any_of(rests, cut=True)})") if rests else None
 
-    # Shielding
+    # Escaping
 
     def escape(self, message: Message) -> Message:
         """
-        A message with its contents escaped. The words of an assistant may hold marks that are not special, such as
-        `<think>`, because its model writes them.
+        A message with its contents escaped. An assistant's text may hold added tokens such as `<think>`, which the
+        tokenizer does not call special, because the model writes them.
         """
         escaped = {key: value if key == "role" else self.escape_all(value) for key, value in message.items()}
         if message.get("role") == "assistant":
             words = {key: message[key] for key in _SAMPLED if key in message}
             escaped |= _each(
-                words, lambda text: self._escape_where(text, lambda m: not self._tokens[m.group()].special)
+                words, lambda text: self._escape_unless(lambda m: not self._tokens[m.group()].special, text)
             )
         return escaped
 
     def escape_all(self, value: Any) -> Any:
         """The same for every text in nested lists and dictionaries."""
-        return _each(value, lambda text: self._escape_where(text, lambda match: False))
+        return _each(value, lambda text: self._escape_unless(lambda match: False, text))
 
-    def _escape_where(self, text: str, is_mark: Callable[[re.Match[str]], bool]) -> str:
-        """Escapes what spells a mark, or part of one at an edge of the text, unless it is one."""
+    def _escape_unless(self, is_token: Callable[[re.Match[str]], bool], text: str) -> str:
+        """Escapes what spells a special token, or part of one at an edge of the text, unless it is one."""
 
-        def covered(match: re.Match[str]) -> str:
+        def escaped(match: re.Match[str]) -> str:
             found = match.group()
             if found in _QUOTED:
                 return _QUOTED[found]
-            if found in self._tokens and is_mark(match):
+            if found in self._tokens and is_token(match):
                 return found
             return found[0] + ESCAPE + found[1:]
 
-        text = self._risk.sub(covered, text)
+        text = self._unsafe.sub(escaped, text)
         if self._joined and text not in self._names and self._joined.match(text):
             return text[0] + ESCAPE + text[1:]
         return text
 
     def escape_sampled(self, message: Message, ids: list[int]) -> Message:
         """
-        Escapes an assistant's message as it was sampled. Marks whose tokens the model sampled stay marks;
-        those that it spelt become text.
+        Escapes an assistant's message as it was sampled: special tokens that the model sampled stay, those that it
+        spelt become text.
 
         Args:
             message (`dict`): The message that was read from the turn.
@@ -120,21 +124,21 @@ class SpecialTokens:
         """
         sampled = self._tokenizer.decode(ids, skip_special_tokens=False)
         places = self._places(sampled, ids)
-        spelt = {match.group() for match in self._mark.finditer(sampled) if match.start() not in places}
-        real = {match.group() for match in self._mark.finditer(sampled)} - spelt
+        spelt = {match.group() for match in self._spelling.finditer(sampled) if match.start() not in places}
+        real = {match.group() for match in self._spelling.finditer(sampled)} - spelt
 
         def cover(text: str) -> str:
             begin = sampled.find(text)
             if begin < 0:
-                return self._escape_where(text, lambda match: match.group() in real)
-            return self._escape_where(text, lambda match: begin + match.start() in places)
+                return self._escape_unless(lambda match: match.group() in real, text)
+            return self._escape_unless(lambda match: begin + match.start() in places, text)
 
         return {key: value if key == "role" else _each(value, cover) for key, value in message.items()}
 
     # Escaped text and ids
 
     def tidy(self, rendered: str) -> str:
-        """Rendered text with only the escapes that are needed to keep text from being read as a mark."""
+        """Rendered text without the escapes that it does not need, since they stand in no special token's text."""
         if ESCAPE not in rendered:
             return rendered
         pieces = rendered.split(ESCAPE)
@@ -142,7 +146,7 @@ class SpecialTokens:
         for piece in pieces[:-1]:
             length += len(piece)
             escapes.add(length)
-        return self._mark.sub(
+        return self._spelling.sub(
             lambda match: (
                 match.group()[0] + ESCAPE + match.group()[1:]
                 if escapes.intersection(range(match.start() + 1, match.end()))
@@ -152,25 +156,25 @@ class SpecialTokens:
         )
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, escaped where they spell a mark without being one."""
+        """The text of ids, escaped where they spell a special token without being one."""
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         places = self._places(text, ids)
-        return self.tidy(self._escape_where(text, lambda match: match.start() in places))
+        return self.tidy(self._escape_unless(lambda match: match.start() in places, text))
 
     def _places(self, text: str, ids: list[int]) -> set[int]:
-        """Positions in the text of `ids` at which the marks' tokens begin."""
-        begins = [match.start() for match in self._mark.finditer(text)]
+        """Positions in the text of `ids` at which special tokens begin."""
+        begins = [match.start() for match in self._spelling.finditer(text)]
         sampled = sum(token in self.ids for token in ids)
         if len(begins) == sampled:
             return set(begins)
-        is_mark: list[bool] = []
+        are_tokens: list[bool] = []
         for run in self._runs(ids):
             if run[0] in self.ids:
-                is_mark += [True] * len(run)
+                are_tokens += [True] * len(run)
             else:
                 words = self._tokenizer.decode(run, skip_special_tokens=False)
-                is_mark += [False] * len(self._mark.findall(words))
-        return {begin for begin, real in zip(begins, is_mark, strict=False) if real}
+                are_tokens += [False] * len(self._spelling.findall(words))
+        return {begin for begin, real in zip(begins, are_tokens, strict=False) if real}
 
     def _runs(self, ids: list[int]) -> Iterator[list[int]]:
         begin = 0
@@ -199,9 +203,9 @@ class SpecialTokens:
         return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _sections(self, text: str) -> Iterator[tuple[int, int]]:
-        """Begin and end of each piece of text between marks. Some marks include the white space around them."""
+        """Begin and end of each piece of text between special tokens. Some take the white space around them too."""
         begin = 0
-        for match in self._mark.finditer(text):
+        for match in self._spelling.finditer(text):
             token, start, end = self._tokens[match.group()], match.start(), match.end()
             if token.single_word and re.search(r"\w", text[max(0, start - 1) : start] + text[end : end + 1]):
                 continue
@@ -212,16 +216,16 @@ class SpecialTokens:
         yield begin, len(text)
 
     def _spells(self, section: str) -> bool:
-        """Whether the tokenizer would find a mark or a escape in the text."""
+        """Whether the text has an escape, or the tokenizer would find a special token in it."""
         if ESCAPE in section or _QUOTE in section:
             return True
-        return self._normalize is not None and self._mark.search(self._normalize(section)) is not None
+        return self._normalize is not None and self._spelling.search(self._normalize(section)) is not None
 
     def _as_text(self, section: str, leads: bool) -> list[int]:
         ids = self._plain(unescape(section), leads)
         if self.ids.keys().isdisjoint(ids):
             return ids
-        # the vocabulary itself holds a mark, so that only its halves are text
+        # the vocabulary itself holds the special token's text, so that only its halves are text
         first, *rest = section.split(ESCAPE)
         ids = self._plain(unescape(first), leads)
         for piece in rest:
@@ -234,8 +238,8 @@ class SpecialTokens:
 
 class _PlainText:
     """
-    A tokenizer's pipeline without its marks. It has the same model, and one extra token. A section that does not begin
-    the text is encoded behind this token, because some pipelines put a space before the first section only.
+    A tokenizer's pipeline without its special tokens. It has the same model, and one extra token. A section that does
+    not begin the text is encoded behind this token, because some pipelines put a space before the first section only.
     """
 
     def __init__(self, backend: Tokenizer, others: dict[int, AddedToken]) -> None:

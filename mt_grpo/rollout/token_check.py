@@ -12,7 +12,7 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.special_tokens import ESCAPE, unescape
-from mt_grpo.trajectory import Trajectory
+from mt_grpo.trajectory import Message, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -93,16 +93,16 @@ class SanityCheck:
             return None
         # The latest turn is compared as it is sampled, behind the assistant's header: what a template writes into a
         # finished last turn (an empty thought, say) is nothing the model was ever asked for.
-        marks = self._renderer.special_tokens
+        escapes = self._renderer.special_tokens
         *actions, action = trajectory.tree.actions()
         messages = self._renderer.escaped(trajectory.prompt)
         for turn, sampled in zip(trajectory.turns[:-1], actions, strict=True):
-            messages += [marks.escape_sampled(turn.message, sampled), *self._renderer.escaped(turn.replies)]
+            messages += [escapes.escape_sampled(turn.message, sampled), *self._renderer.escaped(turn.replies)]
         ids = trajectory.tree.path()
-        rendered = self._renderer.shown_text(messages) + marks.decode(action)
+        rendered = self._renderer.shown_text(messages) + escapes.decode(action)
         known, begin = self._known(trajectory, ids, rendered)
         ids, rest = ids[known:], rendered[begin:]
-        trained = marks.decode(ids)
+        trained = escapes.decode(ids)
         if self._mode == "strict" and rest.startswith(trained):
             if self._renderer.encode(rest)[: len(ids)] == ids or self._renderer.encode(trained) == ids:
                 return None
@@ -121,15 +121,15 @@ class SanityCheck:
             seen = self._as_ids(ids, rest)
         return Difference(f"{what} of the {self._role(messages, rendered, begin + place)} message", *seen)
 
-    def _as_ids(self, ids: list[int], rendered: str) -> tuple[str, str]:
+    def _as_ids(self, ids: list[int], rendered: str) -> list[str]:
         """Both sides from the first id that differs, each id with its text: `ids 345 'Li', 88 'ma'`."""
         sides = ids, self._renderer.encode(rendered)
         place = next((i for i, pair in enumerate(zip(*sides, strict=False)) if pair[0] != pair[1]), len(sides[1]))
-        return tuple(
+        return [
             "ids "
             + ", ".join(f"{token} {self._renderer.decode([token])!r}" for token in side[place : place + SHOWN_IDS])
             for side in sides
-        )
+        ]
 
     def _known(self, trajectory: Trajectory, ids: list[int], rendered: str) -> tuple[int, int]:
         """
@@ -145,7 +145,7 @@ class SanityCheck:
             return last, len(text) - len(piece)
         return 0, 0
 
-    def _role(self, messages: list[dict], rendered: str, place: int) -> str:
+    def _role(self, messages: list[Message], rendered: str, place: int) -> str:
         """Role of the message that contains a position of the rendering."""
         if self._mode == "ignore_strippable":  # back to a position with white space
             seen = 0
@@ -166,10 +166,11 @@ def examine_template(renderer: ChatRenderer) -> str:
     A short verdict on a chat template: whether it only appends after tool results and after user replies, and what it
     does to the thinking of earlier turns.
     """
-    question, thinking = [{"role": "user", "content": "Question."}], "A thought."
+    thinking = "A thought."
+    question: list[Message] = [{"role": "user", "content": "Question."}]
     call = {"type": "function", "function": {"name": "tool", "arguments": {}}}
-    answer = {"role": "assistant", "content": f"<think>\n{thinking}\n</think>\n\nAnswer."}
-    replies = {
+    answer: Message = {"role": "assistant", "content": f"<think>\n{thinking}\n</think>\n\nAnswer."}
+    replies: dict[str, tuple[Message, Message]] = {
         "tool results": ({**answer, "tool_calls": [call]}, {"role": "tool", "name": "tool", "content": "Result."}),
         "user replies": (answer, {"role": "user", "content": "Reply."}),
     }

@@ -141,7 +141,7 @@ def answer_ids(renderer: ChatRenderer, prefix: str, answer: str) -> tuple[list[i
 
     Args:
         renderer (`ChatRenderer`): The conversation's.
-        prefix (`str`): Text in which marks of the chat template are marks.
+        prefix (`str`): Text in which special tokens are tokens.
         answer (`str`): Text in which they are text, since it comes from a dataset.
     """
     before = renderer.encode(prefix)

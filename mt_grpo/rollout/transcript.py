@@ -1,4 +1,7 @@
-"""How much of its past a model sees: all, without thinking, compacted, or as its template renders it."""
+"""
+The past of a conversation. `History` makes the context of each turn from it: all, without thinking, compacted, or as
+the template renders it. `Transcript` tells which messages of a request the policy has seen or sampled before.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import copy
 import json
 import re
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mt_grpo.option_rules import check_history
 from mt_grpo.rollout.rendering import ChatRenderer
@@ -24,8 +27,8 @@ class History:
     - `"compact"`: as `"keep"`, but every `compact_every` turns the reasoning of all earlier turns is removed at once.
     - `"template"`: the model's own template renders the whole conversation anew for each turn.
 
-    As far as the text of a rendered history is the same, the ids that the model has seen are kept. Only the rest is
-    encoded. So a policy that changes nothing makes no fork in the token tree.
+    A rendered history keeps the ids that the model has seen, as far as their text is the same; only the rest is
+    encoded. So a history that changes nothing makes no fork in the token tree.
 
     Args:
         renderer (`ChatRenderer`): Renders the conversation.
@@ -40,12 +43,12 @@ class History:
         check_history(policy, compact_every)
         self._renderer = renderer
         self._policy = policy
-        self._compact_every = compact_every
-        self._pieces: list[tuple[str, list[int]]] = []
-        self._messages: list[Message] = []
+        self._compact_every = compact_every if policy == "compact" else None
+        self._pieces: list[tuple[str, list[int]]] = []  # the context as text, and the ids of each piece
+        self._messages: list[Message] = []  # the same as messages, escaped
 
     def fork(self) -> History:
-        """One of the same conversation, which goes on by itself."""
+        """A copy for a branch of the conversation; the two change apart."""
         twin = copy.copy(self)
         twin._pieces, twin._messages = list(self._pieces), list(self._messages)
         return twin
@@ -71,34 +74,33 @@ class History:
             The ids that the environment wrote; and `None` if they are appended to what the model saw and sampled, or
             the whole context if it was rewritten.
         """
-        turn, marks = trajectory.turns[-1], self._renderer.special_tokens
-        kept = turn.context_length + turn.num_tokens if self._policy == "keep" else 0
+        renderer, turn = self._renderer, trajectory.turns[-1]
+        seen = turn.context_length + turn.num_tokens if self._policy == "keep" else 0
         last = action[-1] if action else -1  # a turn may be empty
-        room, calls = max(0, most - kept), turn.message.get("tool_calls") or ()
-        suffix = self._renderer.reply_ids(turn.replies, last, room, calls)
+        suffix = renderer.reply_ids(turn.replies, last, max(0, most - seen), turn.message.get("tool_calls") or ())
         if suffix is None:
             return None
         if self._policy == "keep":
             return suffix, None
-        self._pieces += [(marks.decode(ids), ids) for ids in (action, suffix)]
-        self._messages += [marks.escape_sampled(turn.message, action), *self._renderer.escaped(turn.replies)]
-        if self._policy == "compact" and len(trajectory.turns) % self._compact_every:
+        escapes = renderer.special_tokens
+        self._pieces += [(escapes.decode(ids), ids) for ids in (action, suffix)]
+        self._messages += [escapes.escape_sampled(turn.message, action), *renderer.escaped(turn.replies)]
+        if self._compact_every is not None and len(trajectory.turns) % self._compact_every:
             return suffix, None
         messages = self._messages
         if self._policy != "template":
             messages = [strip_thinking(message) for message in messages]
             if messages == self._messages:
                 return suffix, None
-        text = self._renderer.shown_text(messages)
+        text = renderer.shown_text(messages)
         kept, position = 0, 0
         while kept < len(self._pieces) and text.startswith(self._pieces[kept][0], position):
             position += len(self._pieces[kept][0])
             kept += 1
         if kept == len(self._pieces) and position == len(text):
             return suffix, None
-        pieces = self._pieces[:kept] + [(text[position:], self._renderer.encode(text[position:]))]
-        self._pieces = pieces
-        return suffix, [token for _, ids in pieces for token in ids]
+        self._pieces[kept:] = [(text[position:], renderer.encode(text[position:]))]
+        return suffix, [token for _, ids in self._pieces for token in ids]
 
 
 def strip_thinking(message: Message) -> Message:
@@ -112,57 +114,76 @@ def strip_thinking(message: Message) -> Message:
     return stripped
 
 
-class Said:
-    """The messages that the policy has seen and sampled in one conversation, rewritten pasts included."""
+class _Noted(NamedTuple):
+    """A turn, noted but not hashed yet."""
+
+    goes_on: bool
+    """Whether it follows the turn before."""
+    added: list[Message]
+    """The messages between the two, or all before it."""
+    turn: Turn
+    message: Message | None
+    """The assistant's message, where the turn is a part of it."""
+
+
+class Transcript:
+    """
+    The messages that the policy has seen and sampled in one conversation, rewritten pasts included. A request that
+    begins with them continues their ids.
+    """
 
     def __init__(self) -> None:
         self._before: list[Message] = []  # what the latest turn was sampled after
-        self._turn: Turn | None = None
-        self._whole: Message | None = None
-        self._noted: list[tuple[bool, list[Message], Turn, Message | None]] = []  # not yet among the ends
-        self._ends: dict[int, int] = {}  # the messages up to a turn's own, hashed one by one, and that turn's index
-        self._end = 0  # the latest of them
+        self._latest: _Noted | None = None
+        self._noted: list[_Noted] = []  # turns that `_ends` lacks: most conversations never need it
+        self._ends: dict[int, int] = {}  # hash of all messages up to a turn's own -> index of the turn
+        self._end = 0  # the latest hash
 
-    def fork(self) -> Said:
-        """One that knows the same, and goes on by itself."""
+    def fork(self) -> Transcript:
+        """A copy for a branch of the conversation; the two change apart."""
         twin = copy.copy(self)
         twin._before, twin._noted, twin._ends = list(self._before), list(self._noted), dict(self._ends)
         return twin
 
-    def latest(self, messages: Sequence[Message]) -> int:
-        """How many messages the latest turn's conversation has, its own included, where `messages` go on from it."""
+    def known_length(self, messages: Sequence[Message]) -> int:
+        """
+        The number of messages up to the latest turn's own, itself included, where `messages` begin with them and go
+        on; else 0.
+        """
         size = len(self._before)
-        if self._turn is None or len(messages) <= size or messages[:size] != self._before:
+        if self._latest is None or len(messages) <= size or messages[:size] != self._before:
             return 0
-        said = self._message
-        return size + 1 if messages[size] is said or identity(messages[size]) == identity(said) else 0
+        own = _message(self._latest)
+        return size + 1 if messages[size] is own or identity(messages[size]) == identity(own) else 0
 
-    def written(self, messages: list[Message]) -> str | None:
-        """What the assistant's message after `messages` says so far, where the latest turn wrote it; else `None`."""
-        return _text(self._message.get("content")) if self._turn and messages == self._before else None
+    def begun_text(self, messages: list[Message]) -> str | None:
+        """The text of the assistant's message after `messages`, where the latest turn wrote it; else `None`."""
+        if self._latest is None or messages != self._before:
+            return None
+        return _text(_message(self._latest).get("content"))
 
     def add(self, messages: list[Message], known: int, turn: Turn, whole: Message | None = None) -> None:
         """
-        Takes note of a turn.
+        Notes a turn.
 
         Args:
             messages (`list[dict]`): What it was sampled after.
-            known (`int`): How many of them are the latest turn's conversation; 0 where they do not go on from it.
+            known (`int`): What `known_length` said of them.
             turn (`Turn`): The turn; its message may still be changed until the next is added.
             whole (`dict`, *optional*): The assistant's message, where the turn is a part of it.
         """
-        self._noted.append((known > 0, messages[known:], turn, whole))
+        self._latest = _Noted(known > 0, messages[known:], turn, whole)
+        self._noted.append(self._latest)
         unchanged = max(known - 1, 0)  # all but the turn's own message
         self._before[unchanged:] = messages[unchanged:]
-        self._turn, self._whole = turn, whole
 
     def longest(self, messages: Sequence[Message]) -> tuple[int, int]:
-        """The turn with which the longest known beginning of `messages` ends, and its messages; `(-1, 0)` if none."""
-        for goes_on, added, turn, whole in self._noted:
-            key = self._end if goes_on else 0
-            for message in (*added, turn.message if whole is None else whole):
+        """The turn that ends the longest known beginning of `messages`, and its length; `(-1, 0)` if there is none."""
+        for noted in self._noted:
+            key = self._end if noted.goes_on else 0
+            for message in (*noted.added, _message(noted)):
                 key = hash((key, identity(message)))
-            self._ends[key], self._end = turn.index, key
+            self._ends[key], self._end = noted.turn.index, key
         self._noted.clear()
         key, found = 0, (-1, 0)
         for index, message in enumerate(messages):
@@ -171,9 +192,9 @@ class Said:
                 found = self._ends[key], index + 1
         return found
 
-    @property
-    def _message(self) -> Message:
-        return self._turn.message if self._whole is None else self._whole
+
+def _message(noted: _Noted) -> Message:
+    return noted.turn.message if noted.message is None else noted.message
 
 
 def identity(message: Message) -> Hashable:

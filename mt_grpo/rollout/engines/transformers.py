@@ -34,6 +34,12 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
 
+    @property
+    def budget(self) -> int:
+        """Most tokens that it samples."""
+        assert self.sampling.max_tokens is not None  # see `generate`
+        return self.sampling.max_tokens
+
 
 class TransformersEngine:
     """
@@ -123,6 +129,7 @@ class TransformersEngine:
             if done.cancelled() or done.exception():
                 request.future.set_exception(done.exception() or RuntimeError("The batch was cancelled."))
             else:
+                assert request.finish_reason is not None
                 request.future.set_result(Sample(request.ids, request.logprobs, request.finish_reason))
         asyncio.get_running_loop().call_soon(self._start_batch)  # after the conversations that go on at once
 
@@ -147,7 +154,7 @@ class TransformersEngine:
             attention_mask=torch.tensor(mask, device=device),
             generation_config=GenerationConfig(
                 do_sample=False,
-                max_new_tokens=max(request.sampling.max_tokens for request in batch),
+                max_new_tokens=max(request.budget for request in batch),
                 repetition_penalty=1.0,
                 pad_token_id=pad,
                 eos_token_id=None,
@@ -210,7 +217,7 @@ class _Recorder(LogitsProcessor):
     def __init__(self, batch: list[_Request], width: int, device: torch.device, greedy: bool) -> None:
         self._width = width
         self._greedy = greedy
-        longest = max(request.sampling.max_tokens for request in batch)
+        longest = max(request.budget for request in batch)
         uniforms = [np.random.Generator(np.random.Philox(request.sampling.seed)).random(longest) for request in batch]
         self._uniforms = torch.tensor(np.stack(uniforms), device=device)
         self.ids: list[int] = []
@@ -258,4 +265,4 @@ class _Finished(StoppingCriteria):
                 request.ids[-len(stop) :], skip_special_tokens=False
             ):
                 return "stop"
-        return "length" if len(request.ids) >= request.sampling.max_tokens else None
+        return "length" if len(request.ids) >= request.budget else None
