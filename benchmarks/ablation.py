@@ -31,8 +31,9 @@ from common import RESULTS, machine
 from processes import ended_by_sigterm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from mt_grpo.app.recipe import parse_recipe
+from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.report import measure, summarise, write_json
+from mt_grpo.app.request import read_request
 from mt_grpo.data.embedded.tool import search
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
@@ -103,7 +104,7 @@ def run(job: Job, settings: Settings) -> dict[str, Any]:
             "disable_tqdm": True,
         }
         given = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-        args = parse_recipe([str(RECIPE), *given]).training
+        args = build_recipe(read_request([str(RECIPE), *given])).training
         args.advantage_estimator = ARMS.get(job.arm, args.advantage_estimator)
         trainer = MTGRPOEnvTrainer(
             "embedded",

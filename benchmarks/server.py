@@ -15,7 +15,8 @@ from processes import ended_by_sigterm
 from support.loopback import free_port
 from support.servers import ServerProcess, get, metric
 
-from mt_grpo.app.recipe import Recipe, parse_recipe
+from mt_grpo.app.recipe import Recipe, build_recipe
+from mt_grpo.app.request import read_request
 from mt_grpo.app.serve import GUARD, server_command
 
 __all__ = ["block_size", "metric", "read", "serve"]
@@ -27,7 +28,7 @@ def read(model: str, *options: str) -> Recipe:
     """`recipes/quickstart_vllm.yaml` with another model, further options, and a port that is free."""
     port = str(free_port())
     arguments = ["--config", str(RECIPE), "--model_name_or_path", model, "--vllm_server_host", "127.0.0.1"]
-    return parse_recipe([*arguments, "--vllm_server_port", port, *options])
+    return build_recipe(read_request([*arguments, "--vllm_server_port", port, *options]))
 
 
 @contextlib.contextmanager

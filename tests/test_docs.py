@@ -18,12 +18,11 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from support.models import build_model
-from support.recipes import RECIPES, processes_of
+from support.recipes import RECIPES, parse_recipe, processes_of
 from support.registered import keep, keep_estimators
 from support.runs import write_run
 
 from mt_grpo.app import request
-from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.cli import main
 from mt_grpo.rewards import REWARDS, load_rewards
 from mt_grpo.runlog import read_trajectories

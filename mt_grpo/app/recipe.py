@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from trl import ModelConfig, ScriptArguments, TrlParser
 
-from mt_grpo.app.request import Request, read_request, refuse_unknown
+from mt_grpo.app.request import Request, refuse_unknown
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.options import DataOptions, with_options_in_docstring
 from mt_grpo.training.config import MTGRPOConfig
@@ -51,26 +51,12 @@ class RecipeParser(TrlParser):
         raise ConfigError(message[0].upper() + message[1:] + ".")
 
 
-def parse_recipe(arguments: list[str]) -> Recipe:
-    """
-    Parses `R.yaml --field value ...`.
-
-    Args:
-        arguments (`list[str]`): The command line, program name excluded.
-
-    Raises:
-        ConfigError: For an unknown key or option, naming the nearest, a file that is not a YAML mapping, or a wrong
-            value.
-    """
-    return build_recipe(read_request(arguments))
-
-
 def build_recipe(request: Request) -> Recipe:
     """
     The options of a request, as TRL's parser and the dataclasses take them.
 
     Raises:
-        ConfigError: If they refuse them.
+        ConfigError: For an unknown key or option, naming the nearest, or a wrong value.
     """
     parser = RecipeParser(DATACLASSES, allow_abbrev=False)
     known = {action.dest for action in parser._actions}

@@ -8,8 +8,8 @@ from contextlib import redirect_stdout
 import pytest
 import yaml
 from support.loopback import free_port
+from support.recipes import parse_recipe
 
-from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.app.request import read_request
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from support.recipes import RECIPES, ROOT, processes_of
+from support.recipes import RECIPES, ROOT, parse_recipe, processes_of
 from support.registered import keep, keep_estimators
 
-from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.rewards import REWARDS, load_rewards
 from mt_grpo.tools.loading import TOOLS
 from mt_grpo.training import ConfigError, MTGRPOConfig

@@ -9,11 +9,10 @@ import re
 import pytest
 import yaml
 from jsonschema import Draft7Validator
-from support.recipes import RECIPES
+from support.recipes import RECIPES, parse_recipe
 
 from mt_grpo.app import request
 from mt_grpo.app.make_schema import build_schema
-from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.app.recipe_file import read_file
 from mt_grpo.app.request import read_request
 from mt_grpo.app.schema import SHIPPED, load_schema

@@ -9,9 +9,9 @@ import os
 import sys
 
 import pytest
+from support.recipes import parse_recipe
 
 from mt_grpo.app import serve
-from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.servers import check_importance_sampling, server_urls

@@ -1,8 +1,11 @@
-"""The recipes of this repository."""
+"""The recipes of this repository, and how tests read one."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from mt_grpo.app.recipe import Recipe, build_recipe
+from mt_grpo.app.request import read_request
 
 ROOT = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted([*ROOT.glob("*.yaml"), *ROOT.glob("Qwen/*.yaml")])
@@ -13,3 +16,8 @@ TRAINING_PROCESSES = {"triviaqa_1.5b_1gpu": 1, "triviaqa_1.5b_2gpu": 1, "triviaq
 def processes_of(recipe: Path) -> int:
     """Processes that train by a recipe; those for eight GPUs leave one to a server."""
     return TRAINING_PROCESSES.get(recipe.stem, 7 if recipe.parent.name == "Qwen" else 1)
+
+
+def parse_recipe(arguments: list[str]) -> Recipe:
+    """The options of a command line such as `["R.yaml", "--field", "value"]`."""
+    return build_recipe(read_request(arguments))

@@ -6,9 +6,8 @@ import logging
 
 import pytest
 from huggingface_hub import constants
-from support.recipes import RECIPES
+from support.recipes import RECIPES, parse_recipe
 
-from mt_grpo.app.recipe import parse_recipe
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 from mt_grpo.training import MTGRPOConfig, preflight
