@@ -381,6 +381,7 @@ def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
     """
     loop = asyncio.get_running_loop()
     future = loop.create_future()
+    context = contextvars.copy_context()
 
     def settle(result: Any, error: BaseException | None) -> None:
         if future.done():  # nobody waits for it any more
@@ -395,7 +396,7 @@ def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
         result: Any = None
         error: Exception | None = None
         try:
-            result = _anywhere(function)
+            result = _anywhere(partial(context.run, function))
         except BaseException as caught:
             if isinstance(caught, Exception) and not isinstance(caught, StopIteration):
                 error = caught

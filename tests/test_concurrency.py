@@ -312,3 +312,13 @@ def test_a_task_that_swallows_cancellation_lets_the_process_end(how, says, warns
     command = [sys.executable, "-c", TERMINAL + STUBBORN, *how.split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert says in ended.stdout and warns in ended.stderr and ended.returncode == 0
+
+
+def test_a_function_in_a_thread_sees_the_callers_variables():
+    caller = contextvars.ContextVar("caller")
+
+    async def ask():
+        caller.set("a conversation")
+        return await concurrency.call(caller.get, what="the tool")
+
+    assert asyncio.run(ask()) == "a conversation"

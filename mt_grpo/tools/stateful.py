@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict
 
+from mt_grpo.concurrency import OutOfTime, call
 from mt_grpo.errors import describe_error
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.results import check_data
@@ -226,7 +227,7 @@ class ToolSession:
             return self._instances[name]
 
     def take_reward(self) -> float | None:
-        """The sum of the step rewards since this was asked last; `None` where no call gave one."""
+        """The sum of the step rewards since the last time, or `None` if no call gave one."""
         rewards, self._step_rewards = self._step_rewards, []
         return sum(rewards) if rewards else None
 
@@ -265,9 +266,10 @@ class ToolSession:
                 self.failures.append(self._failed(base, "release", error))
 
     def _bound(self, tool: StatefulTool) -> Tool:
-        async def execute(**arguments: Any) -> Any:
+        async def call_tool(**arguments: Any) -> Any:
             options = self._options.get(tool.base.name, {}).get("execute_kwargs", {})
-            result = await _call(tool.base.execute, await self.create(tool.name), arguments, **options)
+            execute = partial(tool.base.execute, await self.create(tool.name), arguments, **options)
+            result = await call(execute, what=f"execute of tool {tool.name!r}")
             if not isinstance(result, tuple) or len(result) != 3:
                 raise TypeError(f"`execute` must return (response, reward, metrics), not {type(result).__name__}")
             response, reward, metrics = result
@@ -279,57 +281,23 @@ class ToolSession:
             return text
 
         bound = copy.copy(tool)
-        bound.function = execute
+        bound.function = call_tool
         return bound
 
     async def _ask(self, base: BaseTool, method: Callable[..., Any], instance: str) -> Any:
         options = self._options.get(base.name, {}).get(f"{method.__name__}_kwargs", {})
-        task = asyncio.ensure_future(_call(method, instance, **options))
-        task.set_name(f"{method.__name__} of tool {base.name!r}")
+        what = f"{method.__name__} of tool {base.name!r}"
         try:
-            # not `asyncio.timeout`, which waits for a tool that does not let itself be cancelled
-            done, _ = await asyncio.wait([task], timeout=self._timeout)
-        finally:
-            task.cancel()
-            task.add_done_callback(_retrieve)
-        if not done:
-            raise TimeoutError(f"it took longer than {self._timeout:g} s")
-        if task.cancelled():
-            raise RuntimeError("it was cancelled")
-        return task.result()
+            return await call(partial(method, instance, **options), what=what, timeout=self._timeout)
+        except OutOfTime:
+            raise TimeoutError(f"it took longer than {self._timeout:g} s") from None
 
     def _failed(self, base: BaseTool, method: str, error: Exception) -> str:
         return f"`{method}` of the tool {base.name!r} failed: {describe_error(error)}."
 
 
-async def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Calls a method of a tool, in a thread where it may block, so that it ends neither the loop nor a future."""
-
-    def plain() -> Any:
-        try:
-            return method(*arguments, **options)
-        except StopIteration as stop:  # a future cannot carry it
-            raise RuntimeError(describe_error(stop)) from stop
-
-    try:
-        if inspect.iscoroutinefunction(method):
-            return await method(*arguments, **options)
-        result = await asyncio.to_thread(plain)
-        return await result if inspect.isawaitable(result) else result
-    except (Exception, asyncio.CancelledError):
-        raise
-    except BaseException as caught:  # it would end the event loop, and the run with it
-        raise RuntimeError(describe_error(caught)) from caught
-
-
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Asks for the exception of a task that nobody waits for any more."""
-    if not task.cancelled():
-        task.exception()
-
-
 def _options(row: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Arguments for the tools' methods, without those that a table fills with `None` since other rows have them."""
+    """The arguments for tools' methods, without `None`, with which a table fills what only other rows have."""
     options = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
     return {
         tool: {
