@@ -101,7 +101,7 @@ class GymEnv(StepEnv):
         self.total += reward
         reason = StopReason.ENV_DONE if terminated else StopReason.MAX_STEPS
         done = reason if terminated or truncated or over else False
-        shown = show(seen) or ([] if done else "(nothing to see)")
+        shown: str | list[Message] = show(seen) or ([] if done else "(nothing to see)")
         return Step(shown, reward, done, info=info if done else {})
 
     async def close(self) -> None:

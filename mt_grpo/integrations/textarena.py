@@ -69,6 +69,7 @@ class Game:
         """Plays a move and the opponent's moves that follow."""
         done = self._move(action)
         while not done and self._env.state.current_player_id != 0:
+            assert self._opponent is not None  # else there is one player
             done = self._move(self._opponent(self._seen(self._env.state.current_player_id)))
         seen = self._seen(0)
         if not done:

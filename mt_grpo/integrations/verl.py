@@ -153,7 +153,8 @@ class InteractionEnv(DialogueEnv):
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
         """Starts the interaction, runs the loop of `DialogueEnv`, and asks for the score."""
         self.kwargs = find_kwargs(self.interactions, row)
-        self.instance_id, self.data = uuid.uuid4().hex, []
+        self.instance_id = uuid.uuid4().hex
+        self.data: list[dict[str, Any]] = []
         self.interaction = self.interactions[self.kwargs["name"]]
         await self._call(partial(self.interaction.start_interaction, self.instance_id, **self.kwargs))
         try:
@@ -172,6 +173,7 @@ class InteractionEnv(DialogueEnv):
         """Asks the interaction for its answer."""
         said = [message for each in self.turns for message in (each.message, *each.replies)]
         messages = copy.deepcopy([*self.opening, *said])
+        assert self.interaction is not None  # `run` chose it
         method = self.interaction.generate_response
         answer = await self._call(partial(method, self.instance_id, messages, **self.kwargs))
         if not isinstance(answer, tuple) or len(answer) != 4 or not isinstance(answer[1], str):
@@ -346,9 +348,12 @@ class Gsm8kTool(BaseTool):
         super().__init__(config, tool_schema)
         self._states: dict[str, dict[str, Any]] = {}
 
-    async def create(self, instance_id: str, ground_truth: Any = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+    async def create(
+        self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
         if ground_truth is None:
             raise ValueError("the row's `create_kwargs` of this tool have no `ground_truth`")
+        instance_id = instance_id or uuid.uuid4().hex
         self._states[instance_id] = {"gold": ground_truth, "reward": 0.0}
         return instance_id, ToolResponse()
 

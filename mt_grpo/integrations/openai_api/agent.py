@@ -49,7 +49,7 @@ class AgentClient:
     _opened: list[Any] = field(default_factory=list, repr=False)
 
     @property
-    def host(self) -> str:
+    def host(self) -> str | None:
         """The server's host."""
         return urlsplit(self.base_url).hostname
 
@@ -119,6 +119,7 @@ class Command:
         )
         try:
             stdin = transport.get_pipe_transport(0)
+            assert isinstance(stdin, asyncio.WriteTransport)
             stdin.write(json.dumps(row, default=str).encode())
             stdin.close()
             await process.exited.wait()
@@ -335,7 +336,7 @@ def read_result(result: Any, name: str) -> Outcome:
     if isinstance(result, str):
         return Outcome(stop_reason=StopReason.ANSWERED, answer=result)
     if isinstance(result, numbers.Real):
-        return Outcome({REWARD: result})
+        return Outcome({REWARD: float(result)})
     if isinstance(result, dict):
         rewards = {
             key: finite(value, f"{name}: the reward {key!r}") for key, value in result.items() if key != "answer"

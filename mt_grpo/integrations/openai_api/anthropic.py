@@ -14,7 +14,7 @@ from mt_grpo.integrations.openai_api.request import ParsedRequest, wrong
 
 SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")
 READ = frozenset((*SAME, "messages", "system", "tools", "tool_choice", "stop_sequences"))
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+CHOICES: dict[Any, str] = {"auto": "auto", "any": "required", "none": "none"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -94,7 +94,7 @@ def answer(parsed: ParsedRequest, choices: Sequence[Choice]) -> Iterator[bytes]:
     (choice,) = choices
     usage = {"input_tokens": choice.turn.context_length, "output_tokens": choice.turn.num_tokens}
     stop = ended_by(choice.turn, parsed.stop)
-    whole = {
+    whole: dict[str, Any] = {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
         "role": "assistant",
@@ -119,6 +119,7 @@ def answer(parsed: ParsedRequest, choices: Sequence[Choice]) -> Iterator[bytes]:
 
 def _deltas(block: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The events of one block: its start without the content, the content, and its end."""
+    empty: dict[str, Any]
     if block["type"] == "tool_use":
         empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
     else:

@@ -81,7 +81,8 @@ class Calls:
             else:
                 written += [_without_calls(message) for message in group]
         if parsed.tools and messages[0]["role"] != "system":
-            prompt = self._protocol.default_system_prompt([SimpleNamespace(schema=tool) for tool in parsed.tools])
+            tools = [SimpleNamespace(schema=tool) for tool in parsed.tools]
+            prompt = self._protocol.default_system_prompt(tools)  # type: ignore[arg-type]  # it reads schemas only
             written.insert(0, {"role": "system", "content": prompt})
         return written
 

@@ -38,7 +38,7 @@ def as_chat(body: dict[str, Any], known: dict[str, list[Message]]) -> dict[str, 
     previous = body.get("previous_response_id")
     if previous is not None and previous not in known:
         raise ApiError(404, f"There is no response {previous!r}.", "not_found", "previous_response_id")
-    before = known.get(previous, [])
+    before = [] if previous is None else known[previous]
     if body.get("instructions"):  # they replace those of the previous response
         before = [{"role": "system", "content": body["instructions"]}, *_without_instructions(before)]
     given = body.get("input")
@@ -77,7 +77,8 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
             continue
         if kind == "function_call_output":
             result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-            said = messages.append(result)
+            messages.append(result)
+            said = None
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             if said is None:
@@ -129,7 +130,7 @@ def _items(choice: Choice) -> list[dict[str, Any]]:
         thought = {"type": "reasoning_text", "text": message["reasoning_content"]}
         items.append({"type": "reasoning", "id": _named("rs"), "summary": [], "content": [thought]})
     if message["content"] or not message.get("tool_calls"):
-        text = {"type": "output_text", "text": message["content"] or "", "annotations": []}
+        text: dict[str, Any] = {"type": "output_text", "text": message["content"] or "", "annotations": []}
         said = {"id": _named("msg"), "status": "completed", "role": "assistant", "content": [text]}
         items.append({"type": "message", **said})
     for call in message.get("tool_calls", ()):

@@ -55,7 +55,7 @@ class GymScheduler(MultiTurnScheduler):
         self._total_rewards[uuid], self._step_rewards[uuid] = 0.0, []
 
     def _create_env(self, env_config: dict[str, Any]) -> Any:
-        name = env_config.get("name")
+        name: Any = env_config.get("name")
         if name not in envs:
             raise KeyError(
                 f"The row's `env_config` names the environment {name!r}{did_you_mean(str(name), envs)}: name one "
@@ -275,7 +275,7 @@ class ToolCallScheduler(MultiTurnScheduler):
         result = f"{lead} {tool_call.result}\n"
         infer_request.messages[-1]["content"] += result
         added = self.tokenizer.encode(result, add_special_tokens=False)
-        sampled = response_choice.token_ids
+        sampled = response_choice.token_ids or []
         return {
             "infer_request": infer_request,
             "response_token_ids": sampled + added,

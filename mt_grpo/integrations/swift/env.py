@@ -73,11 +73,9 @@ class SchedulerSource:
 
     async def scheduler(self, tokenizer: Any) -> MultiTurnScheduler:
         """The scheduler of the run."""
-        if self._made is None:
-            await call(self._make, tokenizer, what=self.__name__, timeout=self.timeout)
-        return self._made
+        return self._made or await call(self._make, tokenizer, what=self.__name__, timeout=self.timeout)
 
-    def _make(self, tokenizer: Any) -> None:
+    def _make(self, tokenizer: Any) -> MultiTurnScheduler:
         with self._making:  # the first conversations all begin at once
             if self._made is None:
                 engine = InferEngine(tokenizer)
@@ -89,6 +87,7 @@ class SchedulerSource:
                 )
                 made.infer_engine, made.max_turns = engine, self.max_turns  # its constructor may not pass them on
                 self._made = made
+            return self._made
 
     def warn_of_mask(self) -> None:
         """Warns once that `loss_scale` is ignored, since the scheduler returns masks."""

@@ -35,11 +35,11 @@ class ORM(FunctionReward):
         self.args = args
 
     @property
-    def function(self) -> Any:
+    def function(self) -> Any:  # type: ignore[override]  # subclasses need not call `__init__`
         """The function that `FunctionReward` calls."""
         return self.__call__
 
-    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The rewards of a batch."""
         raise NotImplementedError(f"{type(self).__name__} defines no `__call__`.")
 
@@ -60,10 +60,6 @@ class ORM(FunctionReward):
 class AsyncORM(ORM):
     """An `ORM` whose `__call__` is `async`. It is called once per batch too."""
 
-    async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
-        """The rewards of a batch."""
-        raise NotImplementedError(f"{type(self).__name__} defines no `__call__`.")
-
 
 def _records(trajectory: Trajectory) -> list[dict[str, Any]]:
     environment = trajectory.environment
@@ -83,7 +79,7 @@ def register_orm(name: str, orm: type[ORM]) -> None:
     if orm is not Accuracy:  # recipes name it by its path: plugins register rewards of their own as "accuracy"
         args = inspect.signature(orm).parameters.get("args")
         if args is not None and args.default is args.empty:  # ms-swift's trainer passes its own arguments here
-            orm.__init__ = partialmethod(orm.__init__, None)
+            orm.__init__ = partialmethod(orm.__init__, None)  # type: ignore[assignment, method-assign]
         orm.name = name
         REWARDS.add(name, orm, orm.__module__)
 

@@ -9,7 +9,7 @@ import asyncio
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
@@ -93,7 +93,7 @@ class Conversation:
             self._sampling -= 1
             self._since = time.monotonic()
         self.reason = self.policy.exhausted
-        ids, logprobs = map(list, self.policy.sampled)
+        ids, logprobs = list(self.policy.sampled[0]), list(self.policy.sampled[1])
         self.sampled.append(Sampled(turn, list(ids), continues))
         tokens = self.policy.tokenizer.convert_ids_to_tokens(ids)
         content = [{"token": token, "logprob": value} for token, value in zip(tokens, logprobs, strict=True)]
@@ -189,9 +189,9 @@ class MultiTurnScheduler:
         # files differ in whether `infer_engine` or `max_turns` is the first argument
         older = "infer_engine" in kwargs or (args and isinstance(args[0], int))
         names = ("max_turns",) if older else ("infer_engine", "max_turns")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        self.infer_engine: InferEngine = given.get("infer_engine")
-        self.max_turns: int | None = given.get("max_turns")
+        given = {"infer_engine": None, "max_turns": None, **dict(zip(names, args, strict=False)), **kwargs}
+        self.infer_engine: InferEngine = given["infer_engine"]
+        self.max_turns: int | None = given["max_turns"]
 
     @property
     def tokenizer(self) -> Any:
@@ -231,11 +231,11 @@ class MultiTurnScheduler:
         """Whether the conversation is over: the response was cut off, or `max_turns` is reached."""
         if response_choice.finish_reason == "length":
             return True
-        return bool(self.max_turns) and current_turn >= self.max_turns
+        return bool(self.max_turns and current_turn >= self.max_turns)
 
     def step(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | Awaitable[dict[str, Any]]:
         """
         Prepares the next request after a response.
 
