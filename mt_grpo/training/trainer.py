@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -84,7 +83,7 @@ from mt_grpo.training.servers import (
     weight_sync,
 )
 from mt_grpo.training.step_log import Step, StepLog
-from mt_grpo.training.step_log.metrics import show_advantages
+from mt_grpo.training.step_log.metrics import means_over_rows, show_advantages
 from mt_grpo.training.trl_arguments import (
     as_list,
     as_rows,
@@ -572,10 +571,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         metrics = self._metrics[mode]
         if mode == "eval" and self._evaluation is not None:  # batches of an evaluation differ in size
-            sizes = self._evaluation.sizes
-            for name, values in metrics.items():
-                if len(values) == len(sizes):
-                    metrics[name] = [_weighted_mean(values, sizes)]
+            metrics.update(means_over_rows(metrics, self._evaluation.sizes))
         metrics.update({name: [value] for name, value in self.step_log.metrics.close(mode).items()})
         super().log(logs, start_time)
 
@@ -656,10 +652,3 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             if num_generations > 1:
                 self.step_log.warnings.recheck(batch.counted, "audit")
         return batch.trajectories
-
-
-def _weighted_mean(values: list[float], weights: list[int]) -> float:
-    """A mean without NaN, which marks batches to which a metric does not apply."""
-    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if not math.isnan(value)]
-    total = sum(weight for _, weight in pairs)
-    return sum(value * weight for value, weight in pairs) / total if total else math.nan

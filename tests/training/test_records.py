@@ -14,6 +14,7 @@ from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.runlog import RunLogError, open_run
 from mt_grpo.runlog.writer import RunWriter
 from mt_grpo.token_tree import TokenTree
+from mt_grpo.training.batch import TokenColumns
 from mt_grpo.training.step_log import Outputs
 from mt_grpo.training.step_log.records import as_record, mean_record, read_audit, update_rows
 from mt_grpo.training.step_log.step import number_rows, split_number
@@ -160,6 +161,17 @@ def test_a_folder_that_cannot_be_written_ends_a_run(build, tmp_path):
     trainer.step_log.records.writer = RunWriter("/dev/null")
     with pytest.raises(RunLogError, match="The run's conversations cannot be written to /dev/null/rollouts"):
         trainer.train()
+
+
+def test_a_failure_after_scoring_loses_no_conversation(build, tmp_path, monkeypatch):
+    def fail(rows, like):
+        raise MemoryError("full")
+
+    monkeypatch.setattr(TokenColumns, "of_rollouts", fail)
+    with pytest.raises(MemoryError):
+        build(max_steps=1).train()
+    rows = open_run(tmp_path).rows
+    assert [row["stop"] for row in rows] == ["answered"] * 4 and all(row["reward"] is not None for row in rows)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from typing import Any
 
@@ -199,6 +200,23 @@ def audit_metrics(audit: dict[str, Any], sampled_again: int) -> Tally:
         tally.count("batch with turn and outcome advantages", 1)
         tally.add("credit/sign_agreement", audit["sign_agreement"], per="batch with turn and outcome advantages")
     return tally
+
+
+def means_over_rows(metrics: dict[str, list[float]], sizes: list[int]) -> dict[str, list[float]]:
+    """
+    TRL's metrics of an evaluation, each as one mean over its rows: its batches differ in size.
+
+    Args:
+        metrics (`dict`): A value per batch by name, NaN where a metric does not apply. Others are left out.
+        sizes (`list[int]`): Rows of each batch.
+    """
+    means = {}
+    for name, values in metrics.items():
+        if len(values) == len(sizes):
+            pairs = [(value, size) for value, size in zip(values, sizes, strict=True) if not math.isnan(value)]
+            total = sum(size for _, size in pairs)
+            means[name] = [sum(value * size for value, size in pairs) / total if total else math.nan]
+    return means
 
 
 def show_advantages(shown: deque[float], batch: RewardBatch, advantages: torch.Tensor) -> None:
