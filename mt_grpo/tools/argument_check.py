@@ -1,7 +1,7 @@
 """
 Holds arguments against a JSON schema in bounded time. The schema may come from a stranger's server and the arguments
-from a model, so that neither may keep the event loop: patterns are matched by RE2, in time linear in the text, and
-whatever else takes long is given up.
+from a model, so neither may hold up the event loop. RE2 matches patterns in time linear in the text, and a check that
+takes long is given up.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 CHECK_SECONDS = 0.5
-"""Of processor time, for one check. A list of 10,000 numbers takes a tenth of it."""
+"""Most processor time of one check. A list of 10,000 numbers takes a tenth of it."""
 
 SCHEMA_SECONDS = 5.0
-"""Of processor time, for a schema itself, once when a tool is made."""
+"""Most processor time to check the schema itself, once when a tool is made."""
 
 MAX_MATCH_WORK = 10**8
 """Characters times RE2's instructions: what RE2 may need at worst, some 0.5 s."""
@@ -41,7 +41,7 @@ _ends_at: ContextVar[float] = ContextVar("_ends_at")
 
 
 class UnsoundSchema(ValueError):
-    """What is no JSON schema, or none that can be checked. `where` is the path to it, empty for the whole."""
+    """A part of a schema is wrong, or cannot be checked. `where` is its path, empty for the whole schema."""
 
     def __init__(self, where: str, what: str) -> None:
         super().__init__(what)
@@ -83,7 +83,7 @@ def read_schema(schema: Any) -> dict[str, str]:
 
 
 def _names(schema: Any) -> set[str]:
-    """All that stand before a colon."""
+    """All keys of a schema, at any depth."""
     names: set[str] = set()
     left = [schema]
     while left:
@@ -110,11 +110,10 @@ class ArgumentCheck:
 
     def errors(self, arguments: Any) -> list[ValidationError]:
         """
-        All that is wrong with the arguments.
+        Everything that is wrong with the arguments.
 
         Raises:
-            ValueError: If they cannot be checked: there is no remainder of NaN, say, a reference leads nowhere, or it
-                would take too long.
+            ValueError: If they cannot be checked, e.g. because a reference leads nowhere, or it would take too long.
         """
         try:
             return _errors(self._validator, arguments, CHECK_SECONDS)
@@ -220,7 +219,7 @@ def _few(keyword: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counted(keyword: Callable[..., Any]) -> Callable[..., Any]:
-    """The keyword's own check, which is not begun where the time is over."""
+    """The keyword's own check, unless the time is over."""
 
     def check(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
         _go_on()

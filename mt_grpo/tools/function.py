@@ -44,7 +44,7 @@ class ToolDefinitionError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """What `@tool` says about a function; for the fields see `Tool`."""
+    """The options that `@tool` gives a function; for the fields see `Tool`."""
 
     concurrency: int | None = None
     max_result_size: int | None = None
@@ -127,8 +127,8 @@ class Tool:
     @classmethod
     def from_function(cls, fn: Callable[..., Any]) -> Tool:
         """
-        Describes a function, bound method or callable object by its name, docstring and type hints. What `@tool` says
-        about it holds.
+        Describes a function, bound method or callable object by its name, docstring and type hints. It keeps the
+        options of `@tool`.
 
         Raises:
             ToolDefinitionError: If the docstring, a type hint or the description of an argument is missing, or an
@@ -190,16 +190,11 @@ class Tool:
         if error.validator == "type":
             types = error.validator_value if isinstance(error.validator_value, list) else [error.validator_value]
             return f"{subject} must be of type {' or '.join(types)}, not {_json_type(error.instance)}"
-        return f"{subject} must satisfy {self.render({error.validator: error.validator_value})}"
+        return f"{subject} must satisfy {render({error.validator: error.validator_value})}"
 
     @functools.cached_property
     def _argument_check(self) -> ArgumentCheck:
         return ArgumentCheck({"additionalProperties": False, **_with_null(self.parameters)})
-
-    @staticmethod
-    def render(result: Any) -> str:
-        """The text of a result for the model; see `render`."""
-        return render(result)
 
 
 @functools.lru_cache(maxsize=1024)  # once, not for every conversation that makes its tools
@@ -318,8 +313,8 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 def in_google_style(function: Callable[..., Any], text: str, names: list[str]) -> Callable[..., Any]:
     """
-    The function for `transformers.utils.get_json_schema`, which reads Google's style without types alone: as it is
-    where that is its style, else with its docstring rewritten.
+    The function as `transformers.utils.get_json_schema` can read it, which is in Google's style without types. A
+    function with another docstring is replaced by one with a rewritten docstring.
 
     Args:
         function (`Callable`): The function or bound method.
@@ -341,7 +336,7 @@ def in_google_style(function: Callable[..., Any], text: str, names: list[str]) -
 
 
 def _begins(lines: list[str], index: int) -> bool:
-    """Whether what says of arguments, results or errors begins in a line."""
+    """Whether a section about arguments, results or errors begins in a line."""
     header = HEADER.match(lines[index])
     return _is_numpy_or_field(lines, index) or bool(header and lines[index].rstrip().endswith(":"))
 
@@ -355,7 +350,7 @@ def _is_numpy_or_field(lines: list[str], index: int) -> bool:
 
 
 def _read_field(lines: list[str], index: int, parts: list[str]) -> int:
-    """Reads the lines that go on with a field; returns where the next begins."""
+    """Reads the further lines of a field. Returns the index of the line after it."""
     index += 1
     while index < len(lines) and lines[index].strip() and not FIELD.match(lines[index]):
         parts.append(lines[index])
@@ -364,7 +359,7 @@ def _read_field(lines: list[str], index: int, parts: list[str]) -> int:
 
 
 def _read_items(lines: list[str], index: int, pattern: re.Pattern[str], arguments: dict[str, list[str]]) -> int:
-    """Reads the items of a section; returns where the next section begins."""
+    """Reads the items of a section. Returns the index of the line after it."""
     indent: int | None = None
     parts: list[list[str]] = []
     while index < len(lines) and not _begins(lines, index):

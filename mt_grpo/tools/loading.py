@@ -33,12 +33,12 @@ def tool(
     ends_episode: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
-    Says what holds for a tool: a function, a method, or a class that starts without arguments and has one public
-    method.
+    Gives options to a tool, and perhaps a name for recipes. The tool is a function, a method, or a class that starts
+    without arguments and has one public method.
 
     Args:
-        name (`str`, *optional*): Registers it under this name, for recipes. The model calls it by the name of the
-            function or method. Without a name it is not registered.
+        name (`str`, *optional*): Registers it under this name. The model calls it by the name of the function or
+            method.
         concurrency (`int`, *optional*), max_result_size (`int`, *optional*), ends_episode (`bool`, *optional*): See
             `Tool`. A concurrency limit above a method is one for all objects of its class.
 

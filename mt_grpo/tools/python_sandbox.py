@@ -23,10 +23,10 @@ from mt_grpo.tools.loading import tool
 logger = logging.getLogger(__name__)
 
 SPARE_SECONDS = 10.0
-"""For what a run needs beside the code: a process to start, an answer to arrive."""
+"""Time for the rest of a run: to start a process, and for its answer to arrive."""
 
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
-"""Variables that the process which confines the code is given; the code itself is given none of the trainer's."""
+"""Environment variables for the process that confines the code. The code itself gets none of the trainer's."""
 
 NOTHING = "The code printed nothing: print what you want to see."
 
@@ -133,7 +133,7 @@ class RemotePython:
     """
     Runs Python code on a server that speaks Sandbox Fusion's protocol: `POST {"code", "language", "run_timeout",
     "memory_limit_MB"}`, answered with `{"status", "message", "run_result": {"status", "return_code", "stdout",
-    "stderr"}}`. What confines the code is that server.
+    "stderr"}}`. That server confines the code.
 
     Args:
         url (`str`): Address of the endpoint, such as `http://sandbox:8080/run_code`.
@@ -206,7 +206,7 @@ def refuse_unconfined() -> None:
 
 
 async def _ask_host(request: dict[str, Any]) -> dict[str, Any]:
-    """Has a process of its own run code; see `sandbox_host.py`."""
+    """Runs code through a process of its own; see `sandbox_host.py`."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-I",
@@ -233,7 +233,7 @@ async def _ask_host(request: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Has the process kill what still runs, and waits for its end; who cancels this waits that moment too."""
+    """Makes the process kill what still runs, and waits for its end, even if the caller is cancelled."""
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None  # all are pipes
     process.stdin.close()
     killing = asyncio.get_running_loop().call_later(SPARE_SECONDS, process.kill)
@@ -244,7 +244,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _told(stdout: str, stderr: str, exit_code: int | None, reason: str | None) -> tuple[str, dict[str, Any]]:
-    """What the model is shown and rewards get; raises `CodeError` with the same text where the code failed."""
+    """The text for the model and the data for rewards. Raises `CodeError` with the text if the code failed."""
     if not reason and exit_code:
         reason = None if stderr else f"The code ended with exit code {exit_code}."
     text = "\n".join(part.rstrip("\n") for part in (stdout, stderr, reason) if part)

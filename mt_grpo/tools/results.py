@@ -1,4 +1,4 @@
-"""What a tool returned: text for the model, data for rewards."""
+"""Reads what a tool returned: text for the model, data for rewards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from mt_grpo.errors import describe_error
 
 MAX_DEPTH = 100
-"""Levels of lists and dictionaries within each other that data may have: what handles it calls itself for each."""
+"""Most levels of nested lists and dictionaries in data, since code that handles it is recursive."""
 
 
 def read_result(result: Any, max_size: int | None) -> tuple[str, dict[str, Any] | None]:
@@ -27,7 +27,7 @@ def read_result(result: Any, max_size: int | None) -> tuple[str, dict[str, Any] 
     data = None
     if type(result) is tuple and len(result) == 2 and isinstance(result[0], str) and isinstance(result[1], dict):
         result, data = result
-        # the same for a reward, whether it is asked in the run or reads what the run has written
+        # so that a reward sees the same in the run and when it reads what the run has written
         data = json.loads(json.dumps(data, default=_plain))
         check_data(data, "the data of the result")
     return cut(render(result), max_size), data
@@ -47,7 +47,7 @@ def render(result: Any) -> str:
 
 
 def cut(text: str, max_size: int | None) -> str:
-    """The beginning of a text that is too long, and a note of how much is missing."""
+    """The text, or its first `max_size` characters and a note of how much is missing."""
     if max_size is None or len(text) <= max_size:
         return text
     return f"{text[:max_size]}\n[{len(text) - max_size:,} of {len(text):,} characters were cut off.]"
@@ -55,15 +55,15 @@ def cut(text: str, max_size: int | None) -> str:
 
 def check_data(value: Any, what: str) -> None:
     """
-    Refuses what a run cannot write down.
+    Refuses data that a run cannot write.
 
     Args:
-        value: The data; what JSON has no form for is written as its text.
+        value: The data. Values without a JSON form are written as text.
         what (`str`): Its name in errors.
 
     Raises:
         ValueError: If it has keys that are no text or numbers, cycles, more than `MAX_DEPTH` levels, or values that
-            do not let themselves be written as text.
+            cannot be written as text.
     """
     if too_deep(value):
         raise ValueError(f"{what} goes more than {MAX_DEPTH} levels deep, or has no end: give less nested data.")
@@ -74,19 +74,19 @@ def check_data(value: Any, what: str) -> None:
 
 
 def too_deep(value: Any) -> bool:
-    """Whether lists and dictionaries are in each other in more than `MAX_DEPTH` levels, or without end."""
+    """Whether lists and dictionaries are nested more than `MAX_DEPTH` levels deep, or without end."""
     level, depth = [value], 0
-    while level := [item for holder in level for item in _items(holder)]:
+    while level := [item for container in level for item in _items(container)]:
         depth += 1
         if depth > MAX_DEPTH:
             return True
     return False
 
 
-def _items(holder: Any) -> Iterable[Any]:
-    if isinstance(holder, dict):
-        return holder.values()
-    return holder if isinstance(holder, (list, tuple)) else ()
+def _items(container: Any) -> Iterable[Any]:
+    if isinstance(container, dict):
+        return container.values()
+    return container if isinstance(container, (list, tuple)) else ()
 
 
 def _decoded(value: bytes | bytearray | memoryview) -> str:
@@ -98,7 +98,7 @@ def _decoded(value: bytes | bytearray | memoryview) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON cannot hold, as something it can."""
+    """A JSON form of a value that has none: for `json.dumps(default=...)`."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, (set, frozenset)):

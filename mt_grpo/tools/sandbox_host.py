@@ -44,9 +44,9 @@ inotify_init inotify_init1 inotify_add_watch fanotify_init
 pidfd_open pidfd_getfd process_madvise syslog mq_open memfd_create memfd_secret setsockopt
 """.split()
 """
-What Landlock lets through and a process of the same user could harm others with: modes, owners and times of any file,
-limits and priorities of any process, the clock, devices, memory that no limit counts (`setsockopt` makes the buffers
-of a pair of sockets large).
+System calls that Landlock allows, with which a process could harm others of its user: they change modes, owners and
+times of any file, limits and priorities of any process, the clock and devices, or take memory that no limit counts
+(`setsockopt` makes the buffers of a pair of sockets large).
 """
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
@@ -177,8 +177,8 @@ class Watch:
 
 def _mount(folder: str, size: int) -> bool:
     """
-    Puts an empty file system of `size` bytes and `MAX_FILES` files over a folder, for this process and those that
-    follow alone. Root may do so at once, others in a user namespace, in which they stay who they are.
+    Mounts an empty file system of `size` bytes and `MAX_FILES` files over a folder, which only this process and its
+    descendants see. Root may do so at once, other users in a user namespace, in which they keep their identity.
 
     Returns:
         `bool`: Whether this machine lets it.
@@ -208,7 +208,7 @@ def _is_full(folder: str) -> bool:
 
 
 def _limit(request: dict[str, Any]) -> None:
-    """What this process and all that follow may not have; nothing they do can undo it."""
+    """Limits this process and all its descendants, for good."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # background processes become children of this one
     for capability in range(64):

@@ -26,7 +26,7 @@ WIKIPEDIA_CONCURRENCY = 4
 """Searches of one process under way at once. Wikipedia asks its users to send few at a time."""
 
 WIKIPEDIA_WAIT = 15.0
-"""Seconds that one search waits at most, in all, where Wikipedia asks for it."""
+"""Most seconds that one search waits in all when Wikipedia asks for it."""
 
 WIKIPEDIA_TRIES = 5
 
@@ -223,7 +223,7 @@ class WikipediaSearch:
         return "\n".join(f"{page['title']}: {page.get('extract', '').strip()}" for page in pages) or NO_RESULTS
 
     def _ask(self, params: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request, which is sent again where Wikipedia asks to come later."""
+        """The answer to a request. It is sent again if Wikipedia asks for that."""
         give_up = time.monotonic() + WIKIPEDIA_WAIT
         for attempt in range(WIKIPEDIA_TRIES):
             self._pause.wait(give_up)
@@ -244,13 +244,14 @@ class WikipediaSearch:
 
 
 class Pause:
-    """A time before which no request is sent, by any thread: who was not told to wait would be refused too."""
+    """Holds back the requests of all threads until a time. The server would refuse the others' as well."""
 
     def __init__(self) -> None:
         self._until = 0.0
         self._lock = threading.Lock()
 
     def begin(self, seconds: float) -> None:
+        """Makes the pause last at least so many seconds from here, `LONGEST_PAUSE` at most."""
         with self._lock:
             self._until = max(self._until, time.monotonic() + min(seconds, LONGEST_PAUSE))
 
@@ -268,7 +269,7 @@ class Pause:
 
 
 def _retry_after(header: str | None, attempt: int) -> float:
-    """Seconds to wait: those of a `Retry-After`, in seconds or a date, and more each time without a usable one."""
+    """Seconds to wait: those of `Retry-After` (seconds or a date), or without it more after each attempt."""
     backoff = 2.0**attempt * random.uniform(0.5, 1.0)
     if not header:
         return backoff
@@ -292,5 +293,5 @@ def _text(document: Mapping[str, Any]) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """Lower-case words. Nothing is dropped: a chemical symbol may well look like a stop word."""
+    """Lower-case words. Stop words stay: a chemical symbol may look like one."""
     return re.findall(r"\w+", text.lower())

@@ -13,6 +13,7 @@ import pytest
 
 from mt_grpo.imports import ImportPathError
 from mt_grpo.tools import Tool, ToolDefinitionError, calculator, load_tools
+from mt_grpo.tools.results import render
 
 
 def search(query: str, k: int = 3, unit: Literal["km", "mi"] = "km", tags: list[str] | None = None) -> str:
@@ -342,7 +343,7 @@ class Page:
     ],
 )
 def test_a_result_is_shown_as_text_or_json(result: Any, text: str) -> None:
-    assert Tool.render(result) == text
+    assert render(result) == text
 
 
 def test_tools_are_names_paths_callables_objects_or_tools(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

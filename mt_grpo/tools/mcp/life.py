@@ -17,6 +17,18 @@ from mt_grpo.tools.mcp.config import McpServerConfig
 logger = logging.getLogger(__name__)
 
 
+START_SECONDS = 60.0
+"""How long a server may take until it has listed its tools."""
+PROBE_SECONDS = 10.0
+"""How long a server may take to answer a ping after a call that failed or ran out of time."""
+HEARTBEAT_SECONDS = 5.0
+"""Time between pings of a server at a URL while it works on a call."""
+STOP_SECONDS = 15.0
+"""How long the end of this process waits for its servers. The library kills a server earlier than that."""
+
+_FIRST = asyncio.FIRST_COMPLETED
+
+
 class LastWords:
     """
     Reads what a server writes to its standard error, logs it, and keeps the last line.
@@ -40,19 +52,19 @@ class LastWords:
         return os.fdopen(writing, "w")
 
     async def last(self) -> str:
-        """The last line, of all that a server that ends has still to say."""
+        """The last line that the server wrote. Of a server that ends, it waits for the rest of its output."""
         if self._reading is not None:
             await asyncio.wait([asyncio.ensure_future(self._closed.wait())], timeout=1.0)
         return self._line
 
     def close(self) -> None:
-        """Reads what is there, and closes the file, which a process that the server left behind may hold open."""
+        """Reads what is there and closes the file. A process that the server left behind may hold it open."""
         while self._reading is not None and self._read():
             pass
         self._end()
 
     def _read(self) -> bool:
-        """Reads once; whether there was something."""
+        """Reads once. Returns whether there was something to read."""
         assert self._reading is not None  # nothing calls it after the end
         try:
             data = os.read(self._reading, 65536)
@@ -74,18 +86,6 @@ class LastWords:
             os.close(self._reading)
             self._reading = None
         self._closed.set()
-
-
-START_SECONDS = 60.0
-"""How long a server may take until it has listed its tools."""
-PROBE_SECONDS = 10.0
-"""How long a server may take to answer a ping after a call that failed or ran out of time."""
-HEARTBEAT_SECONDS = 5.0
-"""Time between pings of a server at a URL while it works on a call."""
-STOP_SECONDS = 15.0
-"""How long the end of the process waits for its servers; the library kills one that does not end sooner than that."""
-
-_FIRST = asyncio.FIRST_COMPLETED
 
 
 class McpThread(LoopThread):
@@ -170,7 +170,7 @@ class Life:
         """
         request = asyncio.ensure_future(self._session.call_tool(tool, arguments))
         try:
-            # not every version of the library says that a server at a URL is gone: one that is asked something is
+            # not every version of the library reports that a server at a URL is gone, but a ping then fails
             pause = None if self.transport == "stdio" else HEARTBEAT_SECONDS
             while not (await asyncio.wait({request, self.over}, timeout=pause, return_when=_FIRST))[0]:
                 self._probe(patient=True)
@@ -187,13 +187,13 @@ class Life:
             request.add_done_callback(retrieve)
 
     async def checked(self) -> bool:
-        """Whether the server lives; where a call of it failed, this waits until it has answered a ping, or has not."""
+        """Whether the server lives. After a call that failed, this waits for the answer to a ping."""
         if self._probing is not None:
             await asyncio.wait({self._probing, self.over}, return_when=_FIRST)
         return not self.over.done()
 
     def stop(self) -> None:
-        """Asks the owner to leave, at once where the server has not even started."""
+        """Ends the session, and cancels a start that has not succeeded yet."""
         if not self.started.done():
             self._owner.cancel()
         self._end()
@@ -203,13 +203,13 @@ class Life:
             self.over.set_result(None)
 
     async def ended(self) -> None:
-        """Waits until the owner has left, and with it the server's process."""
+        """Waits until the session and the server's process have ended."""
         await asyncio.wait([self._owner])
 
     def _probe(self, patient: bool = False) -> None:
         """
-        Pings the server; one that does not answer is ended, so that the next call starts it. Where this is `patient`,
-        silence is none, since the server may be busy.
+        Pings the server, and ends it if it does not answer, so that the next call starts it again. If this is
+        `patient`, only an error ends it, and not silence: the server may be busy.
         """
         if self.over.done() or (self._probing is not None and not self._probing.done()):
             return
@@ -230,7 +230,7 @@ class Life:
         try:
             async with asyncio.timeout(START_SECONDS) as deadline, AsyncExitStack() as stack:
                 await self._begin(stack)
-                stack.callback(self._end)  # before the session is closed, which would make an error of its own of it
+                stack.callback(self._end)  # before the session is closed, which would raise an error of its own
                 deadline.reschedule(None)
                 self.started.set_result(None)
                 await asyncio.wait({self.over})
@@ -299,8 +299,7 @@ class Life:
 
     @asynccontextmanager
     async def _watched(self, source: Any) -> AsyncIterator[Any]:
-        """Hands on what the server sends, and notes when it closes: the versions of the library differ in whether a
-        session says so."""
+        """Passes on the server's messages, and ends this life when they end: not every version of the library does."""
         import anyio
 
         sink, watched = anyio.create_memory_object_stream[Any](0)
@@ -324,7 +323,7 @@ class Life:
             watched.close()
 
     async def _note_status(self, response: Any) -> None:
-        """Not every version of the library says what a server answered that refuses."""
+        """Keeps the status of a refusal, which not every version of the library tells."""
         if response.status_code >= 400:
             self._refused = f"it answered {response.status_code} {response.reason_phrase}"
 

@@ -1,4 +1,4 @@
-"""A server as tools know it: started when it is needed, shared by all conversations, started again when it ended."""
+"""An MCP server: started when it is needed, shared by all conversations, started again after it ended."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class McpServer:
 
     @classmethod
     def shared(cls, config: McpServerConfig) -> McpServer:
-        """The server of this configuration, the same for all that ask while one of them holds it."""
+        """The server of this configuration. All callers share one, as long as any of them refers to it."""
         with _lock.get():
             server = _shared.get(config.key)
             if server is None:
@@ -100,7 +100,7 @@ class McpServer:
 
 
 class _Connection:
-    """What is behind an `McpServer` in the thread: one `Life` after another."""
+    """The part of an `McpServer` that lives in the thread. It has one `Life` after another."""
 
     def __init__(self, config: McpServerConfig, thread: McpThread) -> None:
         self.config = config
@@ -138,7 +138,7 @@ class _Connection:
             self._life.stop()
 
     async def _alive(self) -> Life:
-        """The server, started where it is not there. All calls wait for one start, which none of them cancels."""
+        """The running server, started if it does not run. All calls wait for one start, which none of them cancels."""
         async with self._one_by_one:
             start = self._start
             if start is None or (start.done() and not await self._lives(start)):
@@ -177,7 +177,7 @@ class _Connection:
 
 
 def _stop(connection: _Connection, process: int) -> None:
-    """Nobody can call the server any more. Whatever thread collects garbage says so, thus it does not wait."""
+    """Stops a server that nobody refers to. It runs in the thread that collects garbage, so it does not wait."""
     if os.getpid() == process and not connection.thread.loop.is_closed():
         connection.thread.loop.call_soon_threadsafe(connection.stop)
 

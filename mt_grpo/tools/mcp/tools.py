@@ -22,9 +22,9 @@ class McpRemote:
 
     Args:
         server (`McpServer`): Where it runs.
-        listed (`dict`): What the server says of it: `name`, `description`, `inputSchema`.
+        listed (`dict`): The server's description: `name`, `description`, `inputSchema`.
         timeout (`float`, *optional*): Seconds a call may take, beside `tool_timeout`.
-        pace (`Pace`, *optional*): What spaces the calls.
+        pace (`Pace`, *optional*): Spaces the calls.
     """
 
     server: McpServer
@@ -90,7 +90,7 @@ class McpTool(Tool):
 
 @dataclass(frozen=True)
 class _Text:
-    """Data that comes without text, as the text that the protocol asks servers to add."""
+    """Data that came without text, in the form of the text that servers should add."""
 
     text: str
     type: str = "text"
@@ -168,7 +168,7 @@ def _as_tool(remote: McpRemote) -> Tool:
 
 
 def result_text(content: list[Any]) -> str:
-    """The text of a result's content, a line a part; of a part that is no text the kind."""
+    """The text of a result's content, one part per line. A part that is not text is named by its kind."""
     return "\n".join(_part_text(part) for part in content)
 
 
