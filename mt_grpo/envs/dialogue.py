@@ -14,7 +14,7 @@ from mt_grpo.tools import Tool
 from mt_grpo.trajectory import Message, StopReason, Turn
 
 THOUGHT_ENDS = ("</think>", "</reasoning>")
-"""Nobody is told what stands before these."""
+"""Ends of a thought: the other side is told only what follows the last."""
 
 
 class DialogueEnv(MultiTurnToolEnv):
@@ -66,7 +66,7 @@ class DialogueEnv(MultiTurnToolEnv):
         return await super().run(policy, row)
 
     async def step(self, turn: Turn) -> Step:
-        """Runs the calls of a turn, or has its words answered."""
+        """Runs the calls of a turn; a turn without calls is answered by `respond`."""
         if turn.tool_calls or turn.error:
             return await super().step(turn)
         said = turn.text if turn.answer is None else turn.answer
@@ -85,7 +85,7 @@ class DialogueEnv(MultiTurnToolEnv):
 
 
 class Words:
-    """Of a model that has nothing to call: all that it writes is said."""
+    """For a model without tools: all that it writes is said to the other side."""
 
     stop: tuple[str, ...] = ()
     native_tools = False
@@ -102,7 +102,7 @@ class Words:
 
 
 class SpokenTags(TagProtocol):
-    """Calls between tags, as in `TagProtocol`; whatever has no call is said, with or without `<answer>` tags."""
+    """Calls between tags, as in `TagProtocol`. A turn without a call is said, with or without `<answer>` tags."""
 
     def default_system_prompt(self, tools: list[Tool]) -> str | None:
         lines = [

@@ -18,7 +18,7 @@ from mt_grpo.envs.env import ConversationEnded, check_messages
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
 from mt_grpo.rollout.engine import Engine, EngineError, LocalEngine, Sample, SamplingParams
 from mt_grpo.rollout.rendering import ChatRenderer
-from mt_grpo.rollout.transcript import History, Transcript
+from mt_grpo.rollout.transcript import Context, History, Transcript
 from mt_grpo.token_tree import common_prefix
 from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
 
@@ -222,7 +222,7 @@ class ConversationPolicy:
                 context = await (
                     self._extended(history, messages, known) if history and known else self._begun(messages[:])
                 )
-                turn = await self._take(*context, tuple(stop), max_tokens, protocol)
+                turn = await self._take(context, tuple(stop), max_tokens, protocol)
             except BaseException:
                 self._history = None  # what was appended was not sampled after: who asks again begins anew
                 raise
@@ -241,7 +241,7 @@ class ConversationPolicy:
             self._history = None  # the template shows other tools, from the first token on
         self._asked, self.renderer = (tools, tags), renderer
 
-    # The context of a turn: what follows the latest context and action, and the whole of it where it is rewritten
+    # The context of a turn
 
     async def _aside(self, messages: Sequence[Message], work: Callable[[], T]) -> T:
         """Renders and encodes messages, and nothing else: the conversation may be over when it is done."""
@@ -250,10 +250,8 @@ class ConversationPolicy:
             raise ConversationEnded(self.ended)
         return done
 
-    async def _extended(
-        self, history: History, messages: Sequence[Message], known: int
-    ) -> tuple[list[int], list[int] | None]:
-        """The latest conversation, which is the first `known` messages, and its replies."""
+    async def _extended(self, history: History, messages: Sequence[Message], known: int) -> Context:
+        """Of messages that go on from the latest turn, whose message is the last of the first `known`."""
         self._trajectory.turns[-1].replies = list(messages[known:])
         told = messages[known:] if self._sampler.history == "keep" else messages
         extend = partial(history.extend, self._trajectory, self._action, self._most)
@@ -262,8 +260,8 @@ class ConversationPolicy:
             raise ConversationEnded(self._sampler.budget(self._most, self._most - self._prompt_length)[1])
         return extension
 
-    async def _begun(self, messages: list[Message]) -> tuple[list[int], list[int] | None]:
-        """A conversation that does not go on from the latest: the first of all, or a past that the caller rewrote."""
+    async def _begun(self, messages: list[Message]) -> Context:
+        """Of messages that do not go on from the latest turn: the first of all, or a past that the caller rewrote."""
         history = self._history = History(self.renderer, self._sampler.history, self._sampler.compact_every)
         first = not self._prompt_length
         index, known = (-1, 0) if first or self._sampler.history != "keep" else self._transcript.longest(messages)
@@ -283,11 +281,11 @@ class ConversationPolicy:
         self._most = self._sampler.engine.context_length
         if self._sampler.limits.max_completion_tokens is not None:
             self._most = min(self._most, len(context) + self._sampler.limits.max_completion_tokens)
-        return context, None
+        return Context(context)
 
-    def _rewritten(self, suffix: list[int], context: list[int]) -> tuple[list[int], list[int]]:
+    def _rewritten(self, added: list[int], whole: list[int]) -> Context:
         self.rewrote, self._cause = True, REWRITTEN
-        return suffix, context
+        return Context(added, whole)
 
     async def _continue(
         self, messages: list[Message], stop: tuple[str, ...], max_tokens: int | None, protocol: CallProtocol | None
@@ -308,9 +306,9 @@ class ConversationPolicy:
             suffix = await self._encoded({**last, "content": added})
             context = self._rewritten(suffix, path + suffix)
         else:
-            suffix, rewritten = await self._begun(before)
-            context = self._rewritten([], (rewritten or suffix) + await self._encoded(last))
-        turn = await self._take(*context, stop, max_tokens, protocol)
+            begun = await self._begun(before)
+            context = self._rewritten([], (begun.whole or begun.added) + await self._encoded(last))
+        turn = await self._take(context, stop, max_tokens, protocol)
         self._transcript.add(before, 0, turn, {**turn.message, "content": words + turn.text})
         if self._sampler.history != "keep":
             self._history = None  # it does not know of the part that was added
@@ -325,21 +323,16 @@ class ConversationPolicy:
     # Taking a turn
 
     async def _take(
-        self,
-        suffix: list[int],
-        rewritten: list[int] | None,
-        stop: tuple[str, ...],
-        max_tokens: int | None,
-        protocol: CallProtocol | None,
+        self, context: Context, stop: tuple[str, ...], max_tokens: int | None, protocol: CallProtocol | None
     ) -> Turn:
         trajectory = self._trajectory
         index = len(trajectory.turns)
-        if rewritten is None:
-            added = len(suffix)
-            self._context += suffix
+        if context.whole is None:
+            added = len(context.added)
+            self._context += context.added
         else:
-            added = common_prefix(suffix[::-1], rewritten[::-1], 0)
-            self._context = list(rewritten)  # a group shares the ids of its prompt
+            added = common_prefix(context.added[::-1], context.whole[::-1], 0)
+            self._context = list(context.whole)  # a group shares the ids of its prompt
         length = len(self._context)
         used = length - self._prompt_length
         if self.rewrote:
@@ -358,10 +351,10 @@ class ConversationPolicy:
         sample = await self._sample(self._context, drawing)
         if self.ended is not None:  # while it was sampled: the trajectory is no longer this conversation's to change
             raise ConversationEnded(self.ended)
-        if rewritten is None:
-            trajectory.tree.extend(suffix, sample.ids, sample.logprobs)
+        if context.whole is None:
+            trajectory.tree.extend(context.added, sample.ids, sample.logprobs)
         else:
-            trajectory.tree.add_turn(rewritten, sample.ids, sample.logprobs)
+            trajectory.tree.add_turn(context.whole, sample.ids, sample.logprobs)
         self._context += sample.ids
         self._action = sample.ids
         self.sampled = sample.ids, sample.logprobs
@@ -372,7 +365,7 @@ class ConversationPolicy:
             num_tokens=len(sample.ids),
             context_length=length,
             observation_length=added if index else 0,
-            fork_cause=None if rewritten is None else self._cause,
+            fork_cause=None if context.whole is None else self._cause,
             seconds=time.perf_counter() - start,
             weight_version=sample.weight_version,
             start=asked,
@@ -402,12 +395,8 @@ class ConversationPolicy:
         tail = self._trajectory.tree.tail(turn.num_tokens + HEADER_TOKENS)
         header = tail[: len(tail) - turn.num_tokens]
         parsed = protocol.parse(turn.text, self.renderer.tokenizer, header)
-        turn.message, turn.tool_calls, turn.error, turn.answer = (
-            parsed.message,
-            parsed.calls,
-            parsed.error,
-            parsed.answer,
-        )
+        turn.message, turn.tool_calls, turn.error = parsed.message, parsed.calls, parsed.error
+        turn.answer = parsed.answer
 
 
 def _size(message: Message) -> int:

@@ -1,4 +1,4 @@
-"""Prompts in, trajectories out: one coroutine a conversation, nothing waits for the slowest."""
+"""Prompts in, trajectories out: one coroutine per conversation, and none waits for another."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -83,7 +84,7 @@ class RolloutRunner:
         self.renderer = self.sampler.renderer(tools, protocol.tags if protocol is not None else ())
         self.sanity = SanityCheck(self.renderer, sanity_check_mode) if sanity_check_mode != "disable" else None
         self.under_way: dict[str, Trajectory] = {}
-        """Conversations that are not finished, by session, for who wants to look."""
+        """Conversations that are not finished, by session."""
 
     async def run(
         self,
@@ -138,27 +139,22 @@ class RolloutRunner:
                 group = BranchedConversation(branching.at, requests[first : first + size], self.engine)
                 await group.run(converse, lambda number, *held, first=first: finish(first + number, *held), unclosed)
 
-        # a full collection reads every token of every context, and stops all conversations for that long
-        thresholds = gc.get_threshold()
-        outermost = thresholds[2] != _NEVER
-        gc.set_threshold(*thresholds[:2], _NEVER)
         at_once = (self.limits.max_concurrent or len(requests)) // size
         workers = min(len(requests), max(at_once, 1))
-        tasks = [asyncio.ensure_future(work(queue)) for _ in range(workers)]
-        try:
-            await asyncio.gather(*tasks)
-            await asyncio.gather(*checks)
-        except BaseException:  # whoever called gets no trajectory, and can close none of them
-            unclosed += await close_each(finished.values())
-            raise
-        finally:
-            for task in (*tasks, *checks):
-                task.cancel()
-            await asyncio.gather(*tasks, *checks, return_exceptions=True)
-            warn_of_unclosed(unclosed)
-            if outermost:
-                gc.set_threshold(*thresholds)
-            await self.engine.close()
+        with _no_full_collection():
+            tasks = [asyncio.ensure_future(work(queue)) for _ in range(workers)]
+            try:
+                await asyncio.gather(*tasks)
+                await asyncio.gather(*checks)
+            except BaseException:  # whoever called gets no trajectory, and can close none of them
+                unclosed += await close_each(finished.values())
+                raise
+            finally:
+                for task in (*tasks, *checks):
+                    task.cancel()
+                await asyncio.gather(*tasks, *checks, return_exceptions=True)
+                warn_of_unclosed(unclosed)
+                await self.engine.close()
         return [finished[index] for index in range(len(requests))]
 
     async def _converse(
@@ -258,13 +254,24 @@ class RolloutRunner:
 
     def completion(self, trajectory: Trajectory) -> TokenRow:
         """See `token_row`."""
-        return token_row(trajectory, self.renderer, self._env_mask(trajectory))
-
-    def _env_mask(self, trajectory: Trajectory) -> int:
         source: EnvSource | None = self.env
         while isinstance(source, dict):
             source = source.get(str(trajectory.row.get(COLUMN)))
-        return source.env_mask if isinstance(source, StepEnv) else 0
+        return token_row(trajectory, self.renderer, source.env_mask if isinstance(source, StepEnv) else 0)
+
+
+@contextmanager
+def _no_full_collection() -> Iterator[None]:
+    """Puts off full garbage collections: one reads every token of every context, and stops all conversations."""
+    thresholds = gc.get_threshold()
+    if thresholds[2] == _NEVER:  # inside another run
+        yield
+        return
+    gc.set_threshold(*thresholds[:2], _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def generate(

@@ -18,6 +18,15 @@ from mt_grpo.trajectory import Message, Trajectory, Turn
 _THINKING = re.compile(r"^.*?</think>\s*", re.DOTALL)
 
 
+class Context(NamedTuple):
+    """The context of a turn that follows another."""
+
+    added: list[int]
+    """Ids that were added to what the model saw and sampled before."""
+    whole: list[int] | None = None
+    """All its ids, where the past was rewritten; `None` where ids were only added."""
+
+
 class History:
     """
     The context of each turn of one conversation.
@@ -63,16 +72,10 @@ class History:
             self._messages = self._renderer.escaped(messages)
         return ids
 
-    def extend(
-        self, trajectory: Trajectory, action: list[int], most: int
-    ) -> tuple[list[int], list[int] | None] | None:
+    def extend(self, trajectory: Trajectory, action: list[int], most: int) -> Context | None:
         """
         The context after the latest turn, whose action is `action`, and its replies; `None` if the replies alone make
         it far longer than `most` tokens.
-
-        Returns:
-            The ids that the environment wrote; and `None` if they are appended to what the model saw and sampled, or
-            the whole context if it was rewritten.
         """
         renderer, turn = self._renderer, trajectory.turns[-1]
         seen = turn.context_length + turn.num_tokens if self._policy == "keep" else 0
@@ -81,26 +84,26 @@ class History:
         if suffix is None:
             return None
         if self._policy == "keep":
-            return suffix, None
+            return Context(suffix)
         escapes = renderer.special_tokens
         self._pieces += [(escapes.decode(ids), ids) for ids in (action, suffix)]
         self._messages += [escapes.escape_sampled(turn.message, action), *renderer.escaped(turn.replies)]
         if self._compact_every is not None and len(trajectory.turns) % self._compact_every:
-            return suffix, None
+            return Context(suffix)
         messages = self._messages
         if self._policy != "template":
             messages = [strip_thinking(message) for message in messages]
             if messages == self._messages:
-                return suffix, None
+                return Context(suffix)
         text = renderer.shown_text(messages)
         kept, position = 0, 0
         while kept < len(self._pieces) and text.startswith(self._pieces[kept][0], position):
             position += len(self._pieces[kept][0])
             kept += 1
         if kept == len(self._pieces) and position == len(text):
-            return suffix, None
+            return Context(suffix)
         self._pieces[kept:] = [(text[position:], renderer.encode(text[position:]))]
-        return suffix, [token for _, ids in self._pieces for token in ids]
+        return Context(suffix, [token for _, ids in self._pieces for token in ids])
 
 
 def strip_thinking(message: Message) -> Message:

@@ -378,7 +378,7 @@ def sampled(tokenizer, *pieces: str) -> list[int]:
 
 
 def talk(tokenizer, turns, replies, history):
-    """As `test_history.converse`, with ids for turns."""
+    """As `support.conversations.converse`, with ids for turns."""
     engine = ScriptedEngine(tokenizer, lambda session, turn: turns[turn])
     runner = RolloutRunner(Talk(replies), engine, history=history)
     (trajectory,) = asyncio.run(runner.run([RolloutRequest("Q1", "0")], SamplingParams()))
