@@ -32,6 +32,10 @@ class MethodError(Exception):
     """A method raised. The message is the exception's own: TRL shows it to the model without the exception's name."""
 
 
+class PartError(Exception):
+    """`reset` or a method returned a content part that is no text. The conversation ends with this."""
+
+
 class FactoryError(Exception):
     """`reset` or `get_reward` of the user's class failed. The message names the method and the cause."""
 
@@ -150,6 +154,8 @@ class TRLEnv(MultiTurnToolEnv):
         await execute_calls(at_once, self.tools, self.tool_timeout)
         for each in calls:
             if each.error is not None:
+                if each.error.startswith(PartError.__name__):
+                    raise PartError(each.error.removeprefix(f"{PartError.__name__}: "))
                 each.error = each.error.removeprefix(f"{MethodError.__name__}: ")
                 each.result = str({"error": each.error})
 
@@ -188,6 +194,8 @@ class TRLEnv(MultiTurnToolEnv):
             calls.append(tool.name)
             try:
                 yield
+            except PartError:
+                raise
             except Exception as error:  # whatever the user's method raises
                 raise MethodError(str(error)) from error
             finally:
@@ -242,7 +250,7 @@ def _text(said: Any) -> str:
     if isinstance(said, list) and said and all(isinstance(part, dict) and "type" in part for part in said):
         for part in said:
             if part["type"] != "text":
-                raise TypeError(f"A part of type {part['type']!r} cannot be shown: the model reads text only.")
+                raise PartError(f"A part of type {part['type']!r} cannot be shown: the model reads text only.")
         return "".join(part["text"] for part in said)
     return str(said)
 

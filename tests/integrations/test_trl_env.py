@@ -136,7 +136,7 @@ class Broken:
 ERRORS = {
     "reset raises": "FactoryError: Broken.reset raised ZeroDivisionError: in reset",
     "reset hangs": "OutOfTime: Broken.reset took longer than 0.3 s.",
-    "reset shows an image": "TypeError: A part of type 'image' cannot be shown: the model reads text only.",
+    "reset shows an image": "PartError: A part of type 'image' cannot be shown: the model reads text only.",
     "reward raises": "FactoryError: Broken.get_reward raised ZeroDivisionError: in get_reward",
     "reward is infinite": "FactoryError: Broken.get_reward returned inf: return a finite number.",
 }
@@ -248,3 +248,18 @@ def test_a_class_may_use_signals():
     runner = RolloutRunner(TRLEnv(Timed), ScriptedEngine(tokenizer, [called("limit"), "Done."]), RolloutLimits())
     [trajectory] = run_and_wait(runner.run([RolloutRequest("Play.", "000", {})], SamplingParams()))
     assert results(trajectory) == ["in time"]
+
+
+class Camera:
+    def reset(self, **row):
+        return None
+
+    def look(self) -> list:
+        """Takes a picture."""
+        return [{"type": "image", "image": b""}, {"type": "text", "text": "a page"}]
+
+
+def test_a_picture_ends_the_conversation_with_a_sentence():
+    [trajectory] = run(TRLEnv(Camera), [{}], [[called("look")]])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert trajectory.error == "PartError: A part of type 'image' cannot be shown: the model reads text only."
