@@ -44,7 +44,7 @@ _GOODBYE = 5.0  # seconds a call may take when the run is over
 
 
 class _Seen(NamedTuple):
-    """What the main process tells the others: its failure, whether each server is up and why not, what was sent."""
+    """The state that the main process broadcasts: its failure, which servers are up and why not, what was sent."""
 
     failure: str | None
     states: list[tuple[bool, str]]
@@ -119,7 +119,7 @@ class WeightTransport:
         self._probe = probe_ids(accelerator.unwrap_model(get_model()).config.get_text_config().vocab_size)
         self._expected: list[float] = []
         backend = DistributedBackend(accelerator)
-        # elsewhere a forward takes every process, or a thread that knows its device, and costs little
+        # elsewhere a forward is cheap, but takes every process, or a thread that knows its device
         self._computes_late = accelerator.device.type == "cpu" and not (backend.is_fsdp or backend.is_zero3)
         self._lock = threading.Lock()  # a server that is restarted is restored from another thread
         name = [new_run()]
@@ -164,14 +164,14 @@ class WeightTransport:
             WeightSyncError: In every process, if they do not.
         """
         with self._lock:
-            self.accelerator.wait_for_everyone()  # until no process brings a server the weights of before
+            self.accelerator.wait_for_everyone()  # until no process restores a server with the weights of before
             self.begin()
             if self.num_syncs == 0:
                 self._prove()
             self._send(step)
             self._expected = []
             due = self.num_syncs % self.verify_every == 0
-            if due or not self._computes_late:  # a server that is restarted is verified while other processes are busy
+            if due or not self._computes_late:  # for servers that are restarted while other processes are busy
                 self._expected = self._compute_expected(self.get_model(), measure=due)
             if due:
                 self._verify()
@@ -322,9 +322,9 @@ class WeightTransport:
             self.dtype,
         )
         if self.accelerator.num_processes > 1:
-            told = [seen]
-            broadcast_object_list(told)
-            (seen,) = told
+            box = [seen]
+            broadcast_object_list(box)
+            (seen,) = box
         self.checksum, self.dtype = seen.checksum, seen.dtype
         for server, (up, fault) in zip(servers, seen.states, strict=True):
             if server.up and not up:

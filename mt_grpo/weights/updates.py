@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class WeightSyncError(UserError, RuntimeError):
 
 
 @contextlib.contextmanager
-def paused(server: ServerControl):
+def paused(server: ServerControl) -> Iterator[None]:
     """Pauses the server. Requests under way continue afterwards. The prefix cache, of other weights, is emptied."""
     try:
         server.post("/pause", mode="keep")
@@ -36,9 +37,15 @@ def paused(server: ServerControl):
 
 
 @contextlib.contextmanager
-def updating(server: ServerControl, version: str):
+def updating(server: ServerControl, version: str) -> Iterator[None]:
     """Begins an update and always ends it. Only a successful update sets the server's weight version."""
-    _start(server)
+    try:
+        server.post("/start_weight_update", {})
+    except RequestFailed as error:
+        if "already active" not in str(error):
+            raise
+        server.post("/finish_weight_update", {})  # left behind by a trainer that was killed
+        server.post("/start_weight_update", {})
     try:
         yield
     except BaseException:
@@ -190,13 +197,3 @@ def check_folder(server: ServerControl, config: dict[str, Any], folder: Path) ->
         f"The vLLM server at {server.base_url} agrees with whatever it is told about weights, even with what is wrong "
         "on purpose: start it with `mt-grpo serve` and this run's recipe."
     )
-
-
-def _start(server: ServerControl) -> None:
-    try:
-        server.post("/start_weight_update", {})
-    except RequestFailed as error:
-        if "already active" not in str(error):
-            raise
-        server.post("/finish_weight_update", {})  # left behind by a trainer that was killed
-        server.post("/start_weight_update", {})

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,29 @@ from mt_grpo.vllm_plugin.checksum import Checksum
 from mt_grpo.weights.verification import HALF
 
 
-class NcclTransfer(VLLMGeneration):
-    """TRL's walk over the parameters, as they are sent to a server."""
+class FullParameters(VLLMGeneration):
+    """
+    TRL's walk over a trainer's full parameters, under the names that vLLM loads. It supports FSDP, DeepSpeed ZeRO and
+    adapters, which are merged during the walk. Iterating is a collective operation: every process must iterate to the
+    end.
+
+    Args:
+        model: The trainer's model.
+        accelerator (`Accelerator`): Its accelerator.
+    """
 
     dtype: torch.dtype | None = None
     """The server's dtype. Wider parameters are cast to it: FSDP and mixed precision keep them in float32."""
     changed: set[str] | None = None
     """Names of the parameters that are sent halved, for a proof."""
 
-    def _iter_named_params(self) -> Any:
+    def __init__(self, model: Any, accelerator: Accelerator) -> None:
+        super().__init__(model, accelerator, None, mode="server")
+
+    def _init_vllm(self) -> None:
+        """Does nothing: the walk needs no server."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward without a backward leaves the outermost weights gathered
@@ -47,28 +61,7 @@ class NcclTransfer(VLLMGeneration):
                 tensor = tensor.to(self.dtype)
             return name, tensor * HALF if name in (self.changed or ()) else tensor
 
-        return map(as_sent, super()._iter_named_params())  # not a generator: after an error it can be walked on
-
-
-class FullParameters(NcclTransfer):
-    """
-    TRL's walk over a trainer's full parameters, under the names that vLLM loads. It supports FSDP, DeepSpeed ZeRO and
-    adapters, which are merged during the walk. Iterating is a collective operation: every process must iterate to the
-    end.
-
-    Args:
-        model: The trainer's model.
-        accelerator (`Accelerator`): Its accelerator.
-    """
-
-    def __init__(self, model: Any, accelerator: Accelerator) -> None:
-        super().__init__(model, accelerator, None, mode="server")
-
-    def _init_vllm(self) -> None:
-        """Does nothing: the walk needs no server."""
-
-    def __iter__(self) -> Any:
-        return self._iter_named_params()
+        return map(as_sent, self._iter_named_params())  # not a generator: after an error it can be walked on
 
 
 Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
@@ -84,8 +77,6 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-
-
 _ALIGNMENT = 64  # bytes of a cache line: copies to and from places across two lines take a third longer
 
 
@@ -169,7 +160,7 @@ def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, tor
 
 
 def exhaust(iterator: Iterable[object]) -> None:
-    """Takes part in a walk, and ignores its tensors."""
+    """Iterates to the end of a walk, as every process must, and ignores its tensors."""
     for _ in iterator:
         pass
 

@@ -73,7 +73,6 @@ OVERRIDES = {
         "temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_completion_length=16, logprobs=0, "
         "generation_kwargs=None",
         "_init_vllm": "self",
-        "_iter_named_params": "self",
     },
     VLLMClient: {
         "__init__": "self, base_url=None, host='0.0.0.0', server_port=8000, group_port=51216, connection_timeout=0.0",
@@ -102,6 +101,7 @@ PRIVATE = {
         "_tag_names",
         "_tokenizer",
     ],
+    VLLMGeneration: ["_iter_named_params"],
     TrlParser: ["_actions", "_option_string_actions"],
     PreTrainedModel: ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"],
 }

@@ -173,7 +173,7 @@ class VLLMServerClient:
         self, session: str, context: list[int], content: bytes, read: Callable[[Any, str], T], more: float = 0.0
     ) -> T:
         """
-        What `read` finds in the server's answer to `content`; it is given the answer and the name of the request. The
+        Asks for a completion until `read` can read the answer. `read` is given the answer and the request's name. The
         server may take `more` seconds longer than usual.
         """
         async with self._connection().place():
@@ -207,7 +207,7 @@ class VLLMServerClient:
                 return found
 
     async def _server(self, session: str, context: list[int]) -> Server:
-        """The server of a conversation; waits while none is up."""
+        """The server of a conversation. It waits while no server is up."""
         wire = self._connection()
         while True:
             for server in self.pool.servers:
@@ -227,7 +227,7 @@ class VLLMServerClient:
             await asyncio.wait(wire.watchers.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     async def _watch(self, server: Server, wire: Connections) -> None:
-        """Uses a server again when it answers and holds the right weights."""
+        """Waits until a server answers and holds the right weights, then uses it again."""
         while True:
             try:
                 await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)

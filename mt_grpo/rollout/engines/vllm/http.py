@@ -118,7 +118,7 @@ def read_answer(request: str, status: int, body: bytes) -> Any:
 
 
 def no_answer(request: str, error: Exception) -> RequestFailed:
-    """Words for a lost connection or a timeout."""
+    """The failure for a lost connection or a timeout."""
     words = str(error) or "nothing was said"
     if isinstance(error, TimeoutError):
         words = "it took longer than the time limit of a request"
@@ -295,7 +295,7 @@ class ServerControl:
 
 
 def _words(body: bytes) -> str:
-    """The words of the server, from any of the forms in which vLLM reports errors."""
+    """The server's message, from any of the forms in which vLLM reports errors."""
     try:
         answer = orjson.loads(body)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Whose weights a server holds: its weight version names the run, and with it a process to look for."""
+"""Which run uses a server: the server's weight version names the run that set it, and the run's process."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Lease:
     Args:
         run (`str`): The run.
         step (`str`): Optimiser step of the weights, or `proof`.
-        words (`str`): The process, in words.
-        here (`bool`): Whether the process can be looked for from here.
+        words (`str`): The process, for messages.
+        here (`bool`): Whether the process is one of this machine, so that it can be looked for.
         over (`bool`): Whether the run gave the server back, or its process is gone or is this one.
     """
 

@@ -58,13 +58,13 @@ class ServerPool:
         return chosen
 
     def join(self, session: str, other: str) -> None:
-        """Makes a conversation that was not placed yet a member of the group of another."""
+        """Puts a conversation that is not placed yet into the group of another one."""
         if other in self._group:
             self._group[session] = self._group[other]
             self._members[self._group[session]] += 1
 
     def wait_anew(self) -> None:
-        """Starts the wait for servers that are down again: while nothing was sampled, nobody looked for them."""
+        """Restarts the clock of servers that are down: between rollouts nobody asked whether they are back."""
         for server in self.servers:
             if not server.up:
                 server.down_since = time.monotonic()
