@@ -18,10 +18,9 @@ from trl import get_peft_config, get_quantization_config
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import check_apart, load_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
-from mt_grpo.envs.source import COLUMN, named, prototypes
+from mt_grpo.envs.source import COLUMN, source_of
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.option_rules import verifiers_name
-from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.training.checkpoint import (
@@ -31,13 +30,11 @@ from mt_grpo.training.checkpoint import (
     check_checkpoint,
     find_checkpoint,
 )
-from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.environment import check_env, prepare_tokenizer
-from mt_grpo.training.factories import evaluation_rows, rows_of
+from mt_grpo.training.config import MTGRPOConfig, changed
+from mt_grpo.training.environment import build_env
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.model import resolve_base, resolve_model
-from mt_grpo.training.preflight import check_batch_sizes, check_reward_columns, check_surroundings, check_training
-from mt_grpo.training.reward_models import with_models
+from mt_grpo.training.preflight import check_batch_sizes, check_push, check_rows_suffice
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
 logger = logging.getLogger(__name__)
@@ -68,26 +65,22 @@ def load_datasets(recipe: Recipe) -> tuple[Dataset | None, Dataset | None]:
 
 
 def prompt_lengths(
-    tokenizer: PreTrainedTokenizerBase, env: EnvSource, template_kwargs: dict[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase, source: EnvSource, template_kwargs: dict[str, Any] | None = None
 ) -> Callable[[dict[str, Any]], int]:
     """
     Returns a function from a row to the tokens of its prompt: 0 for a row whose first messages only a conversation
     can tell.
     """
-    renderers = {
-        id(one): ChatRenderer(tokenizer, one.tool_schemas, template_kwargs, one.protocol.tags)
-        for one in prototypes(env)
-        if isinstance(one, MultiTurnToolEnv) and type(one).reset is MultiTurnToolEnv.reset
-    }
+    renderers: dict[int, ChatRenderer] = {}
 
     def length(row: dict[str, Any]) -> int:
-        source = env
-        while isinstance(source, dict):
-            source = named(source, row)
-        if id(source) not in renderers:
+        env = next(iter(source.of_row(row).prototypes()), None)
+        if not isinstance(env, MultiTurnToolEnv) or type(env).reset is not MultiTurnToolEnv.reset:
             return 0
         try:
-            return len(renderers[id(source)].prompt_ids(source.start(row["prompt"])))
+            if id(env) not in renderers:
+                renderers[id(env)] = ChatRenderer(tokenizer, env.tool_schemas, template_kwargs, env.protocol.tags)
+            return len(renderers[id(env)].prompt_ids(env.start(row["prompt"])))
         except Exception:  # the user's code or the template refuses the row: so will its conversation, and say why
             return 0
 
@@ -97,7 +90,7 @@ def prompt_lengths(
 def drop_long_prompts(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    env: EnvSource,
+    source: EnvSource,
     context_length: int,
     template_kwargs: dict[str, Any] | None = None,
 ) -> Dataset:
@@ -108,7 +101,9 @@ def drop_long_prompts(
     Raises:
         ConfigError: If that is all of them.
     """
-    length = prompt_lengths(tokenizer, env, template_kwargs)
+    if source.writes_prompts:
+        return dataset
+    length = prompt_lengths(tokenizer, source, template_kwargs)
     if isinstance(dataset, IterableDataset):
         return dataset.filter(lambda row: length(row) < context_length)
     lengths = [
@@ -144,55 +139,53 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
     args, model = recipe.training, recipe.model
     if trains:
         check_batch_sizes(args)
-    else:  # nothing is recorded either
-        args.push_to_hub, args.report_to = False, []
-    check_surroundings(args)
-    args.resume_from_checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    if trains and args.push_to_hub and not writes:  # hidden from the trainer, which would check it
+        check_push(args)
+    args = changed(
+        args,
+        push_to_hub=args.push_to_hub and trains and writes,
+        report_to=args.report_to if trains else [],
+        resume_from_checkpoint=find_checkpoint(args.resume_from_checkpoint, args.output_dir),
+        model_init_kwargs={
+            "revision": model.model_revision,
+            "attn_implementation": model.attn_implementation,
+            "dtype": model.dtype,
+            **(args.model_init_kwargs or {}),
+        },
+    )
     checkpoint = Path(args.resume_from_checkpoint) if trains and args.resume_from_checkpoint else None
     if checkpoint is not None:
         check_checkpoint(checkpoint, batch_options(args), args.process_index, args.world_size)
     if trains:
         check_folder(args, model.model_name_or_path)
     datasets.disable_progress_bars()
-    turn_rewards = load_rewards(args.turn_reward_funcs or [], "turn")
-    outcome_rewards = load_rewards(with_models(args.outcome_reward_funcs or [], args), "outcome")
     train_dataset, eval_dataset = load_datasets(recipe)
-    env = check_env(None, args, train_dataset, eval_dataset)
-    train_dataset, eval_dataset = rows_of(train_dataset, env, args), evaluation_rows(eval_dataset, env, args)
-    check_reward_columns([*turn_rewards, *outcome_rewards], train_dataset, eval_dataset)
-    if trains:
-        check_training(args, train_dataset)
+    source = source_of(build_env(args))
+    train_dataset = source.rows("train") if train_dataset is None else train_dataset
     name = resolve_model(model.model_name_or_path, model.model_revision)
     base, peft_config = resolve_base(name), get_peft_config(model)
     if checkpoint is not None:
         check_adapter(checkpoint, adapter_settings(name) or (peft_config and peft_config.to_dict()))
-    source = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
+    where = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
     with libraries_may_refuse(f"The model {name!r} cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(base, **source)
-        config = AutoConfig.from_pretrained(base, **source)
-    prepare_tokenizer(tokenizer, env)
+        tokenizer = AutoTokenizer.from_pretrained(base, **where)
+        config = AutoConfig.from_pretrained(base, **where)
     context_length = config.get_text_config().max_position_embeddings
     if args.use_vllm and args.vllm_max_model_length:
         context_length = min(context_length, args.vllm_max_model_length)
     rows = train_dataset
-    train_dataset = drop_long_prompts(rows, tokenizer, env, context_length, args.chat_template_kwargs)
-    if trains and not isinstance(rows, IterableDataset):
-        check_training(args, train_dataset, dropped=len(rows) - len(train_dataset))
-    if eval_dataset is not None:
-        eval_dataset = drop_long_prompts(eval_dataset, tokenizer, env, context_length, args.chat_template_kwargs)
-    args.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(args.model_init_kwargs or {}),
-    }
+    train_dataset, eval_dataset = (
+        data if data is None else drop_long_prompts(data, tokenizer, source, context_length, args.chat_template_kwargs)
+        for data in (train_dataset, eval_dataset)
+    )
+    if trains and rows is not None:
+        dropped = 0 if isinstance(rows, IterableDataset) else len(rows) - len(train_dataset)
+        check_rows_suffice(args, train_dataset, dropped)
     left = contextlib.nullcontext() if writes else nothing_left(args)
     with libraries_may_refuse("The trainer cannot be built from these options"), left:
         return MTGRPOEnvTrainer(
             model=name,
-            env=env,
-            turn_reward_funcs=turn_rewards,
-            outcome_reward_funcs=outcome_rewards,
+            env=source,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -204,14 +197,12 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
 
 @contextlib.contextmanager
 def nothing_left(args: MTGRPOConfig) -> Iterator[None]:
-    """Keeps a trainer that is built from making a repository on the Hub, and `output_dir` from staying."""
+    """Keeps `output_dir` from staying, which a trainer makes when it is built."""
     folder = Path(args.output_dir)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    pushes, args.push_to_hub = args.push_to_hub, False
     try:
         yield
     finally:
-        args.push_to_hub = pushes
         for path in missing if args.should_save else []:
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()

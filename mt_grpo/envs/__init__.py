@@ -1,7 +1,17 @@
 """Environments: the rules of a conversation."""
 
 from mt_grpo.envs.env import ConversationEnded, Env, Outcome, Policy, Step, StepEnv
-from mt_grpo.envs.source import EnvSource
+from mt_grpo.envs.source import EnvLike, EnvSource
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
 
-__all__ = ["ConversationEnded", "Env", "EnvSource", "MultiTurnToolEnv", "Outcome", "Policy", "Step", "StepEnv"]
+__all__ = [
+    "ConversationEnded",
+    "Env",
+    "EnvLike",
+    "EnvSource",
+    "MultiTurnToolEnv",
+    "Outcome",
+    "Policy",
+    "Step",
+    "StepEnv",
+]

@@ -7,14 +7,18 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mt_grpo.envs.dialogue import DialogueEnv
 from mt_grpo.envs.env import Outcome, Policy, Step
+from mt_grpo.envs.source import Prototype, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.option_rules import parse_user
 from mt_grpo.trajectory import Message, StopReason, Turn
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 GREETING = "Hello! How can I help you?"
 """What the user is told first: the endpoint's own conversation has to begin with the other side."""
@@ -244,6 +248,16 @@ class SimulatedUserEnv(DialogueEnv):
                 await self.user.leave()
         finally:
             await super().close()
+
+
+class SimulatedUserSource(Prototype):
+    """A simulated user, whose system prompt may name columns of the rows."""
+
+    def check(self, rows: Dataset, name: str) -> None:
+        self.env.user.check_columns(rows.column_names)
+
+
+source_of.register(SimulatedUserEnv, SimulatedUserSource)
 
 
 def _columns(template: str) -> list[str]:

@@ -6,9 +6,9 @@ import asyncio
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial, singledispatch
+from typing import TYPE_CHECKING, Any, Union
 
 from mt_grpo.concurrency import begin, call, in_thread
 from mt_grpo.envs.env import Env, StepEnv
@@ -18,14 +18,19 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.tools.results import cut
 from mt_grpo.trajectory import Trajectory
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from mt_grpo.rewards import RewardFunc
+
 logger = logging.getLogger(__name__)
 
 EnvFactory = Callable[[dict[str, Any]], Env]
 """Makes the environment of a row; it may be `async`."""
-EnvSource = StepEnv | type[Env] | EnvFactory | dict[str, "EnvSource"]
+EnvLike = Union[StepEnv, type[Env], EnvFactory, dict[str, "EnvLike"], "EnvSource"]
 """
-A `StepEnv` that each conversation has a shallow copy of; a class or factory, called with nothing or with the row; or a
-dictionary of these, of which the row's `environment` names one.
+What a run can be given: a `StepEnv` that each conversation has a shallow copy of; a class or factory, called with
+nothing or with the row; a dictionary of these, of which the row's `environment` names one; or an `EnvSource`.
 """
 
 CLOSE_TIMEOUT = 30.0
@@ -35,33 +40,186 @@ COLUMN = "environment"
 """The column of a dataset that names a row's environment."""
 
 
-async def make_env(source: EnvSource, row: dict[str, Any]) -> Env:
+class EnvSource:
     """
-    Makes the environment of one conversation.
+    What the environments of a run come from. It makes them, and says what is known before any conversation. A subclass
+    defines `make`; the rest suits environments that bring neither rows nor rewards.
 
-    Args:
-        source (`EnvSource`): What to make it from.
-        row (`dict`): The row it is for.
-
-    Raises:
-        ValueError: If the row names no environment of the dictionary.
-        TypeError: If what the factory made is no environment.
+    Attributes:
+        needs_template_calls (`bool`, *optional*): Whether the model's chat template has to hold tool calls; `None`
+            where only a conversation can tell.
+        writes_prompts (`bool`): Whether its environments write the prompts, so that rows need none.
     """
-    if isinstance(source, StepEnv):
-        return copy.copy(source)
-    if isinstance(source, dict):
-        return await make_env(named(source, row), row)
-    args = () if _takes(source, ()) else (row,)
-    what = f"environment {_name(source)}"
-    if inspect.iscoroutinefunction(source):
-        env = source(*args)
-    else:
-        env = await _made(in_thread(partial(source, *args), what))
-    if inspect.isawaitable(env):
-        env = await _made(begin(env, what))
-    if not isinstance(env, Env):
-        raise TypeError(f"{_name(source)} made {type(env).__name__}, which has no `run` and `close`: return an `Env`.")
-    return env
+
+    needs_template_calls: bool | None = False
+    writes_prompts: bool = False
+
+    @property
+    def given(self) -> EnvLike:
+        """What the run was given."""
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """What the column `environment` can say; empty where there is one environment."""
+        return []
+
+    async def make(self, row: dict[str, Any]) -> Env:
+        """
+        Makes the environment of one conversation.
+
+        Args:
+            row (`dict`): The row it is for.
+
+        Raises:
+            ValueError: If the row names no environment of several.
+            TypeError: If what a factory made is no environment.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `make`: define it.")
+
+    def of_row(self, row: dict[str, Any]) -> EnvSource:
+        """The source of a row's environment; raises `ValueError` if the row names none of several."""
+        return self
+
+    def prototypes(self) -> list[StepEnv]:
+        """The environments that are copied: what they ask of a tokenizer is known before any conversation."""
+        return []
+
+    def rows(self, split: str) -> Dataset | None:
+        """The rows that it brings itself, of `"train"` or `"eval"`."""
+        return None
+
+    def rewards(self) -> list[RewardFunc]:
+        """The outcome rewards that it brings itself."""
+        return []
+
+    def check(self, rows: Dataset, name: str) -> None:
+        """
+        Holds it against the rows of a dataset.
+
+        Args:
+            rows (`Dataset`): The rows.
+            name (`str`): Of the dataset, for errors, such as `training dataset`.
+
+        Raises:
+            ConfigError: If a row has not what it needs.
+        """
+
+
+class Prototype(EnvSource):
+    """A `StepEnv` that each conversation has a shallow copy of."""
+
+    def __init__(self, env: StepEnv) -> None:
+        self.env = env
+
+    @property
+    def given(self) -> EnvLike:
+        return self.env
+
+    @property
+    def needs_template_calls(self) -> bool:
+        return self.env.protocol is not None and self.env.protocol.native_tools
+
+    async def make(self, row: dict[str, Any]) -> Env:
+        return copy.copy(self.env)
+
+    def prototypes(self) -> list[StepEnv]:
+        return [self.env]
+
+
+class Factory(EnvSource):
+    """A class, or a function that makes an environment, called with the row or with nothing; it may be `async`."""
+
+    def __init__(self, factory: Callable[..., Any]) -> None:
+        self.factory = factory
+
+    @property
+    def given(self) -> EnvLike:
+        return self.factory
+
+    async def make(self, row: dict[str, Any]) -> Env:
+        factory, what = self.factory, f"environment {_name(self.factory)}"
+        args = () if _takes(factory, ()) else (row,)
+        if inspect.iscoroutinefunction(factory):
+            env = factory(*args)
+        else:
+            env = await _made(in_thread(partial(factory, *args), what))
+        if inspect.isawaitable(env):
+            env = await _made(begin(env, what))
+        if not isinstance(env, Env):
+            raise TypeError(
+                f"{_name(factory)} made {type(env).__name__}, which has no `run` and `close`: return an `Env`."
+            )
+        return env
+
+
+class Several(EnvSource):
+    """Environments by name, of which the column `environment` of a row names one."""
+
+    def __init__(self, given: dict[str, EnvLike]) -> None:
+        self._given = given
+        self.parts = {name: source_of(one) for name, one in given.items()}
+
+    @property
+    def given(self) -> EnvLike:
+        return self._given
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.parts)
+
+    @property
+    def needs_template_calls(self) -> bool | None:
+        needs = [part.needs_template_calls for part in self.parts.values()]
+        return True if True in needs else None if None in needs else False
+
+    @property
+    def writes_prompts(self) -> bool:
+        known = [part for part in self.parts.values() if part.prototypes()]
+        return bool(known) and all(part.writes_prompts for part in known)
+
+    async def make(self, row: dict[str, Any]) -> Env:
+        return await self.of_row(row).make(row)
+
+    def of_row(self, row: dict[str, Any]) -> EnvSource:
+        name = row.get(COLUMN)
+        if name not in self.parts:
+            raise ValueError(f"The row's `{COLUMN}` is {name!r}: name one of {', '.join(self.parts)}.")
+        return self.parts[name].of_row(row)
+
+    def prototypes(self) -> list[StepEnv]:
+        return [env for part in self.parts.values() for env in part.prototypes()]
+
+    def rewards(self) -> list[RewardFunc]:
+        return list({reward.name: reward for part in self.parts.values() for reward in part.rewards()}.values())
+
+    def check(self, rows: Dataset, name: str) -> None:
+        """Also refuses rows that name none of them."""
+        if COLUMN not in rows.column_names:
+            raise ConfigError(
+                f"There are several environments ({', '.join(self.parts)}), but the dataset has no column "
+                f"`{COLUMN}` that says which one a row is for."
+            )
+        for one in rows.unique(COLUMN):
+            if one not in self.parts:
+                raise ConfigError(
+                    f"A row of the dataset names the environment {one!r}{did_you_mean(str(one), self.names)}: the "
+                    f"environments are {', '.join(self.parts)}."
+                )
+        names = rows[COLUMN]
+        for key, part in self.parts.items():
+            part.check(rows.select([index for index, each in enumerate(names) if each == key]), name)
+
+
+@singledispatch
+def source_of(given: Any) -> EnvSource:
+    """The source of what a run was given, see `EnvLike`. A kind of `StepEnv` registers its own where it is defined."""
+    return Factory(given)
+
+
+source_of.register(EnvSource, lambda given: given)
+source_of.register(StepEnv, Prototype)
+source_of.register(dict, Several)
 
 
 async def _made(making: asyncio.Future[Any]) -> Any:
@@ -124,14 +282,6 @@ async def _close(env: Env) -> str | None:
     return None
 
 
-def named(source: dict[str, EnvSource], row: dict[str, Any]) -> EnvSource:
-    """The environment that a row names in its column `environment`."""
-    name = row.get(COLUMN)
-    if name not in source:
-        raise ValueError(f"The row's `{COLUMN}` is {name!r}: name one of {', '.join(source)}.")
-    return source[name]
-
-
 def check_source(source: Any, name: str = "env", branches: bool = False) -> None:
     """
     Refuses what no environment can be made from.
@@ -160,7 +310,7 @@ def check_source(source: Any, name: str = "env", branches: bool = False) -> None
             missing = ", ".join(sorted(source.__abstractmethods__))
             raise ConfigError(f"`{name}` is the class {source.__name__}, which lacks {missing}: define them.")
         _check_call(source, name)
-    elif not isinstance(source, StepEnv):
+    elif not isinstance(source, (StepEnv, EnvSource)):
         if not callable(source):
             raise ConfigError(
                 f"`{name}` is {source!r}, from which no environment can be made: give a `StepEnv`, a class, or a "
@@ -171,7 +321,7 @@ def check_source(source: Any, name: str = "env", branches: bool = False) -> None
         check_forkable(source)
 
 
-def check_forkable(source: EnvSource) -> None:
+def check_forkable(source: EnvLike) -> None:
     """
     Refuses environments that cannot go on several times from the middle of a conversation.
 
@@ -222,45 +372,10 @@ def _takes(source: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     return True
 
 
-def check_rows(source: EnvSource, names: list[str] | None) -> None:
-    """
-    Holds the values of the column `environment` against a dictionary of environments.
-
-    Args:
-        source (`EnvSource`): The environments.
-        names (`list[str]`, *optional*): The values that occur; `None` where there is no such column.
-
-    Raises:
-        ConfigError: If a row names none.
-    """
-    if not isinstance(source, dict):
-        return
-    if names is None:
-        raise ConfigError(
-            f"There are several environments ({', '.join(source)}), but the dataset has no column `{COLUMN}` that "
-            "says which one a row is for."
-        )
-    for name in names:
-        if name not in source:
-            raise ConfigError(
-                f"A row of the dataset names the environment {name!r}{did_you_mean(str(name), list(source))}: the "
-                f"environments are {', '.join(source)}."
-            )
-
-
-def prototypes(source: EnvSource) -> Iterator[StepEnv]:
-    """The environments in it that are copied: what they ask of a tokenizer is known before any conversation."""
-    if isinstance(source, StepEnv):
-        yield source
-    elif isinstance(source, dict):
-        for value in source.values():
-            yield from prototypes(value)
-
-
-def tool_names(source: EnvSource) -> list[str]:
+def tool_names(given: EnvLike) -> list[str]:
     """Names of the tools that the environments offer which are known before any conversation."""
     names: list[str] = []
-    for one in prototypes(source):
+    for one in source_of(given).prototypes():
         in_schemas = [schema["function"]["name"] for schema in one.tool_schemas or []]
         names += one.tools if isinstance(one, MultiTurnToolEnv) else in_schemas
     return list(dict.fromkeys(names))

@@ -42,8 +42,6 @@ class MultiTurnToolEnv(StepEnv):
         ToolDefinitionError: For a tool whose schema cannot be inferred.
     """
 
-    made_from: Any = None
-    """The options of a run that it was made from; `None` for one that was made by hand."""
     step_timeout = None  # calls have a limit of their own
     generate: ClassVar[Callable[..., dict[str, list[Any]]]]
     """Whole conversations without training: `mt_grpo.rollout.generate`, which that room sets here."""

@@ -15,14 +15,23 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from datasets import Dataset
+
 from mt_grpo.concurrency import OutOfTime, call
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
 from mt_grpo.envs.env import ConversationEnded
-from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN
+from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, Prototype, source_of
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, describe_error
+from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.rewards import EnvReward, RewardFunc
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import Message, ToolCall
+
+Factory = Callable[[], Any] | dict[str, Callable[[], Any]]
+"""What TRL's trainer takes: something that makes an environment, or a dictionary by the column `environment`."""
+
+logger = logging.getLogger(__name__)
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 """Public methods that the model cannot call. TRL makes `close` a tool."""
@@ -214,6 +223,70 @@ class TRLEnv(MultiTurnToolEnv):
         return bound
 
 
+class TRLSource(Prototype):
+    """An environment in TRL's form: `reset` writes the prompts, and `get_reward` is a reward of the class's name."""
+
+    writes_prompts = True
+
+    def rewards(self) -> list[RewardFunc]:
+        if self.env.reward_name is None:
+            return []
+        reward = EnvReward(self.env.reward_name)
+        reward.name = self.env.reward_name
+        return [reward]
+
+    def check(self, rows: Dataset, name: str) -> None:
+        for column in self.env.needed_columns:
+            if column not in rows.column_names:
+                raise ConfigError(
+                    f"`reset` of the environment {self.env.pool.name} needs `{column}`, which is no column of the "
+                    f"{name}{did_you_mean(column, rows.column_names)}: its columns are "
+                    f"{', '.join(rows.column_names)}; name the right one with `column_mapping: {{{column}: its "
+                    "name}`, or give the parameter a default."
+                )
+
+
+source_of.register(TRLEnv, TRLSource)
+
+
+def import_factory(path: Any, key: str) -> Any:
+    """What a recipe names as a factory: a dotted path, or a mapping of dotted paths by name."""
+    if isinstance(path, dict) and path:
+        return {name: import_factory(one, f"{key}: {name}") for name, one in path.items()}
+    if not isinstance(path, str):
+        raise ConfigError(f"`{key}` is {path!r}: give a dotted path, or a mapping from names to dotted paths.")
+    return import_object(path, what="environment factory")
+
+
+def environments_of(factory: Factory, **options: Any) -> TRLEnv | dict[str, TRLEnv]:
+    """
+    Environments of a factory, or of several by name.
+
+    Args:
+        factory (`Factory`): As TRL's trainer takes it.
+        **options: The keyword arguments of `TRLEnv`.
+    """
+    if not isinstance(factory, dict):
+        return _environment(factory, options)
+    if not factory:
+        raise ConfigError("`environment_factory` is an empty dictionary: give factories by name.")
+    environments = {name: _environment(one, options) for name, one in factory.items()}
+    for env in environments.values():
+        env.named = True
+    return environments
+
+
+def _environment(factory: Any, options: dict[str, Any]) -> TRLEnv:
+    env = TRLEnv(factory, **options)
+    if not env.tools:
+        logger.warning(
+            "The environment %s has no tools: it has no public method but `reset`, `get_reward` and `close`, so each "
+            "conversation has one turn.",
+            env.pool.name,
+        )
+    return env
+
+
 def _first_of(factory: Callable[[], Any]) -> Any:
     """The first instance; refuses a factory whose instances are no environments."""
     if not callable(factory):
@@ -253,9 +326,6 @@ def _text(said: Any) -> str:
                 raise PartError(f"A part of type {part['type']!r} cannot be shown: the model reads text only.")
         return "".join(part["text"] for part in said)
     return str(said)
-
-
-logger = logging.getLogger(__name__)
 
 
 class InstancePool:

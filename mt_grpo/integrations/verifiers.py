@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
@@ -18,8 +18,8 @@ from datasets import Dataset
 from mt_grpo.envs.env import Outcome
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.openai_api import AgentClient, AgentSource
-from mt_grpo.option_rules import VERIFIERS
+from mt_grpo.integrations.openai_api.agent import AgentClient, AgentSource, protocol_of
+from mt_grpo.option_rules import VERIFIERS, parse_env_config, verifiers_name
 
 if TYPE_CHECKING:
     from mt_grpo.integrations.verifiers_legacy import LegacyEnvironment
@@ -32,7 +32,7 @@ SPLITS = ("train", "eval")
 
 class VerifiersSource(AgentSource):
     """
-    Makes the environments of conversations from one of verifiers': an `EnvSource`.
+    Makes the environments of conversations from one of verifiers', which brings its own rows.
 
     Args:
         name (`str`): The environment, as verifiers' own commands name it.
@@ -48,6 +48,12 @@ class VerifiersSource(AgentSource):
     def __init__(self, name: str, config: dict[str, Any] | None = None, protocol: CallProtocol | None = None) -> None:
         self.environment = _load(name, config or {})
         super().__init__(self._play, protocol)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> VerifiersSource:
+        """The environment of a run's option `env: verifiers:NAME`."""
+        config = parse_env_config(options["env_config"] or {})
+        return cls(verifiers_name(options["env"]), config, protocol_of(options))
 
     async def _play(self, row: dict[str, Any], client: AgentClient) -> Outcome:
         split, number = example_of(row)

@@ -11,17 +11,19 @@ import inspect
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from datasets import Dataset
 
 from mt_grpo.concurrency import call
 from mt_grpo.envs.dialogue import DialogueEnv
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, finite
+from mt_grpo.envs.source import Prototype, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.rewards.gsm8k import find_number
@@ -198,18 +200,16 @@ class InteractionEnv(DialogueEnv):
         what = f"{type(self.interaction).__name__}.{bound.func.__name__}"
         return await call(bound, what=what, timeout=self.tool_timeout)
 
-    def check_rows(self, rows: Iterable[dict[str, Any]]) -> None:
-        """
-        Checks that each row names an interaction.
 
-        Args:
-            rows (`Iterable[dict]`): With their `extra_info`.
+class InteractionSource(Prototype):
+    """Interactions, one of which each row names."""
 
-        Raises:
-            ConfigError: If a row does not.
-        """
-        for row in rows:
-            find_kwargs(self.interactions, row)
+    def check(self, rows: Dataset, name: str) -> None:
+        for row in rows.select_columns("extra_info") if "extra_info" in rows.column_names else [{}]:
+            find_kwargs(self.env.interactions, row)
+
+
+source_of.register(InteractionEnv, InteractionSource)
 
 
 def find_kwargs(interactions: Mapping[str, BaseInteraction], row: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, in_thread, run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv, checked_outcome
-from mt_grpo.envs.source import COLUMN, EnvSource, check_source, close_each, make_env, prototypes, warn_of_unclosed
+from mt_grpo.envs.source import EnvLike, check_source, close_each, source_of, warn_of_unclosed
 from mt_grpo.envs.tool_env import fail_unanswered
 from mt_grpo.errors import describe_error, find_fault
 from mt_grpo.option_rules import check_history
@@ -56,7 +56,7 @@ class RolloutRunner:
     Runs conversations against one engine.
 
     Args:
-        env (`EnvSource`): What the environment of each conversation is made from.
+        env (`EnvLike`): What the environment of each conversation is made from.
         engine (`Engine`): Samples the turns.
         limits (`RolloutLimits`, *optional*): Bounds.
         template_kwargs (`dict`, *optional*): Variables for the chat template.
@@ -66,7 +66,7 @@ class RolloutRunner:
 
     def __init__(
         self,
-        env: EnvSource,
+        env: EnvLike,
         engine: Engine,
         limits: RolloutLimits | None = None,
         template_kwargs: dict[str, Any] | None = None,
@@ -77,9 +77,10 @@ class RolloutRunner:
         check_history(history, compact_every)
         check_source(env)
         self.history, self.env, self.engine = history, env, engine
+        self._source = source_of(env)
         self.limits = limits or RolloutLimits()
         self.sampler = Sampler(engine, self.limits, template_kwargs or {}, history, compact_every)
-        first = next(prototypes(env), None)
+        first = next(iter(self._source.prototypes()), None)
         tools, protocol = (None, None) if first is None else (first.tool_schemas, first.protocol)
         self.renderer = self.sampler.renderer(tools, protocol.tags if protocol is not None else ())
         self.sanity = SanityCheck(self.renderer, sanity_check_mode) if sanity_check_mode != "disable" else None
@@ -222,7 +223,7 @@ class RolloutRunner:
 
     async def _hold(self, request: RolloutRequest, policy: ConversationPolicy, trajectory: Trajectory) -> Outcome:
         row = {**request.row, "prompt": request.prompt}
-        trajectory.environment = env = await make_env(self.env, row)
+        trajectory.environment = env = await self._source.make(row)
         return checked_outcome(await env.run(policy, row), env)
 
     async def _go_on(self, branch: Branch) -> Outcome:
@@ -254,10 +255,14 @@ class RolloutRunner:
 
     def completion(self, trajectory: Trajectory) -> TokenRow:
         """See `token_row`."""
-        source: EnvSource | None = self.env
-        while isinstance(source, dict):
-            source = source.get(str(trajectory.row.get(COLUMN)))
-        return token_row(trajectory, self.renderer, source.env_mask if isinstance(source, StepEnv) else 0)
+        return token_row(trajectory, self.renderer, self._env_mask(trajectory))
+
+    def _env_mask(self, trajectory: Trajectory) -> int:
+        try:
+            prototypes = self._source.of_row(trajectory.row).prototypes()
+        except ValueError:  # the row names none of several: its conversation has failed
+            return 0
+        return prototypes[0].env_mask if prototypes else 0
 
 
 @contextmanager

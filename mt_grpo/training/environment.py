@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,23 +14,30 @@ from datasets import Dataset
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
 from mt_grpo.concurrency import run
-from mt_grpo.envs import EnvSource, MultiTurnToolEnv
+from mt_grpo.envs import EnvLike, EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.envs.simulated_user import SimulatedUser, SimulatedUserEnv
-from mt_grpo.envs.source import COLUMN, check_rows, check_source, close_environments, prototypes
+from mt_grpo.envs.source import COLUMN, check_source, close_environments, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import import_object
-from mt_grpo.integrations.trl import TRLEnv
+from mt_grpo.integrations.openai_api import AgentSource
+from mt_grpo.integrations.swift import SchedulerSource
+from mt_grpo.integrations.trl import Factory, TRLEnv, environments_of, import_factory
+from mt_grpo.integrations.verifiers import VerifiersSource
 from mt_grpo.integrations.verl import InteractionEnv, load_interactions
 from mt_grpo.option_rules import PARTNERS, check_agent, check_partner, check_scheduler, parse_user, verifiers_name
 from mt_grpo.options import OF_ENVIRONMENT
+from mt_grpo.rewards import RewardFunc
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
 from mt_grpo.tools import load_tools, load_tools_file
-from mt_grpo.training.agents import build_agent, build_scheduler, build_verifiers, for_agents
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.factories import Factory, environments_of, import_factory, warn_of_unused
 from mt_grpo.training.preflight import Rows
 from mt_grpo.training.rollout_batch import RolloutBatch
+
+NO_PROMPT = [{"role": "user", "content": ""}]
+"""The prompt of a row that has none: the environment's `reset` writes it."""
+
+logger = logging.getLogger(__name__)
 
 
 def build_env(
@@ -37,7 +45,7 @@ def build_env(
     factory: Factory | None = None,
     tools: Sequence[Any] | None = None,
     plain: bool = False,
-) -> EnvSource:
+) -> EnvLike:
     """
     The environment, or environments by name, that `args` describe.
 
@@ -65,7 +73,7 @@ def build_env(
     if plain and args.environments is None and not any(options[name] for name in others):
         options["call_protocol"] = "plain"
     if args.environments is None:
-        return _build(options, "env", args)
+        return _build(options, "env")
     if options["environment_factory"] is not None:
         raise ConfigError(
             "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
@@ -74,7 +82,7 @@ def build_env(
     return {name: _build_named(name, given, args) for name, given in args.environments.items()}
 
 
-def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
+def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvLike:
     key = f"environments: {name}"
     given = {"env": given} if isinstance(given, str) else given
     options = {option: getattr(args, option) for option in OF_ENVIRONMENT}
@@ -92,7 +100,7 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
     check_scheduler(options, key)
     if options["environment_factory"] is not None:
         options["environment_factory"] = import_factory(options["environment_factory"], f"{key}: environment_factory")
-    env = _build(options, key, args)
+    env = _build(options, key)
     if isinstance(env, dict):
         raise ConfigError(f"`{key}` has several factories in `environment_factory`: give each a name of its own.")
     if isinstance(env, TRLEnv):
@@ -100,18 +108,26 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvSource:
     return env
 
 
-def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
+def _build(options: dict[str, Any], key: str) -> EnvLike:
     check_partner(options, "" if key == "env" else f"In `{key}`, ")
     if options["multi_turn_scheduler"] is not None:
-        return build_scheduler(options)
+        return SchedulerSource.from_options(options)
     check_agent(options, "" if key == "env" else key)
     if options["agent"] is not None:
-        return build_agent(options)
+        return AgentSource.from_options(options)
     if verifiers_name(options["env"]) is not None:
-        return build_verifiers(options)
+        return VerifiersSource.from_options(options)
     path = options["env"]
     if options["environment_factory"] is not None:
-        return _from_factory(options["environment_factory"], options, args)
+        return environments_of(
+            options["environment_factory"],
+            tools=_tools(options["tools"], options["tools_config_file"]),
+            system_prompt=options["system_prompt"],
+            max_steps=options["max_env_steps"],
+            protocol=options["call_protocol"] or "native",
+            env_mask=options["env_mask"],
+            tool_timeout=options["tool_timeout"],
+        )
     found = MultiTurnToolEnv if path is None else import_object(path, what="environment")
     if not (isinstance(found, type) and issubclass(found, MultiTurnToolEnv)):
         check_source(found, key)
@@ -122,7 +138,7 @@ def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
         partner["user"].check()
     elif options["interaction_config_file"] is not None:
         found, partner = InteractionEnv, {"interactions": load_interactions(options["interaction_config_file"])}
-    env = found(
+    return found(
         **partner,
         tools=_tools(options["tools"], options["tools_config_file"]),
         system_prompt=options["system_prompt"],
@@ -131,23 +147,6 @@ def _build(options: dict[str, Any], key: str, args: MTGRPOConfig) -> EnvSource:
         env_mask=options["env_mask"],
         tool_timeout=options["tool_timeout"],
     )
-    env.made_from = args
-    return env
-
-
-def _from_factory(factory: Any, options: dict[str, Any], args: MTGRPOConfig) -> EnvSource:
-    return environments_of(
-        factory,
-        {
-            "tools": _tools(options["tools"], options["tools_config_file"]),
-            "system_prompt": options["system_prompt"],
-            "env_mask": options["env_mask"],
-            "tool_timeout": options["tool_timeout"],
-            "protocol": options["call_protocol"] or "native",
-            "max_steps": options["max_env_steps"],
-        },
-        args,
-    )
 
 
 def _tools(named: list[Any] | None, file: str | None) -> list[Any]:
@@ -155,17 +154,22 @@ def _tools(named: list[Any] | None, file: str | None) -> list[Any]:
 
 
 def check_env(
-    env: EnvSource | None,
+    env: EnvLike | None,
     args: MTGRPOConfig,
     *datasets: Rows | dict[str, Rows] | None,
     factory: Factory | None = None,
     tools: Sequence[Any] | None = None,
     plain: bool = False,
-) -> EnvSource:
+) -> EnvLike:
     """
-    Holds an environment that was made by hand against the options that would have made it, as far as these are not
-    left at their defaults, and the names of several against the rows that name them; returns it, or where none is
-    given that of the options.
+    The environment of a run, or environments by name: what the trainer was given, held against the options, as far as
+    these are not left at their defaults; or that of the options. Both are held against the rows.
+
+    Args:
+        env (`EnvLike`, *optional*): What the trainer was given. An `EnvSource` has no options to contradict.
+        args (`MTGRPOConfig`): The options.
+        *datasets: To train on, then to evaluate on.
+        factory, tools, plain: As of `build_env`.
 
     Raises:
         ConfigError: If they contradict each other, or no environment can be made from it.
@@ -179,19 +183,37 @@ def check_env(
             "The second argument of the trainer is `env`, not a list of rewards as in TRL: pass rewards by name, as "
             "`reward_funcs=...`."
         )
+    if isinstance(env, MultiTurnToolEnv):
+        _check_options(env, args)
     env = build_env(args, factory, tools, plain) if env is None else env
-    check_source(env, branches=args.branch_at is not None)
-    every = [rows for data in datasets for rows in (data.values() if isinstance(data, dict) else [data])]
-    known = [rows for rows in every if isinstance(rows, Dataset)]  # rows of a stream are not known before
-    names = [rows.unique(COLUMN) if COLUMN in rows.column_names else None for rows in known]
-    for named in names:
-        check_rows(env, named)
-    if known and len(known) == len([rows for rows in every if rows is not None]):
-        warn_of_unused(env, {name for named in names for name in named or ()})
-    for rows in known:
-        _check_partners(env, rows)
-    if not isinstance(env, MultiTurnToolEnv) or env.made_from is args:
-        return env
+    given = env.given if isinstance(env, EnvSource) else env
+    check_source(given, branches=args.branch_at is not None)
+    _check_rows(source_of(given), datasets)
+    return given
+
+
+def _check_rows(source: EnvSource, datasets: Sequence[Rows | dict[str, Rows] | None]) -> None:
+    every = [
+        (rows, name)
+        for data, name in zip(datasets, ("training dataset", "evaluation dataset"), strict=False)
+        for rows in (data.values() if isinstance(data, dict) else [data])
+        if rows is not None
+    ]
+    known = [(rows, name) for rows, name in every if isinstance(rows, Dataset)]  # rows of a stream are not known
+    for rows, name in known:
+        source.check(rows, name)
+    named = {one for rows, _ in known if COLUMN in rows.column_names for one in rows.unique(COLUMN)}
+    unused = [name for name in source.names if name not in named]
+    if unused and known and len(known) == len(every):
+        logger.warning(
+            "No row of the dataset names the environment%s %s in its column `environment`.",
+            "s" if len(unused) > 1 else "",
+            ", ".join(map(repr, unused)),
+        )
+
+
+def _check_options(env: MultiTurnToolEnv, args: MTGRPOConfig) -> None:
+    """Holds an environment that was made by hand against the options that would have made it."""
     for name in PARTNERS[:2]:
         if getattr(args, name) is not None:
             raise ConfigError(
@@ -217,20 +239,6 @@ def check_env(
             continue
         if asked != value:
             raise _contradiction(name, asked, value)
-    return env
-
-
-def _check_partners(env: EnvSource, rows: Dataset) -> None:
-    """Holds interactions and simulated users against the rows that they are for."""
-    if isinstance(env, SimulatedUserEnv):
-        env.user.check_columns(rows.column_names)
-    elif isinstance(env, InteractionEnv):
-        env.check_rows(rows.select_columns("extra_info") if "extra_info" in rows.column_names else [{}])
-    elif isinstance(env, dict):
-        names = rows[COLUMN]
-        for name, one in env.items():
-            if isinstance(one, (SimulatedUserEnv, InteractionEnv)):
-                _check_partners(one, rows.select([index for index, each in enumerate(names) if each == name]))
 
 
 def _contradiction(name: str, asked: Any, given: Any) -> ConfigError:
@@ -240,17 +248,73 @@ def _contradiction(name: str, asked: Any, given: Any) -> ConfigError:
     )
 
 
-def prepare_tokenizer(tokenizer: Any, env: EnvSource) -> None:
+def rows_of(dataset: Rows | None, source: EnvSource, args: MTGRPOConfig) -> Rows | None:
     """
-    Makes sure that the model's template can hold the conversations of `env`, as far as they are known before; adds
+    The rows to train on: the source's own where none are given. As in TRL, a single factory needs none, and rows of
+    factories need no prompt: the environment's `reset` writes it.
+
+    Raises:
+        ConfigError: If there are no rows, and either several environments or no `max_steps`.
+    """
+    dataset = source.rows("train") if dataset is None else dataset
+    if not source.writes_prompts:
+        return dataset
+    if dataset is None:
+        if source.names:
+            raise ConfigError(
+                f"Several environments ({', '.join(source.names)}) need a dataset whose column `environment` says "
+                "which one a row is for: give `train_dataset`, or a single factory."
+            )
+        if args.max_steps <= 0:
+            raise ConfigError(
+                "There is no dataset, so `reset` of the environment gives the prompts, and nothing says how long to "
+                "train: set `max_steps`."
+            )
+        dataset = Dataset.from_dict({"prompt": [NO_PROMPT] * (args.generation_batch_size // args.num_generations)})
+        source.check(dataset, "training dataset")
+    if isinstance(dataset, Dataset) and "prompt" not in dataset.column_names:
+        dataset = dataset.add_column("prompt", [NO_PROMPT] * len(dataset))
+    return dataset
+
+
+def own_rewards(listed: Sequence[RewardFunc], source: EnvSource) -> list[RewardFunc]:
+    """
+    The outcome rewards that environments bring beside those that are listed.
+
+    Raises:
+        ConfigError: If one has the name of a listed reward, or there is no reward at all.
+    """
+    own = source.rewards()
+    for reward in own:
+        if reward.name in [one.name for one in listed]:
+            raise ConfigError(
+                f"The reward {reward.name!r} has the name of an environment class that gives its own reward "
+                "(`get_reward`): rename one of the two."
+            )
+    if not listed and not own:
+        raise ConfigError("There is no reward: name one in `outcome_reward_funcs` or `turn_reward_funcs`.")
+    return own
+
+
+def weights_of(args: MTGRPOConfig, listed: Sequence[RewardFunc], own: Sequence[RewardFunc]) -> list[float] | None:
+    """`reward_weights`: where they count the listed rewards only, each of the environments' own has 1, as in TRL."""
+    given = args.reward_weights
+    return [*given, *[1.0] * len(own)] if given is not None and len(given) == len(listed) else given
+
+
+def prepare_tokenizer(tokenizer: Any, source: EnvSource) -> None:
+    """
+    Makes sure that the model's template can hold the conversations of a source, as far as they are known before; adds
     TRL's response template under the native protocol, where the tokenizer has none of its own.
 
     Raises:
         ConfigError: If the template cannot show tool calls, or nothing can read them back.
     """
-    if not any(one.protocol is not None and one.protocol.native_tools for one in prototypes(env)):
-        if for_agents(env) and tokenizer.response_template is None and supports_tool_calling(tokenizer):
-            with suppress(ValueError):  # of an agent it is not known whether it will ask for tools
+    if source.needs_template_calls is False:
+        return
+    if source.needs_template_calls is None:
+        if tokenizer.response_template is None and supports_tool_calling(tokenizer):
+            with suppress(ValueError):
                 add_response_schema(tokenizer)
         return
     if not supports_tool_calling(tokenizer):
@@ -268,7 +332,7 @@ def prepare_tokenizer(tokenizer: Any, env: EnvSource) -> None:
             ) from error
 
 
-def build_runner(env: EnvSource, engine: Engine, args: MTGRPOConfig) -> RolloutRunner:
+def build_runner(env: EnvLike, engine: Engine, args: MTGRPOConfig) -> RolloutRunner:
     """Runs conversations of `env` as `args` say."""
     limits = RolloutLimits(
         args.max_completion_length,

@@ -28,9 +28,9 @@ Rows = Dataset | IterableDataset
 logger = logging.getLogger(__name__)
 
 
-def check_training(args: MTGRPOConfig, dataset: Dataset | IterableDataset, dropped: int = 0) -> None:
+def check_rows_suffice(args: MTGRPOConfig, dataset: Dataset | IterableDataset, dropped: int = 0) -> None:
     """
-    Checks that training can take a step.
+    Checks that there are rows for a step.
 
     Args:
         args (`MTGRPOConfig`): The options.
@@ -38,10 +38,8 @@ def check_training(args: MTGRPOConfig, dataset: Dataset | IterableDataset, dropp
         dropped (`int`, *optional*, defaults to `0`): Rows left out because their prompts are too long.
 
     Raises:
-        ConfigError: If it cannot.
+        ConfigError: If there are not.
     """
-    check_batch_sizes(args)
-    check_trainable(vars(args))
     needed = args.generation_batch_size // args.num_generations
     rows = sum(1 for _ in dataset.take(needed)) if isinstance(dataset, IterableDataset) else len(dataset)
     if rows < needed:
@@ -127,12 +125,13 @@ def check_push(args: MTGRPOConfig) -> None:
 
 def check_batch_sizes(args: MTGRPOConfig) -> None:
     """
-    Whether the processes of this run make whole groups.
+    Whether the processes of this run make whole groups, and the options leave something to train.
 
     Raises:
         ConfigError: If they do not; it says which numbers would do.
     """
     check_batches(vars(args), args.world_size)
+    check_trainable(vars(args))
 
 
 def check_reward_columns(

@@ -19,9 +19,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mt_grpo.credit import estimate
 from mt_grpo.data import had_text_prompts
-from mt_grpo.envs import EnvSource
-from mt_grpo.envs.source import tool_names
+from mt_grpo.envs import EnvLike
+from mt_grpo.envs.source import source_of, tool_names
 from mt_grpo.errors import ConfigError
+from mt_grpo.integrations.trl import Factory
 from mt_grpo.option_rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
@@ -43,8 +44,15 @@ from mt_grpo.training.checkpoint import (
     warn_of_differences,
 )
 from mt_grpo.training.config import MTGRPOConfig, changed
-from mt_grpo.training.environment import build_runner, check_env, open_environments, prepare_tokenizer
-from mt_grpo.training.factories import Factory, own_rewards, rows_of, weights_of
+from mt_grpo.training.environment import (
+    build_runner,
+    check_env,
+    open_environments,
+    own_rewards,
+    prepare_tokenizer,
+    rows_of,
+    weights_of,
+)
 from mt_grpo.training.folder import left_by_runs
 from mt_grpo.training.forward import (
     completion_logps,
@@ -63,7 +71,13 @@ from mt_grpo.training.model import (
     without_dropout,
 )
 from mt_grpo.training.nonfinite import NumbersToTensorBoard, check_gradient, check_loss, check_weights
-from mt_grpo.training.preflight import check_reward_columns, check_surroundings, check_training, tell_device
+from mt_grpo.training.preflight import (
+    check_batch_sizes,
+    check_reward_columns,
+    check_rows_suffice,
+    check_surroundings,
+    tell_device,
+)
 from mt_grpo.training.processes import everywhere, run_here
 from mt_grpo.training.reward_batch import (
     gather_rewards,
@@ -110,7 +124,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     Args:
         model (`str` or `PreTrainedModel`): The policy; `embedded`, a folder, one with an adapter, or a Hub id.
-        env (`EnvSource`, *optional*): What environments are made from; built from `args` where none is given.
+        env (`EnvLike`, *optional*): What environments are made from; built from `args` where none is given.
         turn_reward_funcs (`list`, *optional*): Turn rewards: `TurnReward`s, names or dotted paths.
         outcome_reward_funcs (`list`, *optional*): Outcome rewards: `OutcomeReward`s, names, dotted paths, TRL reward
             functions, or reward models (a folder, a Hub id or an object). Both default to those of `args`. One reward
@@ -149,7 +163,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     def __init__(
         self,
         model: str | PreTrainedModel,
-        env: EnvSource | None = None,
+        env: EnvLike | None = None,
         turn_reward_funcs: Rewards = None,
         outcome_reward_funcs: Rewards = None,
         args: GRPOConfig | None = None,
@@ -185,19 +199,23 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             tools=tools,
             plain=reward_funcs is not None,
         )
-        train_dataset = rows_of(train_dataset, self.env, args)
+        source = source_of(self.env)
+        train_dataset = rows_of(train_dataset, source, args)
+        eval_dataset = source.rows("eval") if eval_dataset is None and args.do_eval else eval_dataset
         turns = args.turn_reward_funcs if turn_reward_funcs is None else as_list(turn_reward_funcs)
         self.turn_reward_funcs = load_rewards(turns or [], "turn")
         outcomes = outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)
         self.outcome_reward_funcs = load_rewards(with_models(outcomes, args), "outcome")
         self.state_scores = load_rewards([args.state_score] if args.state_score else [], "state")
         listed = [*self.turn_reward_funcs, *self.outcome_reward_funcs]
-        own = own_rewards(listed, self.env)
+        own = own_rewards(listed, source)
         self.outcome_reward_funcs += own
         rewards = [*listed, *own]
         tokenizers = tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
         check_scorers(rewards, args, engine)
         check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
+        if processing_class is not None:  # before a model is loaded
+            prepare_tokenizer(processing_class, source)
         with no_adapter_left(model, self):
             policy = open_policy(model, args, quantization_config, peft_config)
             loaded = isinstance(model, str) and not isinstance(policy["model"], str)
@@ -218,6 +236,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 optimizers=optimizers,
             )
             self.args = changed(self.args, use_vllm=args.use_vllm, model_init_kwargs=args.model_init_kwargs)
+            if processing_class is None:
+                prepare_tokenizer(self._tokenizer, source)
             self._prepare_logs()
             self._prepare_models()
             self._prepare_rewards(rewards)
@@ -261,7 +281,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def _prepare_rollouts(self, engine: Engine | None) -> None:
         args = self.args
-        prepare_tokenizer(self._tokenizer, self.env)
         self.use_vllm = args.use_vllm  # TRL's loss then corrects for the engine's different log-probs
         self.weight_sync: WeightTransport | None = None
         self._last_loaded_step = -1
@@ -306,7 +325,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             ConfigError: If the options or the rows do not suffice for one step, or a stream ends before it.
             NonFiniteError: If weights are NaN or infinite at a checkpoint or at the end.
         """
-        check_training(self.args, self.train_dataset)
+        check_batch_sizes(self.args)
+        check_rows_suffice(self.args, self.train_dataset)
         checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is not None:
             adapter = self.model.peft_config["default"].to_dict() if is_peft_model(self.model) else None

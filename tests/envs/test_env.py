@@ -8,11 +8,12 @@ import threading
 import time
 
 import pytest
+from datasets import Dataset
 from support.conversations import user
 from support.models import build_tokenizer
 
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Step, StepEnv
-from mt_grpo.envs.source import check_rows, close_environments
+from mt_grpo.envs.source import close_environments, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason, Trajectory
@@ -321,9 +322,11 @@ def test_a_factory_that_makes_something_else_ends_one():
 
 
 def test_rows_that_name_no_environment_are_refused():
-    check_rows(Guess, None)
-    check_rows({"guess": Guess}, ["guess"])
+    rows = ({"prompt": "?"}, {"environment": "guess"}, {"environment": "gues"})
+    plain, guesses, typo = (Dataset.from_list([row]) for row in rows)
+    source_of(Guess).check(plain, "training dataset")
+    source_of({"guess": Guess}).check(guesses, "training dataset")
     with pytest.raises(ConfigError, match="no column `environment`"):
-        check_rows({"guess": Guess}, None)
+        source_of({"guess": Guess}).check(plain, "training dataset")
     with pytest.raises(ConfigError, match="names the environment 'gues'; did you mean 'guess'|names .*'guess'"):
-        check_rows({"guess": Guess}, ["gues"])
+        source_of({"guess": Guess}).check(typo, "training dataset")

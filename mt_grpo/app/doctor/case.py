@@ -27,11 +27,10 @@ from mt_grpo.app.recipe import Recipe
 from mt_grpo.app.request import Request
 from mt_grpo.data.hub import HubUnreachable, hub_fault
 from mt_grpo.envs import EnvSource
-from mt_grpo.envs.source import prototypes
+from mt_grpo.envs.source import source_of
 from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
 from mt_grpo.training.checkpoint import adapter_settings
-from mt_grpo.training.environment import check_env, prepare_tokenizer
-from mt_grpo.training.factories import rows_of
+from mt_grpo.training.environment import check_env, prepare_tokenizer, rows_of
 from mt_grpo.training.model import resolve_base, resolve_model
 from mt_grpo.training.servers import server_urls
 
@@ -245,7 +244,7 @@ class Case:
         known = (None, None)
         with contextlib.suppress(NotKnown):  # it can be built without them
             known = self.rows
-        return check_env(None, self.args, *known)
+        return source_of(check_env(None, self.args, *known))
 
     @fact
     def train_rows(self) -> Dataset | IterableDataset:
@@ -254,7 +253,7 @@ class Case:
     @property
     def environments(self) -> list[Any]:
         """Each kind of environment once."""
-        return list(prototypes(self.env))
+        return self.env.prototypes()
 
     @fact
     def prompt_lengths(self) -> list[int]:

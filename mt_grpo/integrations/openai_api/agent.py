@@ -13,7 +13,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,10 +22,13 @@ from urllib.parse import urlsplit
 
 from mt_grpo.concurrency import LoopThread, OnePerProcess, abandon, begin, in_thread
 from mt_grpo.envs.env import ConversationEnded, Outcome, finite
-from mt_grpo.envs.protocols import CallProtocol
-from mt_grpo.errors import defined_at
+from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
+from mt_grpo.envs.source import EnvSource
+from mt_grpo.errors import ConfigError, defined_at
+from mt_grpo.imports import import_object
 from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.integrations.openai_api.server import Endpoint
+from mt_grpo.option_rules import parse_agent
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.trajectory import StopReason
 
@@ -230,9 +233,9 @@ REWARD = "reward"
 """Name of a reward that an agent returns as a bare number."""
 
 
-class AgentSource:
+class AgentSource(EnvSource):
     """
-    Makes the environments of an agent: an `EnvSource`.
+    Makes the environments of an agent.
 
     Args:
         agent (`Callable` or `Command`): `solve(row, client)`, `async` or not, see docs/any_agent.md.
@@ -246,8 +249,47 @@ class AgentSource:
     ) -> None:
         self.agent, self.protocol, self.endpoint = agent, protocol, Endpoint(host)
 
-    def __call__(self, row: dict[str, Any]) -> AgentEnv:
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> AgentSource:
+        """
+        The agent of a run's option `agent`.
+
+        Raises:
+            ConfigError: If it is nothing that can be called.
+        """
+        given = parse_agent(options["agent"])
+        if "command" in given:
+            agent: Any = Command(given["command"])
+        else:
+            agent = import_object(given["function"], what="agent")
+            if not takes_two(agent):
+                raise ConfigError(
+                    f"`agent: {given['function']}` leads to {agent!r}: give a function that is called with the row "
+                    "and the client."
+                )
+        return cls(agent, protocol_of(options), given.get("host", "127.0.0.1"))
+
+    @property
+    def needs_template_calls(self) -> bool | None:
+        """It is not known whether an agent will ask for tools; a text protocol writes its calls itself."""
+        return None if self.protocol is None or self.protocol.native_tools else False
+
+    async def make(self, row: dict[str, Any]) -> AgentEnv:
         return AgentEnv(self)
+
+
+def protocol_of(options: Mapping[str, Any]) -> CallProtocol | None:
+    """The protocol of `call_protocol`; `None` where it is unset."""
+    return None if options["call_protocol"] is None else PROTOCOLS[options["call_protocol"]]()
+
+
+def takes_two(agent: Any) -> bool:
+    """Whether something can be called with a row and a client."""
+    try:
+        inspect.signature(agent).bind({}, None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 class AgentEnv:

@@ -11,13 +11,23 @@ import inspect
 import json
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from mt_grpo.concurrency import OutOfTime, call, guarded
 from mt_grpo.envs.dialogue import Words
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy
-from mt_grpo.integrations.swift.scheduler import CONVERSATION, Conversation, InferEngine, MultiTurnScheduler
+from mt_grpo.envs.protocols import PROTOCOLS
+from mt_grpo.envs.source import EnvSource
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.integrations.swift.scheduler import (
+    CONVERSATION,
+    Conversation,
+    InferEngine,
+    MultiTurnScheduler,
+    multi_turns,
+)
 from mt_grpo.integrations.swift.types import (
     RequestConfig,
     ResponseError,
@@ -28,12 +38,13 @@ from mt_grpo.integrations.swift.types import (
     claim,
     plain,
 )
+from mt_grpo.option_rules import is_bare
 from mt_grpo.trajectory import Message, StopReason
 
 logger = logging.getLogger(__name__)
 
 
-class SchedulerSource:
+class SchedulerSource(EnvSource):
     """
     Makes the environments of a run's conversations, which share a scheduler.
 
@@ -67,8 +78,40 @@ class SchedulerSource:
     def __name__(self) -> str:
         return self.scheduler_class.__name__
 
-    def __call__(self, row: dict[str, Any]) -> SchedulerEnv:
-        """The environment of a row."""
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> SchedulerSource:
+        """
+        The scheduler of a run's option `multi_turn_scheduler`.
+
+        Raises:
+            ConfigError: If it is no scheduler.
+        """
+        name = options["multi_turn_scheduler"]
+        if not is_bare(name):
+            found = import_object(name, what="scheduler")
+        elif name in multi_turns:
+            found = multi_turns[name]
+        else:
+            raise ConfigError(
+                f"There is no scheduler {name!r}{did_you_mean(name, multi_turns)}: choose one of "
+                f"{', '.join(multi_turns)}, name the file that adds it to `multi_turns` in "
+                "`external_plugins`, or give a dotted path."
+            )
+        if not (isinstance(found, type) and issubclass(found, MultiTurnScheduler)):
+            raise ConfigError(
+                f"`multi_turn_scheduler: {name}` leads to {found!r}: give a subclass of `MultiTurnScheduler`, which "
+                "is in `mt_grpo.integrations.swift`."
+            )
+        return cls(
+            found,
+            max_turns=options["max_turns"],
+            loss_scale=options["loss_scale"],
+            system_prompt=options["system_prompt"],
+            tags=PROTOCOLS[options["call_protocol"] or "tags"]().tags,
+            timeout=options["tool_timeout"],
+        )
+
+    async def make(self, row: dict[str, Any]) -> SchedulerEnv:
         return SchedulerEnv(self)
 
     async def scheduler(self, tokenizer: Any) -> MultiTurnScheduler:
