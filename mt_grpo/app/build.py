@@ -162,6 +162,8 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
     train_dataset, eval_dataset = load_datasets(recipe)
     source = source_of(build_env(args))
     train_dataset = source.rows("train") if train_dataset is None else train_dataset
+    if trains and train_dataset is not None:
+        check_rows_suffice(args, train_dataset)
     name = resolve_model(model.model_name_or_path, model.model_revision)
     base, peft_config = resolve_base(name), get_peft_config(model)
     if checkpoint is not None:
@@ -178,9 +180,8 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         data if data is None else drop_long_prompts(data, tokenizer, source, context_length, args.chat_template_kwargs)
         for data in (train_dataset, eval_dataset)
     )
-    if trains and rows is not None:
-        dropped = 0 if isinstance(rows, IterableDataset) else len(rows) - len(train_dataset)
-        check_rows_suffice(args, train_dataset, dropped)
+    if trains and isinstance(rows, Dataset) and len(train_dataset) < len(rows):
+        check_rows_suffice(args, train_dataset, dropped=len(rows) - len(train_dataset))
     left = contextlib.nullcontext() if writes else nothing_left(args)
     with libraries_may_refuse("The trainer cannot be built from these options"), left:
         return MTGRPOEnvTrainer(
