@@ -253,6 +253,8 @@ class SimulatedUserEnv(DialogueEnv):
 class SimulatedUserSource(Prototype):
     """A simulated user, whose system prompt may name columns of the rows."""
 
+    env: SimulatedUserEnv
+
     def check(self, rows: Dataset, name: str) -> None:
         self.env.user.check_columns(rows.column_names)
 

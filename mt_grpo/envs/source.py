@@ -44,15 +44,17 @@ class EnvSource:
     """
     What the environments of a run come from. It makes them, and says what is known before any conversation. A subclass
     defines `make`; the rest suits environments that bring neither rows nor rewards.
-
-    Attributes:
-        needs_template_calls (`bool`, *optional*): Whether the model's chat template has to hold tool calls; `None`
-            where only a conversation can tell.
-        writes_prompts (`bool`): Whether its environments write the prompts, so that rows need none.
     """
 
-    needs_template_calls: bool | None = False
-    writes_prompts: bool = False
+    @property
+    def needs_template_calls(self) -> bool | None:
+        """Whether the model's chat template has to hold tool calls; `None` where only a conversation can tell."""
+        return False
+
+    @property
+    def writes_prompts(self) -> bool:
+        """Whether its environments write the prompts, so that rows need none."""
+        return False
 
     @property
     def given(self) -> EnvLike:

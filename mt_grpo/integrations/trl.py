@@ -226,7 +226,11 @@ class TRLEnv(MultiTurnToolEnv):
 class TRLSource(Prototype):
     """An environment in TRL's form: `reset` writes the prompts, and `get_reward` is a reward of the class's name."""
 
-    writes_prompts = True
+    env: TRLEnv
+
+    @property
+    def writes_prompts(self) -> bool:
+        return True
 
     def rewards(self) -> list[RewardFunc]:
         if self.env.reward_name is None:

@@ -204,6 +204,8 @@ class InteractionEnv(DialogueEnv):
 class InteractionSource(Prototype):
     """Interactions, one of which each row names."""
 
+    env: InteractionEnv
+
     def check(self, rows: Dataset, name: str) -> None:
         for row in rows.select_columns("extra_info") if "extra_info" in rows.column_names else [{}]:
             find_kwargs(self.env.interactions, row)
