@@ -19,7 +19,7 @@ from mt_grpo.envs.env import Outcome
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openai_api.agent import AgentClient, AgentSource, protocol_of
-from mt_grpo.option_rules import VERIFIERS, parse_env_config, verifiers_name
+from mt_grpo.option_rules import VERIFIERS, parse_env_config
 
 if TYPE_CHECKING:
     from mt_grpo.integrations.verifiers_legacy import LegacyEnvironment
@@ -53,7 +53,7 @@ class VerifiersSource(AgentSource):
     def from_options(cls, options: Mapping[str, Any]) -> VerifiersSource:
         """The environment of a run's option `env: verifiers:NAME`."""
         config = parse_env_config(options["env_config"] or {})
-        return cls(verifiers_name(options["env"]), config, protocol_of(options))
+        return cls(options["env"].removeprefix(VERIFIERS), config, protocol_of(options))
 
     async def _play(self, row: dict[str, Any], client: AgentClient) -> Outcome:
         split, number = example_of(row)

@@ -274,7 +274,7 @@ class AgentSource(EnvSource):
         """It is not known whether an agent will ask for tools; a text protocol writes its calls itself."""
         return None if self.protocol is None or self.protocol.native_tools else False
 
-    async def make(self, row: dict[str, Any]) -> AgentEnv:
+    async def make(self, row: dict[str, Any]) -> Any:  # an `AgentEnv`: its `run` asks for the runner's own policy
         return AgentEnv(self)
 
 
