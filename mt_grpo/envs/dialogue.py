@@ -1,4 +1,4 @@
-"""A conversation with somebody: tools answer calls, and whoever the model talks to answers everything else."""
+"""Conversations with a partner: tools answer the calls of a turn, the partner answers turns without calls."""
 
 from __future__ import annotations
 

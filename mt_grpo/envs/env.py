@@ -1,4 +1,4 @@
-"""What the model acts in: an environment for each conversation, and the policy it asks for turns."""
+"""Environments, one per conversation, and the policy that they ask for turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mt_grpo.tools.results import check_data
 from mt_grpo.trajectory import Message, StopReason, Turn
 
 TextOrMessages = str | list[Message]
-"""What an environment says: text is the user's message."""
+"""Messages of an environment; text is one message of the user's."""
 
 
 @dataclass
@@ -236,7 +236,7 @@ class StepEnv(Env):
 
 
 def _messages(said: str | list[Message], what: str, method: Callable[..., Any], right: str) -> list[Message]:
-    """What a method said, as messages; `what` is its name, and `right` what it may return."""
+    """A method's return value as messages; `what` is the method's name, and `right` what it may return."""
     if isinstance(said, str):
         return [{"role": "user", "content": said}]
     if not isinstance(said, list):
@@ -250,7 +250,7 @@ def _messages(said: str | list[Message], what: str, method: Callable[..., Any], 
 
 
 def _hint(value: Any) -> str:
-    """How what was returned is written as a `Step`, where that is plain."""
+    """How to write a wrong return value as a `Step`, where that is plain."""
     if isinstance(value, bool):
         return f", as `Step(done={value})`"
     if isinstance(value, numbers.Real):
@@ -263,7 +263,7 @@ def _hint(value: Any) -> str:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Refuses what is no message, and messages that a run cannot write down, with `TypeError` or `ValueError`."""
+    """Raises `TypeError` or `ValueError` for what is no message, or cannot be written as JSON."""
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise TypeError(f"A message is {type(message).__name__}, without a text `role`: give a dictionary.")

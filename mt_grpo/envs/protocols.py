@@ -150,7 +150,7 @@ def _json_call(block: str, arguments_key: str) -> tuple[ToolCall | None, str | N
 
 
 def _with_valid_text(value: Any) -> Any:
-    """Replaces half characters, which JSON of a model may hold as escapes, and which tokenizers and files refuse."""
+    """Replaces lone surrogates, which JSON of a model may hold as escapes: tokenizers and files refuse them."""
     if too_deep(value):
         raise ValueError("its brackets are too deep to read")
     return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))

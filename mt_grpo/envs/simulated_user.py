@@ -186,7 +186,7 @@ class SimulatedUser:
         return said, False
 
     def _seen(self, dialogue: list[Message], row: Mapping[str, Any]) -> list[Message]:
-        """The conversation as the user sees it: what the policy says is the other side's."""
+        """The conversation as the user sees it: roles are swapped."""
         for column in self.columns:
             if column not in row:
                 raise SimulatedUserError(f"The row has no `{column}`, which the simulated user's prompt names.")
@@ -198,7 +198,7 @@ class SimulatedUser:
 
     @property
     def _key(self) -> str | None:
-        """A line feed at its end, as files have it, would make it no header."""
+        """The key, without a line feed at its end, which is not allowed in a header."""
         return None if self.api_key_env is None else os.environ[self.api_key_env].strip()
 
     def _reason(self, error: Exception) -> str:

@@ -9,7 +9,7 @@ from mt_grpo.rollout.runner import RolloutRequest, RolloutRunner, generate
 from mt_grpo.rollout.token_row import TokenRow
 
 Limits, Sampling = RolloutLimits, SamplingParams
-"""Other names of the same, which some scripts use."""
+"""Short names of the two above."""
 
 __all__ = [
     "Limits",

@@ -36,7 +36,7 @@ class Branching:
 
 @dataclass
 class Branch:
-    """A copy of a conversation in the middle, from where it goes on by itself."""
+    """A copy of an unfinished conversation, which goes on by itself."""
 
     env: StepEnv
     policy: ConversationPolicy
@@ -120,7 +120,7 @@ class BranchedConversation:
 
 
 def _copied(trajectory: Trajectory, request: RolloutRequest, env: Any) -> Trajectory:
-    """A trajectory as it is, for another request."""
+    """A copy of a trajectory for another request."""
     return replace(
         trajectory,
         turns=copy.deepcopy(trajectory.turns),

@@ -88,7 +88,7 @@ class ChatTemplate:
             raise TemplateError(f"The chat template refuses these messages: {_reason(error)}.") from error
 
     def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
-        """The same; raises `TemplateError` where the text of a message is not in it."""
+        """As `render`; raises `TemplateError` also where the text of a message is not in the result."""
         text = self.render(messages, tools)
         for message in messages:
             if message["role"] != "assistant":  # the thinking of the past may be left out
@@ -129,7 +129,7 @@ class ChatTemplate:
         return text[begin:]
 
     def _calling(self, replies: list[Message], called: Sequence[str]) -> Message:
-        """The turn that results answer, with a call for each; with one, where the template takes no more."""
+        """The assistant's turn before results: a call for each result, or one if the template takes no more."""
         calls = []
         for number, reply in enumerate(replies):
             if reply["role"] != "tool":
@@ -145,7 +145,7 @@ class ChatTemplate:
         return {"role": "assistant", "content": self._content, "tool_calls": calls}
 
     def _require(self, message: Message, text: str, position: int, what: str) -> int:
-        """The end of a message's text in what was rendered, at `position` or behind it."""
+        """Where a message's text ends in a rendered text, looked for from `position` on; refuses a text without it."""
         for content in _texts(message.get("content")):
             found = self._find(content.strip(), text, position)
             if found is None:
@@ -294,7 +294,7 @@ class ChatTemplate:
         self._many_calls = self._takes([*asked[:1], self._calling(results, []), *results])
 
     def _end_of_calls(self, finished: str, text: str, said: int) -> str | None:
-        """The token that ends a turn with calls, given the conversation with it, and what stands before its result."""
+        """The token that ends a turn with calls, from the rendered turn and the text up to its result."""
         if self.end_of_turn in text[said:]:
             return self.end_of_turn
         common = len(commonprefix([finished, text]))
@@ -305,7 +305,7 @@ class ChatTemplate:
         return begun.group() if begun else None
 
     def _takes(self, messages: list[Message], *shown: str) -> bool:
-        """Whether the template renders messages, with what is to be shown, and no Python values in place of text."""
+        """Whether the template renders messages with the text `shown`, and without Python values in place of text."""
         try:
             text = self._render(messages)
         except _REFUSALS:
@@ -355,5 +355,5 @@ def _any_token(contents: Iterator[str]) -> re.Pattern[str]:
 
 
 def _reason(error: Exception) -> str:
-    """What a template said, in one line without its full stop."""
+    """A template's error message, in one line without its full stop."""
     return " ".join(str(error).split()).rstrip(".!") or type(error).__name__

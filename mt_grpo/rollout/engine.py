@@ -82,7 +82,7 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Closes what is open while conversations run, such as connections. The next conversation opens it again."""
+        """Closes connections and the like; the next conversation opens them again."""
         ...
 
 
@@ -91,7 +91,7 @@ class PlacingEngine(Protocol):
     """An engine of several servers, each with a cache of prefixes."""
 
     def join(self, session: str, other: str) -> None:
-        """Places a conversation, which has not begun, where another one is whose context it begins with."""
+        """Places a new conversation on the server of `other`, whose context it begins with."""
         ...
 
 

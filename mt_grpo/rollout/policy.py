@@ -175,7 +175,7 @@ class ConversationPolicy:
         self.before_turn: Callable[[Sequence[Message]], Awaitable[None]] | None = None
 
     def fork(self, trajectory: Trajectory, seed: int) -> ConversationPolicy:
-        """A policy that goes on from here by itself, in `trajectory`, a copy of this conversation's."""
+        """A policy for a branch that begins here; it writes into `trajectory`, a copy of this conversation's."""
         twin = copy.copy(self)
         twin._trajectory, twin._seed, twin.session, twin.before_turn = trajectory, seed, trajectory.session, None
         twin._lock, twin._transcript = asyncio.Lock(), self._transcript.fork()
@@ -244,14 +244,14 @@ class ConversationPolicy:
     # The context of a turn
 
     async def _aside(self, messages: Sequence[Message], work: Callable[[], T]) -> T:
-        """Renders and encodes messages, and nothing else: the conversation may be over when it is done."""
+        """Does work that renders and encodes messages; `ConversationEnded` if the conversation ended meanwhile."""
         done = await self._sampler.aside(sum(map(_size, messages)), work)
         if self.ended is not None:
             raise ConversationEnded(self.ended)
         return done
 
     async def _extended(self, history: History, messages: Sequence[Message], known: int) -> Context:
-        """Of messages that go on from the latest turn, whose message is the last of the first `known`."""
+        """The context where messages go on from the latest turn: the first `known` end with that turn's message."""
         self._trajectory.turns[-1].replies = list(messages[known:])
         told = messages[known:] if self._sampler.history == "keep" else messages
         extend = partial(history.extend, self._trajectory, self._action, self._most)
@@ -261,7 +261,7 @@ class ConversationPolicy:
         return extension
 
     async def _begun(self, messages: list[Message]) -> Context:
-        """Of messages that do not go on from the latest turn: the first of all, or a past that the caller rewrote."""
+        """The context where messages do not go on from the latest turn: the first turn, or a rewritten past."""
         history = self._history = History(self.renderer, self._sampler.history, self._sampler.compact_every)
         first = not self._prompt_length
         index, known = (-1, 0) if first or self._sampler.history != "keep" else self._transcript.longest(messages)
@@ -290,7 +290,7 @@ class ConversationPolicy:
     async def _continue(
         self, messages: list[Message], stop: tuple[str, ...], max_tokens: int | None, protocol: CallProtocol | None
     ) -> Turn:
-        """A turn in which the model goes on with the last message: without the token that ended it, and its frame."""
+        """Lets the model go on writing the last message, without the tokens that ended it."""
         check_messages(messages)
         *before, last = messages
         if not before or last["role"] != "assistant":
@@ -390,7 +390,7 @@ class ConversationPolicy:
             self._last = time.perf_counter()
 
     def _read(self, turn: Turn, protocol: CallProtocol) -> None:
-        """Writes into a turn what its text means."""
+        """Reads calls, answer and errors from a turn's text into the turn."""
         # the assistant's header is in there, and with it the `<think>` that some templates open themselves
         tail = self._trajectory.tree.tail(turn.num_tokens + HEADER_TOKENS)
         header = tail[: len(tail) - turn.num_tokens]

@@ -92,7 +92,7 @@ class ChatRenderer:
         return self._text_ids(self.prompt_text([dict(message) for message in messages]))
 
     def prompt_text(self, messages: list[Message]) -> str:
-        """The same as escaped text. Raises `TemplateError` where the text of a message is not in it."""
+        """The prompt as escaped text. Raises `TemplateError` where the text of a message is not in it."""
         return self.special_tokens.tidy(self._template.prompt(self.escaped(messages), self._escaped_tools))
 
     def escaped(self, messages: list[Message]) -> list[Message]:

@@ -167,7 +167,7 @@ class RolloutRunner:
         before_turn: Callable[..., Awaitable[None]] | None = None,
         branch: Branch | None = None,
     ) -> tuple[Trajectory, ConversationPolicy]:
-        """A conversation: of a request, or from a branch on."""
+        """Runs one conversation, from its request or from a branch on, and ends it whatever happens."""
         if branch is None:
             said = request.prompt
             prompt = [{"role": "user", "content": said}] if isinstance(said, str) else said
@@ -210,7 +210,7 @@ class RolloutRunner:
     async def _wait(
         self, running: asyncio.Future[Outcome], policy: ConversationPolicy, trajectory: Trajectory, start: float
     ) -> None:
-        """Waits for a conversation as long as it may take; tells the policy why, where that is over."""
+        """Waits for a conversation as long as it may take; then tells the policy which limit ended it."""
         whole, idle = self.limits.rollout_timeout, self.limits.idle_timeout
         while not running.done():
             left = [] if whole is None else [start + whole - time.perf_counter()]

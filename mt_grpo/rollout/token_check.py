@@ -64,13 +64,13 @@ class SanityCheck:
         """How often each cause occurred."""
 
     def by(self, renderer: ChatRenderer) -> SanityCheck:
-        """The same check of conversations that another renderer wrote; causes are counted together."""
+        """This check for conversations of another renderer; causes are counted together."""
         other = copy(self)
         other._renderer = renderer
         return other
 
     def check(self, trajectory: Trajectory) -> Difference | None:
-        """Compares one trajectory; returns what was counted, `None` where all is well."""
+        """Compares one trajectory and counts its difference, if there is one."""
         try:
             difference = self.difference(trajectory)
         except Exception as error:  # a template may refuse what a model wrote

@@ -201,7 +201,7 @@ def _message(noted: _Noted) -> Message:
 
 
 def identity(message: Message) -> Hashable:
-    """What makes two messages the same: role, content, and calls with their arguments parsed; reasoning is no part."""
+    """Role, content and calls with parsed arguments: messages that agree in these are the same, whatever their reasoning."""
     calls = [
         (call.get("function", call)["name"], _parsed(call.get("function", call).get("arguments")))
         for call in message.get("tool_calls") or ()

@@ -181,7 +181,7 @@ class TransformersEngine:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a GPU the current one of this thread, whose current GPU is the first one until then."""
+    """Makes a GPU the current one of this thread, which begins with the first."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
