@@ -67,7 +67,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
     wait = _Wait()
 
-    def begin() -> None:
+    def start() -> None:
         nonlocal root
         root = background.loop.create_task(work)
         root.add_done_callback(end)
@@ -88,8 +88,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     context = contextvars.copy_context()
     context.run(_TASKS.set, tasks)
     try:
-        background.loop.call_soon_threadsafe(begin, context=context)
-        wait.until_end()
+        wait.until_end(lambda: background.loop.call_soon_threadsafe(start, context=context))
     except BaseException:
         background.finish(drain())
         raise
@@ -114,11 +113,13 @@ class _Wait:
         """Ends the wait, from any thread."""
         self._calls.put((self._end, lambda: None))
 
-    def until_end(self) -> None:
+    def until_end(self, start: Callable[[], object]) -> None:
+        """Starts the work and waits: its first call may come before this thread goes on."""
         before = _Wait.main
         if threading.current_thread() is threading.main_thread():
             _Wait.main = self
         try:
+            start()
             while not self._end.done():
                 try:
                     future, function = self._calls.get(timeout=_LOOK)

@@ -201,7 +201,7 @@ def _message(noted: _Noted) -> Message:
 
 
 def identity(message: Message) -> Hashable:
-    """Role, content and calls with parsed arguments: messages that agree in these are the same, whatever their reasoning."""
+    """What two messages agree in to be the same: role, content and calls with parsed arguments, but not reasoning."""
     calls = [
         (call.get("function", call)["name"], _parsed(call.get("function", call).get("arguments")))
         for call in message.get("tool_calls") or ()
