@@ -261,7 +261,7 @@ def trace(row: dict[str, Any], record: dict[str, Any], run: Run) -> dict[str, An
     model = run.about.get("model")
     past = [_flat(message) for message in record["prompt"]]
     for turn in record["turns"]:
-        said = _flat(turn["message"], turn["tool_calls"])
+        message = _flat(turn["message"], turn["tool_calls"])
         end = None if turn["start"] is None else turn["start"] + turn["seconds"]
         spans.add(
             f"turn {turn['index'] + 1}",
@@ -279,7 +279,7 @@ def trace(row: dict[str, Any], record: dict[str, Any], run: Run) -> dict[str, An
                     {"advantage": row["advantages"] and row["advantages"][turn["index"]], "reward": turn["reward"]}
                 ),
                 **_numbered("llm.input_messages", past),
-                **_numbered("llm.output_messages", [said]),
+                **_numbered("llm.output_messages", [message]),
             },
             agent,
         )
@@ -300,7 +300,7 @@ def trace(row: dict[str, Any], record: dict[str, Any], run: Run) -> dict[str, An
                 },
                 agent,
             )
-        past += [said, *map(_flat, turn["replies"])]
+        past += [message, *map(_flat, turn["replies"])]
     resource = {"attributes": _attributes({"service.name": "mt-grpo", "openinference.project.name": "mt-grpo"})}
     return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": {"name": "mt_grpo"}, "spans": spans}]}]}
 

@@ -145,8 +145,8 @@ def _compiled(pattern: str) -> Any:
     try:
         return re2.compile(translated, options)
     except re2.error as error:
-        said = error.args[0]
-        return said.decode("utf-8", "replace") if isinstance(said, bytes) else str(said)
+        reason = error.args[0]
+        return reason.decode("utf-8", "replace") if isinstance(reason, bytes) else str(reason)
     except UnicodeEncodeError as error:
         return str(error)
 

@@ -49,12 +49,12 @@ def tool(
     options = ToolOptions(concurrency, max_result_size, ends_episode, limit)
     register = None if name is None and options != ToolOptions() else TOOLS.register(name or "")
 
-    def mark(thing: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(thing: Callable[..., Any]) -> Callable[..., Any]:
         if options != ToolOptions():
             thing.tool_options = options  # type: ignore[attr-defined]  # functions and classes take attributes
         return thing if register is None else register(thing)
 
-    return mark
+    return decorate
 
 
 def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:

@@ -228,8 +228,8 @@ async def _ask_host(request: dict[str, Any]) -> dict[str, Any]:
         await _end(process)
     if line:
         return json.loads(line)
-    said = " ".join(complaint.decode("utf-8", "replace").split())
-    return {"refused": said} if said else {"lost": "it was killed"}
+    reason = " ".join(complaint.decode("utf-8", "replace").split())
+    return {"refused": reason} if reason else {"lost": "it was killed"}
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -185,9 +185,9 @@ def findings(
         with its words in `label`, or `None`. A link has a `view` and its parameters.
     """
     shared = find_in_run(columns.rows, about)
-    said = {finding.kind for finding in shared}
+    found = {finding.kind for finding in shared}
     of_conversations = map(_as_dict, shared)
-    rules = [*_broken(compared), *of_conversations, *_stops(view, said), *_health(view, columns), *_reward(view)]
+    rules = [*_broken(compared), *of_conversations, *_stops(view, found), *_health(view, columns), *_reward(view)]
     return sorted(rules, key=lambda finding: (BAD, WARN, GOOD).index(finding["level"]))
 
 
@@ -210,11 +210,11 @@ def _as_dict(finding: Finding) -> dict[str, Any]:
     return _finding(finding.level, finding.strong, finding.text, "show them", view="find", q=finding.query)
 
 
-def _stops(view: dict[str, Any], said: set[str]) -> Iterator[dict[str, Any]]:
-    """How the shares of limits changed, without the limits in `said`, which have a finding of the whole run."""
+def _stops(view: dict[str, Any], found: set[str]) -> Iterator[dict[str, Any]]:
+    """How the shares of limits changed, without the limits in `found`, which have a finding of the whole run."""
     for name, shares in view["stops"].items():
         first, last = ends(shares) or (0.0, 0.0)
-        if last > 0.1 and not name.endswith("_error") and name not in said:
+        if last > 0.1 and not name.endswith("_error") and name not in found:
             text = f"{last:.0%} of the last steps ({first:.0%} of the first) were cut off there."
             asked = f"mode=train stop={name}"
             yield _finding(WARN, f"Stop reason {name}:", text, "show them", view="find", q=asked, sort="-step")

@@ -37,7 +37,7 @@ from mt_grpo.training.servers import server_urls
 LONGEST = 64
 """How many prompts are encoded to count their tokens: those with the most characters."""
 STREAMED = 512
-"""Rows of a stream that are looked at."""
+"""How many rows of a stream are read."""
 PROMPT = 200
 """Tokens of a prompt, assumed if the rows are not known."""
 
@@ -105,7 +105,7 @@ class Case:
         if given is None:
             self.options["steps_per_generation"] = request.values.get("steps_per_generation")
         self.tool_seconds: dict[str, float] = {}
-        """Seconds of the calls that were made of tools."""
+        """Seconds of one call of each tool that was called."""
         self.plan: dict[str, Any] = {}
         """Numbers of the plan, for `--json`: bytes and seconds."""
         self._known: dict[str, tuple[Any, UserError | None]] = {}
@@ -127,7 +127,7 @@ class Case:
         return self.own["num_processes"] or (named and read_sharding(named).processes) or 1
 
     def candidates(self) -> tuple[Sharding, ...]:
-        """Ways to spread the states: the one that is given, or the usual ones."""
+        """Ways to spread the states: the given one, or the usual ones."""
         return USUAL if self.sharding is None else (self.sharding,)
 
     @property
@@ -137,7 +137,7 @@ class Case:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the run is for another machine, whose GPUs are stated."""
+        """Whether the run is for another machine: more GPUs are stated than this one has."""
         stated = self.own["gpu_memory"] is not None and not self.args.use_cpu
         return stated and torch.cuda.device_count() < self.processes
 
@@ -185,7 +185,7 @@ class Case:
 
     @fact
     def peft(self) -> PeftConfig | None:
-        """The adapter that is trained, where one is: that in the model's folder, or that of the options."""
+        """The adapter to train, from the model's folder or the options; `None` if the whole model is trained."""
         if adapter_settings(self.name) is not None:
             return PeftConfig.from_pretrained(self.name)
         return get_peft_config(self.recipe.model)
@@ -207,7 +207,7 @@ class Case:
 
     @property
     def half(self) -> bool:
-        """Whether the run computes in two bytes, as a GPU does where the recipe leaves it open."""
+        """Whether the run computes in two bytes, the default on a GPU."""
         return self.args.fp16 or (self.on_gpu if self._bf16 is None else self.args.bf16)
 
     @property
@@ -268,7 +268,7 @@ class Case:
 
     @property
     def prompt(self) -> int:
-        """Tokens of the longest prompt, or what is assumed of it."""
+        """Tokens of the longest prompt, or `PROMPT` if the rows are not known."""
         try:
             return max(self.prompt_lengths) or PROMPT
         except NotKnown:
@@ -283,14 +283,14 @@ class Case:
 
     @property
     def batch(self) -> int:
-        """Conversations that are sampled at a time, of all processes."""
+        """Conversations of one batch, of all processes."""
         step = self.args.per_device_train_batch_size * self.processes
         steps = self.options["steps_per_generation"] or self.args.gradient_accumulation_steps
         return self.options["generation_batch_size"] or step * steps
 
     @property
     def steps_of_a_batch(self) -> float:
-        """Optimiser steps that are taken with the conversations of one batch."""
+        """Optimiser steps with the conversations of one batch."""
         step = self.args.per_device_train_batch_size * self.processes * self.args.gradient_accumulation_steps
         return self.args.num_iterations * self.batch / step
 
@@ -306,7 +306,7 @@ class Case:
 
     @property
     def local_port(self) -> int | None:
-        """Port of the server, where it is one of this machine."""
+        """Port of the server, if it runs on this machine."""
         parts = urlsplit(self.urls[0])
         return (parts.port or 80) if parts.hostname in ("127.0.0.1", "localhost") else None
 

@@ -27,13 +27,13 @@ from mt_grpo.trajectory import ToolCall, visible
 WORDS = 80
 """Characters of a result, or of an error, that are shown."""
 EXAMPLES = {"expression": "1 + 1", "code": "print(1)"}
-"""Arguments by name for which the words of a prompt would not do."""
+"""Arguments by name, for those that the words of a prompt would not suit."""
 LIMIT = 60.0
 """Seconds a call may take where the recipe has no `tool_timeout`."""
 
 
 def tools(case: Case) -> Lines:
-    """Calls each tool once; one of an MCP server only where the server says that it changes nothing."""
+    """Calls each tool once. A tool of an MCP server is only called if the server says that it changes nothing."""
     rows: Any = []
     try:
         rows = list(case.train_rows.take(1))
@@ -95,8 +95,8 @@ async def _call(tool: Tool, call: ToolCall, row: dict[str, Any], limit: float) -
 
 def made_arguments(schema: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     """
-    Arguments for a call: those that the schema requires, each the row's column of the same name, or else what its
-    schema gives as an example, and for text the words of the row's prompt.
+    Arguments for a call: those that the schema requires. Each is the row's column of the same name, or an example of
+    its schema, or for text the words of the row's prompt.
     """
     properties = schema.get("properties", {})
     return {
@@ -126,7 +126,7 @@ def _made(schema: Any, row: dict[str, Any], name: str = "") -> Any:
 
 
 def _words(row: dict[str, Any]) -> str:
-    """The last words of the row's prompt that somebody says."""
+    """The text of the last message of the row's prompt."""
     prompt = row.get("prompt") or "test"
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "test")
 

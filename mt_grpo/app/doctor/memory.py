@@ -88,21 +88,22 @@ def gathered(shape: Shape, precision: Precision, sharding: Sharding) -> float:
 
 
 def checkpoints_of_layers(shape: Shape, tokens: int, compute: int) -> float:
-    """Bytes of the inputs of all layers, which checkpointed activations keep."""
+    """Bytes of the inputs of all layers, which checkpointing keeps."""
     return float(shape.layers * tokens * shape.hidden * compute)
 
 
 def layer_activations(shape: Shape, tokens: int, compute: int) -> float:
     """
-    Bytes that one layer keeps for its backward: of the model's width two norms with three tensors each, queries with
-    their rotation, what attention returns and the sums; keys and values with theirs; four of the feed-forward's width.
+    Bytes that one layer keeps for its backward. Tensors of the model's width: two norms with three each, queries with
+    their rotation, the output of attention and the sums. Keys and values with theirs. Four of the feed-forward's
+    width.
     """
     values = 14 * shape.hidden + 6 * shape.kv_heads * shape.head_size + 4 * shape.intermediate
     return float(tokens * values * compute)
 
 
 def activations(shape: Shape, tokens: int, compute: int, checkpointing: bool) -> float:
-    """Bytes that a forward keeps over `tokens` tokens; with checkpointing, and those of the layer computed again."""
+    """Bytes that a forward keeps. With checkpointing, those of one layer and of the inputs of all layers."""
     layer = layer_activations(shape, tokens, compute)
     if checkpointing:
         return checkpoints_of_layers(shape, tokens, compute) + layer

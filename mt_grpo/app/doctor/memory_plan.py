@@ -27,7 +27,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.forward.lm_head import CHUNK_ELEMENTS
 
 RECORD = 8
-"""Bytes of a token in the Parquet files of `rollouts`, with what the trainer computed of it."""
+"""Bytes per token in the Parquet files of `rollouts`, those of the trainer's numbers included."""
 
 
 def parts(case: Case, sharding: Sharding) -> dict[str, float]:
@@ -55,7 +55,7 @@ def parts(case: Case, sharding: Sharding) -> dict[str, float]:
 
 
 def smaller(case: Case) -> str:
-    """What makes a micro-batch smaller."""
+    """The options that make a micro-batch smaller, in words."""
     ways = ["a smaller `per_device_train_batch_size`", "a shorter `max_completion_length`"]
     ways += [] if case.args.gradient_checkpointing else ["`gradient_checkpointing: true`"]
     return " or ".join(ways)

@@ -37,14 +37,14 @@ LATEST = 3
 @dataclass(frozen=True)
 class Speed:
     """
-    What a processor reaches.
+    The speed of a processor.
 
     Args:
         flops (`float`): Operations of matrix products per second.
         bandwidth (`float`): Bytes read from memory per second.
         layer (`float`): Seconds that a forward of one layer takes beside its products.
-        token (`float`): Seconds that the tokens of a batch take beside the layers, where the model itself samples.
-        name (`str`): Which processor, for messages.
+        token (`float`): Seconds outside the layers per token of a batch, when the trainer's model samples.
+        name (`str`): The processor, for messages.
     """
 
     flops: float
@@ -65,8 +65,8 @@ class Lengths:
     Args:
         turns (`float`): Turns.
         sampled (`float`): Tokens that the model wrote.
-        unique (`float`): Tokens that training computes: those of its own, the environment's and the prompt's.
-        measured (`bool`): Whether they are a run's, not assumed.
+        unique (`float`): Tokens that training computes: the model's, the environment's and the prompt's.
+        measured (`bool`): Whether they come from a run, and are not assumed.
     """
 
     turns: float
@@ -93,7 +93,7 @@ class Step:
 
 def assumed_lengths(prompt: int, steps: int, turn: int | None, completion: int) -> Lengths:
     """
-    Half of what a recipe allows.
+    Lengths to assume without a run: half of what the recipe allows.
 
     Args:
         prompt (`int`): Tokens of the prompt.
@@ -130,15 +130,15 @@ def server_seconds(
     shape: Shape, speed: Speed, lengths: Lengths, conversations: float, at_once: float, size: int, gpus: int
 ) -> float:
     """
-    Seconds in which one server samples.
+    Seconds that one server takes to sample a batch.
 
     Args:
         shape (`Shape`), speed (`Speed`): Of the model, and of one of its GPUs.
         lengths (`Lengths`): Of a conversation.
-        conversations (`float`): That it samples.
-        at_once (`float`): Of these at once.
+        conversations (`float`): How many it samples.
+        at_once (`float`): How many of them at once.
         size (`int`): Bytes of an element.
-        gpus (`int`): Over which it is spread.
+        gpus (`int`): GPUs over which it is spread.
     """
     at_once = max(1.0, min(conversations, at_once))
     reads = size * shape.parameters + at_once * lengths.unique * shape.kv_bytes(size)
@@ -151,8 +151,8 @@ def server_seconds(
 
 def own_engine_seconds(shape: Shape, speed: Speed, turns: int, turn: float, conversations: int) -> float:
     """
-    Seconds in which the trainer's own model samples: turn after turn, each as long as the longest row of a batch,
-    which is taken to be half of what is allowed.
+    Seconds that the trainer's own model takes to sample a batch, turn after turn. A turn takes as long as the longest
+    row of the batch, which is assumed to be half of what is allowed.
 
     Args:
         shape (`Shape`), speed (`Speed`): Of the model, and of the processor.
@@ -215,7 +215,7 @@ def measure_cpu(shape: Shape, seconds: float = 0.15) -> Speed:
 
 
 def _fastest(work: Any, seconds: float) -> float:
-    """Seconds of the fastest call in a while; the first is for warming up."""
+    """Seconds of the fastest call within `seconds`, after a call to warm up."""
     work()
     best, end = math.inf, time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -226,7 +226,7 @@ def _fastest(work: Any, seconds: float) -> float:
 
 
 BETTER = 0.8
-"""Share of the time of a step below which another split of the GPUs is recommended: estimates are no finer."""
+"""Another split of the GPUs is recommended if its step takes less than this share: estimates are no finer."""
 ALIKE = 1.05
 """Splits of which one takes up to so many times as long as the other count as alike."""
 REPLIES = 5

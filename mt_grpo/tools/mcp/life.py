@@ -221,7 +221,9 @@ class Life:
             except Exception as error:  # whatever transport and server make of a ping that fails
                 if patient and isinstance(error, TimeoutError):
                     return
-                logger.warning("The MCP server %r does not answer (%s): it is ended.", self.config.name, _said(error))
+                logger.warning(
+                    "The MCP server %r does not answer (%s): it is ended.", self.config.name, _in_words(error)
+                )
                 self._end()
 
         self._probing = asyncio.create_task(probe())
@@ -336,9 +338,9 @@ class Life:
         if isinstance(cause, FileNotFoundError) and self.transport == "stdio":
             return f"there is no command {self.config.command!r}"
         words = await self._words.last()
-        return f"it ended with {words!r}" if words else self._refused or _said(cause)
+        return f"it ended with {words!r}" if words else self._refused or _in_words(cause)
 
 
-def _said(error: BaseException) -> str:
+def _in_words(error: BaseException) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
