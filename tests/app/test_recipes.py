@@ -44,7 +44,7 @@ def test_the_setting_is_that_of_the_papers_public_code():
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("Qwen/triviaqa_*.yaml")), ids=lambda path: path.stem)
-def test_other_sizes_keep_the_batch_and_the_settings_of_the_paper(path):
+def test_other_sizes_keep_batch_and_settings_of_the_paper(path):
     whole = yaml.safe_load((ROOT / "Qwen" / "triviaqa_7b.yaml").read_text())
     other = yaml.safe_load(path.read_text())
     assert other["per_device_train_batch_size"] * other["gradient_accumulation_steps"] * processes_of(path) == 336

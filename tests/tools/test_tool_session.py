@@ -153,7 +153,7 @@ def test_a_state_is_made_by_the_first_call_alone():
     assert log == ["create b", "execute b", "execute b", "execute b", "release b"]
 
 
-def test_a_tool_that_was_never_called_still_scores_its_conversation():
+def test_a_tool_never_called_still_scores_its_conversation():
     tool = Guess({}, schema())
 
     async def converse() -> dict:
