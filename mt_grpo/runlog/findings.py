@@ -100,7 +100,8 @@ class Counts:
         self.groups += other.groups
         self.same += other.same
         self.right |= other.right
-        self.earned |= other.earned
+        if len(self.earned) < 2:
+            self.earned |= other.earned
 
     def _add(self, row: dict[str, Any]) -> None:
         self.conversations += 1

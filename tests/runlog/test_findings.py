@@ -101,3 +101,15 @@ def test_a_run_is_judged_by_its_training_and_all_failures():
 def test_rows_of_old_indices_are_read():
     old = {name: value for name, value in row(0).items() if name not in ("sampled", "raised", "first_raised", "where")}
     assert not find(Counts().add([old, old]))
+
+
+def test_merged_counts_are_those_of_all_batches():
+    batches = [
+        [row(0, step=0, right=True, reward=1.0), row(0, "length", step=0, right=False, raised=1, first_raised="a")],
+        [row(1, "env_error", step=1, error="gone"), row(2, step=1, turns=0, calls=0, errors=[])],
+        [row(3, step=2, calls=0, errors=[1, 1]), row(4, "env_error", step=2, error="other", raised=2)],
+    ]
+    merged = Counts()
+    for rows in batches:
+        merged.merge(Counts().add(rows))
+    assert merged == Counts().add(sum(batches, []))
