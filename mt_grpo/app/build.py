@@ -34,7 +34,7 @@ from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.environment import build_env
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.model import resolve_base, resolve_model
-from mt_grpo.training.preflight import check_batch_sizes, check_push, check_rows_suffice
+from mt_grpo.training.preflight import check_batch_sizes, check_rows_suffice, check_surroundings
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
 logger = logging.getLogger(__name__)
@@ -139,11 +139,9 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
     args, model = recipe.training, recipe.model
     if trains:
         check_batch_sizes(args)
-    if trains and args.push_to_hub and not writes:  # hidden from the trainer, which would check it
-        check_push(args)
     args = changed(
         args,
-        push_to_hub=args.push_to_hub and trains and writes,
+        push_to_hub=args.push_to_hub and trains,
         report_to=args.report_to if trains else [],
         resume_from_checkpoint=find_checkpoint(args.resume_from_checkpoint, args.output_dir),
         model_init_kwargs={
@@ -153,6 +151,7 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
             **(args.model_init_kwargs or {}),
         },
     )
+    check_surroundings(args)  # the trainer does too, but rows are not loaded for a machine that cannot train
     checkpoint = Path(args.resume_from_checkpoint) if trains and args.resume_from_checkpoint else None
     if checkpoint is not None:
         check_checkpoint(checkpoint, batch_options(args), args.process_index, args.world_size)
@@ -187,7 +186,7 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         return MTGRPOEnvTrainer(
             model=name,
             env=source,
-            args=args,
+            args=changed(args, push_to_hub=args.push_to_hub and writes),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,

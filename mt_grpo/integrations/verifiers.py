@@ -53,7 +53,7 @@ class VerifiersSource(AgentSource):
     def from_options(cls, options: Mapping[str, Any]) -> VerifiersSource:
         """The environment of a run's option `env: verifiers:NAME`."""
         config = parse_env_config(options["env_config"] or {})
-        return cls(options["env"].removeprefix(VERIFIERS), config, protocol_of(options))
+        return cls(options["env"].removeprefix(VERIFIERS).strip(), config, protocol_of(options))
 
     async def _play(self, row: dict[str, Any], client: AgentClient) -> Outcome:
         split, number = example_of(row)

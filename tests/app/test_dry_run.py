@@ -43,7 +43,7 @@ def test_the_resolved_recipe_is_printed_and_is_a_recipe(recipe, tmp_path, capsys
 
 
 def test_nothing_is_written(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("mt_grpo.app.build.check_push", lambda args: None)  # there is no token, and no Hub
+    monkeypatch.setattr("mt_grpo.training.preflight.check_push", lambda args: None)  # there is no token, and no Hub
     arguments = recipe(output_dir=str(tmp_path / "runs" / "one"), push_to_hub=True, hub_model_id="nobody/nothing")
     before = sorted(tmp_path.rglob("*"))
     status, printed = dry_run(arguments)
