@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCHMARKS := architectures head history methods packing parity prefix_cache rollout step tree_row viewer weight_sync
 
+# A process for each core, which takes up to 3.5 GB with the vLLM server of its tests.
+WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile --max-worker-restart=0
+
 TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
@@ -14,13 +17,13 @@ quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
 
 test: lint server-cpu trl-oldest browser
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --max-worker-restart=0 --cov=mt_grpo.trajectory --cov=mt_grpo.token_tree \
+	$(BIN)/python -m pytest $(WORKERS) --cov=mt_grpo.trajectory --cov=mt_grpo.token_tree \
 		--cov=mt_grpo.credit --cov=mt_grpo.rewards --cov-branch --cov-report=term-missing --cov-fail-under=100
 
 # What most changes break, in minutes: lint, and every test that is quick and needs no server. With `ROOM=credit` only
 # those of one room.
 check: lint
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --max-worker-restart=0 -m "not slow and not server" $(ROOM:%=tests/%)
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not server" $(ROOM:%=tests/%)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -11,15 +11,14 @@ Trains each form that is named, all where none is (`program` where Node is insta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from common import RESULTS, write
 from processes import running
 from rich.console import Console
 from rich.table import Table
+
+from mt_grpo import cli
 
 ROOT = Path(__file__).parent.parent
 AGENTS = Path(__file__).parent / "agents"
@@ -61,7 +62,7 @@ SMALL = {
 }
 
 
-@contextmanager
+@contextlib.contextmanager
 def search_server() -> Iterator[str]:
     """URL of the embedded search, for agents in other languages, while the context lasts."""
     command = [sys.executable, str(AGENTS / "search_server.py")]
@@ -80,9 +81,10 @@ def train(form: str, quick: bool) -> dict[str, Any]:
         recipe |= {**FORMS[form], **(SMALL if quick else {}), "output_dir": str(output)}
         for name, content in (("recipe.yaml", recipe), ("servers.json", SERVERS), ("tools.yaml", TOOLS)):
             (Path(folder) / name).write_text(json.dumps(content))  # which is YAML too
-        command = [sys.executable, "-m", "mt_grpo", "train", "--config", "recipe.yaml"]
-        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "SEARCH_URL": url}
-        subprocess.run(command, cwd=folder, check=True, stdout=sys.stderr, env=variables)
+        os.environ["SEARCH_URL"] = url
+        with contextlib.chdir(folder), contextlib.redirect_stdout(sys.stderr):
+            if status := cli.main(["train", "--config", "recipe.yaml"]):
+                raise SystemExit(status)
         summary = json.loads((output / "summary.json").read_text())
     return {name: summary[name] for name in ("before", "after", "seconds", "steps", "seed")}
 

@@ -9,13 +9,14 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from support.forked import Forked
 from support.marks import needs_server
-from support.own_process import TERMINAL
 from support.servers import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -29,13 +30,11 @@ def marks(name: str) -> list:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [pytest.param(name, marks=marks(name)) for name in QUICK])
-def test_a_quick_run_ends_and_leaves_the_results_alone(script):
+def test_a_quick_run_ends_and_leaves_the_results_alone(script, tmp_path):
     results = BENCHMARKS / "results" / Path(script).with_suffix(".json")
     before = results.read_bytes()
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, BENCHMARKS / script, "--quick"]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
+    run = Forked([str(BENCHMARKS / script), "--quick"], tmp_path / "log")
+    assert run.wait() == 0, (tmp_path / "log").read_text()
     assert results.read_bytes() == before
 
 
@@ -74,12 +73,14 @@ with server.serve(SimpleNamespace(training=SimpleNamespace(vllm_server_port=port
 @pytest.mark.parametrize(
     "how", [[signal.SIGTERM], [signal.SIGTERM] * 2, [signal.SIGKILL]], ids=["once", "twice", "killed"]
 )
-def test_a_server_ends_with_its_benchmark(how):
+def test_a_server_ends_with_its_benchmark(how, tmp_path):
     """`timeout` sends SIGTERM two times. A server is in a group of its own, and has processes."""
-    run = subprocess.Popen(
-        [sys.executable, "-c", TERMINAL + SERVING, str(BENCHMARKS)], stdout=subprocess.PIPE, text=True
-    )
-    assert run.stdout.readline() == "up\n"
+    log, script = tmp_path / "log", tmp_path / "serving.py"
+    script.write_text(SERVING)
+    run = Forked([str(script), str(BENCHMARKS)], log)
+    while log.read_text() != "up\n":
+        assert run.poll() is None, log.read_text()
+        time.sleep(0.02)
     started = psutil.Process(run.pid).children(recursive=True)
     assert len(started) == 3  # one watches
     for number in how:

@@ -34,14 +34,14 @@ def main(what: str) -> None:
 
 def test_a_forked_program_has_its_own_status_and_output(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    program = Forked(["test_forked", "exits"], tmp_path / "log", {**os.environ, "MODE": "own"})
+    program = Forked(["-m", "test_forked", "exits"], tmp_path / "log", {**os.environ, "MODE": "own"})
     assert program.wait(120) == program.poll() == 3
     assert (tmp_path / "log").read_text() == f"mode: own rank: None {tmp_path}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_a_forked_program_as_any_other(tmp_path, number):
-    program = Forked(["test_forked", "waits"], tmp_path / "log")
+    program = Forked(["-m", "test_forked", "waits"], tmp_path / "log")
     while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text():
         time.sleep(0.02)
     assert program.poll() is None
@@ -53,10 +53,14 @@ def test_a_signal_ends_a_forked_program_as_any_other(tmp_path, number):
 
 
 def test_forked_ranks_meet(tmp_path):
-    run_processes(["test_forked", "meets"], 2, tmp_path / "log", {})
+    run_processes(["-m", "test_forked", "meets"], 2, tmp_path / "log", {})
     assert (tmp_path / "log").read_text().count("met: [0, 1]\n") == 2
 
 
 def test_a_forked_rank_that_fails_ends_all(tmp_path):
     with pytest.raises(AssertionError, match="RuntimeError: no more"):
-        run_processes(["test_forked", "fails"], 2, tmp_path / "log", {})
+        run_processes(["-m", "test_forked", "fails"], 2, tmp_path / "log", {})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 import yaml
+from support.forked import Forked
 from support.models import build_model, build_tokenizer
-from support.own_process import TERMINAL
 from support.registered import keep_estimators
 
 from mt_grpo.cli import main
@@ -258,11 +258,14 @@ class Env(MultiTurnToolEnv):
 
 
 # a model that knows nothing would sample for long
-PRESSED = f"""{TERMINAL}
+PRESSED = """
+import sys
 from mt_grpo.envs.protocols import TagProtocol
 from mt_grpo import concurrency
 concurrency.GRACE = 0.5
 TagProtocol.stop = tuple("aeiou ")
+from mt_grpo.cli import main
+sys.exit(main())
 """
 
 
@@ -271,10 +274,11 @@ TagProtocol.stop = tuple("aeiou ")
 def test_ctrl_c_ends_a_command_though_a_conversation_swallows_it(recipe, tmp_path, command):
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     arguments = recipe(env=f"{tmp_path}/stubborn.py:Env", max_completion_length=2048, max_turn_length=None)
-    code = PRESSED + "from mt_grpo.cli import main; sys.exit(main())"
-    run = subprocess.run([sys.executable, "-c", code, command, *arguments], capture_output=True, text=True)
-    assert run.returncode == 130 and "mt-grpo: interrupted by Ctrl-C." in run.stderr
-    assert "not ended within 0.5 s: conversation 'eval-0000" in run.stderr
+    (tmp_path / "pressed.py").write_text(PRESSED)
+    run = Forked([str(tmp_path / "pressed.py"), command, *arguments], tmp_path / "log")
+    said = (run.wait(), (tmp_path / "log").read_text())
+    assert said[0] == 130 and "mt-grpo: interrupted by Ctrl-C." in said[1]
+    assert "not ended within 0.5 s: conversation 'eval-0000" in said[1]
 
 
 def test_a_bug_of_ours_keeps_its_traceback(recipe, monkeypatch):

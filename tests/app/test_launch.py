@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +13,7 @@ import psutil
 import pytest
 import yaml
 from accelerate.utils import is_deepspeed_available
-from support.own_process import COMMAND
+from support.forked import Forked
 
 from mt_grpo.app.launch import _status
 from mt_grpo.app.recipe import DATACLASSES
@@ -47,14 +45,14 @@ def config(tmp_path):
     return write
 
 
-def start(*arguments: str, **options: object) -> subprocess.Popen:
-    command = [sys.executable, "-c", COMMAND, "train", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **options)
+@pytest.fixture
+def start(tmp_path):
+    """Starts `mt-grpo train`, whose output is in `tmp_path / "log"`."""
+    return lambda *arguments: Forked(["-m", "mt_grpo", "train", *arguments], tmp_path / "log")
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_the_configuration_says(recipe, config, tmp_path):
+def test_two_processes_train_as_the_configuration_says(start, recipe, config, tmp_path):
     arguments = [*recipe(do_eval=False), "--accelerate_config", config(7), "--num_processes", "2", "--max_steps", "1"]
     assert start(*arguments).wait(300) == 0
     folder = tmp_path / "run"
@@ -65,11 +63,10 @@ def test_two_processes_train_as_the_configuration_says(recipe, config, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_failure_of_the_processes_is_the_exit_status(recipe, config, processes):
+def test_a_failure_of_the_processes_is_the_exit_status(start, recipe, config, tmp_path, processes):
     arguments = [*recipe(tools=["mt_grpo.errors.nothing"]), "--accelerate_config", config(processes), "--dry_run"]
-    run = start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    printed, errors = run.communicate(timeout=300)
-    assert run.returncode == 1 and not printed
+    assert start(*arguments).wait(300) == 1
+    errors = (tmp_path / "log").read_text()
     assert "mt-grpo: The tool 'mt_grpo.errors.nothing' does not exist" in errors and "Traceback" not in errors
 
 
@@ -78,18 +75,18 @@ def test_a_failure_of_the_processes_is_the_exit_status(recipe, config, processes
     ("processes", "number", "group"),
     [(1, signal.SIGTERM, False), (2, signal.SIGINT, True)],
 )
-def test_a_signal_ends_every_process(recipe, config, tmp_path, processes, number, group):
+def test_a_signal_ends_every_process(start, recipe, config, tmp_path, processes, number, group):
     """Ctrl-C in a terminal reaches the whole group; another signal only the process it is sent to."""
     keys = {"max_steps": 10000, "do_eval": False}
-    run = start(*recipe(**keys), "--accelerate_config", config(processes), stderr=subprocess.PIPE)
+    run = start(*recipe(**keys), "--accelerate_config", config(processes))
     while not (tmp_path / "run" / "rollouts" / "index.jsonl").exists():
-        assert run.poll() is None, run.stderr.read()
+        assert run.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
     children = psutil.Process(run.pid).children(recursive=True)
     assert len(children) >= processes
     (os.killpg if group else os.kill)(run.pid, number)
-    _, errors = run.communicate(timeout=120)
-    assert run.returncode == 128 + number
+    assert run.wait(120) == 128 + number
+    errors = (tmp_path / "log").read_text()
     assert not [child for child in children if child.is_running()]
     said = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}[number]
     assert f"mt-grpo: {said}." in errors and "Traceback" not in errors

@@ -11,6 +11,7 @@ import sys
 import warnings
 
 import pytest
+from support.forked import Forked
 from support.models import CPU_RUN
 from support.own_process import TERMINAL
 
@@ -201,11 +202,13 @@ def test_a_second_ctrl_c_waits_for_nothing(recipe, tmp_path):
     arguments = recipe(
         env=f"{tmp_path / 'twice.py'}:Env", max_turn_length=None, do_eval=False, max_concurrent_rollouts=1
     )
-    run = subprocess.run([sys.executable, "-c", PRESSED, "train", *arguments], capture_output=True, text=True)
-    assert run.returncode == -signal.SIGINT  # 130 for a shell
-    assert run.stderr.count("mt-grpo: interrupted by Ctrl-C. No step was taken.") == 1
-    assert "did not end within" not in run.stderr and "not ended within" not in run.stderr
-    assert "Traceback" not in run.stderr
+    (tmp_path / "terminal.py").write_text(PRESSED)
+    run = Forked([str(tmp_path / "terminal.py"), "train", *arguments], tmp_path / "log")
+    assert run.wait() == -signal.SIGINT  # 130 for a shell
+    said = (tmp_path / "log").read_text()
+    assert said.count("mt-grpo: interrupted by Ctrl-C. No step was taken.") == 1
+    assert "did not end within" not in said and "not ended within" not in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow

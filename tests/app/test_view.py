@@ -43,7 +43,7 @@ def test_it_serves_until_it_is_ended(folder, ending):
     command = [sys.executable, "-c", COMMAND, "view", str(folder), "--no_browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         url = process.stdout.readline().split(" is at ")[1].split()[0]
-        with urllib.request.urlopen(url, timeout=5) as page:
+        with urllib.request.urlopen(url, timeout=60) as page:
             assert b"<main" in page.read()
         os.kill(process.pid, ending)
         assert process.wait(60) == (0 if ending == signal.SIGINT else -ending)

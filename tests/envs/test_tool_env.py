@@ -107,12 +107,12 @@ def test_tools_of_a_turn_run_together_and_answer_in_call_order():
     reached, barrier = threading.Event(), threading.Barrier(2)
 
     def first() -> str:
-        barrier.wait(20)
-        assert reached.wait(20)
+        barrier.wait(120)
+        assert reached.wait(120)
         return "first"
 
     def second() -> str:
-        barrier.wait(20)
+        barrier.wait(120)
         return "second"
 
     async def third() -> str:
@@ -232,7 +232,7 @@ def test_a_tool_out_of_time_ends_its_call_and_not_the_others():
 
     start = time.perf_counter()
     asyncio.run(run())
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 19
     assert [call.error for call in turn.tool_calls] == [
         *(f"{name} took longer than 0.05 s." for name in names[:3]), None
     ]  # fmt: skip

@@ -303,7 +303,7 @@ def judge(runner, trajectories, conversations):
 
 
 def until_nothing_is_left(before):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while any((left := before.since()).values()) and time.monotonic() < deadline:
         gc.collect()
         threading.Event().wait(0.02)

@@ -420,7 +420,7 @@ def test_a_slow_conversation_holds_up_nobody_and_order_is_kept(env, tokenizer):
         assert all(trajectory.stop_reason is StopReason.ANSWERED for trajectory in trajectories)
         assert engine.released == finished
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_a_slow_tool_holds_up_nobody(tokenizer):
@@ -450,7 +450,7 @@ def test_a_slow_tool_holds_up_nobody(tokenizer):
         await runner.run(requests(4), SamplingParams(), on_finish)
         assert sorted(finished[:3]) == ["001", "002", "003"] and finished[3] == "000"
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_only_the_allowed_number_of_conversations_runs_at_once(env, tokenizer):
@@ -468,7 +468,7 @@ def test_only_the_allowed_number_of_conversations_runs_at_once(env, tokenizer):
         assert sorted(engine.released) == [f"{index:03d}" for index in range(5)]
         assert [trajectory.row["id"] for trajectory in trajectories] == list(range(5))
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_cancelling_a_run_cancels_its_conversations(env, tokenizer):
@@ -502,7 +502,7 @@ def test_an_unplanned_failure_reaches_the_caller_and_ends_all(env, tokenizer):
             await running
         assert sorted(engine.released) == ["000", "001", "002"] and not engine.inside
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_a_check_of_a_long_context_holds_up_nobody(env, tokenizer):

@@ -268,7 +268,7 @@ def test_conversations_go_in_lockstep_by_session(frozen):
     async def main() -> None:
         await asyncio.gather(*(converse(session) for session in ("002", "000", "001")))
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 120))
     assert batches == [["000", "001", "002"]] * 3
 
 
@@ -292,7 +292,7 @@ def test_a_slow_tool_holds_others_up_no_longer_than_patience(frozen):
 
         await asyncio.gather(slow(), quick())
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 120))
     assert batches == [["000", "001"], ["001"], ["001"], ["001"], ["000"]]
 
 
@@ -307,7 +307,7 @@ def test_patience_holds_after_a_conversation_left(frozen):
         await asyncio.sleep(0.1)
         await ask(engine, CONTEXTS[1], "002")
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_a_model_failure_reaches_all_callers(frozen):
@@ -320,7 +320,7 @@ def test_a_model_failure_reaches_all_callers(frozen):
         engine._sample = sample
         assert (await ask(engine, CONTEXTS[0], "3")).ids
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_a_conversation_cancelled_in_a_batch_disturbs_nobody(frozen):
@@ -332,7 +332,7 @@ def test_a_conversation_cancelled_in_a_batch_disturbs_nobody(frozen):
     def hold(*_: object) -> None:
         steps.append(1)
         started.set()
-        assert go.wait(20)
+        assert go.wait(120)
 
     async def main() -> list[Sample]:
         tasks = [asyncio.ensure_future(ask(engine, c, f"{i:03d}", **s)) for i, (c, s) in enumerate(asked)]
@@ -347,7 +347,7 @@ def test_a_conversation_cancelled_in_a_batch_disturbs_nobody(frozen):
 
     hook = frozen.register_forward_pre_hook(hold)
     try:
-        assert asyncio.run(asyncio.wait_for(main(), 30)) == [expected[0], expected[2]]
+        assert asyncio.run(asyncio.wait_for(main(), 120)) == [expected[0], expected[2]]
         assert len(steps) == 40
     finally:
         hook.remove()
@@ -362,7 +362,7 @@ def test_the_engine_outlives_its_event_loop(frozen):
 
     def hold(*_: object) -> None:
         started.set()
-        assert go.wait(20)
+        assert go.wait(120)
 
     async def abandon() -> None:
         running = asyncio.ensure_future(ask(engine, CONTEXTS[0], "000"))
@@ -440,7 +440,7 @@ def test_a_late_end_takes_nothing_from_a_session_of_that_name(frozen):
         engine.release("000")  # of an earlier batch, which was left behind
         assert (await asking).ids
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_closing_waits_for_the_batch_of_conversations_that_left(frozen):
@@ -464,7 +464,7 @@ def test_closing_waits_for_the_batch_of_conversations_that_left(frozen):
 
     hook = frozen.register_forward_pre_hook(hold)
     try:
-        asyncio.run(asyncio.wait_for(main(), 20))
+        asyncio.run(asyncio.wait_for(main(), 120))
     finally:
         hook.remove()
 

@@ -119,7 +119,7 @@ def test_a_request_that_hangs_is_given_up_and_repeated(tokenizer, start):
 
     def complete(number, body):
         if number == 0:
-            done.wait(20)
+            done.wait(120)
         return completion(5)
 
     server = start(complete)
@@ -128,12 +128,12 @@ def test_a_request_that_hangs_is_given_up_and_repeated(tokenizer, start):
         assert ask(client_of(tokenizer, server, request_timeout=0.3)).ids == [5]
     finally:
         done.set()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 100
 
 
 def test_a_request_that_always_hangs_names_the_time_limit(tokenizer, start):
     done = threading.Event()
-    server = start(lambda number, body: done.wait(20) and None)
+    server = start(lambda number, body: done.wait(120) and None)
     try:
         with pytest.raises(EngineError, match=r"/v1/completions got no answer .*time limit"):
             ask(client_of(tokenizer, server, request_timeout=0.2, max_retries=1))
@@ -433,7 +433,7 @@ def test_closing_beside_a_rollout_leaves_it_its_connections(tokenizer, start):
     samples = []
     waiting = threading.Thread(target=lambda: samples.append(run(rollout())))
     waiting.start()
-    assert asked.wait(20)
+    assert asked.wait(120)
     assert run(client.generate([1], SAMPLING, "beside")).ids == [5]
     client.release("beside")
     run(client.close())

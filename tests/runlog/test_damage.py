@@ -323,7 +323,7 @@ def test_damage_is_one_sentence_or_does_no_harm(folder, tmp_path, damage):
     DAMAGES[damage](folder)
     before = time.monotonic()
     everything(folder, tmp_path)
-    assert time.monotonic() - before < 20
+    assert time.monotonic() - before < 120
 
 
 def test_a_sound_run_is_refused_nowhere(folder, tmp_path):

@@ -7,17 +7,15 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.forked import Forked
 from support.loopback import Proxy, free_port
 from support.marks import needs_server
 from support.models import build_model, build_tokenizer
-from support.own_process import COMMAND
 from support.servers import ROOT, START_LIMIT, RealServer
 from transformers import AutoTokenizer
 
@@ -85,15 +83,7 @@ class Run:
     def __init__(self, arguments: list[str], folder: Path) -> None:
         self.folder = folder
         self._log = folder.with_suffix(".log")
-        with open(self._log, "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND, *arguments],
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self.process = Forked(["-m", "mt_grpo", *arguments], self._log)
 
     @property
     def log(self) -> str:
@@ -301,7 +291,7 @@ def test_an_interrupted_run_ends_at_once_with_one_line(undisturbed, server, prox
     more = {
         "rollout": lambda: ONE_AT_A_TIME,
         "weight file": lambda: slow_disk(
-            tmp_path, marker, "WeightFile.write", "from mt_grpo.weights.weight_file import WeightFile"
+            tmp_path, marker, "WeightFile.place", "from mt_grpo.weights.weight_file import WeightFile"
         ),
         "checkpoint": lambda: [
             *slow_disk(tmp_path, marker, "torch.save", "import torch"),
@@ -313,7 +303,7 @@ def test_an_interrupted_run_ends_at_once_with_one_line(undisturbed, server, prox
     if moment == "weight file":
         assert weight_folders(run.process.pid)
     run.process.send_signal(how)
-    assert run.wait(10.0) == 128 + how
+    assert run.wait(60.0) == 128 + how  # a file takes 120 s, a request that hangs for ever
     words = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}[how]
     assert run.log.splitlines()[-1].startswith(f"mt-grpo: {words}. ")
     assert "Traceback" not in run.log and "Exception" not in run.log and "Task" not in run.log

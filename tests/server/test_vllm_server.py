@@ -491,7 +491,7 @@ def test_two_ranks_learn_from_the_server_what_one_learns(trained, tmp_path):
     steps, weights, sampled, turns = {}, {}, {}, {}
     for processes in (1, 2):
         folder = tmp_path / str(processes)
-        program = ["support.ranks_vllm", str(folder), str(processes), trained.server.url, trained.path]
+        program = ["-m", "support.ranks_vllm", str(folder), str(processes), trained.server.url, trained.path]
         run_processes(program, processes, tmp_path / "log", {})
         result = torch.load(folder / "result.pt")
         steps[processes], weights[processes] = torch.tensor(result["steps"]), result["weights"]

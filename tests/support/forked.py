@@ -10,6 +10,7 @@ import functools
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import subprocess
@@ -27,8 +28,7 @@ class Forked:
     A program in a session of its own, with the methods of `subprocess.Popen`.
 
     Args:
-        arguments: A module of `tests/` or of the package, whose `main` is called, and what comes after it on its
-            command line.
+        arguments: What comes after `python` on its command line: a script, or `-m` and a module.
         log: File that takes its output.
         environment: All of its environment variables.
     """
@@ -40,6 +40,7 @@ class Forked:
             "environment": dict(os.environ) if environment is None else environment,
             "folder": os.getcwd(),
         }
+        log.touch()
         self.pid: int = _ask(request)
         self.returncode: int | None = None
         self._ends = os.pidfd_open(self.pid)
@@ -105,7 +106,7 @@ def _ask(request: object) -> int:
 
 @functools.cache
 def _parent() -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", "from support.forked import main; main()"]
+    command = [sys.executable, "-m", "support.forked"]
     parent = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -114,20 +115,25 @@ def _parent() -> subprocess.Popen[str]:
 
 
 def main() -> None:
-    """The process that programs are forked from. It ends with its standard input."""
+    """The process that programs are forked from. It ends with its standard input, and they with it."""
     for module in IMPORTED:
         __import__(module)
     gc.collect()
     gc.freeze()  # what is imported is neither searched nor copied by the garbage collector of every fork
-    answers = os.dup(1)
+    answers, running = os.dup(1), set()
     for line in sys.stdin:
         request = json.loads(line)
         if isinstance(request, int):  # one that has ended
             answer = os.waitpid(request, 0)[1]
+            running.remove(request)
         elif (answer := os.fork()) == 0:
             os.close(answers)
             return _become(**request)
+        else:
+            running.add(answer)
         os.write(answers, f"{answer}\n".encode())
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _become(arguments: list[str], log: str, environment: dict[str, str], folder: str) -> None:
@@ -141,6 +147,14 @@ def _become(arguments: list[str], log: str, environment: dict[str, str], folder:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.argv = arguments
-    module = __import__(arguments[0], fromlist=["main"])
-    sys.exit(module.main(*arguments[1:]))
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, os.path.dirname(arguments[0]))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -244,3 +245,7 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     if trainer.accelerator.is_main_process:
         torch.save(result, Path(folder) / "result.pt")
     return trainer.accelerator
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

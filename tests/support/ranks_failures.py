@@ -159,3 +159,7 @@ def main(folder: str) -> None:
     accelerator = trainer.accelerator
     del trainer
     leave_group(accelerator)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -75,3 +76,7 @@ def run(folder: str, failing: str) -> Accelerator:
     accelerator.wait_for_everyone()
     sync.close()
     return accelerator
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

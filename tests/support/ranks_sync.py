@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -46,3 +47,7 @@ def run(folder: str, *urls: str) -> Accelerator:
     accelerator.wait_for_everyone()
     sync.close()
     return accelerator
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

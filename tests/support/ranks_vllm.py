@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -72,3 +73,7 @@ def run(folder: str, processes: int, url: str, model: str) -> Accelerator:
         weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
         torch.save({"steps": steps, "weights": weights}, Path(folder) / "result.pt")
     return trainer.accelerator
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 
 from mt_grpo.rollout.engines.vllm.http import find_key, headers
+from support.forked import Forked
 from support.loopback import free_port
-from support.own_process import COMMAND
 
 ROOT = Path(__file__).parents[2]
 SERVER_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -48,14 +48,11 @@ class ServerProcess:
         self.command, self.port, self.log = command, port, log
         self.url = f"http://127.0.0.1:{port}"
         self._environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._watch: subprocess.Popen[bytes] | None = None
 
     def start(self, wait: bool = True) -> ServerProcess:
-        with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                self.command, cwd=ROOT, env=self._environment, stdout=log, stderr=log, start_new_session=True
-            )
+        self._process = self._begin()
         command = [sys.executable, "-S", "-c", WATCH, str(self._process.pid)]
         self._watch = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         if wait:
@@ -65,6 +62,12 @@ class ServerProcess:
                 self.stop(signal.SIGKILL)
                 raise
         return self
+
+    def _begin(self) -> subprocess.Popen[bytes] | Forked:
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(
+                self.command, cwd=ROOT, env=self._environment, stdout=log, stderr=log, start_new_session=True
+            )
 
     def wait(self) -> None:
         """Until it is up."""
@@ -84,7 +87,9 @@ class ServerProcess:
         return self.log.read_text(errors="replace")[-4000:]
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
-        """Ends the server and everything it started."""
+        """Ends the server and everything it started, if it was started."""
+        if self._process is None:
+            return
         self._watch.kill()
         self._watch.communicate()
         try:
@@ -134,15 +139,9 @@ class RealServer(ServerProcess):
 
     def __init__(self, model: str, log: Path, *options: str, transport: str = "auto") -> None:
         port = free_port()
-        command = [
-            sys.executable,
-            "-c",
-            COMMAND,
-            "serve",
-            "--config",
-            "recipes/quickstart.yaml",
-            "--use_vllm",
-            "true",
-        ]
+        command = ["-m", "mt_grpo", "serve", "--config", str(ROOT / "recipes/quickstart.yaml"), "--use_vllm", "true"]
         command += ["--weight_sync", transport, "--model_name_or_path", model, "--vllm_server_host", "127.0.0.1"]
         super().__init__([*command, "--vllm_server_port", str(port), *options], port, log)
+
+    def _begin(self) -> Forked:
+        return Forked(self.command, self.log, self._environment)

@@ -163,10 +163,10 @@ def test_what_is_no_arithmetic_is_refused(expression: str, said: str) -> None:
     ],
 )
 def test_what_is_too_large_is_refused_at_once(expression: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(ValueError, match="too large"):
         calculator(expression)
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1
 
 
 def test_a_rounding_to_many_decimals_is_refused_at_once() -> None:

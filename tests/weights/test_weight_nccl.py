@@ -137,7 +137,7 @@ def test_all_ranks_gather_a_bucket_before_any_of_it_is_sent(tmp_path, failing):
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         "FSDP_RESHARD_AFTER_FORWARD": "true",
     }
-    run_processes(["support.ranks_nccl", str(tmp_path), str(failing)], 2, tmp_path / "log", sharded)
+    run_processes(["-m", "support.ranks_nccl", str(tmp_path), str(failing)], 2, tmp_path / "log", sharded)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert all(rank["sharded"] for rank in ranks)
     sends = [time for event, time in ranks[0]["log"] if event in ("send", "sent")]

@@ -41,7 +41,7 @@ def client(tokenizer, replicas):
 def test_a_server_without_the_update_is_left_out_until_restored(tmp_path, replicas):
     """Rank 0 loses the second server in the middle of an update; then only rank 1 has anything to sample."""
     urls = [replica.http.url for replica in replicas]
-    run_processes(["support.ranks_sync", str(tmp_path), *urls], 2, tmp_path / "log", {})
+    run_processes(["-m", "support.ranks_sync", str(tmp_path), *urls], 2, tmp_path / "log", {})
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first["up"] == second["up"] == [True, False]
     assert second["up_afterwards"] == [True, True]
