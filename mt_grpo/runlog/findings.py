@@ -18,10 +18,10 @@ FAILED = (StopReason.ENGINE_ERROR.value, StopReason.ENV_ERROR.value)
 
 LIMITS = {
     StopReason.LENGTH: "a turn used up `max_turn_length`: raise it",
-    StopReason.TOKEN_BUDGET: "they used up `max_completion_length`: raise it, or bound the turns (`max_turn_length`)",
+    StopReason.TOKEN_BUDGET: "`max_completion_length` was used up: raise it, or bound the turns (`max_turn_length`)",
     StopReason.CONTEXT_FULL: "the model's context was full: take fewer steps (`max_env_steps`), compact the history "
     "(`history: compact`), or raise `vllm_max_model_length` where it bounds the context",
-    StopReason.TIMEOUT: "they took longer than `rollout_timeout`: raise it, or see which turns and calls are slow",
+    StopReason.TIMEOUT: "`rollout_timeout` was over: raise it, or see which turns and calls are slow",
     StopReason.MAX_STEPS: "the model wanted one more step than `max_env_steps` allows: raise it, or tell the model to "
     "answer sooner",
 }
@@ -200,7 +200,8 @@ def _limits(counts: Counts) -> Iterator[Finding]:
         number = counts.stops[reason.value]
         if number and number >= MOST * counts.held:
             ended = "cut off" if reason.is_truncated else "ended"
-            strong = f"{number} of {_conversations(counts.held)} were {ended} by {reason.value}:"
+            verb = "was" if number == 1 else "were"
+            strong = f"{number} of {_conversations(counts.held)} {verb} {ended} by {reason.value}:"
             yield Finding(WARN, reason.value, strong, f"{mend}.", f"stop={reason.value}")
 
 

@@ -332,7 +332,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             adapter = self.model.peft_config["default"].to_dict() if is_peft_model(self.model) else None
             check_adapter(Path(checkpoint), adapter)
             check_weights_fit(Path(checkpoint), self.accelerator.unwrap_model(self.model))
-        earlier = [path.name for path in self._earlier if path.exists()]
+        left = left_by_runs(self.args.output_dir)  # a folder may have been cleared since
+        earlier = [path.name for path in self._earlier if path in left]
         if earlier and not resume_from_checkpoint and self.is_world_process_zero():
             logger.warning(
                 "`output_dir: %s` holds an earlier run (%s), to whose records this one adds, in place of "

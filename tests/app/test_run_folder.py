@@ -14,7 +14,7 @@ from support.trainers import Letters
 from mt_grpo.cli import main
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.training import ConfigError
-from mt_grpo.training.folder import left_by_runs
+from mt_grpo.training.folder import clear_folder, left_by_runs
 from mt_grpo.training.nonfinite import NonFiniteError
 
 SAVE = ("--save_strategy", "steps", "--save_steps", "1", "--do_eval", "false")
@@ -146,6 +146,14 @@ def test_from_python_records_are_appended_with_a_warning(build, tmp_path, caplog
     build(max_steps=1).train()
     assert "holds an earlier run (metrics.jsonl, audit.jsonl, rollouts), to whose records this one adds" in caplog.text
     assert steps(tmp_path) == [1, 1, 1]
+
+
+def test_a_folder_cleared_before_training_has_no_earlier_run(build, tmp_path, caplog):
+    build(max_steps=1).train()
+    second = build(max_steps=1)
+    clear_folder(second.args)
+    second.train()
+    assert "holds an earlier run" not in caplog.text and steps(tmp_path) == [1]
 
 
 # Runs that take no step

@@ -46,6 +46,10 @@ def test_a_limit_that_ends_most_names_its_option(stop, option):
     assert stop not in said([row(0, stop), *(row(number) for number in range(1, 8))])
 
 
+def test_one_conversation_is_told_of_in_the_singular():
+    assert said([row(0, "length")])["length"].startswith("1 of 1 conversation was cut off by length:")
+
+
 def test_a_policy_that_was_never_asked_is_named():
     rows = [row(0, "env_done", turns=0, calls=0, errors=[]) for _ in range(4)]
     assert list(said(rows)) == ["no turn"] and "the policy was never asked" in said(rows)["no turn"]
