@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from support.forked import Forked
 from support.models import CPU_RUN, build_model
 from support.registered import keep
 from support.trainers import Letters
@@ -228,7 +227,7 @@ def test_an_environment_among_others_may_be_a_scheduler(plugin):
 
 
 @pytest.mark.slow
-def test_the_example_of_the_page_trains_in_a_recipe(tmp_path):
+def test_the_example_of_the_page_trains_in_a_recipe(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "schedulers.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (options,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
@@ -240,7 +239,7 @@ def test_the_example_of_the_page_trains_in_a_recipe(tmp_path):
     recipe |= {"dataset_name": "rows.jsonl", "do_eval": False, "max_steps": 1, "per_device_train_batch_size": 8}
     recipe |= {"max_turn_length": 8, "output_dir": "run", "dataset_train_split": "train"}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command = [sys.executable, "-m", "mt_grpo", "train", "--config", "recipe.yaml"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    monkeypatch.chdir(tmp_path)
+    run = Forked(["-m", "mt_grpo", "train", "--config", "recipe.yaml"], tmp_path / "log")
+    assert run.wait() == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "run" / "summary.json").exists()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import logging
 import os
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.forked import Forked
 from support.models import build_model
 from support.trainers import Letters
 
@@ -107,25 +105,29 @@ def test_a_checkpoint_of_pickled_code_is_not_executed(tmp_path):
     assert not executed.exists()
 
 
+LIMITED = """
+import resource, sys
+from mt_grpo.cli import main
+
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+sys.exit(main())
+"""
+
+
 @pytest.mark.slow
 def test_a_disk_that_is_full_while_saving_is_one_sentence(tmp_path):
     """A process may write no file as large as the model, as on a disk that is full."""
+    script = tmp_path / "limited.py"
+    script.write_text(LIMITED.format(limit=2_000_000))
     command = [
-        *(sys.executable, "-m", "mt_grpo", "train", "--model_name_or_path", "embedded", "--dataset_name", "embedded"),
+        *(str(script), "train", "--model_name_or_path", "embedded", "--dataset_name", "embedded"),
         *("--tools", "calculator", "--outcome_reward_funcs", "exact_match_reward_func", "--use_cpu", "true"),
         *("--max_steps", "2", "--save_strategy", "steps", "--save_steps", "1", "--max_completion_length", "64"),
         *("--num_generations", "2", "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "run")),
         *("--gradient_accumulation_steps", "1", "--report_to", "none"),
     ]
-    limit = 2_000_000
-    ended = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
-    said = ended.stderr.strip().splitlines()
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr[-3000:]
+    status, log = Forked(command, tmp_path / "log").wait(300), (tmp_path / "log").read_text()
+    said = log.strip().splitlines()
+    assert status == 1 and "Traceback" not in log, log[-3000:]
     assert "checkpoint-1 cannot be written" in said[-1] and "GB are free there" in said[-1]
     assert "no whole checkpoint" in said[-1] and not list((tmp_path / "run").glob("checkpoint-*"))
