@@ -283,7 +283,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         args = self.args
         self.use_vllm = args.use_vllm  # TRL's loss then corrects for the engine's different log-probs
         self.weight_sync: WeightTransport | None = None
-        self._last_loaded_step = -1
+        self._synced_step = -1  # whose weights the servers have
         if args.use_vllm:
             check_importance_sampling(args)
         if args.use_vllm and engine is None:
@@ -343,7 +343,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             )
         self._earlier = []
         # a run that begins again keeps nothing of one that was interrupted in this process
-        self._step, self._buffered_inputs, self._last_loaded_step, self._failed_batches = 0, None, -1, 0
+        self._step, self._buffered_inputs, self._synced_step, self._failed_batches = 0, None, -1, 0
         result = super().train(resume_from_checkpoint, *args, **kwargs)
         if self._initial_global_step == self.state.global_step < self.state.max_steps:
             raise ConfigError(
@@ -445,10 +445,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         # generation can happen more than once in an optimiser step; evaluation draws the same numbers every time
         moment = (step, self._step % self.args.gradient_accumulation_steps) if batch.mode == "train" else ()
         requests = batch.requests(first, moment, self.args.seed)
-        if self.weight_sync is not None and self._last_loaded_step != step:
+        if self.weight_sync is not None and self._synced_step != step:
             with self.step_log.activity.of("weight sync"):
                 self.weight_sync.sync(step)
-            self._last_loaded_step = step
+            self._synced_step = step
         lent = lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
         with without_dropout(self.model, True), lent, self.step_log.activity.sampling(batch, self.runner.under_way):
             run = self._run_on_all_ranks(

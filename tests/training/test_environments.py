@@ -8,7 +8,7 @@ from datasets import Dataset
 from support.models import CPU_RUN, build_model, lookup
 from support.trainers import SEARCH, member
 
-from mt_grpo.envs import MultiTurnToolEnv, Step, StepEnv
+from mt_grpo.envs import EnvSource, MultiTurnToolEnv, Step, StepEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import EnvReward, OutcomeReward
 from mt_grpo.rollout import ScriptedEngine
@@ -119,6 +119,37 @@ def test_environments_are_closed_though_a_reward_fails(build):
 def test_rows_without_an_environment_of_theirs_are_refused(build, rows, problem):
     with pytest.raises(ConfigError, match=problem):
         build(rows=rows)
+
+
+class Brings(EnvSource):
+    """Brings all that a run needs of data."""
+
+    async def make(self, row):
+        return Guess()
+
+    def rows(self, split):
+        return Dataset.from_list([{"prompt": split, "number": 7}] * 2)
+
+    def rewards(self):
+        return [EnvReward("near")]
+
+    def check(self, rows, name):
+        if "number" not in rows.column_names:
+            raise ConfigError(f"There is no number in the {name}.")
+
+
+def test_a_source_brings_its_rows_and_rewards(tmp_path, tokenizer):
+    def make(**given):
+        args = MTGRPOConfig(str(tmp_path), max_completion_length=400, do_eval=True, **CPU_RUN)
+        model, engine = build_model(tokenizer), ScriptedEngine(tokenizer, script)
+        return MTGRPOEnvTrainer(model, Brings(), args=args, engine=engine, processing_class=tokenizer, **given)
+
+    trainer = make()
+    assert trainer.train_dataset[0]["prompt"] == "train" and trainer.eval_dataset[0]["prompt"] == "eval"
+    sample(trainer)
+    assert not trainer.batch.rewards_per_func.isnan().any()
+    with pytest.raises(ConfigError, match="no number in the training dataset"):
+        make(train_dataset=[{"prompt": "a number"}])
 
 
 # Named in a recipe

@@ -130,6 +130,38 @@ def test_messages_and_rewards_are_those_of_trl(tmp_path, factory, script, reward
             assert mine == theirs
 
 
+def test_options_are_not_written_to(tmp_path):
+    args = MTGRPOConfig(str(tmp_path), **CPU_RUN, max_completion_length=300, max_steps=1, reward_weights=[2.0])
+    before, tokenizer = {**vars(args)}, build_tokenizer()
+    trainer = MTGRPOEnvTrainer(
+        build_model(tokenizer, max_position_embeddings=2048),
+        args=args,
+        environment_factory=Ledger,
+        reward_funcs=totals,
+        train_dataset=rows(),
+        engine=ScriptedEngine(tokenizer, by_script(LEDGER)),
+        processing_class=tokenizer,
+    )
+    assert vars(args) == before and trainer.args.reward_weights == [2.0, 1.0]
+
+
+def test_rows_to_evaluate_on_need_the_columns_of_reset_too(tmp_path):
+    class Dated(Ledger):
+        def reset(self, start, date):
+            return None
+
+    tokenizer = build_tokenizer()
+    with pytest.raises(ConfigError, match="needs `date`, which is no column of the evaluation dataset"):
+        MTGRPOEnvTrainer(
+            build_model(tokenizer),
+            args=MTGRPOConfig(str(tmp_path), **CPU_RUN),
+            environment_factory=Dated,
+            train_dataset=rows(date="today"),
+            eval_dataset=rows(),
+            processing_class=tokenizer,
+        )
+
+
 def test_a_class_may_be_the_only_reward_and_the_only_data(tmp_path):
     trainer = ours(tmp_path, Ledger, LEDGER, None)
     assert trainer.reward_func_names == ["Ledger"] and len(trainer.train_dataset) == 1

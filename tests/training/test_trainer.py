@@ -382,7 +382,7 @@ def test_a_run_that_begins_anew_samples_anew(build):
         return "<answer>Lima</answer>"
 
     trainer = build(script, steps_per_generation=2, gradient_accumulation_steps=1, num_iterations=2, max_steps=3)
-    trainer._step, trainer._buffered_inputs, trainer._last_loaded_step = 3, [{}, {}], 0  # as if interrupted there
+    trainer._step, trainer._buffered_inputs = 3, [{}, {}]  # as if interrupted there
     trainer.train()
     assert trainer.state.global_step == 3 and len(sessions) == 8 and trainer._step == 3
 

@@ -84,14 +84,20 @@ OVERRIDES = {
         "self, args, state, control, **kwargs",
     ),
 }
-"""Arguments of every method of TRL or transformers that a class of ours overrides, by the class it inherits from."""
+"""
+Arguments of every method of TRL or transformers that a class of ours overrides, by the class it inherits from.
+
+`_generate` is overridden, though TRL's public `rollout_func` takes ids, log-probs and masks too, for three reasons.
+TRL reads what `rollout_func` returns as one message of the assistant's, so its table of completions would show a
+conversation of several turns wrongly. It counts tokens by their masks, so `num_tokens` would lack the conversations
+that are left out. With `use_vllm` it first syncs the weights of a client of its own.
+"""
 
 PRIVATE = {
     GRPOTrainer: [
         "_buffered_inputs",
         "_get_output_dir",
         "_initial_global_step",
-        "_last_loaded_step",
         "_log_completion_extra",
         "_log_metric",
         "_logs",
