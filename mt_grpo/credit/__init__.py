@@ -1,11 +1,11 @@
 """Credit: from the rewards of a batch to an advantage per turn."""
 
 from mt_grpo.credit.audit import Audit, RewardAudit, audit_rewards, without_signal
-from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.rule import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
     CreditError,
+    RewardBatch,
     Rule,
     advantage_estimator,
     bind_rule,

@@ -26,9 +26,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.normalisation import Scale
-from mt_grpo.credit.rule import Rule, bind_rule
+from mt_grpo.credit.rule import RewardBatch, Rule, bind_rule
 
 
 class Play:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.normalisation import EPSILON, Scale, Share, deviation, normalize, to_go, without_rounding
-from mt_grpo.credit.rule import advantage_estimator
+from mt_grpo.credit.rule import RewardBatch, advantage_estimator
 from mt_grpo.credit.rules.returns import with_outcome
 
 

@@ -24,9 +24,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.normalisation import Scale, above_least, to_go
-from mt_grpo.credit.rule import advantage_estimator
+from mt_grpo.credit.rule import RewardBatch, advantage_estimator
 from mt_grpo.credit.rules.returns import scaled
 
 

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.normalisation import (
     Scale,
     Share,
@@ -24,7 +23,7 @@ from mt_grpo.credit.normalisation import (
     to_go,
     without_rounding,
 )
-from mt_grpo.credit.rule import advantage_estimator
+from mt_grpo.credit.rule import RewardBatch, advantage_estimator
 
 
 @advantage_estimator("reward_to_go")
