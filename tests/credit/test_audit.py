@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from test_returns import draw_batch
+from support.reward_batches import draw_batch
 
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, RewardBatch, audit_rewards, estimate, reward_to_go, without_signal
 
