@@ -77,10 +77,9 @@ class RolloutRunner:
         check_history(history, compact_every)
         check_source(env)
         self.history, self.env, self.engine = history, env, engine
-        self._source = source_of(env)
         self.limits = limits or RolloutLimits()
         self.sampler = Sampler(engine, self.limits, template_kwargs or {}, history, compact_every)
-        first = next(iter(self._source.prototypes()), None)
+        first = next(iter(source_of(env).prototypes()), None)
         tools, protocol = (None, None) if first is None else (first.tool_schemas, first.protocol)
         self.renderer = self.sampler.renderer(tools, protocol.tags if protocol is not None else ())
         self.sanity = SanityCheck(self.renderer, sanity_check_mode) if sanity_check_mode != "disable" else None
@@ -223,7 +222,7 @@ class RolloutRunner:
 
     async def _hold(self, request: RolloutRequest, policy: ConversationPolicy, trajectory: Trajectory) -> Outcome:
         row = {**request.row, "prompt": request.prompt}
-        trajectory.environment = env = await self._source.make(row)
+        trajectory.environment = env = await source_of(self.env).make(row)
         return checked_outcome(await env.run(policy, row), env)
 
     async def _go_on(self, branch: Branch) -> Outcome:
@@ -259,7 +258,7 @@ class RolloutRunner:
 
     def _env_mask(self, trajectory: Trajectory) -> int:
         try:
-            prototypes = self._source.of_row(trajectory.row).prototypes()
+            prototypes = source_of(self.env).of_row(trajectory.row).prototypes()
         except ValueError:  # the row names none of several: its conversation has failed
             return 0
         return prototypes[0].env_mask if prototypes else 0

@@ -15,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mt_grpo.credit import estimate
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs.source import source_of
 from mt_grpo.rewards import OutcomeReward, RewardError
 from mt_grpo.rollout import EngineError, RolloutError, ScriptedEngine
 from mt_grpo.runlog import open_run
@@ -352,7 +353,7 @@ def test_an_environment_from_options_may_have_its_own_rules(build, tmp_path, tok
     args = MTGRPOConfig(str(tmp_path), **CPU_RUN, env="test_trainer.Searching", max_env_steps=4, tools=["calculator"])
     options = {"outcome_reward_funcs": [Answered()], "train_dataset": questions, "processing_class": tokenizer}
     engine = ScriptedEngine(tokenizer, conversation)
-    for env in (None, build_env(args)):
+    for env in (None, source_of(build_env(args))):  # a source was made from the options, and contradicts none
         trainer = MTGRPOEnvTrainer(build_model(tokenizer), env, args=args, engine=engine, **options)
         assert trainer.env.max_steps == 2 and list(trainer.env.tools) == ["lookup", "calculator"]
 
