@@ -1,4 +1,7 @@
-"""How a run gets on: a bar in a terminal, elsewhere a line for each step and each evaluation."""
+"""
+Shows the progress of a run: a bar in a terminal, elsewhere a line for each step and each evaluation. Apart from
+`train`, which would be the same without it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a run leaves: the agent's measures before and after, a curve, its files, and commands to go on with."""
+"""
+The results of a run: the agent's measures before and after, a curve, the files, and commands to go on with. Apart from
+`train`, which says in which order things happen, not how they are shown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rewards say within the groups that learn from them, and how they go together with the outcome."""
+"""Measures each reward of a batch: how much it varies within groups, and how it correlates with the outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether what a recipe names can be fetched from the Hugging Face Hub, found at once."""
+"""Tells at once whether a model or a dataset can be fetched from the Hugging Face Hub."""
 
 from __future__ import annotations
 

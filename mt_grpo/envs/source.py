@@ -225,7 +225,7 @@ source_of.register(dict, Several)
 
 
 async def _made(making: asyncio.Future[Any]) -> Any:
-    """Waits for what is made; where the wait is cancelled, what is still made is closed."""
+    """Waits for an environment. If the wait is cancelled, the environment is closed as soon as it is made."""
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""How much more likely the right answer becomes with what a turn has found out."""
+"""The reward `information_gain`: by how much a turn raises the probability of the right answer."""
 
 from __future__ import annotations
 

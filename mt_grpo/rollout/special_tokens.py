@@ -1,4 +1,4 @@
-"""Keeps contents text: what only spells a special token is not encoded as one."""
+"""Escapes text that spells a special token, so that it is encoded as text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """
-What a trainer reads of a trajectory: its tokens as one row, and the right answer as an extra leaf after each context,
-to ask how likely the policy finds it.
+A trajectory as the trainer reads it: its tokens as one row. For `information_gain` also the right answer, as an extra
+leaf of the tree after each context.
 """
 
 from __future__ import annotations

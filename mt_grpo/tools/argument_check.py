@@ -1,7 +1,7 @@
 """
 Holds arguments against a JSON schema in bounded time. The schema may come from a stranger's server and the arguments
 from a model, so neither may hold up the event loop. RE2 matches patterns in time linear in the text, and a check that
-takes long is given up.
+takes long is given up. Apart from `function`, so that what strangers can reach is read on its own.
 """
 
 from __future__ import annotations

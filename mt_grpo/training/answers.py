@@ -1,4 +1,7 @@
-"""Computes the log-probs of right answers that `InformationGain` rewards need, by the trainer's model or a server."""
+"""
+Computes the log-probs of right answers that `InformationGain` rewards need, by the trainer's model or a server. Apart
+from the trainer, since only runs with such a reward come here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a trainer computes log-probs: the forwards, and the distribution, which is the one that is sampled from."""
+"""Computes log-probs for the trainer, under the distribution that tokens are sampled from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decides which rank trains which rows in which micro-batch, so that no rank waits long for another."""
+"""
+Decides which rank trains which rows in which micro-batch, so that no rank waits long for another. Apart from the
+trainer, since it is a function of the lengths of rows, and tested as one.
+"""
 
 from __future__ import annotations
 

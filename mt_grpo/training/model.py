@@ -1,4 +1,4 @@
-"""The model that a run trains: what its name stands for, its dropout, and the reference that changes with it."""
+"""The model that a run trains: finds it by its name, switches its dropout, and loads and saves its reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines of a trainer, its own model or servers, and the way of its weights to the servers."""
+"""Makes the trainer's engine, its own model or vLLM servers, and the transport of weights to the servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Arguments in the forms that TRL's `GRPOTrainer` takes, as those of `MTGRPOEnvTrainer`."""
+"""
+Arguments in the forms that TRL's `GRPOTrainer` takes, as those of `MTGRPOEnvTrainer`. Apart from the trainer, which
+knows one form of each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Conversations for the page: one token by token, and the members of a group side by side."""
+"""
+Conversations for the page: one token by token, and the members of a group side by side. Apart from `queries`, which
+knows what the page may ask, not what a conversation looks like.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """
 A run at a glance: curves over its steps, the numbers on top of them, and what is worth a look, each with a link to its
-conversations.
+conversations. Apart from `queries`, which knows the open run; here are functions of its columns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Checks of the run itself, its tools among them, each called once, and the table of all checks."""
+"""
+Checks of the run itself, its tools among them, each called once, and the table of all checks. Apart from `command`,
+which runs and prints any check, so that a further check touches this file only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs one micro-batch of the greatest length, forward and backward, and measures its memory."""
+"""
+Runs one micro-batch of the greatest length, forward and backward, and measures its memory. Apart from the plans, since
+it loads the model: it is imported for `--probe` only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Anthropic's Messages: translates requests into chat completions, and answers into Anthropic's form."""
+"""
+Anthropic's Messages: translates requests into chat completions, and answers into Anthropic's form. Each dialect has a
+file, since it changes when its provider does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""OpenAI's Responses: translates requests into chat completions, and answers into the form of Responses."""
+"""
+OpenAI's Responses: translates requests into chat completions, and answers into the form of Responses. Each dialect has
+a file, since it changes when its provider does.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where tokens come from."""
+"""Engines: they sample tokens."""

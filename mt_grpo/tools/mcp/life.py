@@ -1,4 +1,7 @@
-"""One life of an MCP server, from its start until it ends, is stopped or no longer answers, and what it wrote last."""
+"""
+One life of an MCP server, from its start until it ends, is stopped or no longer answers, and what it wrote last. Apart
+from `server`, which outlives it: a server that ended is started again.
+"""
 
 from __future__ import annotations
 

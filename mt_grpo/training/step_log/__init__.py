@@ -1,5 +1,8 @@
-"""What a trainer says and leaves of its batches and steps. One callback hands them to records, warnings, metrics and a
-table of conversations; the console asks what the trainer waits for."""
+"""
+The log of a trainer's batches and steps. One callback hands them to its sinks: records, warnings, metrics and a table
+of conversations. The console asks what the trainer waits for. Each has a file, since each answers a question of its
+own: what is on disk, what is warned of, what is logged, what is shown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer waits for inside a step, as a line that a thread of its own may ask for at any time."""
+"""Knows what the trainer waits for inside a step. The thread that draws the progress bar may ask at any time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mt_grpo.trajectory import Trajectory
 
 class Activity:
     """
-    What is being waited for: `forward and backward`, where nobody says otherwise.
+    What the trainer waits for: `forward and backward` unless it says otherwise.
 
     Attributes:
         seconds (`dict[str, float]`): Time that was waited for each thing since somebody cleared it.

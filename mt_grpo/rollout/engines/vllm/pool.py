@@ -1,4 +1,7 @@
-"""Places conversations on servers: all of a group on one server, so that its prefix cache helps them."""
+"""
+Places conversations on servers: all of a group on one server, so that its prefix cache helps them. Apart from the
+client, since weight sync reads the list of servers too, and placing needs no HTTP.
+"""
 
 from __future__ import annotations
 
