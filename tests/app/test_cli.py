@@ -285,7 +285,7 @@ def test_a_bug_of_ours_keeps_its_traceback(recipe, monkeypatch):
     def broken(*args, **kwargs):
         raise ValueError("not the user's to mend")
 
-    monkeypatch.setattr("mt_grpo.app.build.load_rewards", broken)
+    monkeypatch.setattr("mt_grpo.app.build.load_rows", broken)
     with pytest.raises(ValueError, match="not the user's to mend"):
         main(["train", *recipe()])
 

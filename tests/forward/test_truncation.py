@@ -247,7 +247,7 @@ def test_sampling_that_training_follows_is_not_talked_about(build, caplog, optio
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_p": 0.0}, "`top_p` is 0.0: set a number above 0 and at most 1"),
+        ({"top_p": 0.0}, "`top_p` is 0.0; set a number above 0 and at most 1"),
         ({"top_p": 1.5}, "`top_p` is 1.5"),
         ({"min_p": -0.1}, "`min_p` is -0.1; set a number from 0 to 1"),
     ],

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from mt_grpo.app.build import drop_long_prompts
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs.source import source_of
 from mt_grpo.rollout import ChatRenderer, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.special_tokens import ESCAPE, SpecialTokens, unescape
 from mt_grpo.rollout.token_check import SanityCheck
@@ -450,9 +451,9 @@ def test_every_way_into_a_conversation_is_the_same():
     ((_, context, _),) = engine.requests
     assert sum(token in chat().special_tokens.ids for token in context) == 5
     rows = Dataset.from_list([{"prompt": INJECTED}])
-    assert len(drop_long_prompts(rows, tokenizer, env, len(context) + 1)) == 1
+    assert len(drop_long_prompts(rows, tokenizer, source_of(env), len(context) + 1)) == 1
     with pytest.raises(ValueError, match=f"shortest has {len(context)}"):
-        drop_long_prompts(rows, tokenizer, env, len(context))
+        drop_long_prompts(rows, tokenizer, source_of(env), len(context))
 
 
 def test_a_known_kind_of_reply_is_not_rendered_again():
