@@ -210,8 +210,8 @@ class LoopThread:
 
 class OnePerProcess(Generic[T]):
     """
-    What a process has one of, made on first use. A forked process makes its own: it has no threads of its parent, and
-    one of them may have held the lock.
+    A value of which each process has one, made on first use. A forked process makes its own: it has no threads of its
+    parent, and one of them may have held the lock.
 
     Args:
         make (`Callable`): Makes it.

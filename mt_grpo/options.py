@@ -25,7 +25,7 @@ GROUPS = (MODEL, AGENT, REWARDS, TRAINING, SERVER, RUN)
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value has to be: a test of it, and the advice where it fails. `None`, an option left out, is fine."""
+    """A rule for one value: a test, and the advice where the test fails. `None`, an option left out, is fine."""
 
     holds: Callable[[Any], bool]
     advice: str

@@ -24,8 +24,8 @@ REFRESHES = 4
 
 class RunProgress(TrainerCallback):
     """
-    Shows step, reward, loss, turns, seconds and the time that is left; in a terminal also what a step is at. Only the
-    main process shows anything.
+    Shows step, reward, loss, turns, seconds and the time that is left; in a terminal also what the step waits for.
+    Only the main process shows anything.
 
     Args:
         trainer (`MTGRPOEnvTrainer`): The run.
@@ -103,7 +103,7 @@ class RunProgress(TrainerCallback):
 
 
 class _Bar(Progress):
-    """A bar of steps, below it the latest metrics, and what the step is at, looked up whenever it is drawn."""
+    """A bar of steps, below it the latest metrics, and what the step waits for, looked up whenever it is drawn."""
 
     def __init__(self, trainer: MTGRPOEnvTrainer, console: Console) -> None:
         self._activity = trainer.step_log.activity

@@ -187,7 +187,7 @@ def _of_model(options: Any, place: str = "") -> Iterator[str]:
 
 
 def _mapping(value: Any) -> Any:
-    """What a text stands for, read as the option itself is; anything else as it is."""
+    """A mapping that is written as text, parsed as the option is; any other value as it is."""
     with contextlib.suppress(ConfigError):  # refused where it is read
         return parse_mapping(value, "")
     return value

@@ -131,5 +131,5 @@ def _port(text: str) -> int:
 
 
 def _has_a_screen() -> bool:
-    """Where there is none, a browser for terminals would take this one."""
+    """Whether there is a screen. Without one, a text browser would open in this terminal."""
     return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -53,7 +53,7 @@ class ToolOptions:
 
     @staticmethod
     def of(fn: Any) -> ToolOptions:
-        """Those written above a function, a method or a class; the method's before its class's."""
+        """The options written above a function, a method or a class; the method's before its class's."""
         for source in (fn, getattr(fn, "__self__", None)):
             options = getattr(source, "tool_options", None)
             if isinstance(options, ToolOptions):  # a proxy may have any attribute

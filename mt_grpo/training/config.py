@@ -23,7 +23,7 @@ KEEPS_TURNS = ("cispo", "vespo")
 
 
 def registered_names() -> dict[str, list[str]]:
-    """What can be named in options that plugins add values to, those of plugins that were imported among it."""
+    """The values of options to which plugins can add, with those that imported plugins have added."""
     return {
         "weight_sync": ["auto", *TRANSPORTS],
         "tree_attention": ["auto", *KERNELS],

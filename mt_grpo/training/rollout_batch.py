@@ -152,7 +152,7 @@ class RolloutBatch:
 
 
 def branching(args: MTGRPOConfig, mode: str) -> Branching | None:
-    """How the conversations of a batch branch: those of an evaluation do not."""
+    """How the conversations of a batch branch; `None` where they do not, as in an evaluation."""
     return Branching(args.branch_at, args.num_branches) if args.branch_at is not None and mode == "train" else None
 
 

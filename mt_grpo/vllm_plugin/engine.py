@@ -23,7 +23,8 @@ from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum, read_tensors
 @dataclass
 class SafetensorsInitInfo(WeightTransferInitInfo):
     """
-    What the trainer says that it sent. A worker that sees something else raises, and the trainer gets an HTTP 500.
+    The trainer's description of what it sent. A worker that sees something else raises, and the trainer gets an HTTP
+    500.
 
     Args:
         checksum (`str`): Checksum of the weights.
