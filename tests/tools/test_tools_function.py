@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -354,6 +355,7 @@ def test_tools_are_names_paths_callables_objects_or_tools(tmp_path: Any, monkeyp
         '        """Open.\n\n        Args:\n            key: Which.\n        """\n        return key\n'
     )
     tools = load_tools(["calculator", "my_tools.py:shout", "my_tools.Box", Counter(), Repeater, fetch, SEARCH])
+    sys.modules.pop("my_tools")
     assert [tool.name for tool in tools] == ["calculator", "shout", "open", "count", "Repeater", "fetch", "search"]
     assert tools[0].function is calculator
     assert tools[1].function(text="a") == "A"
