@@ -95,7 +95,7 @@ class RunProgress(TrainerCallback):
         self._console.print(line, highlight=False, markup=False)
 
     def _left(self, state: Any) -> str:
-        """The time that the steps which are left take, at the pace of those that this process did."""
+        """The time that the remaining steps take, at the pace of the steps that this process did."""
         done, left = state.global_step - self._first_step, state.max_steps - state.global_step
         if not done or not left:
             return ""

@@ -211,7 +211,7 @@ def what_is_kept(args: MTGRPOConfig, step: int, model_saved: bool) -> str:
 
 
 def resume_command(args: MTGRPOConfig, checkpoint: Path, *options: str) -> str:
-    """The command that goes on from a checkpoint; how several processes were launched, nobody knows here."""
+    """The command that resumes from a checkpoint. Of several processes it is not known how they were launched."""
     resume = ["--resume_from_checkpoint", str(checkpoint), *options]
     if args.world_size > 1:
         return f"the command that began this run, with {_shell(*resume)}"

@@ -162,8 +162,8 @@ def check_env(
     plain: bool = False,
 ) -> EnvLike:
     """
-    The environment of a run, or environments by name: what the trainer was given, held against the options, as far as
-    these are not left at their defaults; or that of the options. Both are held against the rows.
+    The environment of a run, or environments by name: those that the trainer was given, else those of the options.
+    Refuses an environment that contradicts the options that were set, or the rows.
 
     Args:
         env (`EnvLike`, *optional*): What the trainer was given. An `EnvSource` has no options to contradict.
@@ -304,8 +304,8 @@ def weights_of(args: MTGRPOConfig, listed: Sequence[RewardFunc], own: Sequence[R
 
 def prepare_tokenizer(tokenizer: Any, source: EnvSource) -> None:
     """
-    Makes sure that the model's template can hold the conversations of a source, as far as they are known before; adds
-    TRL's response template under the native protocol, where the tokenizer has none of its own.
+    Checks that the model's template can hold the conversations of a source, as far as they are known beforehand. Under
+    the native protocol, adds TRL's response template to a tokenizer that has none.
 
     Raises:
         ConfigError: If the template cannot show tool calls, or nothing can read them back.

@@ -146,8 +146,8 @@ def check_rollout_func(rollout_func: Callable[..., Any] | None) -> None:
 @contextmanager
 def no_adapter_left(model: Any, trainer: Any) -> Iterator[None]:
     """
-    Takes away what TRL adds to a model, where the trainer is then refused: the reference of one with an adapter, and
-    the adapter that `peft_config` describes.
+    If the trainer is refused in the block, removes what TRL added to the model: the reference of a model with an
+    adapter, and the adapter that `peft_config` describes.
     """
     had_reference = isinstance(model, PeftModel) and REFERENCE in model.peft_config
     trained = {id(each) for each in model.parameters() if each.requires_grad} if isinstance(model, Module) else set()
