@@ -349,6 +349,7 @@ def test_a_result_is_shown_as_text_or_json(result: Any, text: str) -> None:
 
 def test_tools_are_names_paths_callables_objects_or_tools(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder is put into it
     (tmp_path / "my_tools.py").write_text(
         'def shout(text: str) -> str:\n    """Shout.\n\n    Args:\n        text: What.\n    """\n'
         "    return text.upper()\n\n\nclass Box:\n    def open(self, key: str) -> str:\n"
