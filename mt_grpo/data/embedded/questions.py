@@ -1,4 +1,5 @@
-"""Questions over the embedded corpus that take one or two searches to answer.
+"""Questions over the embedded corpus that take one or two searches to answer. The loaders import this file for that
+dataset only, since it builds the corpus.
 
 A two-hop question names its subject only indirectly. Either by one of its values ("the country whose capital is
 Lima": the first search finds the subject as a title) or through a link ("the homeland of Kafka": the first search
