@@ -451,9 +451,14 @@ STUBBORN = (
 @pytest.mark.parametrize("end", ["import time; time.sleep(600)", "print(1.0, flush=True)", "raise SystemExit(3)"])
 def test_no_process_outlives_its_conversation(end, tmp_path):
     stubborn = f"{STUBBORN}  # {tmp_path}"  # the same test may run elsewhere on this machine
-    start = f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {stubborn!r}])\n"
+    # the program waits until the child ignores the signal, and what the child says is no line of the program's own
+    start = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {stubborn!r}], stdout=subprocess.PIPE)\n"
+        "assert child.stdout.readline() == b'up\\n'\n"
+    )
     before = {process.pid for process in psutil.process_iter()}
-    (trajectory,), _ = run_agent(script(start + end), answers, idle_timeout=1.5 if "sleep" in end else 60.0)
+    (trajectory,), _ = run_agent(script(start + end), answers, idle_timeout=5.0 if "sleep" in end else 60.0)
     gc.collect()
     left = [process for process in psutil.process_iter(["pid", "cmdline"]) if process.pid not in before]
     assert not [process for process in left if stubborn in (process.info["cmdline"] or [])]

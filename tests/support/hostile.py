@@ -14,7 +14,7 @@ GATE = threading.Event()
 """What hangs in a thread, or does not let itself be cancelled, hangs until this is set."""
 COUNTS: Counter[str] = Counter()
 """How many environments and states were made, closed and released."""
-TIMEOUT = 0.5
+TIMEOUT = 2.0
 """Seconds that tools, steps and states may take."""
 MEGABYTES = "x" * 10_000_000
 
