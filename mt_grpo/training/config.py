@@ -77,22 +77,25 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
 
     def _fill_in(self) -> None:
         """
-        Takes over what TRL and transformers fill in. They do it on a copy that passes their checks of batch sizes and
+        Takes over what TRL and transformers fill in. They do it on a copy that passes their checks of whole groups and
         of bfloat16: a recipe for eight GPUs is also served and read by one process, and on a machine without any.
-        `mt_grpo.training.preflight` checks both where training starts.
+        `mt_grpo.training.preflight` checks both where training starts. The copy has the true batch size of a device,
+        since DeepSpeed's options are held against it.
         """
         group, eval_group = self.num_generations, self.num_generations_eval or self.num_generations
+        size, steps = self.generation_batch_size, self.steps_per_generation
         theirs = changed(
             self,
             bf16=self.bf16 and (self.use_cpu or has_bfloat16()),
-            per_device_train_batch_size=self.per_device_train_batch_size * group,  # a batch that every group divides
             per_device_eval_batch_size=self.per_device_eval_batch_size * eval_group,
-            generation_batch_size=self.generation_batch_size and self.generation_batch_size * group,
+            generation_batch_size=None if steps is None else size,  # TRL refuses both
+            steps_per_generation=(steps or self.gradient_accumulation_steps) * group,  # every group divides it
         )
         super(MTGRPOConfig, theirs).__post_init__()
-        ours = {name: getattr(self, name) for name in ("bf16", "per_device_train_batch_size")}
-        ours["per_device_eval_batch_size"] = self.per_device_eval_batch_size
-        ours["generation_batch_size"] = theirs.generation_batch_size // group
+        step = self.per_device_train_batch_size * theirs.world_size
+        ours = {name: getattr(self, name) for name in ("bf16", "per_device_eval_batch_size")}
+        ours["generation_batch_size"] = theirs.generation_batch_size // group if size is None else size
+        ours["steps_per_generation"] = max(1, ours["generation_batch_size"] // step)
         vars(self).update(vars(theirs) | ours)
 
     def check(self) -> None:

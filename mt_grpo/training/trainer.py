@@ -319,7 +319,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
-        Trains as TRL does. If the folder has records of an earlier run that is not resumed, warns and adds to them.
+        Trains as TRL does; `True` goes on from the latest checkpoint that is whole. If the folder has records of an
+        earlier run that is not resumed, warns and adds to them.
 
         Raises:
             ConfigError: If the options or the rows do not suffice for one step, or a stream ends before it.
@@ -334,7 +335,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             check_weights_fit(Path(checkpoint), self.accelerator.unwrap_model(self.model))
         left = left_by_runs(self.args.output_dir)  # a folder may have been cleared since
         earlier = [path.name for path in self._earlier if path in left]
-        if earlier and not resume_from_checkpoint and self.is_world_process_zero():
+        if earlier and checkpoint is None and self.is_world_process_zero():
             logger.warning(
                 "`output_dir: %s` holds an earlier run (%s), to whose records this one adds, in place of "
                 "conversations of the same steps: give each run an `output_dir` of its own.",
@@ -344,7 +345,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._earlier = []
         # a run that begins again keeps nothing of one that was interrupted in this process
         self._step, self._buffered_inputs, self._synced_step, self._failed_batches = 0, None, -1, 0
-        result = super().train(resume_from_checkpoint, *args, **kwargs)
+        result = super().train(checkpoint, *args, **kwargs)
         if self._initial_global_step == self.state.global_step < self.state.max_steps:
             raise ConfigError(
                 f"The dataset ended before step {self.state.global_step + 1} of {self.state.max_steps}, so nothing "

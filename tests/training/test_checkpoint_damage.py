@@ -67,6 +67,14 @@ def test_a_named_checkpoint_that_is_damaged_is_refused(folder, build):
 
 
 @pytest.mark.slow
+def test_the_latest_sound_checkpoint_is_resumed_from_python(folder, build):
+    spoil(folder / "checkpoint-2" / "rollouts-rank0.pt", "cut")
+    trainer = build(None, rewards=((), (Letters(),)), output_dir=str(folder), **SAVE)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 2 and latest_checkpoint(str(folder)) == folder / "checkpoint-2"
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(folder, build, tokenizer):
     trainer = build(None, build_model(tokenizer, hidden_size=16), ((), (Letters(),)), output_dir=str(folder), **SAVE)
     with pytest.raises(ConfigError, match="checkpoint-2 is of another model .*has the shape") as refused:

@@ -7,6 +7,7 @@ import logging
 import pytest
 from huggingface_hub import constants
 from support.recipes import RECIPES, parse_recipe
+from transformers import TrainingArguments
 
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
@@ -55,6 +56,31 @@ def test_batch_sizes_are_those_that_were_asked_for(tmp_path, options, sizes):
     args = MTGRPOConfig(str(tmp_path), use_cpu=True, num_generations=7, per_device_train_batch_size=4, **options)
     found = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
     assert (*found, args.generation_batch_size, args.steps_per_generation) == sizes
+
+
+def test_deepspeed_is_held_against_the_true_batch_size(tmp_path, monkeypatch):
+    told = []
+    fill_in = TrainingArguments.__post_init__
+
+    def spy(args):  # DeepSpeed's own batch sizes are compared and filled in here, where it is installed
+        told.append((args.per_device_train_batch_size, args.gradient_accumulation_steps))
+        fill_in(args)
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", spy)
+    MTGRPOConfig(
+        str(tmp_path), use_cpu=True, num_generations=6, per_device_train_batch_size=4, gradient_accumulation_steps=3
+    )
+    assert told == [(4, 3)]
+
+
+def test_a_batch_that_steps_do_not_fill_is_told_of_in_own_numbers(tmp_path):
+    args = MTGRPOConfig(
+        str(tmp_path), use_cpu=True, num_generations=2, per_device_train_batch_size=4, generation_batch_size=6
+    )
+    with pytest.raises(ConfigError, match="`generation_batch_size: 6` is no multiple of 4"):
+        check_batch_sizes(args)
+    with pytest.raises(ValueError, match="can not be both configured"):
+        MTGRPOConfig(str(tmp_path), use_cpu=True, generation_batch_size=8, steps_per_generation=1)
 
 
 def test_a_group_of_one_is_refused(tmp_path):
