@@ -19,7 +19,7 @@ from rich.rule import Rule
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from mt_grpo.app import report
-from mt_grpo.app.progress import RunProgress
+from mt_grpo.app.report import RunProgress
 from mt_grpo.credit import CreditError, rule_label
 from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import RolloutError

@@ -15,8 +15,6 @@ from mt_grpo.credit.rule import (
     splits_turns,
     sums_turns,
 )
-from mt_grpo.credit.rules.anchors import gigpo
-from mt_grpo.credit.rules.branching import branch_to_go
 from mt_grpo.credit.rules.paper import biases_of_mt_grpo, grpo_mr, grpo_or, mt_grpo
 from mt_grpo.credit.rules.returns import (
     gdpo,
@@ -27,6 +25,7 @@ from mt_grpo.credit.rules.returns import (
     state_baseline,
     turn_gae,
 )
+from mt_grpo.credit.rules.shared_states import branch_to_go, gigpo
 from mt_grpo.option_rules import parse_rule, rule_name
 
 __all__ = [

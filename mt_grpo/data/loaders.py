@@ -1,4 +1,7 @@
-"""Loads dataset rows from any source: a `prompt` of messages, and the columns that rewards read."""
+"""
+Loads dataset rows from any source: a `prompt` of messages, and the columns that rewards read. Tells at once whether
+the Hugging Face Hub can be asked.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import datasets
+import httpx
 from datasets.exceptions import DatasetsError
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
-from mt_grpo.data.hub import hub_fault
 from mt_grpo.data.schemas import REASONING_GYM, SCHEMAS, DatasetError, Row, Schema, as_messages, puzzles
+from mt_grpo.errors import ConfigError
 from mt_grpo.imports import FORMATS, did_you_mean, looks_like_path
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
@@ -263,3 +267,42 @@ def _files(path: Path, split: str) -> list[Path]:
         names = ", ".join(file.name for file in files)
         raise DatasetError(f"The folder {str(path)!r} has the split {split!r} in several formats: {names}; keep one.")
     return files
+
+
+PATIENCE = 10.0  # seconds
+
+
+class HubUnreachable(ConfigError):
+    """Something is not cached, and the Hub cannot be asked for it."""
+
+
+def hub_fault() -> str | None:
+    """
+    Why the Hub cannot be asked, as the end of a sentence; `None` where it can. The Hub's own client tries six times
+    for each file, in half a minute, before it says that there is no network.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return "`HF_HUB_OFFLINE` is set"
+    try:
+        httpx.head(constants.ENDPOINT, timeout=PATIENCE)
+    except httpx.TransportError as error:
+        return f"{constants.ENDPOINT} cannot be reached ({error})"
+    return None
+
+
+def check_hub(what: str) -> None:
+    """
+    Makes sure that something which is not in the cache can be fetched.
+
+    Args:
+        what (`str`): What is to be fetched, as the beginning of the sentence.
+
+    Raises:
+        HubUnreachable: If the Hub cannot be asked.
+    """
+    fault = hub_fault()
+    if fault is not None:
+        raise HubUnreachable(
+            f"{what} is neither a folder here nor in the cache ({constants.HF_HUB_CACHE}), and cannot be fetched, "
+            f"since {fault}: name a folder, or fetch it where the Hugging Face Hub can be reached (`hf download`)."
+        )

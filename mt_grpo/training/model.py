@@ -20,7 +20,7 @@ from trl.distributed import DistributedBackend
 from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.data import embedded
-from mt_grpo.data.hub import check_hub
+from mt_grpo.data.loaders import check_hub
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import looks_like_path
 from mt_grpo.training.checkpoint import adapter_settings

@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from huggingface_hub import get_token
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
-from mt_grpo.data.hub import hub_fault
+from mt_grpo.data.loaders import hub_fault
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.option_rules import check_batches, check_trainable

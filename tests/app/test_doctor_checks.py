@@ -11,8 +11,7 @@ from support.models import build_tokenizer
 
 from mt_grpo.app.doctor import memory_plan, probe, surroundings, time_plan
 from mt_grpo.app.doctor.case import Case, examine
-from mt_grpo.app.doctor.checks import CHECKS
-from mt_grpo.app.doctor.command import PLAN
+from mt_grpo.app.doctor.command import CHECKS, PLAN
 from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import read_request
 

@@ -16,7 +16,7 @@ from support.recipes import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mt_grpo.app.doctor import time_plan
-from mt_grpo.app.doctor.checks import made_arguments
+from mt_grpo.app.doctor.command import made_arguments
 from mt_grpo.app.doctor.memory import (
     COPIES,
     GB,

@@ -16,7 +16,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.branching import Branching
-from mt_grpo.rollout.engines.vllm.pool import ServerPool
+from mt_grpo.rollout.engines.vllm.client import ServerPool
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import StopReason, Trajectory
 

@@ -25,7 +25,7 @@ from mt_grpo.app.build import load_datasets, prompt_lengths
 from mt_grpo.app.doctor.memory import COPIES, GB, USUAL, Precision, Shape, Sharding, read_shape, read_sharding
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.app.request import Request
-from mt_grpo.data.hub import HubUnreachable, hub_fault
+from mt_grpo.data.loaders import HubUnreachable, hub_fault
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.source import source_of
 from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse

@@ -18,10 +18,9 @@ from mt_grpo.credit import audit_rewards
 from mt_grpo.rewards import RewardFunc, StateScore
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
-from mt_grpo.training.step_log.console import Activity
 from mt_grpo.training.step_log.metrics import Metrics
 from mt_grpo.training.step_log.records import Records, as_record, describe_rewards
-from mt_grpo.training.step_log.step import Outputs, Step, Update
+from mt_grpo.training.step_log.step import Activity, Outputs, Step, Update
 from mt_grpo.training.step_log.table import Table
 from mt_grpo.training.step_log.warnings import Warnings
 
