@@ -1,4 +1,4 @@
-"""Attention with one call of scaled-dot-product attention per unforked chain of tokens, for any device."""
+"""Attention by scaled-dot-product calls, for any device: one per unforked chain, or one with the whole mask."""
 
 from __future__ import annotations
 
@@ -47,3 +47,12 @@ def segment_attention(
             )
         )
     return torch.cat(outputs, dim=2)
+
+
+@attention_kernel("dense")
+def dense_attention(
+    layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+) -> Tensor:
+    """As `segment_attention`, with the whole `(N, N)` mask."""
+    mask, grouped = layout.dense_mask(query.device, window), query.size(1) != key.size(1)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)
