@@ -69,12 +69,15 @@ def prompt_lengths(
 ) -> Callable[[dict[str, Any]], int]:
     """
     Returns a function from a row to the tokens of its prompt: 0 for a row whose first messages only a conversation
-    can tell.
+    can tell, or that names no environment of several.
     """
     renderers: dict[int, ChatRenderer] = {}
 
     def length(row: dict[str, Any]) -> int:
-        env = next(iter(source.of_row(row).prototypes()), None)
+        try:
+            env = next(iter(source.of_row(row).prototypes()), None)
+        except ValueError:  # it names no environment, which the trainer refuses
+            return 0
         if not isinstance(env, MultiTurnToolEnv) or type(env).reset is not MultiTurnToolEnv.reset:
             return 0
         try:

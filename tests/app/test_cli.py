@@ -144,6 +144,7 @@ def untyped(query):
         ({"external_plugins": ["missing_plugin.py"]}, "missing_plugin.py"),
         ({"model_name_or_path": "/no/such/model"}, "/no/such/model"),
         ({"system_prompt": "word " * 600}, "Every prompt is too long"),
+        ({"environments": {"one": {"tools": ["calculator"]}}}, "(one), but the dataset has no column `environment`"),
         ({"resume_from_checkpoint": "true"}, "There is no checkpoint in `output_dir"),
         ({"column_mapping": "[1,2]"}, "give a mapping from the wanted column to the one that is there"),
         ({"resume_from_checkpoint": "/no/such/checkpoint"}, "is no folder"),
