@@ -248,16 +248,18 @@ def _contradiction(name: str, asked: Any, given: Any) -> ConfigError:
     )
 
 
-def rows_of(dataset: Rows | None, source: EnvSource, args: MTGRPOConfig) -> Rows | None:
+def rows_of(dataset: Rows | None, source: EnvSource, args: MTGRPOConfig) -> Rows:
     """
     The rows to train on: the source's own where none are given. As in TRL, a single factory needs none, and rows of
     factories need no prompt: the environment's `reset` writes it.
 
     Raises:
-        ConfigError: If there are no rows, and either several environments or no `max_steps`.
+        ConfigError: If there are no rows, and no single factory with `max_steps` that makes do without.
     """
     dataset = source.rows("train") if dataset is None else dataset
     if not source.writes_prompts:
+        if dataset is None:
+            raise ConfigError("There is no dataset: give `train_dataset`, or an environment that brings its own rows.")
         return dataset
     if dataset is None:
         if source.names:
@@ -297,9 +299,20 @@ def own_rewards(listed: Sequence[RewardFunc], source: EnvSource) -> list[RewardF
 
 
 def weights_of(args: MTGRPOConfig, listed: Sequence[RewardFunc], own: Sequence[RewardFunc]) -> list[float] | None:
-    """`reward_weights`: where they count the listed rewards only, each of the environments' own has 1, as in TRL."""
-    given = args.reward_weights
-    return [*given, *[1.0] * len(own)] if given is not None and len(given) == len(listed) else given
+    """
+    `reward_weights`: where they count the listed rewards only, each of the environments' own has 1, as in TRL.
+
+    Raises:
+        ConfigError: If they count neither the listed rewards nor all.
+    """
+    given, names = args.reward_weights, [reward.name for reward in (*listed, *own)]
+    if given is None or len(given) == len(names):
+        return given
+    if len(given) != len(listed):
+        raise ConfigError(
+            f"`reward_weights` is {given}: give one weight for each reward, in the order {', '.join(names)}."
+        )
+    return [*given, *[1.0] * len(own)]
 
 
 def prepare_tokenizer(tokenizer: Any, source: EnvSource) -> None:

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
@@ -170,7 +170,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         train_dataset: Dataset | IterableDataset | list[dict[str, Any]] | None = None,
         eval_dataset: Dataset | IterableDataset | list[dict[str, Any]] | dict[str, Any] | None = None,
         engine: Engine | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
@@ -188,6 +188,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         check_rollout_func(rollout_func)
         args.check_credit()
         check_surroundings(args)
+        if args.use_vllm:
+            check_importance_sampling(args)
         train_dataset, eval_dataset = as_rows(train_dataset, "train_dataset"), as_rows(eval_dataset, "eval_dataset")
         check_no_images(train_dataset, eval_dataset)
         self.env = check_env(
@@ -212,30 +214,33 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self.outcome_reward_funcs += own
         rewards = [*listed, *own]
         tokenizers = tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
+        weights = weights_of(args, listed, own)
         check_scorers(rewards, args, engine)
         check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
         if processing_class is not None:  # before a model is loaded
-            prepare_tokenizer(processing_class, source)
+            processes = isinstance(processing_class, ProcessorMixin)
+            prepare_tokenizer(processing_class.tokenizer if processes else processing_class, source)
         with no_adapter_left(model, self):
             policy = open_policy(model, args, quantization_config, peft_config)
             loaded = isinstance(model, str) and not isinstance(policy["model"], str)
+            hidden = {
+                "use_vllm": False,  # else TRL connects a client of its own, which needs vLLM to be installed
+                "model_init_kwargs": None if loaded else args.model_init_kwargs,
+                "reward_weights": weights,
+            }
             super().__init__(
                 **policy,
                 reward_funcs=[as_in_trl(reward) for reward in rewards],  # TRL loads models; they are called here
                 reward_processing_classes=tokenizers,
-                args=changed(
-                    args,
-                    use_vllm=False,  # else TRL connects a client of its own, which needs vLLM to be installed
-                    model_init_kwargs=None if loaded else args.model_init_kwargs,
-                    reward_weights=weights_of(args, listed, own),
-                ),
+                args=changed(args, **hidden),
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
                 processing_class=processing_class,
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
-            self.args = changed(self.args, use_vllm=args.use_vllm, model_init_kwargs=args.model_init_kwargs)
+            vars(args).update({name: value for name, value in vars(self.args).items() if name not in hidden})
+            self.args = args  # as in TRL: what is set there later counts
             if processing_class is None:
                 prepare_tokenizer(self._tokenizer, source)
             self._prepare_logs()
@@ -284,8 +289,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self.use_vllm = args.use_vllm  # TRL's loss then corrects for the engine's different log-probs
         self.weight_sync: WeightTransport | None = None
         self._synced_step = -1  # whose weights the servers have
-        if args.use_vllm:
-            check_importance_sampling(args)
         if args.use_vllm and engine is None:
             engine = server_client(args, self._tokenizer, self.model.config.name_or_path)
             self._run_on_all_ranks(engine.connect)
@@ -511,7 +514,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def _score(self, batch: RolloutBatch) -> Scores:
         extra = {"trainer_state": self.state, "log_extra": batch.add_extra, "log_metric": self._log_metric}
-        dataset = self.train_dataset if batch.mode == "train" else self.eval_dataset
+        dataset = self.train_dataset if batch.mode == "train" or self.eval_dataset is None else self.eval_dataset
         batch.add_texts(self._tokenizer, had_text_prompts(dataset))
         with self.step_log.activity.of("rewards"):
             score_answers(self, batch)
@@ -662,10 +665,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     def rollout(self, num_prompts: int, num_generations: int = 1) -> list[Trajectory]:
         """
         Runs and scores conversations, `num_generations` for each prompt, without training. Prompts are the first rows
-        of the evaluation set, or of the training set if there is none. Where conversations can be compared, turn
-        rewards are also asked whether they depend on later turns, see `Warnings.causal`.
+        of the evaluation set (the first one of several), or of the training set if there is none. Where conversations
+        can be compared, turn rewards are also asked whether they depend on later turns, see `Warnings.causal`.
         """
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
+        dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
         rows = [row for row in dataset.take(num_prompts) for _ in range(num_generations)]
         batch = self.batch = RolloutBatch("eval", rows, [False] * len(rows), group_size=num_generations)
         with open_environments(batch):

@@ -130,7 +130,7 @@ def test_messages_and_rewards_are_those_of_trl(tmp_path, factory, script, reward
             assert mine == theirs
 
 
-def test_options_are_not_written_to(tmp_path):
+def test_the_options_given_stay_as_they_were_and_count(tmp_path):
     args = MTGRPOConfig(str(tmp_path), **CPU_RUN, max_completion_length=300, max_steps=1, reward_weights=[2.0])
     before, tokenizer = {**vars(args)}, build_tokenizer()
     trainer = MTGRPOEnvTrainer(
@@ -142,7 +142,10 @@ def test_options_are_not_written_to(tmp_path):
         engine=ScriptedEngine(tokenizer, by_script(LEDGER)),
         processing_class=tokenizer,
     )
-    assert vars(args) == before and trainer.args.reward_weights == [2.0, 1.0]
+    assert vars(args) == before and trainer.reward_weights.tolist() == [2.0, 1.0]
+    args.max_steps = 0
+    with pytest.raises(ConfigError, match="`max_steps` is 0"):
+        trainer.train()
 
 
 def test_rows_to_evaluate_on_need_the_columns_of_reset_too(tmp_path):

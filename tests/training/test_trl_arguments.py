@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 from support.trainers import Letters, batch
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForSequenceClassification
+from transformers import ProcessorMixin, Qwen3Config, Qwen3ForSequenceClassification
 from trl import GRPOConfig
 
 from mt_grpo.data import load_rows
@@ -93,8 +93,16 @@ def test_text_of_a_file_reaches_reward_functions_as_text(trainer, tmp_path):
         seen.extend(zip(prompts, completions, strict=True))
         return [0.0] * len(prompts)
 
-    batch(trainer(data=load_rows(str(path), "train"), given={"reward_funcs": judge}))
-    assert seen[0] == ("capital 0", "Lima")
+    one = trainer(data=load_rows(str(path), "train"), given={"reward_funcs": judge})
+    batch(one)
+    one.rollout(1)
+    assert seen[0] == seen[-1] == ("capital 0", "Lima")
+
+
+def test_a_rollout_takes_the_first_of_several_evaluation_sets(trainer):
+    one = trainer(given={"eval_dataset": {"first": TEXTS[2:], "second": TEXTS}})
+    (found,) = one.rollout(1)
+    assert found.prompt[-1]["content"] == "capital 2" and found.answer == "Lima"
 
 
 def test_text_of_several_turns_is_all_that_followed(trainer):
@@ -307,3 +315,41 @@ def test_a_refused_trainer_leaves_no_adapter_behind(trainer, tokenizer, options,
     second = LoraConfig(target_modules=["v_proj"], task_type="CAUSAL_LM")
     trainable = trainer(model=plain, beta=0.1, given={"peft_config": second}).model.named_parameters()
     assert {name.split(".")[6] for name, each in trainable if each.requires_grad} == {"v_proj"}
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "problem"),
+    [
+        ({"reward_weights": [1.0, 2.0]}, {}, "one weight for each reward, in the order words"),
+        ({}, {"train_dataset": None}, "There is no dataset: give `train_dataset`"),
+        (
+            {"use_vllm": True, "loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
+            {},
+            "`loss_type: vespo` needs",
+        ),
+    ],
+)
+def test_what_cannot_train_is_refused_before_a_model_is_sought(tmp_path, options, given, problem):
+    given = {"train_dataset": TEXTS, "args": MTGRPOConfig(str(tmp_path), **CPU_RUN, **options), **given}
+    with pytest.raises(ConfigError, match=problem):
+        MTGRPOEnvTrainer("/no/such/model", reward_funcs=words, **given)
+
+
+def test_a_processor_is_taken_for_its_tokenizer(tmp_path, tokenizer):
+    class Processor(ProcessorMixin):
+        def __init__(self, tokenizer, chat_template=None):
+            super().__init__(tokenizer, chat_template=chat_template)
+
+    model = build_model(tokenizer, max_position_embeddings=2048)
+    model.config.image_token_id = tokenizer.unk_token_id  # TRL takes a model with a processor to see pictures
+    trainer = MTGRPOEnvTrainer(
+        model,
+        args=MTGRPOConfig(str(tmp_path), **CPU_RUN, max_completion_length=200),
+        reward_funcs=words,
+        tools=[lookup],
+        train_dataset=TEXTS,
+        engine=ScriptedEngine(tokenizer, one_answer),
+        processing_class=Processor(tokenizer),
+    )
+    batch(trainer)
+    assert [one.answer for one in trainer.batch.trajectories] == ["Lima", "of Peru", "Lima Lima", "no"]
