@@ -1,0 +1,292 @@
+"""
+The task, the model and the arms of `horizon.py`: conversations of K small tasks, each with a turn of its own.
+
+Every question names four things, each after a word of its own, in an order drawn at random:
+
+    find of n12 by n40 at n3 in n27 ?      right: search n12   (skill A: search for what stands after "of")
+    count at n9 in n51 of n12 by n2 ?      right: tally n9     (skill B: another tool, and what stands after "at")
+
+The model is warm-started on made-up conversations in which tool and name are drawn at random, whatever is asked: it
+knows the form of a call and how to copy a name, and neither skill. A turn samples three tokens: tool, name, end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ablation_arms import shuffled
+from datasets import Dataset
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from mt_grpo.credit import RewardBatch, Rule, advantage_estimator, reward_to_go
+from mt_grpo.credit.normalisation import Scale
+from mt_grpo.envs.env import Step, StepEnv
+from mt_grpo.envs.protocols import ParsedTurn
+from mt_grpo.rewards import OutcomeReward
+from mt_grpo.trajectory import ToolCall, Trajectory, Turn
+
+MARKERS = ("of", "by", "at", "in")
+TOOLS = ("search", "tally")
+NAMES = tuple(f"n{index}" for index in range(48))
+RESULTS = tuple(f"r{index}" for index in range(16))
+PAYING = 0.7
+"""Share of calls of `search`, the first tool, in the conversations of the warm start."""
+
+
+@dataclass(frozen=True)
+class Skill:
+    """What a question asks for: the word it begins with, and the tool and the marker of the right call."""
+
+    asks: str
+    tool: str
+    marker: str
+
+
+SKILLS = (Skill("find", "search", "of"), Skill("count", "tally", "at"))
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|> {{ message['role'] }} {{ message['content'] }} <|im_end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """
+    What is trained.
+
+    Args:
+        turns (`int`): Tasks of a conversation, K.
+        skills (`int`): 1, or 2: then the second half of a conversation asks for skill B; with one turn every second
+            conversation does.
+        needed (`float`): Share of the tasks that must be right for the outcome 1.
+        judge (`str`): What turn rewards say: `"right"` (1 / K for a right call), `"noisy"` (the same, but wrong about
+            20 % of the calls) or `"misleading"` (1 / K for every search, whatever it finds).
+    """
+
+    turns: int
+    skills: int
+    needed: float = 1.0
+    judge: str = "right"
+
+
+SETTINGS: dict[str, Setting] = {
+    **{f"{name}-{turns}": Setting(turns, skills) for skills, name in ((1, "one"), (2, "two")) for turns in (1, 4, 12)},
+    "two-12-most": Setting(12, 2, needed=0.75),
+    "one-12-noisy": Setting(12, 1, judge="noisy"),
+    "two-12-noisy": Setting(12, 2, judge="noisy"),
+    "one-12-misleading": Setting(12, 1, judge="misleading"),
+    "two-12-misleading": Setting(12, 2, judge="misleading"),
+}
+
+ARMS: dict[str, Rule] = {
+    "grpo_or": "grpo_or",
+    "grpo_mr": "grpo_mr",
+    "mt_grpo": "mt_grpo",
+    "reward_to_go": "reward_to_go",
+    "gtpo": {"name": "gtpo", "gamma": 0.5},
+    "turn_gae": "turn_gae",
+    "shuffled": "reward_to_go_over_turns",
+}
+"""The credit rule of each arm."""
+
+
+@advantage_estimator("reward_to_go_over_turns")
+def reward_to_go_over_turns(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+    """`reward_to_go` on turn rewards that are shuffled among the turns of their trajectory; (B, K)."""
+    return reward_to_go(shuffled(batch, 0), turn_coef=turn_coef, scale_rewards=scale_rewards)
+
+
+def question(rng: random.Random, skill: Skill) -> tuple[str, str]:
+    """A question and the call that is right."""
+    names = dict(zip(rng.sample(MARKERS, len(MARKERS)), rng.sample(NAMES, len(MARKERS)), strict=True))
+    text = " ".join(f"{marker} {name}" for marker, name in names.items())
+    return f"{skill.asks} {text} ?", f"{skill.tool} {names[skill.marker]}"
+
+
+def rows(setting: Setting, number: int, seed: int) -> Dataset:
+    """Conversations: the questions of each, the right calls, and where a noisy judge errs."""
+    rng = random.Random(f"{setting.turns} {setting.skills} {seed}")
+    made = []
+    for index in range(number):
+        late = [index % 2 == 1] if setting.turns == 1 else [turn >= setting.turns // 2 for turn in range(setting.turns)]
+        asked = [question(rng, SKILLS[setting.skills == 2 and second]) for second in late]
+        made.append(
+            {
+                "prompt": [{"role": "user", "content": asked[0][0]}],
+                "questions": [text for text, _ in asked],
+                "right": [call for _, call in asked],
+            }
+        )
+    return Dataset.from_list(made)
+
+
+class Calls:
+    """The call protocol of the task: a turn is a tool and a name."""
+
+    stop: tuple[str, ...] = ()
+    native_tools = False
+    tags: tuple[str, ...] = ()
+
+    def default_system_prompt(self, tools: Sequence[Any]) -> None:
+        return None
+
+    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+        message = {"role": "assistant", "content": text}
+        words = text.split()
+        if len(words) != 2 or words[0] not in TOOLS:
+            return ParsedTurn(message, error="Call a tool with a name.")
+        return ParsedTurn(message, [ToolCall(words[0], {"name": words[1]})])
+
+    def replies(self, turn: Turn) -> list[dict[str, Any]]:
+        return []
+
+
+class Tasks(StepEnv):
+    """K questions, one after another; each turn is answered with a result and the next question."""
+
+    setting: Setting
+    protocol = Calls()
+    step_timeout = None
+
+    async def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self._right: list[bool] = []
+        # drawn anew for each conversation, and the same whenever it is repeated
+        self._judge = random.Random(self.session)
+        return list(row["prompt"])
+
+    async def step(self, turn: Turn) -> Step:
+        number = len(self._right)
+        called = " ".join([turn.tool_calls[0].name, turn.tool_calls[0].arguments["name"]]) if turn.tool_calls else ""
+        self._right.append(called == self.row["right"][number])
+        for call in turn.tool_calls:
+            call.executed, call.result = True, RESULTS[hash_of(called) % len(RESULTS)]
+        result = turn.tool_calls[0].result if turn.tool_calls else "nothing"
+        reward = self._pays(called) / self.setting.turns
+        if number + 1 < self.setting.turns:
+            return Step(f"{result} . {self.row['questions'][number + 1]}", reward=reward)
+        share = sum(self._right) / len(self._right)
+        return Step(reward=reward, done=True, rewards={"enough": float(share >= self.setting.needed)},
+                    info={"right": self._right})
+
+    def _pays(self, called: str) -> bool:
+        if self.setting.judge == "misleading":
+            return called.startswith("search ")
+        errs = self.setting.judge == "noisy" and self._judge.random() < 0.2
+        return self._right[-1] != errs
+
+
+def hash_of(text: str) -> int:
+    """The same number on every machine."""
+    return sum((index + 1) * ord(letter) for index, letter in enumerate(text))
+
+
+class ShareRight(OutcomeReward):
+    """The share of tasks that were right: measured, and worth nothing."""
+
+    weight = 0.0
+
+    def score(self, trajectory: Trajectory, **row: Any) -> float | None:
+        right = trajectory.info.get("right")
+        return None if right is None else sum(right) / len(right)
+
+
+def environment(setting: Setting) -> Tasks:
+    """The environment that conversations of a setting are copies of."""
+    env = Tasks()
+    env.setting = setting
+    return env
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each word."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    words = [*special, "?", ".", "nothing", "user", "assistant", "system", *MARKERS, *TOOLS]
+    words += [*(skill.asks for skill in SKILLS), *NAMES, *RESULTS]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="nothing"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3ForCausalLM:
+    """A Qwen3 of two layers, with random weights."""
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=16,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+        )
+    )
+
+
+def warm_start(folder: Path, steps: int = 1200, size: int = 32) -> None:
+    """Trains the model on conversations with random calls and saves it; about a minute of one core."""
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    rng = random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 50) * (1 - step / steps))
+    for _ in range(steps):
+        ids, mask = _traces(rng, tokenizer, size, turns=rng.choice((1, 4, 12)))
+        logits = model(ids[:, :-1]).logits
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        wanted = mask[:, 1:].flatten()
+        loss = (losses * wanted).sum() / wanted.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _traces(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, size: int, turns: int
+) -> tuple[Tensor, Tensor]:
+    """Conversations with random calls, as ids and a mask of the model's tokens; all are of one length."""
+    rows_, masks = [], []
+    for _ in range(size):
+        ids: list[int] = []
+        mask: list[float] = []
+        for turn in range(turns):
+            text, _ = question(rng, rng.choice(SKILLS))
+            names = [word for word in text.split() if word in NAMES]
+            before = "" if turn == 0 else f"{rng.choice(RESULTS)} . "
+            tool = TOOLS[rng.random() >= PAYING]
+            for piece, learn in (
+                (f"<|im_start|> user {before}{text} <|im_end|> <|im_start|> assistant", 0.0),
+                (f"{tool} {rng.choice(names)} <|im_end|>", 1.0),
+            ):
+                encoded = tokenizer.encode(piece)
+                ids += encoded
+                mask += [learn] * len(encoded)
+        rows_.append(ids)
+        masks.append(mask)
+    return torch.tensor(rows_), torch.tensor(masks)
