@@ -116,7 +116,9 @@ def rows(setting: Setting, number: int, seed: int) -> Dataset:
     rng = random.Random(f"{setting.turns} {setting.skills} {seed}")
     made = []
     for index in range(number):
-        late = [index % 2 == 1] if setting.turns == 1 else [turn >= setting.turns // 2 for turn in range(setting.turns)]
+        late = (
+            [index % 2 == 1] if setting.turns == 1 else [turn >= setting.turns // 2 for turn in range(setting.turns)]
+        )
         asked = [question(rng, SKILLS[setting.skills == 2 and second]) for second in late]
         made.append(
             {
@@ -173,8 +175,12 @@ class Tasks(StepEnv):
         if number + 1 < self.setting.turns:
             return Step(f"{result} . {self.row['questions'][number + 1]}", reward=reward)
         share = sum(self._right) / len(self._right)
-        return Step(reward=reward, done=True, rewards={"enough": float(share >= self.setting.needed)},
-                    info={"right": self._right})
+        return Step(
+            reward=reward,
+            done=True,
+            rewards={"enough": float(share >= self.setting.needed)},
+            info={"right": self._right},
+        )
 
     def _pays(self, called: str) -> bool:
         if self.setting.judge == "misleading":
@@ -240,19 +246,21 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3ForCa
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=None,
+            initializer_range=0.1,  # with less, copying takes long to begin
         )
     )
 
 
-def warm_start(folder: Path, steps: int = 1200, size: int = 32) -> None:
+def warm_start(folder: Path, steps: int = 900) -> None:
     """Trains the model on conversations with random calls and saves it; about a minute of one core."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     rng = random.Random(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 50) * (1 - step / steps))
-    for _ in range(steps):
-        ids, mask = _traces(rng, tokenizer, size, turns=rng.choice((1, 4, 12)))
+    for step in range(steps):
+        turns = 1 if step < 250 else rng.choice((1, 4, 12, 12))
+        ids, mask = _traces(rng, tokenizer, {1: 128, 4: 32, 12: 16}[turns], turns)
         logits = model(ids[:, :-1]).logits
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         wanted = mask[:, 1:].flatten()
@@ -267,9 +275,7 @@ def warm_start(folder: Path, steps: int = 1200, size: int = 32) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _traces(
-    rng: random.Random, tokenizer: PreTrainedTokenizerFast, size: int, turns: int
-) -> tuple[Tensor, Tensor]:
+def _traces(rng: random.Random, tokenizer: PreTrainedTokenizerFast, size: int, turns: int) -> tuple[Tensor, Tensor]:
     """Conversations with random calls, as ids and a mask of the model's tokens; all are of one length."""
     rows_, masks = [], []
     for _ in range(size):

@@ -1,0 +1,205 @@
+"""
+Credit rules compared by the number of turns of a conversation; see docs/ablation.md.
+
+    python benchmarks/horizon.py              # runs what has not run, then writes results, tables and the picture
+    python benchmarks/horizon.py --quick      # one seed of four arms at 1 and 12 turns: minutes; writes nothing
+    python benchmarks/horizon.py --report     # tables and the picture alone, from benchmarks/results/horizon.json
+
+Every run (setting, arm, seed) leaves one file in `runs/horizon` and is skipped where that is there, so the command can
+be interrupted and given again. Runs are in the order of seeds: after any of them, what has run is a paired comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+from ablation import ENVIRONMENT
+from common import RESULTS, machine
+from horizon_report import draw, text, write_page
+from horizon_task import ARMS, SETTINGS, ShareRight, environment, rows, warm_start
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
+
+from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.app.report import write_json
+
+FOLDER = Path(__file__).parent.parent / "runs" / "horizon"
+RESULT = RESULTS / "horizon.json"
+SEEDS = 6
+GROUP = 8
+PATIENCE = 600.0
+"""Seconds in which a busy machine does not change what is sampled."""
+QUICK = (["two-1", "two-12"], ["grpo_or", "mt_grpo", "reward_to_go", "gtpo"])
+
+
+class Plan(NamedTuple):
+    """What all runs of a folder have in common."""
+
+    steps: int = 40
+    turns: int = 384
+    """Turns sampled in a step, whatever the length of a conversation: arms and settings sample equal numbers."""
+    learning_rate: float = 2e-3
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    setting: str
+    arm: str
+    seed: int
+
+    def file(self, folder: Path) -> Path:
+        return folder / f"{self.setting}-{self.arm}-{self.seed}.json"
+
+
+def jobs(settings: Sequence[str], arms: Sequence[str], seeds: int) -> list[Job]:
+    """All runs: those of the first seed first."""
+    return [Job(setting, arm, seed) for seed, setting, arm in product(range(1, seeds + 1), settings, arms)]
+
+
+def run(job: Job, plan: Plan, model: Path) -> dict[str, Any]:
+    """Trains one arm; the share of tasks that were right in each step."""
+    began = time.perf_counter()
+    setting = SETTINGS[job.setting]
+    conversations = plan.turns // setting.turns
+    with tempfile.TemporaryDirectory() as folder:
+        args = MTGRPOConfig(
+            folder,
+            seed=job.seed,
+            max_steps=plan.steps,
+            per_device_train_batch_size=conversations,
+            num_generations=GROUP,
+            learning_rate=plan.learning_rate,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=3,
+            max_grad_norm=0.5,
+            beta=0.0,
+            advantage_estimator=ARMS[job.arm],
+            max_turn_length=4,
+            max_completion_length=24 * setting.turns,
+            tokenization_sanity_check_mode="disable",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = MTGRPOEnvTrainer(
+            AutoModelForCausalLM.from_pretrained(model),
+            environment(setting),
+            turn_reward_funcs=["step_reward"],
+            outcome_reward_funcs=["env_reward", ShareRight()],
+            args=args,
+            train_dataset=rows(setting, plan.steps * conversations // GROUP, job.seed),
+            processing_class=AutoTokenizer.from_pretrained(model),
+        )
+        for callback in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(callback)
+        trainer.runner.engine.patience = PATIENCE
+        trainer.runner.engine.max_batch_size = conversations
+        trainer.train()
+        history = [row for row in trainer.state.log_history if "reward" in row]
+    return {
+        **job._asdict(),
+        "right": [round(row["rewards/ShareRight/mean"], 5) for row in history],
+        "tokens": history[-1]["num_tokens"],
+        "plan": plan._asdict(),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def prepare() -> None:
+    """What a process of runs needs once."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    datasets.disable_progress_bars()
+
+
+def work(job: Job, plan: Plan, folder: Path) -> Job:
+    """Runs a job and keeps its measures."""
+    write_json(job.file(folder), run(job, plan, folder / "model"))
+    return job
+
+
+def run_all(left: list[Job], plan: Plan, folder: Path, workers: int) -> None:
+    """Runs jobs in processes that take one after another."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.update(ENVIRONMENT)
+    if not (folder / "model" / "config.json").exists():
+        print("warm-starting the model, in a minute or two", flush=True)
+        warm_start(folder / "model")
+    began = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=prepare) as pool:
+        futures = [pool.submit(work, job, plan, folder) for job in left]
+        for number, future in enumerate(as_completed(futures), 1):
+            seconds = time.perf_counter() - began
+            remaining = seconds / number * (len(left) - number)
+            print(
+                f"{' '.join(map(str, future.result()))}: {number} of {len(left)}, {remaining:.0f} s left", flush=True
+            )
+
+
+def finished(given: list[Job], plan: Plan, folder: Path) -> list[dict[str, Any]]:
+    """
+    The measures of the runs that have a file.
+
+    Raises:
+        SystemExit: If one was made by another plan.
+    """
+    found = []
+    for job in given:
+        if job.file(folder).exists():
+            row = json.loads(job.file(folder).read_text())
+            if row.pop("plan") != plan._asdict():
+                raise SystemExit(f"{job.file(folder)} was made by another plan: name another --folder.")
+            found.append(row)
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", action="store_true", help="run nothing, and read committed results")
+    parser.add_argument("--so-far", action="store_true", help="run nothing, and write the results of what has run")
+    parser.add_argument("--quick", action="store_true", help="one seed of a few arms, in minutes; writes no results")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where runs leave their files (runs/horizon)")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"from 1 to this number ({SEEDS})")
+    parser.add_argument("--workers", type=int, default=2, help="processes, of one core each (2)")
+    options = parser.parse_args(argv)
+    if options.report:
+        content = json.loads(RESULT.read_text())
+        write_page(content["rows"], content["plan"])
+        draw(content["rows"], content["plan"])
+        return print(text(content["rows"], content["plan"]))
+    plan = Plan()
+    given = jobs(*QUICK, 1) if options.quick else jobs(options.settings, options.arms, options.seeds)
+    done = {job for job in given if job.file(options.folder).exists()}
+    if not options.so_far:
+        run_all([job for job in given if job not in done], plan, options.folder, options.workers)
+    found = finished(given, plan, options.folder)
+    if not options.quick:
+        head = json.dumps({"machine": machine(), "plan": plan._asdict()}, indent=2)
+        lines = ",\n".join("    " + json.dumps(row) for row in found)
+        RESULT.write_text(f'{head[:-2]},\n  "rows": [\n{lines}\n  ]\n}}\n')
+        write_page(found, plan._asdict())
+        draw(found, plan._asdict())
+    print(text(found, plan._asdict()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The results of `horizon.py` as tables, the decision on the default rule, and the picture of README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib
+import numpy as np
+from ablation_report import BEGIN, DOCS, END, Difference, difference
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+GOAL = 0.85
+CANDIDATES = ("reward_to_go", "turn_gae", "gtpo")
+"""Rules that can become the default, in this order."""
+DECIDES = ("one-12", "two-12")
+SMOOTH = 3
+"""Steps over which the share right is averaged before it is held against the goal."""
+
+Row = dict[str, Any]
+Plan = dict[str, Any]
+
+
+def steps_to_goal(right: Sequence[float]) -> int | None:
+    """The first step at which the mean of the last three reaches the goal; `None` where none does."""
+    means = np.convolve(right, np.ones(SMOOTH) / SMOOTH, mode="valid")
+    reached = np.flatnonzero(means >= GOAL)
+    return int(reached[0]) + SMOOTH if len(reached) else None
+
+
+def paired(rows: Sequence[Row], setting: str) -> dict[str, list[Row]]:
+    """The runs of a setting by arm, in the order of seeds; only of seeds that every arm has."""
+    arms: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        if row["setting"] == setting:
+            arms.setdefault(row["arm"], {})[row["seed"]] = row
+    if not arms:
+        return {}
+    seeds = sorted(set.intersection(*(set(runs) for runs in arms.values())))
+    return {arm: [runs[seed] for seed in seeds] for arm, runs in arms.items()}
+
+
+def share(runs: Sequence[Row]) -> list[float]:
+    """The share of tasks that were right over all of training, for each seed: the main measure."""
+    return [fmean(run["right"]) for run in runs]
+
+
+def table(rows: Sequence[Row], setting: str, plan: Plan) -> list[str]:
+    """The lines of a setting's table, in Markdown."""
+    arms = paired(rows, setting)
+    means = {arm: fmean(share(runs)) for arm, runs in arms.items()}
+    best = max(means, key=means.__getitem__)
+    lines = [
+        f"### `{setting}`",
+        "",
+        f"{len(arms[best])} seeds. Best: `{best}`.",
+        "",
+        "| arm | right, over training | to the best | right, last 3 steps | thousand turns to .85 |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for arm, runs in arms.items():
+        against = "" if arm == best or len(runs) < 2 else str(difference(share(runs), share(arms[best])))
+        last = fmean(fmean(run["right"][-SMOOTH:]) for run in runs)
+        reached = [steps_to_goal(run["right"]) for run in runs]
+        known = [step * plan["turns"] / 1000 for step in reached if step is not None]
+        speed = f"{fmean(known):.1f}" if known else "never"
+        if known and len(known) < len(reached):
+            speed += f" ({len(known)} of {len(reached)})"
+        lines.append(f"| `{arm}` | {means[arm]:.3f} | {against} | {last:.3f} | {speed} |")
+    return [line.replace("|  |", "| |") for line in lines]
+
+
+def behind(rows: Sequence[Row], setting: str, rule: str, other: str | None) -> Difference | None:
+    """The paired difference of a rule to another, or to the best arm; `None` where the rule is the best."""
+    arms = paired(rows, setting)
+    means = {arm: fmean(share(runs)) for arm, runs in arms.items()}
+    other = other or max(means, key=means.__getitem__)
+    return None if other == rule else difference(share(arms[rule]), share(arms[other]))
+
+
+def decision(rows: Sequence[Row]) -> list[str]:
+    """Each candidate against the rule that was fixed beforehand, in the order of the candidates."""
+    lines = ["| candidate | setting | against | difference | shown behind |", "| --- | --- | --- | --- | --- |"]
+    trials = [(setting, None) for setting in DECIDES] + [(f"{name}-noisy", "mt_grpo") for name in DECIDES]
+    for rule in CANDIDATES:
+        for setting, other in trials:
+            if len(next(iter(paired(rows, setting).values()), [])) < 2:
+                continue
+            found = behind(rows, setting, rule, other)
+            shown = found is not None and found.mean + found.half < 0
+            against = f"`{other}`" if other else "the best"
+            lines.append(
+                f"| `{rule}` | `{setting}` | {against} | {found or 'is the best'} | {'yes' if shown else 'no'} |"
+            )
+    return lines
+
+
+def text(rows: Sequence[Row], plan: Plan) -> str:
+    """All that the page says of the results."""
+    settings = dict.fromkeys(row["setting"] for row in rows)
+    return "\n\n".join(["\n".join(table(rows, setting, plan)) for setting in settings] + ["\n".join(decision(rows))])
+
+
+def write_page(rows: Sequence[Row], plan: Plan, page: Path = DOCS / "horizon.md") -> None:
+    """Puts the tables into the page, between its two marks."""
+    whole = page.read_text()
+    before, rest = whole.split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n\n{text(rows, plan)}\n\n{END}{rest.split(END)[1]}")
+
+
+def draw(rows: Sequence[Row], plan: Plan, path: Path = DOCS / "images" / "horizon.png") -> None:
+    """Draws learning speed (1 / thousand turns to the goal; 0: never) against the number of turns, a line per rule."""
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+    for axes, (name, title) in zip(panels, (("one", "one skill"), ("two", "two skills")), strict=True):
+        found = {turns: paired(rows, f"{name}-{turns}") for turns in (1, 4, 12)}
+        for arm in next(iter(found.values()), {}):
+            points = []
+            for turns, arms in found.items():
+                steps = [steps_to_goal(run["right"]) for run in arms.get(arm, [])]
+                speeds = [0.0 if step is None else 1000 / (step * plan["turns"]) for step in steps]
+                if speeds:
+                    points.append((turns, fmean(speeds), 1.96 * np.std(speeds, ddof=1) / len(speeds) ** 0.5))
+            if points:
+                turns, means, halves = zip(*points, strict=True)
+                axes.errorbar(turns, means, halves, label=arm, linewidth=1.6, capsize=3, marker="o", markersize=3)
+        axes.set(xlabel="turns of a conversation", title=title, xticks=(1, 4, 12))
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("learning speed (1 / thousand turns to .85)")
+    panels[1].legend(fontsize="small", frameon=False)
+    figure.savefig(path, dpi=80)
+    pyplot.close(figure)
