@@ -47,7 +47,7 @@ QUICK = (["two-1", "two-12"], ["grpo_or", "mt_grpo", "reward_to_go", "gtpo"])
 class Plan(NamedTuple):
     """What all runs of a folder have in common."""
 
-    steps: int = 40
+    steps: int = 60
     turns: int = 384
     """Turns sampled in a step, whatever the length of a conversation: arms and settings sample equal numbers."""
     learning_rate: float = 2e-3

@@ -3,11 +3,12 @@ The task, the model and the arms of `horizon.py`: conversations of K small tasks
 
 Every question names four things, each after a word of its own, in an order drawn at random:
 
-    find of n12 by n40 at n3 in n27 ?      right: search n12   (skill A: search for what stands after "of")
-    count at n9 in n51 of n12 by n2 ?      right: tally n9     (skill B: another tool, and what stands after "at")
+    of n12 by n40 at n3 in n27 find ?      right: search n12   (skill A: search for what stands after "of")
+    at n9 in n51 of n12 by n2 count ?      right: tally n9     (skill B: another tool, and what stands after "at")
 
-The model is warm-started on made-up conversations in which tool and name are drawn at random, whatever is asked: it
-knows the form of a call and how to copy a name, and neither skill. A turn samples three tokens: tool, name, end.
+The model is warm-started on made-up conversations in which tool and name are drawn at random: it knows the form of a
+call, how to copy a name and that some words matter more than others (`HABITS`), and neither skill. A turn samples three
+tokens: tool, name, end.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ from mt_grpo.trajectory import ToolCall, Trajectory, Turn
 
 MARKERS = ("of", "by", "at", "in")
 TOOLS = ("search", "tally")
-NAMES = tuple(f"n{index}" for index in range(48))
+NAMES = tuple(f"n{index}" for index in range(32))
 RESULTS = tuple(f"r{index}" for index in range(16))
-PAYING = 0.7
-"""Share of calls of `search`, the first tool, in the conversations of the warm start."""
+HABITS = {"of": 0.4, "at": 0.4, "by": 0.1, "in": 0.1}
+"""How often the warm start's conversations call with the name after a word, whatever is asked."""
+SEARCHES = {"find": 0.7, "count": 0.6}
+"""How often they call `search`, the first tool, by what is asked."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def question(rng: random.Random, skill: Skill) -> tuple[str, str]:
     """A question and the call that is right."""
     names = dict(zip(rng.sample(MARKERS, len(MARKERS)), rng.sample(NAMES, len(MARKERS)), strict=True))
     text = " ".join(f"{marker} {name}" for marker, name in names.items())
-    return f"{skill.asks} {text} ?", f"{skill.tool} {names[skill.marker]}"
+    return f"{text} {skill.asks} ?", f"{skill.tool} {names[skill.marker]}"
 
 
 def rows(setting: Setting, number: int, seed: int) -> Dataset:
@@ -251,15 +254,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3ForCa
     )
 
 
-def warm_start(folder: Path, steps: int = 900) -> None:
+def warm_start(folder: Path, steps: int = 2500) -> None:
     """Trains the model on conversations with random calls and saves it; about a minute of one core."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     rng = random.Random(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 50) * (1 - step / steps))
     for step in range(steps):
-        turns = 1 if step < 250 else rng.choice((1, 4, 12, 12))
+        turns = 1 if step < 400 else rng.choice((1, 4, 12, 12))
         ids, mask = _traces(rng, tokenizer, {1: 128, 4: 32, 12: 16}[turns], turns)
         logits = model(ids[:, :-1]).logits
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -282,13 +285,15 @@ def _traces(rng: random.Random, tokenizer: PreTrainedTokenizerFast, size: int, t
         ids: list[int] = []
         mask: list[float] = []
         for turn in range(turns):
-            text, _ = question(rng, rng.choice(SKILLS))
-            names = [word for word in text.split() if word in NAMES]
+            skill = rng.choice(SKILLS)
+            text, _ = question(rng, skill)
+            marker = rng.choices(list(HABITS), list(HABITS.values()))[0]
+            name = text.split()[text.split().index(marker) + 1]
             before = "" if turn == 0 else f"{rng.choice(RESULTS)} . "
-            tool = TOOLS[rng.random() >= PAYING]
+            tool = TOOLS[rng.random() >= SEARCHES[skill.asks]]
             for piece, learn in (
                 (f"<|im_start|> user {before}{text} <|im_end|> <|im_start|> assistant", 0.0),
-                (f"{tool} {rng.choice(names)} <|im_end|>", 1.0),
+                (f"{tool} {name} <|im_end|>", 1.0),
             ):
                 encoded = tokenizer.encode(piece)
                 ids += encoded
