@@ -6,9 +6,9 @@ Every question names four things, each after a word of its own, in an order draw
     of n12 by n40 at n3 in n27 find ?      right: search n12   (skill A: search for what stands after "of")
     at n9 in n51 of n12 by n2 count ?      right: tally n9     (skill B: another tool, and what stands after "at")
 
-The model is warm-started on made-up conversations in which tool and name are drawn at random: it knows the form of a
-call, how to copy a name and that some words matter more than others (`HABITS`), and neither skill. A turn samples three
-tokens: tool, name, end.
+The model is warm-started on made-up conversations in which tool and name are drawn at random: it knows the form of
+a call, how to copy a name and that some words matter more than others (`HABITS`), and neither skill. A turn samples
+three tokens: tool, name, end.
 """
 
 from __future__ import annotations
