@@ -1,0 +1,98 @@
+"""The comparison of credit rules by length: its task, what turn rewards say, and how runs are compared."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from support.registered import keep_estimators
+from support.servers import ROOT
+
+from mt_grpo.concurrency import run
+from mt_grpo.envs import Step
+from mt_grpo.trajectory import Turn
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """Benchmarks can be imported, and the credit rules that they register are forgotten."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    keep_estimators(monkeypatch)
+    for name in ("ablation_arms", "horizon_task"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def play(setting: str, calls=None, session: str = "one") -> list[Step]:
+    """The steps of a conversation with given calls, or with the right ones."""
+    from horizon_task import SETTINGS, Calls, environment, rows
+
+    env = environment(SETTINGS[setting])
+    (row, *_) = rows(SETTINGS[setting], 2, seed=1)
+    env.row, env.session = row, session
+
+    async def converse() -> list[Step]:
+        await env.reset(row)
+        steps = []
+        for index, call in enumerate(calls or row["right"]):
+            parsed = Calls().parse(call, None)
+            steps.append(await env.step(Turn(index, parsed.message, tool_calls=parsed.calls)))
+        return steps
+
+    return run(converse())
+
+
+def test_right_calls_earn_a_share_each_and_the_outcome():
+    steps = play("two-12")
+    assert [step.reward for step in steps] == [pytest.approx(1 / 12)] * 12
+    assert steps[-1].rewards == {"enough": 1.0} and all(not step.done for step in steps[:-1])
+
+
+def test_the_second_half_asks_for_the_other_skill():
+    from horizon_task import SETTINGS, rows
+
+    for row in rows(SETTINGS["two-12"], 3, seed=2):
+        asked = [question.split()[-2] for question in row["questions"]]
+        assert asked == ["find"] * 6 + ["count"] * 6
+        for question, call in zip(row["questions"], row["right"], strict=True):
+            words, tool = question.split(), {"find": "search", "count": "tally"}[question.split()[-2]]
+            assert call == f"{tool} {words[words.index({'find': 'of', 'count': 'at'}[words[-2]]) + 1]}"
+
+
+def test_wrong_and_malformed_calls_earn_nothing():
+    steps = play("two-12", ["search search", "tally", "of n1 n2", *["search n0"] * 9])
+    assert [step.reward for step in steps[:3]] == [0, 0, 0] and steps[-1].rewards == {"enough": 0.0}
+
+
+def test_a_noisy_judge_errs_in_a_fifth_of_the_calls():
+    rewards = [step.reward for number in range(100) for step in play("two-12-noisy", session=f"number {number}")]
+    assert sum(reward == 0 for reward in rewards) / len(rewards) == pytest.approx(0.2, abs=0.04)
+    assert [step.reward for step in play("two-12-noisy")] == [step.reward for step in play("two-12-noisy")]
+
+
+def test_misleading_rewards_pay_for_searching_alone():
+    steps = play("two-12-misleading")
+    assert [step.reward > 0 for step in steps] == [True] * 6 + [False] * 6
+
+
+def test_the_goal_is_reached_by_the_mean_of_three_steps():
+    from horizon_report import steps_to_goal
+
+    assert steps_to_goal([0.2, 0.9, 0.9, 0.8, 0.9]) == 4
+    assert steps_to_goal([0.84] * 50) is None
+
+
+def test_a_candidate_below_the_best_in_every_seed_is_shown_behind():
+    from horizon_report import behind, decision
+
+    def row(setting, arm, seed, right):
+        return {"setting": setting, "arm": arm, "seed": seed, "right": [right + seed / 100] * 3}
+
+    shares = {"mt_grpo": 0.5, "reward_to_go": 0.4, "turn_gae": 0.5, "gtpo": 0.6}
+    settings = ("one-12", "two-12", "one-12-noisy", "two-12-noisy")
+    rows = [
+        row(setting, arm, seed, share) for setting in settings for arm, share in shares.items() for seed in range(4)
+    ]
+    assert behind(rows, "one-12", "gtpo", None) is None
+    assert behind(rows, "one-12", "reward_to_go", None).mean == pytest.approx(-0.2)
+    verdicts = [line.split("|")[-2].strip() for line in decision(rows)[2:]]
+    assert verdicts == ["yes"] * 4 + ["yes", "yes", "no", "no"] + ["no"] * 4
