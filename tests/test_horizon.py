@@ -81,7 +81,7 @@ def test_the_goal_is_reached_by_the_mean_of_three_steps():
     assert steps_to_goal([0.84] * 50) is None
 
 
-def test_a_candidate_below_the_best_in_every_seed_is_shown_behind():
+def test_a_candidate_below_the_best_is_shown_behind():
     from horizon_report import behind, decision
 
     def row(setting, arm, seed, right):
