@@ -19,7 +19,7 @@ from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.envs.simulated_user import SimulatedUser, SimulatedUserEnv
 from mt_grpo.envs.source import COLUMN, check_source, close_environments, source_of
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import import_object
+from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.integrations.openai_api import AgentSource
 from mt_grpo.integrations.swift import SchedulerSource
 from mt_grpo.integrations.trl import Factory, TRLEnv, environments_of, import_factory
@@ -250,8 +250,8 @@ def _contradiction(name: str, asked: Any, given: Any) -> ConfigError:
 
 def rows_of(dataset: Rows | None, source: EnvSource, args: MTGRPOConfig) -> Rows:
     """
-    The rows to train on: the source's own where none are given. As in TRL, a single factory needs none, and rows of
-    factories need no prompt: the environment's `reset` writes it.
+    The rows to train on: the source's own where none are given. As in TRL, a single factory needs none: the
+    environment's `reset` writes the prompts.
 
     Raises:
         ConfigError: If there are no rows, and no single factory with `max_steps` that makes do without.
@@ -274,9 +274,34 @@ def rows_of(dataset: Rows | None, source: EnvSource, args: MTGRPOConfig) -> Rows
             )
         dataset = Dataset.from_dict({"prompt": [NO_PROMPT] * (args.generation_batch_size // args.num_generations)})
         source.check(dataset, "training dataset")
-    if isinstance(dataset, Dataset) and "prompt" not in dataset.column_names:
-        dataset = dataset.add_column("prompt", [NO_PROMPT] * len(dataset))
     return dataset
+
+
+def with_prompts(data: Any, source: EnvSource, name: str) -> Any:
+    """
+    A dataset, or several by name, with the column `prompt`. Where the environment writes prompts, rows may lack it.
+
+    Args:
+        data: The rows, as far as there are any. The columns of a stream may not be known.
+        source (`EnvSource`): What environments are made from.
+        name (`str`): Of the dataset, for the error.
+
+    Raises:
+        ConfigError: If rows need a prompt and have none.
+    """
+    if isinstance(data, dict):
+        return {split: with_prompts(rows, source, f"{name} {split!r}") for split, rows in data.items()}
+    columns = None if data is None else data.column_names
+    if not columns or "prompt" in columns:
+        return data
+    if not source.writes_prompts:
+        raise ConfigError(
+            f"The {name} has no column `prompt`{did_you_mean('prompt', columns)}: its columns are "
+            f"{', '.join(columns)}; rename the one that holds what the model is asked."
+        )
+    if isinstance(data, Dataset):
+        return data.add_column("prompt", [NO_PROMPT] * len(data))
+    return data.map(lambda row: {**row, "prompt": NO_PROMPT})
 
 
 def own_rewards(listed: Sequence[RewardFunc], source: EnvSource) -> list[RewardFunc]:

@@ -52,6 +52,7 @@ from mt_grpo.training.environment import (
     prepare_tokenizer,
     rows_of,
     weights_of,
+    with_prompts,
 )
 from mt_grpo.training.folder import left_by_runs
 from mt_grpo.training.forward import (
@@ -202,8 +203,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             plain=reward_funcs is not None,
         )
         source = source_of(self.env)
-        train_dataset = rows_of(train_dataset, source, args)
+        train_dataset = with_prompts(rows_of(train_dataset, source, args), source, "training dataset")
         eval_dataset = source.rows("eval") if eval_dataset is None and args.do_eval else eval_dataset
+        eval_dataset = with_prompts(eval_dataset, source, "evaluation dataset")
         turns = args.turn_reward_funcs if turn_reward_funcs is None else as_list(turn_reward_funcs)
         self.turn_reward_funcs = load_rewards(turns or [], "turn")
         outcomes = outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)

@@ -148,6 +148,23 @@ def test_the_options_given_stay_as_they_were_and_count(tmp_path):
         trainer.train()
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_rows_to_evaluate_on_need_no_prompt_either(tmp_path, streams):
+    trainer = ours(tmp_path, Ledger, LEDGER, rows())
+    data = rows().remove_columns("prompt")
+    again = MTGRPOEnvTrainer(
+        trainer.model,
+        args=trainer.args,
+        environment_factory=Ledger,
+        train_dataset=data.to_iterable_dataset() if streams else data,
+        eval_dataset={"held_out": data},
+        engine=trainer.runner.engine,
+        processing_class=trainer.processing_class,
+    )
+    assert again.evaluate()["eval_held_out_loss"]
+    assert next(iter(again.train_dataset))["prompt"][0]["content"] == ""
+
+
 def test_rows_to_evaluate_on_need_the_columns_of_reset_too(tmp_path):
     class Dated(Ledger):
         def reset(self, start, date):

@@ -323,6 +323,12 @@ def test_a_refused_trainer_leaves_no_adapter_behind(trainer, tokenizer, options,
         ({"reward_weights": [1.0, 2.0]}, {}, "one weight for each reward, in the order words"),
         ({}, {"train_dataset": None}, "There is no dataset: give `train_dataset`"),
         (
+            {},
+            {"train_dataset": [{"prompts": "a"}]},
+            "The training dataset has no column `prompt`; the nearest is 'prompts'",
+        ),
+        ({}, {"eval_dataset": {"hard": [{"question": "a"}]}}, "evaluation dataset 'hard' has no column `prompt`"),
+        (
             {"use_vllm": True, "loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
             {},
             "`loss_type: vespo` needs",
