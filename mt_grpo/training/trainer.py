@@ -130,7 +130,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         outcome_reward_funcs (`list`, *optional*): Outcome rewards: `OutcomeReward`s, names, dotted paths, TRL reward
             functions, or reward models (a folder, a Hub id or an object). Both default to those of `args`. One reward
             needs no list.
-        args (`MTGRPOConfig`, *optional*): The options; a `GRPOConfig` is taken too, see `widened`.
+        args (`MTGRPOConfig`, *optional*): The options. As in TRL the object itself is the trainer's `args`, so that
+            what is set there later counts; a `GRPOConfig` is taken too and copied, see `widened`.
         train_dataset, eval_dataset (`Dataset`): Rows with a `prompt` (text or messages); other columns reach rewards.
             A list of rows is taken too.
         engine (`Engine`, *optional*): Samples the completions. By default it is the server of `args` with `use_vllm`,
@@ -147,7 +148,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         rollout_func (*optional*): TRL's; it is refused with what to write instead.
 
     Raises:
-        ConfigError: If there is no reward function, no dataset, or a reward needs a column that the dataset lacks.
+        ConfigError: If there is no reward function, no dataset or no prompt, a reward needs a column that the dataset
+            lacks, or options, data and environment do not fit together; before a model is loaded where that can be
+            known.
         RolloutError: In training, if every conversation of two batches in a row fails.
         CreditError: In training, if the credit rule returns something unusable.
         NonFiniteError: In training, if a loss, a gradient or a weight is not finite, before a step or a save uses it.
@@ -220,8 +223,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         check_scorers(rewards, args, engine)
         check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
         if processing_class is not None:  # before a model is loaded
-            processes = isinstance(processing_class, ProcessorMixin)
-            prepare_tokenizer(processing_class.tokenizer if processes else processing_class, source)
+            has_tokenizer = isinstance(processing_class, ProcessorMixin)
+            prepare_tokenizer(processing_class.tokenizer if has_tokenizer else processing_class, source)
         with no_adapter_left(model, self):
             policy = open_policy(model, args, quantization_config, peft_config)
             loaded = isinstance(model, str) and not isinstance(policy["model"], str)

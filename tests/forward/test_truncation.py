@@ -17,6 +17,7 @@ from mt_grpo.forward import lm_head as head
 from mt_grpo.forward.lm_head import Truncation, chunked_logps
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.forward import read_truncation
 
 TRUNCATIONS = {
     "top_k": {"top_k": 5},
@@ -241,7 +242,7 @@ def test_sampling_that_training_follows_is_not_talked_about(build, caplog, optio
     with caplog.at_level(logging.WARNING, "mt_grpo.training.forward"):
         trainer, _ = build(**options)
     assert not [record for record in caplog.records if record.name == "mt_grpo.training.forward"]
-    assert (trainer._distribution["truncation"] is None) == (options.get("top_k", 0) <= 0)
+    assert (read_truncation(trainer.args) is None) == (options.get("top_k", 0) <= 0)
 
 
 @pytest.mark.parametrize(
