@@ -103,6 +103,8 @@ from mt_grpo.training.trl_arguments import (
     as_list,
     as_rows,
     check_no_images,
+    check_one,
+    check_prompts,
     check_rollout_func,
     no_adapter_left,
     outcomes_of,
@@ -195,6 +197,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if args.use_vllm:
             check_importance_sampling(args)
         train_dataset, eval_dataset = as_rows(train_dataset, "train_dataset"), as_rows(eval_dataset, "eval_dataset")
+        check_one(train_dataset)
         check_no_images(train_dataset, eval_dataset)
         self.env = check_env(
             env,
@@ -209,6 +212,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         train_dataset = with_prompts(rows_of(train_dataset, source, args), source, "training dataset")
         eval_dataset = source.rows("eval") if eval_dataset is None and args.do_eval else eval_dataset
         eval_dataset = with_prompts(eval_dataset, source, "evaluation dataset")
+        check_prompts(train_dataset, eval_dataset, source.writes_prompts)
         turns = args.turn_reward_funcs if turn_reward_funcs is None else as_list(turn_reward_funcs)
         self.turn_reward_funcs = load_rewards(turns or [], "turn")
         outcomes = outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)

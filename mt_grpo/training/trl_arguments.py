@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import Any
 
-from datasets import Dataset, Image, List
+import pyarrow as pa
+from datasets import Dataset, Image, IterableDataset, List
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch.nn import Module
@@ -55,19 +56,64 @@ def as_rows(data: Any, name: str) -> Any:
     A dataset as it is, and a list of rows as a dataset; `name` is that of the argument.
 
     Raises:
-        ConfigError: If it is a list of something else than rows.
+        ConfigError: If it is something else, or its rows do not have the same types in the same columns.
     """
     if isinstance(data, dict):
         return {split: as_rows(rows, f"{name}[{split!r}]") for split, rows in data.items()}
-    if not isinstance(data, (list, tuple)):
+    if data is None or isinstance(data, (Dataset, IterableDataset)):
         return data
+    if not isinstance(data, (list, tuple)):
+        raise ConfigError(
+            f"`{name}` is a {type(data).__name__}: give a `datasets.Dataset`, or a list of rows such as "
+            '`{"prompt": ...}`.'
+        )
     for number, row in enumerate(data):
         if not isinstance(row, Mapping):
             raise ConfigError(
                 f"`{name}` is a list whose element {number} is {str(row)[:80]!r}: give a `datasets.Dataset`, or a "
                 'list of rows such as `{"prompt": ...}`.'
             )
-    return Dataset.from_list([dict(row) for row in data])
+    try:
+        return Dataset.from_list([dict(row) for row in data])
+    except pa.ArrowException as error:
+        raise ConfigError(
+            f"The rows of `{name}` do not make a table ({error}): give each column values of one type."
+        ) from error
+
+
+def check_one(train: Any) -> None:
+    """Refuses several datasets to train on."""
+    if isinstance(train, dict):
+        raise ConfigError(
+            f"`train_dataset` is several datasets ({', '.join(map(str, train))}): give one of them, as "
+            f"`train_dataset[{next(iter(train), 'train')!r}]`."
+        )
+
+
+def check_prompts(train: Any, evaluated: Any, written: bool) -> None:
+    """
+    Refuses datasets whose prompts are neither text nor messages. A column has one type, so the first row tells; the
+    rows of a stream are not read.
+
+    Args:
+        train: The training dataset, with the column `prompt`.
+        evaluated: The evaluation dataset, or several by name.
+        written (`bool`): Whether environments write the prompts, so that those of rows do not count.
+
+    Raises:
+        ConfigError: If the first prompt is something else, or has no messages.
+    """
+    several = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
+    for name, rows in [("train_dataset", train), *(("eval_dataset", rows) for rows in several)]:
+        if written or not isinstance(rows, Dataset) or not len(rows):
+            continue
+        prompt = rows[0]["prompt"]
+        messages = isinstance(prompt, list) and prompt and all(isinstance(each, Mapping) for each in prompt)
+        if not isinstance(prompt, str) and not messages:
+            raise ConfigError(
+                f"The first row of `{name}` has the prompt {str(prompt)[:80]!r}: give text, or a list of messages, "
+                'such as `{"role": "user", "content": ...}`.'
+            )
 
 
 def check_no_images(*data: Any) -> None:

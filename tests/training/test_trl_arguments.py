@@ -261,6 +261,22 @@ def test_rows_may_be_a_list(trainer):
         trainer(data=["capital"])
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([{"prompt": 3}], "first row of `train_dataset` has the prompt '3': give text, or a list of messages"),
+        ([{"prompt": []}], "first row of `train_dataset` has the prompt"),
+        ([{"prompt": "a"}, {"prompt": []}], "rows of `train_dataset` do not make a table"),
+        ({"train": TEXTS, "test": TEXTS}, r"several datasets \(train, test\): give one of them, as .*\['train'\]"),
+        ((row for row in TEXTS), "`train_dataset` is a generator: give a `datasets.Dataset`, or a list of rows"),
+    ],
+    ids=["number", "empty", "mixed", "several", "generator"],
+)
+def test_rows_that_begin_no_conversation_are_refused(trainer, data, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(data=data)
+
+
 @pytest.mark.parametrize("columns", [{"image": Image()}, {"images": List(Image())}], ids=["one", "several"])
 def test_pictures_are_refused(trainer, columns):
     features = Features({"prompt": Value("string"), **columns})
