@@ -272,9 +272,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
     def _prepare_logs(self) -> None:
         tell_device(self.args)
         self._earlier = left_by_runs(self.args.output_dir)
-        if any(isinstance(callback, TensorBoardCallback) for callback in self.callback_handler.callbacks):
-            self.remove_callback(TensorBoardCallback)
-            self.add_callback(NumbersToTensorBoard)
+        for callback in list(self.callback_handler.callbacks):
+            if type(callback) is TensorBoardCallback:
+                self.remove_callback(callback)
+                self.add_callback(NumbersToTensorBoard(callback.tb_writer))
         self.num_completions_to_print = 0  # TRL's own table in the terminal, instead of which there is ours
 
     def _prepare_models(self) -> None:

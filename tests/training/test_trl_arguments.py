@@ -13,6 +13,7 @@ from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 from support.trainers import Letters, batch
 from torch import nn
 from transformers import ProcessorMixin, Qwen3Config, Qwen3ForSequenceClassification
+from transformers.integrations import TensorBoardCallback
 from trl import GRPOConfig
 
 from mt_grpo.data import load_rows
@@ -97,6 +98,14 @@ def test_text_of_a_file_reaches_reward_functions_as_text(trainer, tmp_path):
     batch(one)
     one.rollout(1)
     assert seen[0] == seen[-1] == ("capital 0", "Lima")
+
+
+def test_a_tensorboard_callback_keeps_its_writer(trainer, tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    with tensorboard.SummaryWriter(str(tmp_path / "mine")) as writer:
+        one = trainer(given={"callbacks": [TensorBoardCallback(writer)]})
+        (found,) = [each for each in one.callback_handler.callbacks if isinstance(each, TensorBoardCallback)]
+        assert found.tb_writer is writer
 
 
 def test_a_rollout_takes_the_first_of_several_evaluation_sets(trainer):
