@@ -31,6 +31,7 @@ from support.browser import open_browser
 from support.runs import REWARDS, write_run
 
 from mt_grpo.runlog import Batch, RunWriter, open_run
+from mt_grpo.runlog.index import written
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
@@ -71,6 +72,8 @@ def make_run(folder: Path, conversations: int) -> None:
     write_run(folder, steps=4, groups=GROUPS, group_size=GROUP)
     index = folder / "rollouts" / "index.jsonl"
     first = [orjson.loads(line) for line in index.read_bytes().splitlines()]
+    for line in first:
+        line.pop("crc")  # of what the line said before
     steps = conversations // (GROUP * GROUPS)
     lines = [line for line in first if line["kind"] == "run"]
     by_step = {
@@ -82,7 +85,7 @@ def make_run(folder: Path, conversations: int) -> None:
             lines.append({**line, "session": session, "step": step})
         parts = {"sampling": 3.0, "rewards": 0.1, "sync": 0.4, "training": 2.0}
         lines.append({"kind": "step", "step": step, "start": 0.0, "seconds": 5.5, **parts})
-    index.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    index.write_bytes(b"".join(map(written, lines)))
     _add_long_one(folder, steps)
 
 
