@@ -41,10 +41,11 @@ class Comparison(NamedTuple):
 def figures(results: dict[str, Any]) -> dict[str, Figure]:
     """What one results file can be held to, by row and figure: medians."""
     found = {}
-    for row in results.get("rows") or []:
+    rows = results.get("rows")
+    for row in rows if isinstance(rows, list) else []:  # a mapping holds what is no ratio
         key, value = next(iter(row.items()))
         name = value if isinstance(value, str) else f"{key} {value}"
-        if "values" in row:
+        if "values" in row and "target" in row:
             found[name] = Figure(statistics.median(row["values"]), not row["target"].startswith("<"))
         for key, value in row.items():
             if "ratio" in key and isinstance(value, dict):

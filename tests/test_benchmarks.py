@@ -251,3 +251,12 @@ def test_the_page_on_credit_has_the_table_of_its_command(monkeypatch):
     for row in rows:
         name = row.split(" | ")[0]
         assert row in page or ("state_baseline" in name and any(line.startswith(name) for line in page)), row
+
+
+def test_every_committed_result_can_be_compared(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from compare import figures
+
+    results = BENCHMARKS / "results"
+    known = {path.stem: figures(json.loads(path.read_text())) for path in results.glob("*.json")}
+    assert {"packing", "rollout", "viewer", "weight_sync"} <= {name for name, found in known.items() if found}
