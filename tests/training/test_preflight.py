@@ -73,7 +73,7 @@ def test_deepspeed_is_held_against_the_true_batch_size(tmp_path, monkeypatch):
     assert told == [(4, 3)]
 
 
-def test_a_batch_that_steps_do_not_fill_is_told_of_in_own_numbers(tmp_path):
+def test_a_batch_that_steps_do_not_fill_is_told_in_own_numbers(tmp_path):
     args = MTGRPOConfig(
         str(tmp_path), use_cpu=True, num_generations=2, per_device_train_batch_size=4, generation_batch_size=6
     )
