@@ -15,7 +15,7 @@ from torch import Tensor
 from mt_grpo.credit import RewardBatch
 from mt_grpo.rewards import Scores, completion_ids, spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
-from mt_grpo.rollout.branching import Branching
+from mt_grpo.rollout.runner import Branching
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.trajectory import Trajectory, visible
 
