@@ -21,7 +21,9 @@ from support.servers import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 SOURCES = {path.name: path.read_text() for path in sorted(BENCHMARKS.glob("*.py"))}
-QUICK = [name for name, source in SOURCES.items() if '"--quick"' in source]
+MINUTES = {"horizon.py"}
+"""Whose quick run trains for minutes; `tests/test_horizon.py` tests its parts."""
+QUICK = [name for name, source in SOURCES.items() if '"--quick"' in source and name not in MINUTES]
 
 
 def marks(name: str) -> list:

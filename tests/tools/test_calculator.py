@@ -47,7 +47,7 @@ def test_decimals_agree_with_python(expression: str) -> None:
     assert float(calculator(expression)) == pytest.approx(expected, rel=1e-9, abs=1e-3)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::SyntaxWarning", "error::DeprecationWarning")  # of what Python makes of the text
 @example("1if")
 @example("2.or 3")
 @example("'\\d'")
