@@ -124,7 +124,7 @@ def import_object(path: str, *, what: str = "object") -> Any:
     try:
         module = _load_file(module_name) if module_name.endswith(".py") else _load_module(module_name)
     except Exception as error:  # whatever the user's module raises while it is imported
-        raise ImportPathError(f"The {what} {path!r} does not import: {type(error).__name__}: {error}.") from error
+        raise ImportPathError(f"The {what} {path!r} does not import: {_import_failure(error)}.") from error
     if attribute not in vars(module):
         hint = did_you_mean(attribute, vars(module))
         raise ImportPathError(f"The {what} {path!r} does not exist: {module_name} has no {attribute!r}{hint}.")
@@ -137,7 +137,7 @@ def import_file(path: str) -> Any:
     try:
         return _load_file(path)
     except Exception as error:  # whatever the user's file raises while it is imported
-        raise ImportPathError(f"The plugin {path!r} does not import: {type(error).__name__}: {error}.") from error
+        raise ImportPathError(f"The plugin {path!r} does not import: {_import_failure(error)}.") from error
 
 
 def check_place(path: str, what: str) -> None:
@@ -249,10 +249,13 @@ MODULES: dict[str, dict[str, Sequence[str]]] = {
     "swift.utils": {SWIFT: ("get_logger", "remove_response", "to_device")},
     "verl.interactions.base": {VERL: ("BaseInteraction",)},
     "verl.interactions.gsm8k_interaction": {VERL: ("Gsm8kInteraction",)},
+    "verl.interactions.weather_interaction": {VERL: ("WeatherInteraction",)},
     "verl.tools.base_tool": {TOOLS: ("BaseTool", "OpenAIFunctionToolSchema", "ToolResponse")},
+    "verl.tools.geo3k_tool": {VERL: ("Geo3kTool",)},
     "verl.tools.gsm8k_tool": {VERL: ("Gsm8kTool",)},
     "verl.tools.mcp_base_tool": {"mt_grpo.tools.mcp.tools": ("MCPBaseTool",)},
     "verl.tools.mcp_search_tool": {VERL: ("MCPSearchTool",)},
+    "verl.tools.sandbox_fusion_tools": {VERL: ("SandboxFusionTool",)},
     "verl.tools.schemas": {
         TOOLS: (
             *("OpenAIFunctionParametersSchema", "OpenAIFunctionPropertySchema", "OpenAIFunctionSchema"),
@@ -260,7 +263,8 @@ MODULES: dict[str, dict[str, Sequence[str]]] = {
         )
     },
     "verl.tools.search_tool": {VERL: ("SearchTool",)},
-    "verl.utils.reward_score.gsm8k": {VERL: ("compute_score", "extract_solution")},
+    "verl.utils.reward_score.geo3k": {f"{VERL}.geo3k": ("acc_reward", "compute_score", "format_reward")},
+    "verl.utils.reward_score.gsm8k": {f"{VERL}.gsm8k": ("compute_score", "extract_solution")},
     "verl.utils.rollout_trace": {VERL: ("rollout_trace_op",)},
 }
 """The names in each module of theirs, by our module that defines them."""
@@ -285,6 +289,20 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 _FINDER = _Finder()
+
+
+def _import_failure(error: Exception) -> str:
+    """What an import failed with; where a peer's module is missing, which ones there are."""
+    told = f"{type(error).__name__}: {error}"
+    if not isinstance(error, ModuleNotFoundError):
+        return told
+    package = (error.name or "").rpartition(".")[0]
+    if package not in PACKAGES or vars(sys.modules[package])["__spec__"].loader is not _FINDER:
+        return told
+    start = f"{package}."
+    here = sorted({name.removeprefix(start).partition(".")[0] for name in MODULES if name.startswith(start)})
+    peer = {"verl": "verl", "swift": "ms-swift"}[package.partition(".")[0]]
+    return f"{told}; without {peer}, `{package}` has {', '.join(here)}: install {peer} for others"
 
 
 def offer_peers() -> None:

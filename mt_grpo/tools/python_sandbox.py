@@ -146,10 +146,8 @@ class RemotePython:
         self, url: str, time_limit: float = 10.0, memory_limit: int = 512, headers: Mapping[str, str] | None = None
     ) -> None:
         self._url, self._time_limit = url, time_limit
-        self._limits = {"run_timeout": time_limit, "memory_limit_MB": memory_limit}
-        self._client = httpx.Client(
-            timeout=time_limit + SPARE_SECONDS, headers=headers, limits=httpx.Limits(max_connections=None)
-        )
+        self._limits = {"memory_limit_MB": memory_limit}
+        self._client = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None))
 
     def python(self, code: str) -> tuple[str, dict[str, Any]]:
         """
@@ -162,18 +160,33 @@ class RemotePython:
             CodeError: If the code raises, or reaches a limit.
             RuntimeError: If the server cannot be reached, or could not run the code.
         """
+        return self.run(code)
+
+    def run(self, code: str, language: str = "python", time_limit: float | None = None) -> tuple[str, dict[str, Any]]:
+        """
+        Runs code in any language of the server's, as `python` does, with a time limit of its own if one is given.
+
+        Raises:
+            CodeError: If the code does not compile, raises, or reaches a limit.
+            RuntimeError: If the server cannot be reached, or could not run the code.
+        """
+        seconds = self._time_limit if time_limit is None else time_limit
+        request = {"code": code, "language": language, **self._limits, "run_timeout": seconds}
         try:
-            response = self._client.post(self._url, json={"code": code, "language": "python", **self._limits})
+            response = self._client.post(self._url, json=request, timeout=seconds + SPARE_SECONDS)
             response.raise_for_status()
             answer = response.json()
             run, status, message = answer["run_result"], answer["status"], answer.get("message")
+            compiled = answer.get("compile_result") or {}
         except (httpx.HTTPError, ValueError, TypeError, KeyError) as error:
             raise RuntimeError(f"The sandbox at {self._url} failed: {type(error).__name__}: {error}") from error
+        if run is None and status == "Failed" and compiled.get("stderr"):
+            raise CodeError(compiled["stderr"].rstrip("\n"))
         if run is None or status == "SandboxError":
             raise RuntimeError(f"The sandbox at {self._url} did not run the code: {message or status}")
         reasons = {
             "Finished": None,
-            "TimeLimitExceeded": f"The code was stopped: it took longer than {self._time_limit:g} s.",
+            "TimeLimitExceeded": f"The code was stopped: it took longer than {seconds:g} s.",
         }
         reason = reasons.get(run["status"], f"The code was stopped: {run['status']}.")
         return _told(run.get("stdout") or "", run.get("stderr") or "", run.get("return_code"), reason)

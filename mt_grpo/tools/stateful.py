@@ -110,7 +110,9 @@ class BaseTool:
         """
         return instance_id or uuid4().hex
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[Any, float | None, dict | None]:
         """
         Answers a call.
 
@@ -120,7 +122,7 @@ class BaseTool:
 
         Returns:
             Text (or a `ToolResponse`, or anything JSON can hold) for the model; the reward of this step, which
-            `None` leaves to others; and numbers to log.
+            `None` leaves to others; and numbers to log, or `None`.
         """
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from types import ModuleType
 
 import pytest
 import yaml
+from support.loopback import ScriptedServer
 
-from mt_grpo.imports import import_object
+from mt_grpo.imports import ImportPathError, import_object
+from mt_grpo.integrations.verl import WeatherInteraction, load_interactions
 from mt_grpo.tools import load_tools_file
+from mt_grpo.tools.function import ToolDefinitionError
+from mt_grpo.tools.python_sandbox import CodeError
 from mt_grpo.tools.stateful import ToolSession
 
 SCHEMA = {
@@ -54,9 +59,9 @@ def call(tool, row, *calls):
     return asyncio.run(hold())
 
 
-def load(folder, class_name):
+def load(folder, class_name, **config):
     path = folder / "tools.yaml"
-    entry = {"class_name": class_name, "config": {"type": "native"}, "tool_schema": SCHEMA}
+    entry = {"class_name": class_name, "config": {"type": "native", **config}, "tool_schema": SCHEMA}
     path.write_text(yaml.safe_dump({"tools": [entry]}))
     (tool,) = load_tools_file(str(path))
     return tool
@@ -87,3 +92,121 @@ def test_a_file_of_the_folder_goes_before_ours(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert import_object("swift.mine") == 1
     del sys.modules["swift"]
+
+
+@pytest.fixture
+def sandbox():
+    """A server of Sandbox Fusion that prints the code it is sent, unless that says `fail`."""
+
+    def run(method, path, body):
+        failed = "fail" in body["code"]
+        streams = {"stdout": f"ran {body['code']}\n", "stderr": "it failed\n" if failed else ""}
+        result = {"status": "Finished", "return_code": int(failed), **streams}
+        if body["language"] == "cpp":
+            compiled = {"status": "Finished", "return_code": 1, "stdout": "", "stderr": "no semicolon\n"}
+            return 200, {"status": "Failed", "message": "", "compile_result": compiled, "run_result": None}
+        return 200, {"status": "Failed" if failed else "Success", "message": "", "run_result": result}
+
+    server = ScriptedServer(run)
+    yield server
+    server.stop()
+
+
+CODE = {"type": "function", "function": {"name": "check", "parameters": {"type": "object", "properties": {}}}}
+SANDBOX = "verl.tools.sandbox_fusion_tools.SandboxFusionTool"
+SUBCLASS = """
+from verl.tools.sandbox_fusion_tools import SandboxFusionTool
+from verl.utils.rollout_trace import rollout_trace_op
+
+
+class Printing(SandboxFusionTool):
+    @rollout_trace_op
+    async def execute(self, instance_id, parameters, **kwargs):
+        code = f"print({parameters['code']})"
+        timeout, language = self.default_timeout, self.default_language
+        result = await self.execution_pool.execute.remote(self.execute_code, instance_id, code, timeout, language)
+        return result, None, None
+"""
+
+
+def test_verls_sandbox_tool_sends_code_to_its_server(tmp_path, monkeypatch, sandbox):
+    monkeypatch.setitem(SCHEMA, "function", CODE["function"])
+    options = {"sandbox_fusion_url": f"{sandbox.url}/run_code", "default_timeout": 3, "memory_limit_mb": 64}
+    tool = load(tmp_path, SANDBOX, **options, num_workers=2, enable_global_rate_limit=True, rate_limit=1)
+    answers, step, rewards = call(tool, {}, {"code": "1"}, {"code": "2", "timeout": 1})
+    assert (answers, step, rewards) == (["ran 1", "ran 2"], None, {})
+    limits = {"language": "python", "memory_limit_MB": 64}
+    asked = [{"code": "1", **limits, "run_timeout": 3}, {"code": "2", **limits, "run_timeout": 1}]
+    assert sandbox.asked("/run_code") == asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"), [({"code": "fail"}, "ran fail\nit failed"), ({"language": "cpp"}, "no semicolon")]
+)
+def test_code_that_fails_in_verls_sandbox_is_an_error(tmp_path, monkeypatch, sandbox, arguments, told):
+    monkeypatch.setitem(SCHEMA, "function", CODE["function"])
+    tool = load(tmp_path, SANDBOX, sandbox_fusion_url=f"{sandbox.url}/run_code")
+    with pytest.raises(CodeError) as failed:
+        call(tool, {}, arguments)
+    assert str(failed.value) == told
+
+
+def test_a_subclass_of_verls_sandbox_tool_is_not_changed(tmp_path, monkeypatch, sandbox):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(SCHEMA, "function", CODE["function"])
+    (tmp_path / "printing.py").write_text(SUBCLASS)
+    tool = load(tmp_path, "printing.py:Printing", sandbox_fusion_url=f"{sandbox.url}/run_code")
+    assert call(tool, {}, {"code": "6 * 7"})[0] == ["ran print(6 * 7)"]
+
+
+def test_a_sandbox_without_an_address_is_refused(tmp_path):
+    with pytest.raises(ToolDefinitionError, match="has no `sandbox_fusion_url` in its `config`"):
+        load(tmp_path, SANDBOX)
+
+
+def test_geo3k_says_that_it_needs_a_grader(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mathruler.grader", None)
+    with pytest.raises(ToolDefinitionError, match="by `mathruler`, and 'mathruler.grader' is not installed: `pip"):
+        load(tmp_path, "verl.tools.geo3k_tool.Geo3kTool")
+
+
+def test_verls_geo3k_tool_grades_expressions(tmp_path, monkeypatch):
+    grader = ModuleType("mathruler.grader")
+    grader.grade_answer = lambda said, gold: eval(said) == eval(gold)
+    grader.extract_boxed_content = lambda text: text.partition("boxed{")[2].partition("}")[0]
+    monkeypatch.setitem(sys.modules, "mathruler", ModuleType("mathruler"))
+    monkeypatch.setitem(sys.modules, "mathruler.grader", grader)
+    tool = load(tmp_path, "verl.tools.geo3k_tool.Geo3kTool")
+    row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "3 * 2"}}}}}
+    _, step, rewards = call(tool, row, {"answer": "7"}, {"answer": "6"})
+    assert step == -0.05 and rewards == {"check": 1.0}
+    score = import_object("verl.utils.reward_score.geo3k.compute_score")
+    assert score(r"<think>so</think> \boxed{6}", "6") == 1.0 and score(r"\boxed{6}", "6") == 0.9
+
+
+def test_verls_weather_interaction_wants_a_tool_to_be_used(tmp_path):
+    path = tmp_path / "interactions.yaml"
+    entry = {"name": "weather", "class_name": "verl.interactions.weather_interaction.WeatherInteraction", "config": {}}
+    path.write_text(yaml.safe_dump({"interaction": [entry]}))
+    weather = load_interactions(str(path))["weather"]
+    assert isinstance(weather, WeatherInteraction)
+    asked = {"role": "user", "content": "Rain?"}
+    said = {"role": "assistant", "content": "No."}
+
+    async def scores(*messages):
+        end, _, turn, _ = await weather.generate_response("1", list(messages))
+        return end, turn, await weather.calculate_score("1")
+
+    assert asyncio.run(scores(asked, said)) == (True, 0.0, 0.0)
+    assert asyncio.run(scores(asked, {"role": "tool", "content": "dry"}, said)) == (True, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "known"), [("verl.tools.image_zoom_in_tool", "geo3k_tool"), ("verl.utils.dataset", "reward_score")]
+)
+def test_a_module_of_verl_that_is_not_here_is_named(module, known):
+    with pytest.raises(ImportPathError) as refused:
+        import_object(f"{module}.Thing")
+    package = module.rpartition(".")[0]
+    assert f"No module named {module!r}; without verl, `{package}` has " in str(refused.value)
+    assert known in str(refused.value) and str(refused.value).endswith("install verl for others.")

@@ -1,21 +1,16 @@
-"""
-verl's interactions, classes that answer the model's turns and score them, and the tools that verl brings. A file
-written for verl runs unchanged, also under verl's own module names (`mt_grpo.imports`); other files import from here.
-"""
+"""verl's interactions: classes that answer the model's turns and score them, and the environment that asks them."""
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
-import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from datasets import Dataset
@@ -27,27 +22,7 @@ from mt_grpo.envs.source import Prototype, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.rewards.gsm8k import find_number
-from mt_grpo.tools import BaseTool, MCPBaseTool, OpenAIFunctionToolSchema, ToolResponse
-from mt_grpo.tools.function import ToolDefinitionError
-from mt_grpo.tools.search import RetrievalSearch
 from mt_grpo.trajectory import Message, Turn
-
-__all__ = [
-    "BaseInteraction",
-    "BaseTool",
-    "Gsm8kInteraction",
-    "Gsm8kTool",
-    "InteractionEnv",
-    "MCPBaseTool",
-    "MCPSearchTool",
-    "OpenAIFunctionToolSchema",
-    "SearchTool",
-    "ToolResponse",
-    "compute_score",
-    "extract_solution",
-    "load_interactions",
-    "rollout_trace_op",
-]
 
 KEYS = ("name", "class_name", "config")
 """Keys of an entry of an interaction file."""
@@ -130,7 +105,33 @@ class Gsm8kInteraction(BaseInteraction):
         self._scores.pop(instance_id, None)
 
 
-BUILT_IN = {"verl.interactions.gsm8k_interaction.Gsm8kInteraction": Gsm8kInteraction}
+class WeatherInteraction(BaseInteraction):
+    """
+    Ends the conversation at the first message without a tool call: 1.0 if a tool was called before, else 0.0. The
+    conversation scores the same. With `tools`, the tools are what the model is to use first.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._scores: dict[str, float] = {}
+
+    async def generate_response(
+        self, instance_id: str, messages: list[Message], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        score = self._scores[instance_id] = float(any(message["role"] == "tool" for message in messages))
+        return True, "Thank you." if score else "A tool was needed for that.", score, {}
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        return self._scores.get(instance_id, 0.0)
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        self._scores.pop(instance_id, None)
+
+
+BUILT_IN: dict[str, type[BaseInteraction]] = {
+    "verl.interactions.gsm8k_interaction.Gsm8kInteraction": Gsm8kInteraction,
+    "verl.interactions.weather_interaction.WeatherInteraction": WeatherInteraction,
+}
 """Our classes for verl's, by the names in interaction files."""
 
 
@@ -309,102 +310,3 @@ def _load(entry: Any, path: str) -> tuple[str, BaseInteraction]:
         raise ConfigError(
             f"The interaction {class_name!r} of {path} does not start: {type(error).__name__}: {error}."
         ) from error
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-WORSE = -0.05
-"""Step reward of an answer that is no better than the one before, as in verl."""
-_FINAL = re.compile(r"####\s*(-?[0-9.,]+)")
-
-
-def rollout_trace_op(function: Function) -> Function:
-    """verl's decorator for traces. It does nothing here: the records have every call."""
-    return function
-
-
-def extract_solution(solution_str: str, method: str = "strict") -> str | None:
-    """The answer of a solution: the number after `####`, or with `"flexible"` the last number."""
-    found = _FINAL.findall(solution_str) if method == "strict" else []
-    number = find_number(solution_str) if method == "flexible" else find_number(found[-1]) if found else None
-    return None if number is None else str(number)
-
-
-def compute_score(
-    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
-) -> float:
-    """`score` for the right answer, `format_score` for a wrong one, 0 without an answer."""
-    said = extract_solution(solution_str, method)
-    if said is None:
-        return 0.0
-    return score if Decimal(said) == find_number(str(ground_truth)) else format_score
-
-
-class Gsm8kTool(BaseTool):
-    """
-    Tells the model whether its answer is right. A row has `create_kwargs: {ground_truth: ...}`. The conversation's
-    reward is 1.0 if the last answer was right. A call that does not improve on the one before costs 0.05.
-    """
-
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        super().__init__(config, tool_schema)
-        self._states: dict[str, dict[str, Any]] = {}
-
-    async def create(
-        self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any
-    ) -> tuple[str, ToolResponse]:
-        if ground_truth is None:
-            raise ValueError("the row's `create_kwargs` of this tool have no `ground_truth`")
-        instance_id = instance_id or uuid.uuid4().hex
-        self._states[instance_id] = {"gold": ground_truth, "reward": 0.0}
-        return instance_id, ToolResponse()
-
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict]:
-        state, answer = self._states[instance_id], str(parameters.get("answer", ""))
-        before, state["reward"] = state["reward"], compute_score(answer, state["gold"], "flexible")
-        step_reward = 0.0 if state["reward"] > before else WORSE
-        return ToolResponse(text=f"Current parsed answer={answer!r} reward={state['reward']}"), step_reward, {}
-
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        return self._states[instance_id]["reward"]
-
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
-        self._states.pop(instance_id, None)
-
-
-class SearchTool(BaseTool):
-    """
-    Sends each query of `query_list` to a retrieval server. `config` has `retrieval_service_url`, `topk` (defaults to
-    3), `timeout` (30 seconds) and `num_workers` (largest number of concurrent requests, 120).
-    """
-
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        super().__init__(config, tool_schema)
-        url = config.get("retrieval_service_url")
-        if not url:
-            raise ToolDefinitionError("The tool `SearchTool` has no `retrieval_service_url` in its `config`.")
-        self._search = RetrievalSearch(url, config.get("topk", 3), config.get("timeout", 30.0))
-        self._most = config.get("num_workers", 120)
-        self._places: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
-
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict]:
-        queries = parameters.get("query_list")
-        if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
-            raise ValueError("`query_list` is no list of queries")
-        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._most))
-
-        async def ask(query: str) -> str:
-            async with places:
-                found = await asyncio.to_thread(self._search.search, query)
-            return found[0] if isinstance(found, tuple) else found
-
-        texts = await asyncio.gather(*map(ask, queries))
-        return ToolResponse(text="\n---\n".join(texts)), 0.0, {"query_count": len(queries)}
-
-
-class MCPSearchTool(MCPBaseTool):
-    """A tool of an MCP server that searches; `MCPBaseTool` by verl's name."""
