@@ -61,26 +61,6 @@ def to_go(rewards: Tensor, gamma: float = 1.0) -> Tensor:
     return returns
 
 
-def normalize(rewards: Tensor, group_size: int, scale: Scale) -> Tensor:
-    """
-    Centres rewards of shape (B,) by their group's mean and divides by a standard deviation (ddof 1) plus `EPSILON`.
-
-    The result equals the advantages of TRL's `GRPOTrainer` for the same `scale_rewards`.
-    """
-    return normalize_turns(rewards[:, None], group_size, scale)[:, 0]
-
-
-def normalize_turns(values: Tensor, group_size: int, scale: Scale) -> Tensor:
-    """
-    Centres values of shape (B, K) by the mean of their turn in their group, and divides by one deviation for all
-    turns: the largest of them.
-
-    With a deviation for each turn, or that of the sum over turns, members that earn the same in different turns would
-    be divided by `EPSILON` where that deviation happens to be 0.
-    """
-    return centre(values, group_size) / largest_deviation(values, group_size, scale)
-
-
 def centre(values: Tensor, group_size: int) -> Tensor:
     """Values of shape (B, K) minus the mean of their turn in their group."""
     grouped = values.view(-1, group_size, values.shape[1])
@@ -91,7 +71,13 @@ def centre(values: Tensor, group_size: int) -> Tensor:
 
 
 def largest_deviation(values: Tensor, group_size: int, scale: Scale) -> Tensor:
-    """The largest standard deviation over turns plus `EPSILON`, shape (B, 1); 1 for the scale `"none"`."""
+    """
+    The largest standard deviation (ddof 1) over turns plus `EPSILON`, shape (B, 1); 1 for the scale `"none"`.
+
+    With a deviation for each turn, or that of the sum over turns, members that earn the same in different turns would
+    be divided by `EPSILON` where that deviation happens to be 0. Values of shape (B, 1) that are centred and divided
+    by it are the advantages of TRL's `GRPOTrainer` for the same `scale_rewards`.
+    """
     if scale == "none":
         return values.new_ones(len(values), 1)
     grouped = values.view(-1, group_size if scale == "group" else len(values), values.shape[1])

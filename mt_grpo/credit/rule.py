@@ -1,10 +1,12 @@
 """
-What a credit rule is: what it is given, its entry in the registry, how a recipe names it with its options, and what it
-must return. Options are checked against the rule's signature.
+What a credit rule is: what it is given, what it returns, its entry in the registry, and how a recipe names it with its
+options. Options are checked against the rule's signature.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import math
 import types
@@ -41,6 +43,7 @@ class RewardBatch:
         stream_weights (`Tensor`, *optional*): Shape (S + R,): the weights of both.
         num_branches (`int`, *optional*, defaults to `1`): So many rows in a row continue the same trunk.
         branch_at (`int`, *optional*, defaults to `0`): Turns that these rows share.
+        names (`tuple[str, ...]`, *optional*): Of the S turn rewards, then of the R outcome rewards.
 
     There are two kinds of NaN. An *absent* reward is one that does not apply to a trajectory which ran: the policy
     decided that. Rules that are unbiased count it as 0. A *failed* trajectory, which the engine or the environment
@@ -59,6 +62,7 @@ class RewardBatch:
     stream_weights: Tensor | None = None
     num_branches: int = 1
     branch_at: int = 0
+    names: tuple[str, ...] = ()
 
     @property
     def failed(self) -> Tensor:
@@ -92,6 +96,26 @@ class RewardBatch:
                 f"The advantage estimator {rule!r} needs the `{field}` of a `RewardBatch`: fill them in."
             )
         return value
+
+
+@dataclass(frozen=True)
+class Credit:
+    """
+    The advantages of a batch, and the parts that they are the sum of.
+
+        A_ik = (r_ik − mean) / σ        parts: r_ik / σ and −mean / σ; the scale of both is σ
+
+    Args:
+        advantages (`Tensor`): Shape (B, K).
+        parts (`dict[str, Tensor]`, *optional*): By name, what each adds to the advantage, divided by its scale; shape
+            (B, K), or one that broadcasts to it. A rule that does not say them has none.
+        scales (`dict[str, Tensor]`, *optional*): By the name of a part, what it was divided by, of such a shape; NaN
+            where the part does not occur. A part that no single number divides has none.
+    """
+
+    advantages: Tensor
+    parts: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    scales: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 Rule = str | Mapping[str, Any]
@@ -159,6 +183,14 @@ def bind_rule(rule: Rule, *, turn_coef: float | None, scale_rewards: str) -> tup
     return function, {**of_run, **options}
 
 
+def whole_rule(rule: Rule, *, turn_coef: float | None, scale_rewards: str) -> dict[str, Any]:
+    """The `name` of a rule and every option that it is called with, defaults too; as `bind_rule`, with its errors."""
+    function, given = bind_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards)
+    _, *parameters = inspect.signature(function).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.kind not in _VARIADIC}
+    return {"name": rule_name(rule), **defaults, **given}
+
+
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -215,11 +247,27 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, type(None) if hint is None else origin or hint)
 
 
-AdvantageEstimator = Callable[..., Tensor]
+AdvantageEstimator = Callable[..., Tensor | Credit]
 """
-`(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor` of shape (B, K). A rule may
-have further options of its own. It may leave out `turn_coef` or `scale_rewards` if it does not use them.
+`(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor` of shape (B, K), or
+`Credit`, which has its parts too. A rule may have further options of its own. It may leave out `turn_coef` or
+`scale_rewards` if it does not use them.
 """
+
+
+class in_parts:  # noqa: N801, a decorator
+    """
+    Makes a rule that returns `Credit` a function that returns its advantages, so that rules can be built of rules.
+    `estimate_parts` still finds the parts.
+    """
+
+    def __init__(self, function: Callable[..., Credit]) -> None:
+        self.credit = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, batch: RewardBatch, **options: Any) -> Tensor:
+        advantages: Tensor = self.credit(batch, **options).advantages
+        return advantages
 
 
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", "mt_grpo.credit.rules")
@@ -293,6 +341,13 @@ class CreditError(UserError, ValueError):
 def estimate(
     rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None, scale_rewards: Scale = "group"
 ) -> Tensor:
+    """The advantages of `estimate_parts`, shape (B, K), with its arguments and errors."""
+    return estimate_parts(rule, batch, turn_coef=turn_coef, scale_rewards=scale_rewards).advantages
+
+
+def estimate_parts(
+    rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None, scale_rewards: Scale = "group"
+) -> Credit:
     """
     Calls a rule.
 
@@ -303,16 +358,32 @@ def estimate(
         scale_rewards (`str`, *optional*, defaults to `"group"`): What rewards are divided by, see `mt_grpo`.
 
     Returns:
-        `Tensor`: Its advantages, shape (B, K), float32; 0 where a turn does not exist.
+        `Credit`: Its advantages, shape (B, K), float32, and their parts and scales, shape (B, K), float64; advantages
+        and parts are 0 where a turn does not exist.
 
     Raises:
         ConfigError: If there is no such rule, or it does not take its options.
-        CreditError: If it returns no tensor, a tensor of another shape, or a number that is not finite at a turn that
-            exists.
+        CreditError: If it returns no tensor, a tensor of another shape, a number that is not finite at a turn that
+            exists, or parts whose sum is not the advantage.
     """
     name = rule_name(rule)
     function, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards)
-    advantages = function(batch, **options)
+    if isinstance(function, in_parts):
+        function = function.credit
+    returned = function(batch, **options)
+    credit = returned if isinstance(returned, Credit) else Credit(returned)
+    advantages = _checked(name, batch, credit.advantages)
+    parts = {
+        part: _widened(name, f"part {part!r}", batch, values).masked_fill(~batch.turn_mask, 0.0)
+        for part, values in credit.parts.items()
+    }
+    if parts:
+        _check_sum(name, batch, advantages, parts)
+    scales = {part: _widened(name, f"scale of {part!r}", batch, scale) for part, scale in credit.scales.items()}
+    return Credit(advantages, parts, scales)
+
+
+def _checked(name: str, batch: RewardBatch, advantages: Any) -> Tensor:
     wanted = tuple(batch.turn_mask.shape)
     if not isinstance(advantages, Tensor):
         raise CreditError(
@@ -334,4 +405,33 @@ def estimate(
             f"{batch.outcome_rewards[row]}, in groups of {batch.group_size}: return a finite number for every turn "
             "that exists, also where a reward is NaN because it does not apply or a group has no deviation."
         )
-    return advantages.masked_fill(~batch.turn_mask, 0.0)
+    checked: Tensor = advantages.masked_fill(~batch.turn_mask, 0.0)
+    return checked
+
+
+def _widened(name: str, what: str, batch: RewardBatch, values: Any) -> Tensor:
+    """A part or a scale in the shape of the advantages, float64."""
+    wanted = tuple(batch.turn_mask.shape)
+    try:
+        widened: Tensor = values.to(batch.turn_mask.device, torch.double).expand(wanted)
+    except (AttributeError, RuntimeError):  # no tensor, or one that does not broadcast
+        found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise CreditError(
+            f"The advantage estimator {name!r} returned {found} for the {what}: return a tensor of the shape {wanted} "
+            "of its advantages."
+        ) from None
+    return widened
+
+
+def _check_sum(name: str, batch: RewardBatch, advantages: Tensor, parts: Mapping[str, Tensor]) -> None:
+    stacked = torch.stack(list(parts.values()))
+    total, size = stacked.sum(dim=0), stacked.abs().sum(dim=0)
+    wrong = ~((total - advantages).abs() <= 1e-6 * (1 + size))  # also where it is NaN
+    if wrong.any():
+        row, turn = wrong.nonzero()[0].tolist()
+        listed = ", ".join(f"{part} {values[row, turn]:.6g}" for part, values in parts.items())
+        raise CreditError(
+            f"The advantage estimator {name!r} gave {advantages[row, turn]:.6g} to turn {turn + 1} of trajectory "
+            f"{row}, and parts whose sum is {total[row, turn]:.6g} ({listed}): return what the advantage is the sum "
+            "of, each part divided by its scale, or return the advantages alone."
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ def gather_rewards(
     weights: torch.Tensor,
     group_size: int,
     branching: Branching | None = None,
+    names: Sequence[str] = (),
 ) -> tuple[RewardBatch, torch.Tensor]:
     """
     Gathers the scores of all processes. This is a collective call: every process brings the same number of
@@ -40,6 +41,7 @@ def gather_rewards(
             on their device.
         group_size (`int`): Trajectories of one prompt.
         branching (`Branching`, *optional*): How their conversations branched.
+        names (`Sequence[str]`, *optional*): Names of the rewards, in the order of their weights.
 
     Returns:
         The weighted rewards of all processes, and their scores with a column for each reward, `(B, num_rewards)`: turn
@@ -88,6 +90,7 @@ def gather_rewards(
         stream_weights=weights.float(),
         num_branches=1 if branching is None else branching.number,
         branch_at=0 if branching is None else branching.at,
+        names=tuple(names),
     )
     sums = torch.full_like(turns[:, 0], torch.nan)
     for column, applies in enumerate((~turns.isnan()).any(dim=1).T):

@@ -12,7 +12,7 @@ from accelerate.utils import gather
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 
-from mt_grpo.credit import RewardBatch
+from mt_grpo.credit import Credit, RewardBatch
 from mt_grpo.rewards import Scores, completion_ids, spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
 from mt_grpo.rollout.runner import Branching
@@ -38,7 +38,8 @@ class RolloutBatch:
             one does not apply.
         extra (`dict`): What reward functions log per row (`log_extra`), by name.
         scores (`Scores`, *optional*): The scores of the trajectories of this process.
-        advantages (`Tensor`, *optional*): The advantages of the trajectories of all processes, shape `(B, K)`.
+        credit (`Credit`, *optional*): The advantages of the trajectories of all processes, shape `(B, K)`, and their
+            parts.
         attempt (`int`): How often the rows were sampled before.
         discarded (`list[list[Trajectory]]`): Those of this process whose place later ones took, by attempt.
         sampled_again (`int`): Groups that were sampled again, counted as often as they were.
@@ -55,10 +56,15 @@ class RolloutBatch:
     rewards_per_func: Tensor | None = None
     extra: dict[str, list[Any]] = field(default_factory=dict)
     scores: Scores | None = None
-    advantages: Tensor | None = None
+    credit: Credit | None = None
     attempt: int = 0
     discarded: list[list[Trajectory]] = field(default_factory=list)
     sampled_again: int = 0
+
+    @property
+    def advantages(self) -> Tensor:
+        """The advantages of the trajectories of all processes, shape `(B, K)`."""
+        return self.credit.advantages
 
     @property
     def longest(self) -> int:

@@ -17,7 +17,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 
-from mt_grpo.credit import estimate
+from mt_grpo.credit import estimate_parts
 from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import source_of, tool_names
@@ -513,9 +513,14 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         batch.scores = batch.scores or self._score(batch)
         weights = self.reward_weights.to(self.accelerator.device)
         batch.rewards, batch.rewards_per_func = gather_rewards(
-            batch.trajectories, batch.scores, weights, group_size=batch.group_size, branching=batch.branching
+            batch.trajectories,
+            batch.scores,
+            weights,
+            group_size=batch.group_size,
+            branching=batch.branching,
+            names=self.reward_func_names,
         )
-        batch.advantages = estimate(
+        batch.credit = estimate_parts(
             self.args.advantage_estimator,
             batch.rewards,
             turn_coef=self.args.turn_advantage_coef,

@@ -10,12 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.normalisation import Scale, normalize, to_go
-from mt_grpo.credit.rule import RewardBatch, advantage_estimator
+from mt_grpo.credit.normalisation import Scale, to_go
+from mt_grpo.credit.parts import Term, against_group, credit_of, earned, outcome_parts, turn_parts
+from mt_grpo.credit.rule import Credit, RewardBatch, advantage_estimator, in_parts
 
 
 @advantage_estimator("mt_grpo", sums_turns=True)
-def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+@in_parts
+def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
     """
     The position-aware rule of MT-GRPO: the turn advantage goes to the turns up to the first tool result.
 
@@ -39,42 +41,66 @@ def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale 
         0, and is left out of the group's mean and standard deviation. A trajectory to which no turn reward applies has
         the turn reward 0.
     """
-    outcome = normalize(batch.outcome_rewards.double(), batch.group_size, scale_rewards)
-    turn = normalize(_turn_sums(batch), batch.group_size, scale_rewards)
-    merged = normalize(_merged(batch), batch.group_size, scale_rewards)
     earlier_results = batch.result_mask.cumsum(dim=1) - batch.result_mask.long()
-    split = outcome[:, None] + turn_coef * turn[:, None] * (earlier_results == 0)
     has_result = batch.result_mask.any(dim=1, keepdim=True)
-    return (torch.where(has_result, split, merged[:, None]) * batch.turn_mask).float()
+    return credit_of(
+        batch,
+        _outcome(batch, scale_rewards, where=has_result),
+        against_group(
+            batch,
+            _turn_sums(batch),
+            earned(_whole, turn_parts(batch)),
+            "turn baseline",
+            scale_rewards,
+            weight=turn_coef,
+            where=has_result & (earlier_results == 0),
+        ),
+        _merged(batch, scale_rewards, where=~has_result),
+        dtype=torch.float32,
+    )
 
 
 @advantage_estimator("grpo_or", splits_turns=False, sums_turns=True)
-def grpo_or(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+@in_parts
+def grpo_or(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
     """GRPO on the outcome reward alone: its advantage on every turn, shape (B, K). `turn_coef` has no effect."""
-    outcome = normalize(batch.outcome_rewards.double(), batch.group_size, scale_rewards)
-    return (outcome[:, None] * batch.turn_mask).float()
+    return credit_of(batch, _outcome(batch, scale_rewards), dtype=torch.float32)
 
 
 @advantage_estimator("grpo_mr", splits_turns=False, sums_turns=True)
-def grpo_mr(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+@in_parts
+def grpo_mr(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
     """GRPO on the sum of turn and outcome rewards: its advantage on every turn, (B, K). `turn_coef` has no effect."""
-    return (normalize(_merged(batch), batch.group_size, scale_rewards)[:, None] * batch.turn_mask).float()
+    return credit_of(batch, _merged(batch, scale_rewards), dtype=torch.float32)
+
+
+def _outcome(batch: RewardBatch, scale_rewards: Scale, where: Tensor | None = None) -> Term:
+    """The term of the outcome reward; an absent one is left out of the mean."""
+    outcome = batch.outcome_rewards.double()[:, None]
+    return against_group(batch, outcome, outcome_parts(batch), "outcome baseline", scale_rewards, where=where)
+
+
+def _merged(batch: RewardBatch, scale_rewards: Scale, where: Tensor | None = None) -> Term:
+    """The term of the sum of turn and outcome rewards; where neither applies, it is left out of the mean."""
+    rewards = torch.cat([batch.turn_rewards, batch.outcome_rewards[:, None]], dim=1)
+    sums = _whole(rewards.nan_to_num(nan=0.0)).masked_fill(rewards.isnan().all(dim=1, keepdim=True), torch.nan)
+    parts = {**outcome_parts(batch), **earned(_whole, turn_parts(batch))}
+    return against_group(batch, sums, parts, "baseline", scale_rewards, where=where)
+
+
+def _whole(rewards: Tensor) -> Tensor:
+    """Sum of each trajectory's rewards, shape (B, 1)."""
+    return to_go(rewards)[:, :1]
 
 
 def _turn_sums(batch: RewardBatch) -> Tensor:
     """
-    Sum of each trajectory's turn rewards, shape (B,); NaN for a trajectory without any turn.
+    Sum of each trajectory's turn rewards, shape (B, 1); NaN for a trajectory without any turn.
 
     A trajectory to which no turn reward applies counts as 0: the policy decides whether it calls tools, so leaving it
     out of the group's mean would bias the gradient.
     """
-    return to_go(batch.of_turns())[:, 0]
-
-
-def _merged(batch: RewardBatch) -> Tensor:
-    """Sum of turn and outcome rewards, shape (B,); NaN where neither applies."""
-    rewards = torch.cat([batch.turn_rewards, batch.outcome_rewards[:, None]], dim=1)
-    return to_go(rewards.nan_to_num(nan=0.0))[:, 0].masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    return _whole(batch.of_turns())
 
 
 def biases_of_mt_grpo(batch: RewardBatch, turn_coef: float) -> list[str]:

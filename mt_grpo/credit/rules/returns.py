@@ -9,6 +9,7 @@ group bends it. `tests/support/exact_gradients.py` measures this without samplin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -17,17 +18,18 @@ from torch import Tensor
 from mt_grpo.credit.normalisation import (
     Scale,
     Share,
+    centre,
     largest_deviation,
-    normalize,
-    normalize_turns,
     to_go,
     without_rounding,
 )
-from mt_grpo.credit.rule import RewardBatch, advantage_estimator
+from mt_grpo.credit.parts import Term, against_group, credit_of, earned, outcome_parts, stream_names, turn_parts
+from mt_grpo.credit.rule import Credit, RewardBatch, advantage_estimator, in_parts
 
 
 @advantage_estimator("reward_to_go")
-def reward_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+@in_parts
+def reward_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
     """
     Each turn gets the outcome advantage and what its trajectory earns from that turn on.
 
@@ -49,13 +51,20 @@ def reward_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: S
     Returns:
         `Tensor`: Advantages, shape (B, K), in the dtype of the rewards; 0 where a turn does not exist.
     """
-    outcome = normalize(batch.of_outcomes(), batch.group_size, scale_rewards)
-    turn = normalize_turns(to_go(batch.of_turns()), batch.group_size, scale_rewards)
-    return batch.at_turns(outcome[:, None] + turn_coef * turn)
+    returns, parts = to_go(batch.of_turns()), earned(to_go, turn_parts(batch))
+    turn = against_group(batch, returns, parts, "turn baseline", scale_rewards, weight=turn_coef)
+    return credit_of(batch, of_outcome(batch, scale_rewards), turn)
+
+
+def of_outcome(batch: RewardBatch, scale_rewards: Scale) -> Term:
+    """The term of the outcome; an absent one counts as 0."""
+    outcome = batch.of_outcomes()[:, None]
+    return against_group(batch, outcome, outcome_parts(batch), "outcome baseline", scale_rewards)
 
 
 @advantage_estimator("gdpo")
-def gdpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+@in_parts
+def gdpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
     """
     `reward_to_go` with a scale for each reward: every turn reward and every outcome reward is centred and divided by
     its own deviation, and then weighed by its weight. A reward of a small range counts as much as one of a large one.
@@ -77,17 +86,22 @@ def gdpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "
     """
     turns, outcomes = (batch.needed("gdpo", name) for name in ("turn_streams", "outcome_streams"))
     weights = batch.needed("gdpo", "stream_weights")
-    advantages = torch.zeros_like(batch.turn_rewards, dtype=torch.double)
-    for rewards, weight in zip(outcomes, weights[len(turns) :], strict=True):
-        advantages += weight * normalize(batch.of_outcomes(rewards), batch.group_size, scale_rewards)[:, None]
-    for rewards, weight in zip(turns, weights[: len(turns)], strict=True):
-        earned = to_go(batch.of_turns(rewards))
-        advantages += turn_coef * weight * normalize_turns(earned, batch.group_size, scale_rewards)
-    return batch.at_turns(advantages)
+    names = stream_names(batch)
+    terms = []
+    for name, rewards, weight in zip(names[len(turns) :], outcomes, weights[len(turns) :], strict=True):
+        part = "outcome" if len(outcomes) == 1 else f"outcome {name}"
+        values = batch.of_outcomes(rewards)[:, None]
+        terms.append(against_group(batch, values, {part: values}, f"{part} baseline", scale_rewards, weight))
+    for name, rewards, weight in zip(names[: len(turns)], turns, weights[: len(turns)], strict=True):
+        part, values = f"turn reward {name}", to_go(batch.of_turns(rewards))
+        weight = turn_coef * weight
+        terms.append(against_group(batch, values, {part: values}, f"{part} baseline", scale_rewards, weight))
+    return credit_of(batch, *terms)
 
 
 @advantage_estimator("leave_one_out", splits_turns=False, sums_turns=True)
-def leave_one_out(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+@in_parts
+def leave_one_out(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
     """
     Every turn gets what its trajectory earns in all, minus the mean of the other members.
 
@@ -99,14 +113,17 @@ def leave_one_out(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: 
 
     Args and returns are those of `reward_to_go`.
     """
-    earned = turn_coef * to_go(batch.of_turns())[:, 0] + batch.of_outcomes()
-    others = (~batch.failed).view(-1, batch.group_size).sum(dim=1).repeat_interleave(batch.group_size) - 1
-    centred = normalize(earned, batch.group_size, scale_rewards) * (others + 1) / others.clamp(min=1)
-    return batch.at_turns(centred[:, None])
+    sums = turn_coef * to_go(batch.of_turns())[:, :1] + batch.of_outcomes()[:, None]
+    others = (~batch.failed).view(-1, batch.group_size).sum(dim=1).repeat_interleave(batch.group_size)[:, None] - 1
+    scale = largest_deviation(sums, batch.group_size, scale_rewards)
+    centred = centre(sums, batch.group_size) / scale * (others + 1) / others.clamp(min=1)
+    parts = reward_parts(batch, turn_coef, lambda rewards: to_go(rewards)[:, :1])
+    return credit_of(batch, Term(centred, scale, parts, "baseline"))
 
 
 @advantage_estimator("gtpo")
-def gtpo(batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 0.9, scale_rewards: Scale = "group") -> Tensor:
+@in_parts
+def gtpo(batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 0.9, scale_rewards: Scale = "group") -> Credit:
     """
     Each turn gets its discounted return; the outcome is a reward of the last turn.
 
@@ -121,13 +138,15 @@ def gtpo(batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 0.9, scal
     Args and returns are those of `reward_to_go`; `gamma` (`float`, *optional*, defaults to `0.9`) is the discount.
     """
     returns = to_go(with_outcome(batch, turn_coef), gamma)
-    return batch.at_turns(normalize_turns(returns, batch.group_size, scale_rewards))
+    parts = reward_parts(batch, turn_coef, lambda rewards: to_go(rewards, gamma))
+    return credit_of(batch, against_group(batch, returns, parts, "baseline", scale_rewards))
 
 
 @advantage_estimator("mt_grpo_discounted")
+@in_parts
 def mt_grpo_discounted(
     batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 1.0, scale_rewards: Scale = "group"
-) -> Tensor:
+) -> Credit:
     """
     Each turn gets the outcome advantage and the discounted sum of the turn advantages from it on.
 
@@ -141,13 +160,16 @@ def mt_grpo_discounted(
 
     Args and returns are those of `reward_to_go`; `gamma` (`float`, *optional*, defaults to `1.0`) is the discount.
     """
-    outcome = normalize(batch.of_outcomes(), batch.group_size, scale_rewards)
-    columns = [normalize(rewards, batch.group_size, scale_rewards) for rewards in batch.of_turns().T]
-    turn = to_go(torch.stack(columns, dim=1), gamma)
-    return batch.at_turns(outcome[:, None] + turn_coef * turn)
+    columns = batch.of_turns().split(1, dim=1)
+    scales = torch.cat([largest_deviation(column, batch.group_size, scale_rewards) for column in columns], dim=1)
+    turn = to_go(torch.cat([centre(column, batch.group_size) for column in columns], dim=1) / scales, gamma)
+    # each turn's reward has a scale of its own, so their sum has none
+    parts = earned(lambda rewards: turn_coef * to_go(rewards / scales, gamma), turn_parts(batch))
+    return credit_of(batch, of_outcome(batch, scale_rewards), Term(turn_coef * turn, None, parts, "turn baseline"))
 
 
 @advantage_estimator("turn_gae")
+@in_parts
 def turn_gae(
     batch: RewardBatch,
     *,
@@ -155,7 +177,7 @@ def turn_gae(
     gamma: Share = 1.0,
     lam: Share = 0.95,
     scale_rewards: Scale = "group",
-) -> Tensor:
+) -> Credit:
     """
     Generalised advantage estimation over turns, with the group as the critic.
 
@@ -172,14 +194,39 @@ def turn_gae(
     are the discount and the λ of GAE.
     """
     rewards = with_outcome(batch, turn_coef)
-    advantages = gae(rewards, group_values(batch, to_go(rewards, gamma)), batch.turn_mask, gamma, lam)
-    return scaled(batch, advantages, to_go(rewards, gamma), scale_rewards)
+    values = group_values(batch, to_go(rewards, gamma))
+    advantages = gae(rewards, values, batch.turn_mask, gamma, lam)
+    parts = gae_parts(batch, values, turn_coef, gamma, lam)
+    return credit_of(batch, scaled(batch, advantages, to_go(rewards, gamma), scale_rewards, parts))
 
 
 def with_outcome(batch: RewardBatch, turn_coef: float) -> Tensor:
     """Weighed turn rewards with the outcome added to the last turn, shape (B, K); NaN for a failed trajectory."""
+    return turn_coef * batch.of_turns() + at_last_turn(batch, batch.of_outcomes()[:, None])
+
+
+def at_last_turn(batch: RewardBatch, outcome: Tensor) -> Tensor:
+    """An outcome, (B, 1), as a reward of the last turn, shape (B, K)."""
     last = batch.turn_mask & ~torch.nn.functional.pad(batch.turn_mask, (0, 1))[:, 1:]
-    return turn_coef * batch.of_turns() + torch.where(last, batch.of_outcomes()[:, None], 0.0)
+    return torch.where(last, outcome, 0.0)
+
+
+def reward_parts(batch: RewardBatch, turn_coef: float, by: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """What is earned by each reward, `by(rewards)`, with the outcome as a reward of the last turn."""
+    outcomes = earned(lambda outcome: by(at_last_turn(batch, outcome)), outcome_parts(batch))
+    return {**outcomes, **earned(lambda rewards: by(turn_coef * rewards), turn_parts(batch))}
+
+
+def gae_parts(batch: RewardBatch, values: Tensor, turn_coef: float, gamma: float, lam: float) -> dict[str, Tensor]:
+    """
+    The parts of `gae` but its baseline, the value of the turn itself. With `lam` below 1 values of later turns, which
+    stand in for what is left out of later rewards, are a part.
+    """
+    parts = reward_parts(batch, turn_coef, lambda rewards: to_go(rewards, gamma * lam))
+    if lam < 1:
+        known = values.masked_fill(~batch.turn_mask, 0.0)
+        parts["later values"] = gae(torch.zeros_like(known), known, batch.turn_mask, gamma, lam) + known
+    return parts
 
 
 def group_values(batch: RewardBatch, returns: Tensor) -> Tensor:
@@ -210,15 +257,18 @@ def gae(rewards: Tensor, values: Tensor, turn_mask: Tensor, gamma: float, lam: f
     return advantages
 
 
-def scaled(batch: RewardBatch, advantages: Tensor, returns: Tensor, scale: Scale) -> Tensor:
-    """Advantages divided by the largest deviation of the returns; 0 where there is none, or no turn."""
+def scaled(
+    batch: RewardBatch, advantages: Tensor, returns: Tensor, scale_rewards: Scale, parts: Mapping[str, Tensor]
+) -> Term:
+    """The term of advantages divided by the largest deviation of the returns; 0 where an advantage is NaN."""
     largest = returns.nan_to_num(nan=0.0).abs().view(-1, batch.group_size * returns.shape[1]).amax(dim=1)
     advantages = without_rounding(advantages, largest.repeat_interleave(batch.group_size)[:, None])
-    divided = advantages / largest_deviation(returns, batch.group_size, scale)
-    return batch.at_turns(divided.nan_to_num(nan=0.0))
+    scale = largest_deviation(returns, batch.group_size, scale_rewards)
+    return Term((advantages / scale).nan_to_num(nan=0.0), scale, parts, "baseline")
 
 
 @advantage_estimator("state_baseline")
+@in_parts
 def state_baseline(
     batch: RewardBatch,
     *,
@@ -226,7 +276,7 @@ def state_baseline(
     lam: Share = 1.0,
     fit: Literal["line", "table"] = "line",
     scale_rewards: Scale = "group",
-) -> Tensor:
+) -> Credit:
     """
     `turn_gae` whose values know the score of the state in which a turn begins.
 
@@ -263,8 +313,12 @@ def state_baseline(
     groups = torch.arange(len(scores), device=scores.device) // batch.group_size
     groups = groups[:, None].expand_as(scores)[known]
     fitted = {"line": _line, "table": _table}[fit](before[known], (returns - values)[known], groups)
-    values = values + torch.zeros_like(values).masked_scatter(known, fitted)
-    return scaled(batch, gae(rewards, values, batch.turn_mask, 1.0, lam), returns, scale_rewards)
+    more = torch.zeros_like(values).masked_scatter(known, fitted)
+    values = values + more
+    parts = {**gae_parts(batch, values, turn_coef, 1.0, lam), "state baseline": -more}
+    return credit_of(
+        batch, scaled(batch, gae(rewards, values, batch.turn_mask, 1.0, lam), returns, scale_rewards, parts)
+    )
 
 
 def _line(x: Tensor, y: Tensor, groups: Tensor) -> Tensor:

@@ -32,18 +32,19 @@ from mt_grpo.credit.normalisation import (
     Share,
     above_least,
     deviation,
-    normalize,
     to_go,
     without_rounding,
 )
-from mt_grpo.credit.rule import RewardBatch, advantage_estimator
-from mt_grpo.credit.rules.returns import scaled, with_outcome
+from mt_grpo.credit.parts import Term, against_group, credit_of, earned, outcome_parts, turn_parts
+from mt_grpo.credit.rule import Credit, RewardBatch, advantage_estimator, in_parts
+from mt_grpo.credit.rules.returns import reward_parts, scaled, with_outcome
 
 
 @advantage_estimator("gigpo")
+@in_parts
 def gigpo(
     batch: RewardBatch, *, turn_coef: float = 1.0, gamma: Share = 0.95, scale_rewards: Scale = "group"
-) -> Tensor:
+) -> Credit:
     """
     The advantage of the whole trajectory, plus that of the turn among all turns of the group that begin in its state.
 
@@ -73,17 +74,22 @@ def gigpo(
     """
     states = batch.needed("gigpo", "state_ids")
     rewards = with_outcome(batch, 1.0)
-    whole = normalize(to_go(rewards)[:, 0], batch.group_size, scale_rewards)
+    whole_parts = reward_parts(batch, 1.0, lambda rewards: to_go(rewards)[:, :1])
+    whole = against_group(batch, to_go(rewards)[:, :1], whole_parts, "baseline", scale_rewards)
     groups = torch.arange(len(states), device=states.device) // batch.group_size
     keys = torch.stack([groups[:, None].expand_as(states), states], dim=-1)[batch.turn_mask]
     returns = to_go(rewards, gamma)[batch.turn_mask]
     centred, spread = _among_equals(returns, keys.unique(dim=0, return_inverse=True)[1])
-    if scale_rewards == "group":
-        centred = centred / (spread + EPSILON)
-    elif scale_rewards == "batch":
-        centred = centred / (deviation(returns, dim=0) + EPSILON)
-    anchored = torch.zeros_like(rewards).masked_scatter(batch.turn_mask, centred)
-    return batch.at_turns(whole[:, None] + turn_coef * anchored)
+    scale = {
+        "group": spread + EPSILON,
+        "batch": (deviation(returns, dim=0) + EPSILON).expand_as(returns),
+        "none": torch.ones_like(returns),
+    }[scale_rewards]
+    anchored = torch.zeros_like(rewards).masked_scatter(batch.turn_mask, centred / scale)
+    scales = torch.ones_like(rewards).masked_scatter(batch.turn_mask, scale)
+    parts = reward_parts(batch, 1.0, lambda rewards: turn_coef * to_go(rewards, gamma))
+    parts = {f"{name} (same state)": part for name, part in parts.items()}
+    return credit_of(batch, whole, Term(turn_coef * anchored, scales, parts, "baseline (same state)"))
 
 
 def _among_equals(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +106,8 @@ def _among_equals(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @advantage_estimator("branch_to_go")
-def branch_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Tensor:
+@in_parts
+def branch_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale = "group") -> Credit:
     """
     Rewards to go for conversations that branch; the rule of `branch_at`.
 
@@ -126,12 +133,21 @@ def branch_to_go(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: S
     returns = turn_coef * to_go(batch.of_turns()) + batch.of_outcomes()[:, None]
     # group, trunk, branch, turn; shifted by the group's least, so that equal returns come out as exactly 0
     grouped = above_least(returns.view(-1, batch.group_size, returns.shape[1]))
-    earned = grouped.view(len(grouped), -1, batch.num_branches, returns.shape[1])
-    stays = ~earned.isnan()
-    trunk_sum, trunk_count = earned.nansum(dim=2, keepdim=True), stays.sum(dim=2, keepdim=True)
+    branches = grouped.view(len(grouped), -1, batch.num_branches, returns.shape[1])
+    stays = ~branches.isnan()
+    trunk_sum, trunk_count = branches.nansum(dim=2, keepdim=True), stays.sum(dim=2, keepdim=True)
     others = (trunk_sum.sum(dim=1, keepdim=True) - trunk_sum) / (trunk_count.sum(dim=1, keepdim=True) - trunk_count)
-    siblings = (trunk_sum - earned.nan_to_num(nan=0.0)) / (trunk_count - stays.long())
-    of_branch = earned - torch.where(siblings.isnan(), others, siblings)
+    siblings = (trunk_sum - branches.nan_to_num(nan=0.0)) / (trunk_count - stays.long())
+    of_branch = branches - torch.where(siblings.isnan(), others, siblings)
     shared = torch.arange(returns.shape[1], device=returns.device) < batch.branch_at
     advantages = torch.where(shared, trunk_sum / trunk_count - others, of_branch)
-    return scaled(batch, advantages.reshape(returns.shape), returns, scale_rewards)
+
+    def by(rewards: Tensor) -> Tensor:
+        """What a branch earns; before it, the mean of its trunk."""
+        of_branches = rewards.expand_as(returns).reshape(branches.shape)
+        of_trunk = of_branches.masked_fill(~stays, torch.nan).nanmean(dim=2, keepdim=True)
+        return torch.where(shared, of_trunk, of_branches).reshape(returns.shape)
+
+    parts = earned(by, outcome_parts(batch))
+    parts |= earned(lambda rewards: by(turn_coef * to_go(rewards)), turn_parts(batch))
+    return credit_of(batch, scaled(batch, advantages.reshape(returns.shape), returns, scale_rewards, parts))
