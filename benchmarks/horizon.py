@@ -29,7 +29,7 @@ import torch
 from ablation import ENVIRONMENT
 from common import RESULTS, machine
 from horizon_report import draw, text, write_page
-from horizon_task import ARMS, SETTINGS, ShareRight, environment, rows, warm_start
+from horizon_task import ARMS, SCORES, SETTINGS, ShareRight, environment, rows, warm_start
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
@@ -87,6 +87,7 @@ def run(job: Job, plan: Plan, model: Path) -> dict[str, Any]:
             max_grad_norm=0.5,
             beta=0.0,
             advantage_estimator=ARMS[job.arm],
+            state_score=SCORES.get(job.arm),
             max_turn_length=4,
             max_completion_length=24 * setting.turns,
             tokenization_sanity_check_mode="disable",

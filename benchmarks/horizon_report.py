@@ -18,6 +18,8 @@ GOAL = 0.85
 CANDIDATES = ("reward_to_go", "turn_gae", "gtpo")
 """Rules that can become the default, in this order."""
 DECIDES = ("one-12", "two-12")
+LATER = ("answer_baseline",)
+"""Arms that were added after results had been seen: they decide nothing."""
 SMOOTH = 3
 """Steps over which the share right is averaged before it is held against the goal."""
 
@@ -85,6 +87,7 @@ def behind(rows: Sequence[Row], setting: str, rule: str, other: str | None) -> D
 def decision(rows: Sequence[Row]) -> list[str]:
     """Each candidate against the rule that was fixed beforehand, in the order of the candidates."""
     lines = ["| candidate | setting | against | difference | shown behind |", "| --- | --- | --- | --- | --- |"]
+    rows = [row for row in rows if row["arm"] not in LATER]
     trials = [(setting, None) for setting in DECIDES] + [(f"{name}-noisy", "mt_grpo") for name in DECIDES]
     for rule in CANDIDATES:
         for setting, other in trials:

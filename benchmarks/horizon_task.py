@@ -30,7 +30,7 @@ from mt_grpo.credit import RewardBatch, Rule, advantage_estimator, reward_to_go
 from mt_grpo.credit.normalisation import Scale
 from mt_grpo.envs.env import Step, StepEnv
 from mt_grpo.envs.protocols import ParsedTurn
-from mt_grpo.rewards import OutcomeReward
+from mt_grpo.rewards import AnswerLogprob, OutcomeReward
 from mt_grpo.trajectory import ToolCall, Trajectory, Turn
 
 MARKERS = ("of", "by", "at", "in")
@@ -97,8 +97,12 @@ ARMS: dict[str, Rule] = {
     "gtpo": {"name": "gtpo", "gamma": 0.5},
     "turn_gae": "turn_gae",
     "shuffled": "reward_to_go_over_turns",
+    "answer_baseline": "state_baseline",
 }
 """The credit rule of each arm."""
+
+SCORES = {"answer_baseline": "horizon_task.NextCall"}
+"""The state score of an arm that has one."""
 
 
 @advantage_estimator("reward_to_go_over_turns")
@@ -205,6 +209,16 @@ class ShareRight(OutcomeReward):
     def score(self, trajectory: Trajectory, **row: Any) -> float | None:
         right = trajectory.info.get("right")
         return None if right is None else sum(right) / len(right)
+
+
+class NextCall(AnswerLogprob):
+    """How likely the policy finds the right call for the question that it has to answer next."""
+
+    def __init__(self) -> None:
+        super().__init__(column="right", prefix="")
+
+    def answer_at(self, turn: int, row: Mapping[str, Any]) -> str:
+        return row["right"][turn]
 
 
 def environment(setting: Setting) -> Tasks:

@@ -95,7 +95,7 @@ class TreeTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, None]:
         inputs = self._inputs
         with self.accelerator.autocast():
-            logps, entropies = batch_logps(
+            logps, entropies, _ = batch_logps(
                 model,
                 inputs["prompt_ids"],
                 inputs["prompt_mask"],

@@ -263,9 +263,9 @@ class RunOptions:
     reward_weights: list[float] | None = option(
         None, "Weights of the turn rewards, then of the outcome rewards. 1 each where unset.", REWARDS
     )
-    state_score: str | None = option(
+    state_score: dict[str, Any] | str | None = option(
         None,
-        "State score, for the rule `state_baseline`. By name or dotted path.",
+        "State score, for the rule `state_baseline`. By name or dotted path, or a mapping with its options.",
         REWARDS,
         page="credit.md#bias-and-noise",
         executes="path",

@@ -321,6 +321,19 @@ def test_information_gain_trains_in_a_recipe(tmp_path, monkeypatch):
     assert all(len(record["answer_logprobs"]["information_gain"]) == len(record["turns"]) for record in records)
 
 
+@pytest.mark.slow
+def test_the_answer_as_a_baseline_trains_in_a_recipe(tmp_path, monkeypatch):
+    (named,) = [block for name, block in blocks("yaml") if name == "credit.md" and "answer_logprob" in block]
+    options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text()) | yaml.safe_load(named)
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(yaml.safe_dump(options))
+    short = shlex.split(SMALL["train"].replace("length 16", "length 48"))
+    assert main(["train", "recipe.yaml", *short, "--num_iterations", "2", "--output_dir", "run"]) == 0
+    for record in read_trajectories("run"):
+        values = record["answer_logprobs"]["answer_logprob"]
+        assert record["rewards"]["state"]["answer_logprob"] == [*values[1:], None]
+
+
 def test_the_example_of_a_state_score_fits_its_recipe(tmp_path, monkeypatch):
     example, *_ = [block for name, block in blocks("python") if name == "credit.md"]
     named, *_ = [block for name, block in blocks("yaml") if name == "credit.md"]

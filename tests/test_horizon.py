@@ -10,7 +10,8 @@ from support.servers import ROOT
 
 from mt_grpo.concurrency import run
 from mt_grpo.envs import Step
-from mt_grpo.trajectory import Turn
+from mt_grpo.rewards import load_rewards
+from mt_grpo.trajectory import Trajectory, Turn
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +75,17 @@ def test_misleading_rewards_pay_for_searching_alone():
     assert [step.reward > 0 for step in steps] == [True] * 6 + [False] * 6
 
 
+def test_the_score_of_a_state_asks_for_the_next_right_call():
+    from horizon_task import ARMS, SCORES, SETTINGS, rows
+
+    assert ARMS.keys() >= SCORES.keys()
+    (score,) = load_rewards([SCORES["answer_baseline"]], "state")
+    (row, *_) = rows(SETTINGS["two-4"], 2, seed=1)
+    assert [score.answer_at(turn, row) for turn in range(4)] == row["right"]
+    trajectory = Trajectory([], [Turn(0, {}), Turn(1, {})], answer_logprobs={score.name: [-3.0, -1.0]})
+    assert [score.score(turn, trajectory, **row) for turn in trajectory.turns] == [-1.0, None]
+
+
 def test_the_goal_is_reached_by_the_mean_of_three_steps():
     from horizon_report import steps_to_goal
 
@@ -94,5 +106,6 @@ def test_a_candidate_below_the_best_is_shown_behind():
     ]
     assert behind(rows, "one-12", "gtpo", None) is None
     assert behind(rows, "one-12", "reward_to_go", None).mean == pytest.approx(-0.2)
-    verdicts = [line.split("|")[-2].strip() for line in decision(rows)[2:]]
+    later = [row(setting, "answer_baseline", seed, 0.9) for setting in settings for seed in range(2)]
+    verdicts = [line.split("|")[-2].strip() for line in decision(rows + later)[2:]]
     assert verdicts == ["yes"] * 4 + ["yes", "yes", "no", "no"] + ["no"] * 4

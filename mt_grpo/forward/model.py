@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
@@ -105,6 +106,7 @@ class TreeInput:
     layout: TreeLayout
     temperature: float
     truncation: Truncation | None = None
+    plain: np.ndarray | None = None
 
 
 def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | None = None) -> None:
@@ -179,9 +181,9 @@ def _through_head(module: nn.Module, hidden: Tensor, tree: TreeInput, cast_to_fp
         hidden = hidden.to(head.weight.device)
         label = torch.from_numpy(tree.packed.label).to(hidden.device)
         if not cast_to_fp32:
-            return chunked_logps(hidden, head.weight, head.bias, label, tree.temperature, tree.truncation)
+            return _logps(hidden, head, label, tree)
         with torch.autocast(hidden.device.type, enabled=False):
-            return chunked_logps(hidden.float(), head.weight, head.bias, label, tree.temperature, tree.truncation)
+            return _logps(hidden.float(), head, label, tree)
 
     usual = vars(head).get("forward")
     vars(head)["forward"] = forward
@@ -193,6 +195,19 @@ def _through_head(module: nn.Module, hidden: Tensor, tree: TreeInput, cast_to_fp
             del vars(head)["forward"]
         else:
             vars(head)["forward"] = usual
+
+
+def _logps(hidden: Tensor, head: nn.Linear, label: Tensor, tree: TreeInput) -> tuple[Tensor, Tensor]:
+    sampled = tree.temperature, tree.truncation
+    if tree.plain is None or sampled == (1.0, None):
+        return chunked_logps(hidden, head.weight, head.bias, label, *sampled)
+    order = torch.from_numpy(np.argsort(tree.plain, kind="stable")).to(hidden.device)
+    sizes = [int((~tree.plain).sum()), int(tree.plain.sum())]
+    parts = zip(hidden[order].split(sizes), label[order].split(sizes), (sampled, (1.0, None)), strict=True)
+    found = [chunked_logps(states, head.weight, head.bias, labels, *how) for states, labels, how in parts]
+    back = order.argsort()
+    logps, entropies = (torch.cat(values)[back] for values in zip(*found, strict=True))
+    return logps, entropies
 
 
 def _linear(head: nn.Module) -> nn.Linear:
@@ -212,6 +227,7 @@ def score_packed(
     attention: str = "auto",
     temperature: float = 1.0,
     truncation: Truncation | None = None,
+    plain: np.ndarray | None = None,
 ) -> TreeScores:
     """
     One forward over a packed row.
@@ -222,13 +238,14 @@ def score_packed(
         attention (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"segment"`, `"flex"` or `"dense"`.
         temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
         truncation (`Truncation`, *optional*): Which tokens can be drawn.
+        plain (`np.ndarray`, *optional*): `(M,)` bool: labels that are scored at temperature 1 and without truncation.
     """
     device = next(model.parameters()).device
     layout = TreeLayout(packed, attention)
     input_ids, position_ids = (
         torch.from_numpy(array).to(device)[None] for array in (packed.input_ids, packed.position_ids)
     )
-    tree = TreeInput(packed, layout, temperature, truncation)
+    tree = TreeInput(packed, layout, temperature, truncation, plain)
     return TreeScores(*model(input_ids=input_ids, position_ids=position_ids, tree=tree))
 
 

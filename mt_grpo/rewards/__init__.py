@@ -3,7 +3,7 @@
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward, completion_ids
 from mt_grpo.rewards.environment import EnvReward, env_reward, reasoning_gym_reward, step_reward
 from mt_grpo.rewards.format import format_reward_func, xml_reward_func
-from mt_grpo.rewards.gain import InformationGain, information_gain
+from mt_grpo.rewards.gain import AnswerLogprob, InformationGain, RightAnswer, answer_logprob, information_gain
 from mt_grpo.rewards.gsm8k import gsm8k_correct_reward_func, gsm8k_number_reward_func
 from mt_grpo.rewards.registry import REWARDS, RewardListError, load_rewards, reward
 from mt_grpo.rewards.scoring import RewardError, Scores, cut_after, score_cut, score_trajectories, spread
@@ -15,6 +15,7 @@ from mt_grpo.rewards.triviaqa import (
 )
 
 __all__ = [
+    "AnswerLogprob",
     "EnvReward",
     "FunctionReward",
     "InformationGain",
@@ -23,9 +24,11 @@ __all__ = [
     "RewardError",
     "RewardFunc",
     "RewardListError",
+    "RightAnswer",
     "Scores",
     "StateScore",
     "TurnReward",
+    "answer_logprob",
     "completion_ids",
     "cut_after",
     "env_reward",

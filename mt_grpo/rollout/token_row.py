@@ -1,10 +1,11 @@
 """
-A trajectory as the trainer reads it: its tokens as one row. For `information_gain` also the right answer, as an extra
-leaf of the tree after each context.
+A trajectory as the trainer reads it: its tokens as one row. For rewards that ask for it also the right answer, as an
+extra leaf of the tree after each context.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mt_grpo.rollout.rendering import ChatRenderer
@@ -150,21 +151,26 @@ def answer_ids(renderer: ChatRenderer, prefix: str, answer: str) -> tuple[list[i
     return whole[:length], whole[length:]
 
 
-def answer_leaves(trajectory: Trajectory, prefix: list[int], answer: list[int], most: int) -> AnswerLeaves:
+def answer_leaves(
+    trajectory: Trajectory, answers: Sequence[tuple[list[int], list[int]] | None], most: int
+) -> AnswerLeaves:
     """
-    The contexts that a trajectory's turns really had, each followed by the answer.
+    The contexts that a trajectory's turns really had, each followed by its right answer.
 
     Args:
         trajectory (`Trajectory`): It stays as it is.
-        prefix (`list[int]`), answer (`list[int]`): As `answer_ids` returns them.
+        answers (`Sequence`): For each turn what `answer_ids` returns, or `None` where it has no right answer.
         most (`int`): Tokens that a context and its leaf may have; there is no leaf where they have more, nor for a
             turn that sampled nothing.
     """
     leaves = AnswerLeaves()
-    for turn, action in enumerate(trajectory.tree.actions()):
+    for turn, (action, ids) in enumerate(zip(trajectory.tree.actions(), answers, strict=True)):
+        if not action or ids is None:
+            continue
+        prefix, answer = ids
         path = trajectory.tree.path_of_turn(turn)
         context = path[: len(path) - len(action)] + prefix
-        if action and len(context) + len(answer) <= most:
+        if len(context) + len(answer) <= most:
             leaves.tree.add_turn(context, answer, [0.0] * len(answer))
             leaves.turns.append(turn)
     return leaves

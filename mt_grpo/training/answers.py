@@ -1,15 +1,18 @@
 """
-Computes the log-probs of right answers that `InformationGain` rewards need, by the trainer's model or a server. Apart
-from the trainer, since only runs with such a reward come here.
+Computes the log-probs of right answers that some rewards need, by the trainer's model or a server. Apart from the
+trainer, since only runs with such a reward come here.
+
+The model scores them in the forward of the old log-probs, where TRL makes one, so that no context is computed for
+them. Where it makes none, or rewards are asked before it (`groups_without_signal: resample`), a forward of their own
+computes the contexts of a conversation once for all its turns and rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import cache
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import nn
@@ -19,13 +22,14 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import pack
-from mt_grpo.rewards import InformationGain, RewardFunc
+from mt_grpo.rewards import RewardFunc, RightAnswer
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import ScoringEngine
 from mt_grpo.rollout.token_row import AnswerLeaves, answer_ids, answer_leaves
 from mt_grpo.token_tree import TokenTree
+from mt_grpo.training.batch import leaf_means
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.forward import prove_forward
+from mt_grpo.training.forward import has_old_forward, prove_forward
 from mt_grpo.training.model import without_dropout
 from mt_grpo.training.processes import everywhere, run_here
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -37,7 +41,7 @@ def check_scorers(rewards: Sequence[RewardFunc], args: MTGRPOConfig, engine: Eng
     Whether there is a server for the rewards that ask one.
 
     Args:
-        rewards (`Sequence[RewardFunc]`): The rewards.
+        rewards (`Sequence[RewardFunc]`): The rewards, state scores among them.
         args (`MTGRPOConfig`): The run's options.
         engine (`Engine`, *optional*): What the trainer was given to sample with.
 
@@ -45,7 +49,7 @@ def check_scorers(rewards: Sequence[RewardFunc], args: MTGRPOConfig, engine: Eng
         ConfigError: If there is none.
     """
     for reward in rewards:
-        if not isinstance(reward, InformationGain) or reward.scorer != "server":
+        if not isinstance(reward, RightAnswer) or reward.scorer != "server":
             continue
         if not (args.use_vllm if engine is None else isinstance(engine, ScoringEngine)):
             raise ConfigError(
@@ -54,46 +58,95 @@ def check_scorers(rewards: Sequence[RewardFunc], args: MTGRPOConfig, engine: Eng
             )
 
 
+def hang_leaves(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
+    """
+    Hangs right answers behind the contexts of a batch, for the forward of the old log-probs to score, if there is one
+    and it can. This is a collective call.
+    """
+    asking = _asking(trainer, "trainer")
+    if asking and batch.scores is None and trainer.args.forward == "tree" and has_old_forward(trainer):
+        batch.leaves = _leaves(trainer, batch, asking)
+
+
+def trees_of_rows(leaves: dict[str, list[AnswerLeaves]]) -> list[list[TokenTree]]:
+    """The trees of each row, one for each reward."""
+    return [[each.tree for each in of_row] for of_row in zip(*leaves.values(), strict=True)]
+
+
+def fill_in(batch: RolloutBatch, leaves: dict[str, list[AnswerLeaves]], found: list[list[list[float]]]) -> None:
+    """
+    Fills in `answer_logprobs` of a batch's trajectories.
+
+    Args:
+        batch (`RolloutBatch`): The batch.
+        leaves (`dict`): By the name of a reward, the leaves of each row.
+        found (`list`): For each row and reward the log-probs of its leaves.
+    """
+    for trajectory, of_row, *each in zip(batch.trajectories, found, *leaves.values(), strict=True):
+        for name, of_reward, values in zip(leaves, each, of_row, strict=True):
+            of_turns = dict(zip(of_reward.turns, values, strict=True))
+            trajectory.answer_logprobs[name] = [of_turns.get(turn.index) for turn in trajectory.turns]
+
+
 def score_answers(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
     """
-    Fills in `answer_logprobs` of a batch's trajectories, except of those that failed. This is a collective call:
-    every process brings the same number of rows, and makes the same number of forwards, whatever is in them.
+    Fills in `answer_logprobs` of a batch's trajectories, as far as the forward of the old log-probs has not; a
+    trajectory that failed has `None` for every turn. This is a collective call: every process brings the same number
+    of rows, and makes the same number of forwards, whatever is in them.
     """
-    for reward in trainer.turn_reward_funcs:
-        if isinstance(reward, InformationGain):
-            leaves = everywhere(lambda reward=reward: [_leaves(reward, one, trainer) for one in batch.trajectories])
-            if reward.scorer == "server":
-                found = everywhere(lambda leaves=leaves: _by_server(trainer, batch.trajectories, leaves))
-            else:
-                found = _by_trainer(trainer, leaves, batch.mode)
-            for trajectory, of_leaves, values in zip(batch.trajectories, leaves, found, strict=True):
-                of_turns = dict(zip(of_leaves.turns, values, strict=True))
-                trajectory.answer_logprobs[reward.name] = [of_turns.get(turn.index) for turn in trajectory.turns]
+    asking = _asking(trainer, "server")
+    if asking:
+        leaves = _leaves(trainer, batch, asking)
+        trees = trees_of_rows(leaves)
+        fill_in(batch, leaves, everywhere(lambda: _by_server(trainer, batch.trajectories, trees)))
+    asking = [] if batch.answered else _asking(trainer, "trainer")
+    # a padded forward has a row for each context, so several rewards in one would take more memory
+    for together in [asking] if trainer.args.forward == "tree" else [[each] for each in asking]:
+        if together:
+            leaves = _leaves(trainer, batch, together)
+            fill_in(batch, leaves, _by_trainer(trainer, trees_of_rows(leaves), batch.mode))
 
 
-def _leaves(reward: InformationGain, trajectory: Trajectory, trainer: GRPOTrainer) -> AnswerLeaves:
+def _asking(trainer: GRPOTrainer, scorer: str) -> list[RightAnswer]:
+    rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs, *trainer.state_scores]
+    return [each for each in rewards if isinstance(each, RightAnswer) and each.scorer == scorer]
+
+
+def _leaves(trainer: GRPOTrainer, batch: RolloutBatch, asking: Sequence[RightAnswer]) -> dict[str, list[AnswerLeaves]]:
+    return everywhere(
+        lambda: {each.name: [_leaves_of(each, one, trainer) for one in batch.trajectories] for each in asking}
+    )
+
+
+def _leaves_of(reward: RightAnswer, trajectory: Trajectory, trainer: GRPOTrainer) -> AnswerLeaves:
     if trajectory.failed or not trajectory.turns:
         return AnswerLeaves()
     runner = trainer.runner
-    answer = reward.right_answer(trajectory.row[reward.column])
-    ids = answer_ids(runner.renderer, reward.prefix, answer)
+
+    @cache
+    def ids(answer: str | None) -> tuple[list[int], list[int]] | None:
+        return None if answer is None else answer_ids(runner.renderer, reward.prefix, answer)
+
+    answers = [ids(reward.answer_at(turn, trajectory.row)) for turn in range(trajectory.tree.num_turns)]
     # a server samples one token after what it scores
-    return answer_leaves(trajectory, *ids, runner.engine.context_length - 1)
+    return answer_leaves(trajectory, answers, runner.engine.context_length - 1)
 
 
-def _by_trainer(trainer: GRPOTrainer, leaves: list[AnswerLeaves], mode: str) -> list[list[float]]:
+def _by_trainer(trainer: GRPOTrainer, rows: list[list[TokenTree]], mode: str) -> list[list[list[float]]]:
     args = trainer.args
     size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
-    trees = [each.tree for each in leaves]
-    prove_forward(trainer, max(gather_object([longest(trees)])))
-    found: list[list[float]] = []
+    prove_forward(trainer, max(gather_object([longest(tree for row in rows for tree in row)])))
+    found: list[list[list[float]]] = []
     with without_dropout(trainer.model, True), trainer.accelerator.autocast():
-        for start in range(0, len(trees), size):
-            found += mean_logprobs(trainer.model, trees[start : start + size], args.forward, args.tree_attention)
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            trees = [tree for row in part for tree in row]
+            means = iter(mean_logprobs(trainer.model, trees, args.forward, args.tree_attention))
+            found += [[next(means) for _ in row] for row in part]
     return found
 
 
-def longest(trees: Sequence[TokenTree]) -> int:
+def longest(trees: Iterable[TokenTree]) -> int:
     """Tokens of the longest path of any tree, at least 1."""
     return max([1, *(len(tree.path_of_turn(turn)) for tree in trees for turn in range(tree.num_turns))])
 
@@ -118,12 +171,7 @@ def mean_logprobs(
     if forward != "tree":
         return [[turn.mean().item() for turn in tree] for tree in token_logps(model, trees, forward=forward)[:given]]
     packed = pack(trees)
-    logps = score_packed(model, packed, attention).logps.double().cpu().numpy()
-    firsts = np.cumsum([0, *(tree.num_turns for tree in trees)])
-    number = firsts[packed.tree] + packed.turn
-    sums = np.bincount(number, logps, minlength=firsts[-1])
-    means = (sums / np.bincount(number, minlength=firsts[-1]).clip(min=1)).tolist()
-    return [means[firsts[index] : firsts[index + 1]] for index in range(given)]
+    return leaf_means(packed, score_packed(model, packed, attention).logps, trees)[:given]
 
 
 def _nothing() -> TokenTree:
@@ -133,22 +181,27 @@ def _nothing() -> TokenTree:
     return tree
 
 
-def _by_server(trainer: GRPOTrainer, trajectories: list[Trajectory], leaves: list[AnswerLeaves]) -> Any:
+def _by_server(
+    trainer: GRPOTrainer, trajectories: list[Trajectory], rows: list[list[TokenTree]]
+) -> list[list[list[float]]]:
     engine = trainer.runner.engine
 
-    async def one(trajectory: Trajectory, of: AnswerLeaves) -> list[float]:
+    async def leaves_of(tree: TokenTree, session: str) -> list[float]:
+        asked = []
+        for turn, answer in enumerate(tree.actions()):
+            path = tree.path_of_turn(turn)
+            asked.append(engine.logprobs(path[: len(path) - len(answer)], answer, session))
+        return [sum(values) / len(values) for values in await asyncio.gather(*asked)]
+
+    async def one(trajectory: Trajectory, trees: list[TokenTree]) -> list[list[float]]:
         try:
-            asked = []
-            for turn, answer in enumerate(of.tree.actions()):
-                path = of.tree.path_of_turn(turn)
-                asked.append(engine.logprobs(path[: len(path) - len(answer)], answer, trajectory.session))
-            return [sum(values) / len(values) for values in await asyncio.gather(*asked)]
+            return list(await asyncio.gather(*(leaves_of(tree, trajectory.session) for tree in trees)))
         finally:
             engine.release(trajectory.session)
 
-    async def all_of_them() -> list[list[float]]:
+    async def all_of_them() -> list[list[list[float]]]:
         try:
-            return list(await asyncio.gather(*map(one, trajectories, leaves)))
+            return list(await asyncio.gather(*map(one, trajectories, rows)))
         finally:
             await engine.close()
 

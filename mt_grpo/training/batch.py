@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,9 @@ from torch import Tensor, nn
 
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import score_packed
-from mt_grpo.forward.packing import FlatTree, pack
+from mt_grpo.forward.packing import FlatTree, Packed, pack
 from mt_grpo.rollout import TokenRow
+from mt_grpo.token_tree import TokenTree
 
 
 def pad_rows(rows: list[list[int]], like: torch.Tensor) -> torch.Tensor:
@@ -100,10 +103,11 @@ def batch_logps(
     loss_mask: Tensor,
     parent: Tensor | None = None,
     *,
+    leaves: Sequence[TokenTree] = (),
     attention: str = "auto",
     temperature: float = 1.0,
     truncation: Truncation | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, list[list[float]]]:
     """
     Log-probabilities and entropies of a TRL batch from one packed forward, in which shared prefixes are computed once.
     Every call makes one forward on every rank, also if no log-prob is wanted, so ranks with different rows stay in
@@ -111,17 +115,43 @@ def batch_logps(
 
     Args:
         Those of `batch_trees`, and `attention`, `temperature` and `truncation` of `score_packed`.
+        leaves (`Sequence[TokenTree]`, *optional*): What else to score, by the same forward, at temperature 1 and
+            without truncation: contexts of the rows, each followed by a leaf, which is the action of a turn.
 
     Returns:
-        Two `(B, T)` tensors, 0 where `loss_mask` is 0.
+        Two `(B, T)` tensors, 0 where `loss_mask` is 0; and the means of the leaves, as `leaf_means` has them.
     """
     trees, lengths = batch_trees(prompt_ids, prompt_mask, completion_ids, loss_mask, completion_mask, parent)
-    packed = pack(trees)
-    outputs = score_packed(model, packed, attention, temperature, truncation)
-    row = torch.from_numpy(packed.tree).to(outputs.logps.device)
-    column = torch.from_numpy(packed.column - np.array(lengths)[packed.tree]).to(outputs.logps.device)
+    packed = pack([*trees, *leaves])
+    plain = packed.tree >= len(trees)
+    outputs = score_packed(model, packed, attention, temperature, truncation, plain if leaves else None)
+    device = outputs.logps.device
+    row, column = packed.tree[~plain], packed.column[~plain]
+    place = torch.from_numpy(row).to(device), torch.from_numpy(column - np.array(lengths)[row]).to(device)
+    of_rows = torch.from_numpy(~plain).to(device)
     logps, entropies = (
-        values.new_zeros(completion_ids.shape).index_put((row, column), values)
+        values.new_zeros(completion_ids.shape).index_put(place, values[of_rows] if leaves else values)
         for values in (outputs.logps, outputs.entropies)
     )
-    return logps, entropies
+    return logps, entropies, leaf_means(packed, outputs.logps, leaves, len(trees))
+
+
+def leaf_means(packed: Packed, logps: Tensor, leaves: Sequence[TokenTree], first: int = 0) -> list[list[float]]:
+    """
+    For each tree the mean log-prob, per token, of each turn's action; 0 for a turn without one.
+
+    Args:
+        packed (`Packed`): A row whose last trees are `leaves`.
+        logps (`Tensor`): `(M,)` log-probs of its labels.
+        leaves (`Sequence[TokenTree]`): The trees.
+        first (`int`, *optional*, defaults to `0`): Place of the first of them among the row's trees.
+    """
+    if not leaves:
+        return []
+    wanted = np.flatnonzero(packed.tree >= first)
+    values = logps.detach()[torch.from_numpy(wanted).to(logps.device)].double().cpu().numpy()
+    firsts = np.cumsum([0, *(tree.num_turns for tree in leaves)])
+    number = firsts[packed.tree[wanted] - first] + packed.turn[wanted]
+    counts = np.bincount(number, minlength=firsts[-1]).clip(min=1)
+    means = (np.bincount(number, values, minlength=firsts[-1]) / counts).tolist()
+    return [means[begin:end] for begin, end in pairwise(firsts)]

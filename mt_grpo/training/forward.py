@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.probe import prove
 from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.rollout import SamplingParams
+from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.batch import TokenColumns, batch_logps
 from mt_grpo.training.config import MTGRPOConfig
 
@@ -61,7 +63,8 @@ def completion_logps(
     args: MTGRPOConfig,
     distribution: dict[str, Any],
     batch_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    leaves: Sequence[Sequence[TokenTree]] = (),
+) -> tuple[Tensor, Tensor, list[list[list[float]]]]:
     """
     Log-probabilities and entropies of the completions of a TRL batch, by `forward: tree` or `forward: turn_by_turn`.
 
@@ -72,23 +75,44 @@ def completion_logps(
         args (`MTGRPOConfig`): The run's options.
         distribution (`dict`): As `prepare_forward` returns it.
         batch_size (`int`, *optional*): Rows in one forward; all where none is given.
+        leaves (`Sequence`, *optional*): For each row what else to score in its forward, see `batch_logps`; with
+            `forward: tree` only.
 
     Returns:
-        Two `(B, T)` tensors, 0 where a token is not trained.
+        Two `(B, T)` tensors, 0 where a token is not trained; and for each row the means of each of its `leaves`.
     """
     split = input_ids.size(1) - columns.scored.size(1)
     prompt_ids, ids = input_ids[:, :split], input_ids[:, split:]
     prompt_mask, mask = attention_mask[:, :split], attention_mask[:, split:]
     if args.forward == "turn_by_turn":
-        return turn_by_turn_logps(
+        logps, entropies = turn_by_turn_logps(
             model, prompt_ids, prompt_mask, ids, columns.scored, columns.turn_ids, columns.parent, **distribution
         )
+        return logps, entropies, []
+    size = batch_size or len(ids)
     tensors = [prompt_ids, prompt_mask, ids, mask, columns.scored]
     tensors += [] if columns.parent is None else [columns.parent]
-    pieces = zip(*(tensor.split(batch_size or len(ids)) for tensor in tensors), strict=True)
-    results = [batch_logps(model, *piece, attention=args.tree_attention, **distribution) for piece in pieces]
+    results, means = [], []
+    for start, *piece in zip(range(0, len(ids), size), *(tensor.split(size) for tensor in tensors), strict=True):
+        trees = leaves[start : start + size]
+        hung = [tree for of_row in trees for tree in of_row]
+        *result, found = batch_logps(model, *piece, leaves=hung, attention=args.tree_attention, **distribution)
+        results.append(result)
+        rest = iter(found)
+        means += [[next(rest) for _ in of_row] for of_row in trees]
     logps, entropies = (torch.cat(values) for values in zip(*results, strict=True))
-    return logps, entropies
+    return logps, entropies, means
+
+
+def has_old_forward(trainer: GRPOTrainer) -> bool:
+    """
+    Whether TRL computes the policy's log-probs of a batch, before rewards are asked: where an optimiser step may come
+    between sampling and loss, and where the loss corrects for the engine's log-probs. The first forward that it asks
+    for without a loss is then this one; a reference's comes after it.
+    """
+    args = trainer.args
+    aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
+    return not aligned or (trainer.use_vllm and trainer.vllm_importance_sampling_correction)
 
 
 def keep_outputs_exact(accelerator: Accelerator) -> None:

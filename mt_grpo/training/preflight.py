@@ -16,7 +16,7 @@ from mt_grpo.data.loaders import hub_fault
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.option_rules import check_batches, check_trainable
-from mt_grpo.rewards import FunctionReward, InformationGain, RewardFunc, StateScore, TurnReward
+from mt_grpo.rewards import FunctionReward, RewardFunc, RightAnswer, StateScore, TurnReward
 from mt_grpo.rewards.base import NOT_COLUMNS
 from mt_grpo.training.config import MTGRPOConfig, has_bfloat16
 
@@ -154,7 +154,7 @@ def check_reward_columns(
             columns = dataset.column_names or [column for row in dataset.take(1) for column in row]
             for reward in rewards if columns else ():
                 _check(reward, columns, f"{name} dataset")
-                if isinstance(reward, InformationGain):
+                if isinstance(reward, RightAnswer):
                     _check_answers(reward, dataset, columns, f"{name} dataset")
 
 
@@ -191,7 +191,7 @@ def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
         ) from error
 
 
-def _check_answers(reward: InformationGain, dataset: Rows, columns: list[str], name: str) -> None:
+def _check_answers(reward: RightAnswer, dataset: Rows, columns: list[str], name: str) -> None:
     if reward.column not in columns:
         raise ConfigError(
             f"The reward {reward.name!r} takes the right answer from the column {reward.column!r}, which the {name} "

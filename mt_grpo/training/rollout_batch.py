@@ -16,6 +16,7 @@ from mt_grpo.credit import Credit, RewardBatch
 from mt_grpo.rewards import Scores, completion_ids, spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
 from mt_grpo.rollout.runner import Branching
+from mt_grpo.rollout.token_row import AnswerLeaves
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.trajectory import Trajectory, visible
 
@@ -43,6 +44,8 @@ class RolloutBatch:
         attempt (`int`): How often the rows were sampled before.
         discarded (`list[list[Trajectory]]`): Those of this process whose place later ones took, by attempt.
         sampled_again (`int`): Groups that were sampled again, counted as often as they were.
+        leaves (`dict[str, list[AnswerLeaves]]`): By reward, the right answers that the policy's next forward scores.
+        answered (`bool`): Whether a forward has scored those of every reward that asks the policy.
     """
 
     mode: str
@@ -60,6 +63,8 @@ class RolloutBatch:
     attempt: int = 0
     discarded: list[list[Trajectory]] = field(default_factory=list)
     sampled_again: int = 0
+    leaves: dict[str, list[AnswerLeaves]] = field(default_factory=dict)
+    answered: bool = False
 
     @property
     def advantages(self) -> Tensor:
@@ -115,6 +120,12 @@ class RolloutBatch:
             draw = derive_seed(seed, self.mode, *moment, number, prompt)
             requests.append(RolloutRequest(prompt, session, columns, draw))
         return requests
+
+    def take_leaves(self) -> dict[str, list[AnswerLeaves]]:
+        """What is to be scored by the policy's next forward, for that forward alone."""
+        leaves, self.leaves = self.leaves, {}
+        self.answered |= bool(leaves)
+        return leaves
 
     def replace(self, again: RolloutBatch) -> None:
         """Takes the trajectories, scores and extra values of the rows that another batch has sampled again."""

@@ -27,7 +27,7 @@ from mt_grpo.option_rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.runlog.files import to_json
-from mt_grpo.training.answers import check_scorers, score_answers
+from mt_grpo.training.answers import check_scorers, fill_in, hang_leaves, longest, score_answers, trees_of_rows
 from mt_grpo.training.batch import TokenColumns
 from mt_grpo.training.checkpoint import (
     MADE_WITH,
@@ -224,7 +224,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         rewards = [*listed, *own]
         tokenizers = tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
         weights = weights_of(args, listed, own)
-        check_scorers(rewards, args, engine)
+        check_scorers([*rewards, *self.state_scores], args, engine)
         check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
         if processing_class is not None:  # before a model is loaded
             has_tokenizer = isinstance(processing_class, ProcessorMixin)
@@ -450,7 +450,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             sample_again(batch, self.args.max_resample_times, self._rollout, self._score, self._judge)
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
         batch.leave_out(self._tokenizer.pad_token_id, self.args.mask_truncated_completions)
-        prove_forward(self, max(gather_object([batch.longest])))
+        hang_leaves(self, batch)
+        leaves = longest(each.tree for of_reward in batch.leaves.values() for each in of_reward)
+        prove_forward(self, max(gather_object([max(batch.longest, leaves)])))
         self._count(batch)
         return batch.generated()
 
@@ -578,7 +580,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         compute_entropy: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's, `(B, T)`, 0 where a token is not trained. Old and reference log-probs have no dropout."""
+        """
+        TRL's, `(B, T)`, 0 where a token is not trained. Old and reference log-probs have no dropout. The old ones come
+        first, and the right answers that rewards ask for are scored with them.
+        """
         inputs = self._loss_inputs
         with without_dropout(model, inputs is None):
             if self.args.forward == "padded":
@@ -590,10 +595,20 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                     columns = TokenColumns.of_rollouts(self.batch.token_rows, input_ids[:, -logits_to_keep:])
                 else:
                     columns = TokenColumns.of_inputs(inputs)
+                leaves = self.batch.take_leaves() if inputs is None else {}
                 with self.accelerator.autocast():
-                    logps, entropies = completion_logps(
-                        model, input_ids, attention_mask, columns, self.args, self._distribution, batch_size
+                    logps, entropies, means = completion_logps(
+                        model,
+                        input_ids,
+                        attention_mask,
+                        columns,
+                        self.args,
+                        self._distribution,
+                        batch_size,
+                        trees_of_rows(leaves),
                     )
+                if leaves:
+                    fill_in(self.batch, leaves, means)
                 results = logps, entropies if compute_entropy else None, None
         if inputs is not None and self.model.training:
             self.step_log.trained(inputs, *results[:2])

@@ -115,6 +115,24 @@ def test_any_state_score_is_unbiased_that_of_noise_too():
     assert biased.bias.abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("fit", ["line", "table"])
+def test_the_policys_own_log_prob_of_the_answer_is_unbiased(fit):
+    parameters = (0.4, -0.9, 0.7)
+
+    def answers(play):
+        found = play.decide(0) and play.chance(0.6)
+        after = 1 + found
+        score = math.log(1 / (1 + math.exp(-parameters[after])))  # of the right answer, which is to say yes
+        play.turn(0.3 * found, result=True, score=score)
+        right = play.decide(after)
+        play.turn()
+        return float(right)
+
+    rule = {"name": "state_baseline", "fit": fit}
+    result = measure(rule, answers, group_size=2, groups=2, parameters=parameters)
+    assert result.bias.abs().max() < 1e-12 < result.truth.norm()
+
+
 @pytest.mark.parametrize(
     ("rule", "name", "cosine"),
     [

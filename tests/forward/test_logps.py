@@ -179,7 +179,7 @@ def test_logits_in_float32_are_computed_outside_autocast(tokenizer):
     enable_trees(model, cast_head_to_fp32=True)
     ids, ones = torch.tensor([[1, 2, 3]]), torch.ones(1, 3, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        logps, _ = batch_logps(model, ids, ones, ids, ones, ones)
+        logps, *_ = batch_logps(model, ids, ones, ids, ones, ones)
     expected = (seen[0] @ model.lm_head.weight.T).log_softmax(dim=-1).gather(1, ids.T)[:, 0]
     torch.testing.assert_close(logps[0], expected)
 
@@ -188,7 +188,7 @@ def test_a_batch_with_nothing_to_score_has_a_gradient_of_zero(tokenizer):
     model = build_model(tokenizer)
     enable_trees(model)
     ids, ones = torch.tensor([[1, 2], [1, 3]]), torch.ones(2, 2, dtype=torch.long)
-    logps, entropies = batch_logps(model, ids, ones, ids, ones, torch.zeros(2, 2))
+    logps, entropies, _ = batch_logps(model, ids, ones, ids, ones, torch.zeros(2, 2))
     (logps + entropies).sum().backward()
     assert all(p.grad.abs().max() == 0 for p in model.parameters())
 
@@ -211,7 +211,7 @@ def test_a_padded_batch_gives_the_log_probs_of_trained_tokens(tokenizer):
     mask = torch.cat([prompt_mask, completion_mask], dim=1)
     expected = padded_logps(model, torch.cat([prompt_ids, completion_ids], dim=1), mask, 4)
     enable_trees(model)
-    logps, entropies = batch_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, loss_mask)
+    logps, entropies, _ = batch_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, loss_mask)
     torch.testing.assert_close(logps, expected * loss_mask)
     assert (entropies > 0).equal(loss_mask.bool())
 
@@ -228,7 +228,7 @@ def test_a_row_can_be_a_tree(tokenizer):
     ones = torch.ones_like(tokens)
     scored = (turns[:, prompt:] >= 0).long()
     enable_trees(model)
-    logps, _ = batch_logps(
+    logps, *_ = batch_logps(
         model,
         tokens[:, :prompt],
         ones[:, :prompt],

@@ -122,7 +122,7 @@ def test_masked_forks_have_the_log_probs_of_each_turn_alone():
     assert mask.sum() == sum(map(len, actions)) - 2
     enable_trees(model)
     ones = torch.ones_like
-    tree, _ = batch_logps(model, prompt, ones(prompt), ids, ones(ids), mask, parent)
+    tree, *_ = batch_logps(model, prompt, ones(prompt), ids, ones(ids), mask, parent)
     alone, _ = turn_by_turn_logps(model, prompt, ones(prompt), ids, mask, turns, parent, temperature=1.0)
     assert torch.allclose(tree.float(), alone, atol=1e-5) and tree.count_nonzero() == mask.sum()
 

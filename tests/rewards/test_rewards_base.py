@@ -26,6 +26,7 @@ from mt_grpo.rewards import (
     score_trajectories,
 )
 from mt_grpo.rewards.base import completion_ids
+from mt_grpo.rewards.registry import KINDS
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 
@@ -321,6 +322,7 @@ def test_completion_ids_are_what_follows_the_first_context():
 
 def test_built_in_rewards_are_found_by_the_name_they_report():
     assert set(REWARDS) == {
+        "answer_logprob",
         "env_reward",
         "exact_match_reward_func",
         "exist_answer_in_search_results",
@@ -335,7 +337,8 @@ def test_built_in_rewards_are_found_by_the_name_they_report():
         "xml_reward_func",
     }
     for name, reward_class in REWARDS.items():
-        (loaded,) = load_rewards([name], "turn" if issubclass(reward_class, TurnReward) else "outcome")
+        kind = next(kind for kind, base in KINDS.items() if issubclass(reward_class, base))
+        (loaded,) = load_rewards([name], kind)
         assert type(loaded) is reward_class is type(getattr(rewards, name))
         assert loaded.name == name
 

@@ -8,7 +8,7 @@ import pytest
 from support.scoring import score
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.rewards import InformationGain, RewardError, cut_after
+from mt_grpo.rewards import AnswerLogprob, InformationGain, RewardError, cut_after
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 LOGPROBS = [-5.0, -3.0, -3.5, -0.25]
@@ -45,6 +45,13 @@ def test_the_gain_of_a_turn_is_the_same_when_later_ones_are_cut():
 
 def test_a_turn_beside_a_context_without_a_score_earns_nothing():
     assert gains(make_trajectory([-2.0, None, -1.0, -0.5])) == [None, None, 0.5, None]
+
+
+def test_the_score_of_a_state_is_that_of_the_context_it_leads_to():
+    trajectory = make_trajectory()
+    trajectory.answer_logprobs = {"answer_logprob": LOGPROBS}
+    for index, expected in enumerate([*LOGPROBS[1:], None]):
+        assert AnswerLogprob().score(trajectory.turns[index], trajectory) == expected
 
 
 def test_a_conversation_that_failed_earns_nothing():

@@ -303,7 +303,7 @@ def test_roots_and_forks_have_the_log_probs_of_each_turn_alone():
     prompt, ids, mask, turns, parent = (torch.tensor([getattr(row, name)]) for name in names)
     ones = torch.ones_like
     enable_trees(model)
-    tree, _ = batch_logps(model, prompt, ones(prompt), ids, ones(ids), mask, parent)
+    tree, *_ = batch_logps(model, prompt, ones(prompt), ids, ones(ids), mask, parent)
     alone, _ = turn_by_turn_logps(model, prompt, ones(prompt), ids, mask, turns, parent, temperature=1.0)
     assert torch.allclose(tree.float(), alone, atol=1e-5) and tree.count_nonzero() == mask.sum()
     for turn, action in enumerate(trajectory.tree.actions()):  # and against the whole context that was sampled from

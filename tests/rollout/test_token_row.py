@@ -24,7 +24,7 @@ def test_leaves_follow_the_contexts_that_turns_really_had(tokenizer):
     for history in ("keep", "strip_thinking"):
         trajectory, _, seen = rewritten(tokenizer, history)
         assert (trajectory.tree.num_sequences > 1) == (history != "keep")
-        leaves = answer_leaves(trajectory, [7], [8, 9], 500)
+        leaves = answer_leaves(trajectory, [([7], [8, 9])] * 3, 500)
         assert leaves.turns == [0, 1, 2] and leaves.tree.actions() == [[8, 9]] * 3
         for turn, (context, _) in enumerate(seen):
             assert leaves.tree.path_of_turn(turn) == [*context, 7, 8, 9]
@@ -32,7 +32,7 @@ def test_leaves_follow_the_contexts_that_turns_really_had(tokenizer):
 
 def test_what_contexts_share_is_in_the_leaves_once(tokenizer):
     trajectory, _, seen = rewritten(tokenizer, "keep")
-    leaves = answer_leaves(trajectory, [7], [8, 9], 500)
+    leaves = answer_leaves(trajectory, [([7], [8, 9])] * 3, 500)
     contexts = {tuple(context[: length + 1]) for context, _ in seen for length in range(len(context))}
     assert unique_tokens([leaves.tree]) == len(contexts) + 3 * 3
     assert unique_tokens([leaves.tree] * 4) == len(contexts) + 3 * 3  # members of a group
@@ -41,7 +41,7 @@ def test_what_contexts_share_is_in_the_leaves_once(tokenizer):
 def test_the_trajectory_stays_as_it_is(tokenizer):
     trajectory, *_ = rewritten(tokenizer)
     before = copy.deepcopy(trajectory.to_dict())
-    answer_leaves(trajectory, [7], [8, 9], 500)
+    answer_leaves(trajectory, [([7], [8, 9])] * 3, 500)
     assert trajectory.to_dict() == before
 
 
@@ -51,8 +51,8 @@ def test_without_room_or_a_sampled_token_there_is_no_leaf():
     tree.add_turn([1, 2, 3, 4], [], [])
     tree.add_turn([1, 2, 3, 4, 5, 6], [7], [-1.0])
     trajectory = Trajectory([], [Turn(index, {}) for index in range(3)], tree)
-    assert answer_leaves(trajectory, [8], [9], 8).turns == [0, 2]
-    assert answer_leaves(trajectory, [8], [9], 7).turns == [0]
+    assert answer_leaves(trajectory, [([8], [9])] * 3, 8).turns == [0, 2]
+    assert answer_leaves(trajectory, [([8], [9])] * 3, 7).turns == [0]
 
 
 def test_a_right_answer_that_spells_a_mark_is_text(tokenizer):

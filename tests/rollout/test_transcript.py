@@ -223,7 +223,7 @@ def test_logps_of_forked_rows_are_those_of_each_turn_alone(tokenizer):
         return torch.tensor([row + [0] * (width - len(row)) for row in values])
 
     prompt = torch.tensor([row.prompt_ids for row in rows])
-    logps, _ = batch_logps(
+    logps, *_ = batch_logps(
         model,
         prompt,
         torch.ones_like(prompt),

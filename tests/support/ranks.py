@@ -32,6 +32,8 @@ from mt_grpo.weights.weight_file import FullParameters
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 
 BATCH = 8
+INFORMED = ("plain", "measured", "adapter")
+"""Scenarios with `information_gain`."""
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
 SCENARIOS = {
     "plain": {},
@@ -46,7 +48,12 @@ SCENARIOS = {
         "save_only_model": True,
     },
     # the conversations of the second rank do not fit, so it has nothing to learn from
-    "adapter": {"max_completion_length": 150, "mask_truncated_completions": True},
+    "adapter": {
+        "max_completion_length": 150,
+        "mask_truncated_completions": True,
+        "use_vllm": True,  # the loss corrects for the engine, so there are old log-probs
+        "beta": 0.1,
+    },
     "refused": {},
     "bf16": {"bf16": True, "max_grad_norm": 1e9},  # gradients as they were reduced
     # of the first rank all conversations end before they branch, of the second none
@@ -184,7 +191,7 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     trainer = MTGRPOEnvTrainer(
         model,
         MultiTurnToolEnv([lookup], system_prompt="", max_steps=6),
-        [] if scenario == "branches" else [Searched(), *[InformationGain()][: scenario in ("plain", "measured")]],
+        [] if scenario == "branches" else [Searched(), *[InformationGain()][: scenario in INFORMED]],
         [] if scenario == "turns" else [Length()],
         args,
         Dataset.from_list(rows),
@@ -224,7 +231,7 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     sent = {name: tensor.detach().clone() for name, tensor in walk}
     ids = torch.tensor([[1, 2]])
     with trainer.accelerator.autocast():
-        logps, _ = batch_logps(trainer.model, ids, ids > 0, ids, ids > 0, ids > 0)
+        logps, *_ = batch_logps(trainer.model, ids, ids > 0, ids, ids > 0, ids > 0)
     model = trainer.accelerator.unwrap_model(trainer.model)
     logged = [row for row in trainer.state.log_history if "loss" in row]
     result = {

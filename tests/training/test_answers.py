@@ -8,19 +8,20 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from support.conversations import converse
-from support.trainers import Answered, conversation
+from support.trainers import Answered, batch, conversation
 
 from mt_grpo.concurrency import run
 from mt_grpo.credit import rule_name
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.packing import unique_tokens
-from mt_grpo.rewards import InformationGain, cut_after, score_cut
+from mt_grpo.rewards import AnswerLogprob, InformationGain, cut_after, score_cut
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.rollout.engine import EngineError
 from mt_grpo.rollout.token_row import answer_ids, answer_leaves
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.answers import longest, mean_logprobs
+from mt_grpo.training.forward import has_old_forward
 from mt_grpo.training.preflight import check_reward_columns
 from mt_grpo.trajectory import Trajectory, Turn
 
@@ -54,7 +55,8 @@ def trees(tokenizer):
     trajectories = [random_trajectory(draw, len(tokenizer)) for _ in range(4)]
     trajectories.append(trajectories[0])
     return [
-        answer_leaves(each, [5, 6], [7, 8, 9][: 1 + index % 3], 500).tree for index, each in enumerate(trajectories)
+        answer_leaves(each, [([5, 6], [7, 8, 9][: 1 + index % 3])] * each.tree.num_turns, 500).tree
+        for index, each in enumerate(trajectories)
     ]
 
 
@@ -150,9 +152,82 @@ def test_a_cut_trajectory_has_the_log_probs_of_the_whole(build):
     for whole in trainer.rollout(4):
         before, answer = answer_ids(trainer.runner.renderer, "<answer>", whole.row["answer"][0])
         for index in range(len(whole.turns)):
-            leaves = answer_leaves(cut_after(whole, index), before, answer, 400)
+            leaves = answer_leaves(cut_after(whole, index), [(before, answer)] * (index + 1), 400)
             (found,) = mean_logprobs(trainer.model, [leaves.tree])
             assert found == pytest.approx(whole.answer_logprobs["information_gain"][: index + 1], abs=1e-5)
+
+
+class Halves(AnswerLogprob):
+    """The right answer of the first turn is another one than that of later turns; the third has none."""
+
+    name = "halves"
+
+    def answer_at(self, turn, row):
+        return ["Cusco", row["answer"][0], None][turn]
+
+
+OLD_FORWARD = {
+    "later steps": {"num_iterations": 2},
+    "a batch in parts": {"steps_per_generation": 4, "per_device_train_batch_size": 1},
+    "corrected": {"use_vllm": True},
+    "another distribution": {"num_iterations": 2, "temperature": 0.6, "top_k": 20},
+    "a rewritten past": {"num_iterations": 2, "history": "strip_thinking"},
+}
+
+
+@pytest.mark.parametrize("options", OLD_FORWARD.values(), ids=list(OLD_FORWARD))
+def test_the_forward_of_the_old_log_probs_scores_answers_too(build, options):
+    plain, trainer = build(**options), build(rewards=GAIN, **options)
+    trainer.state_scores = [Halves()]
+    for each in (plain, trainer):
+        batch(each)  # the model is proven once
+    old, counted = batch(plain)["old_per_token_logps"], count_tokens(trainer.model)
+    torch.testing.assert_close(batch(trainer)["old_per_token_logps"], old, rtol=0, atol=1e-5)
+    assert len(counted) == (4 if "steps_per_generation" in options else 1)
+    check_against_oracle(trainer, trainer.batch.trajectories)
+    encode = trainer.runner.renderer
+    for trajectory in trainer.batch.trajectories:
+        values = trajectory.answer_logprobs["halves"]
+        answers = [answer_ids(encode, "<answer>", text) for text in ("Cusco", trajectory.row["answer"][0])]
+        for index, (before, answer) in enumerate(answers[: len(values)]):
+            context = trajectory.tree.path_of_turn(index)[: -len(trajectory.tree.actions()[index])]
+            assert values[index] == pytest.approx(alone(trainer.model, context + before, answer), abs=1e-5)
+        assert values[2:] in ([], [None])
+        assert trajectory.rewards["state"]["halves"] == [*values[1:], None]
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2}], ids=["reference alone", "old too"])
+def test_the_policy_scores_answers_and_not_its_reference(build, model, tmp_path, adapter, options):
+    from peft import LoraConfig
+
+    config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False) if adapter else None
+    model.config._name_or_path = str(tmp_path / "model")  # where the reference is loaded from
+    model.save_pretrained(tmp_path / "model")
+    trainer = build(model=model, rewards=GAIN, peft_config=config, beta=0.1, **options)
+    if not adapter:
+        with torch.no_grad():
+            trainer.model.lm_head.weight.mul_(1.5)
+    output = batch(trainer)
+    assert ("old_per_token_logps" in output) == bool(options)
+    assert check_against_oracle(trainer, trainer.batch.trajectories) == 5
+
+
+def test_trl_makes_the_forward_of_the_old_log_probs_as_expected(build):
+    wanted = ({}, {"gradient_accumulation_steps": 2}, *OLD_FORWARD.values())
+    for options in (*wanted, {"use_vllm": True, "vllm_importance_sampling_correction": False}):
+        trainer = build(**options)
+        assert ("old_per_token_logps" in batch(trainer)) == has_old_forward(trainer)
+
+
+def test_rewards_that_ask_for_answers_share_one_forward(build):
+    trainer = build(rewards=GAIN)
+    trainer.state_scores = [Halves()]
+    batch(trainer)
+    counted = count_tokens(trainer.model)
+    batch(trainer)
+    assert len(counted) == 1
+    check_against_oracle(trainer, trainer.batch.trajectories)
 
 
 def test_a_conversation_that_failed_is_not_scored(build):
@@ -175,7 +250,7 @@ def test_a_rewritten_past_is_scored_as_the_model_saw_it(tokenizer, model):
     replies = [[{"role": "user", "content": "Q2"}]]
     trajectory, _, seen = converse(tokenizer, ["<think>a</think>one", "two"], replies, "strip_thinking")
     enable_trees(model)
-    (found,) = mean_logprobs(model, [answer_leaves(trajectory, [5], [6, 7], 500).tree])
+    (found,) = mean_logprobs(model, [answer_leaves(trajectory, [([5], [6, 7])] * 2, 500).tree])
     assert found == pytest.approx([alone(model, [*context, 5], [6, 7]) for context, _ in seen], abs=1e-5)
 
 

@@ -144,7 +144,7 @@ def _logps(case: Case, model: nn.Module, ids: Tensor, mask: Tensor, scored: Tens
             return selective_log_softmax(logits[:, :-1] / args.temperature, ids[:, -keep:])
         columns = TokenColumns(scored, torch.zeros_like(scored), None)
         distribution = {"temperature": args.temperature, "truncation": trained_truncation(args)}
-        logps, _ = completion_logps(model, ids, mask, columns, args, distribution)
+        logps, *_ = completion_logps(model, ids, mask, columns, args, distribution)
     return logps
 
 
