@@ -25,7 +25,7 @@ from support.runs import write_run
 from mt_grpo.app import request
 from mt_grpo.cli import main
 from mt_grpo.rewards import REWARDS, load_rewards
-from mt_grpo.runlog import read_trajectories
+from mt_grpo.runlog import open_run, read_trajectories
 from mt_grpo.training import MTGRPOConfig, preflight
 
 ROOT = Path(__file__).parent.parent
@@ -292,10 +292,10 @@ def test_the_recipe_of_the_readme_trains_as_printed(tmp_path, monkeypatch):
 
 def test_the_example_of_a_credit_rule_trains_in_a_recipe(tmp_path, monkeypatch):
     """With the YAML of the page, that of a built-in rule with an option too."""
-    _, example, _ = [block for name, block in blocks("python") if name == "credit.md"]
+    _, example, with_parts, _ = [block for name, block in blocks("python") if name == "credit.md"]
     keep_estimators(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "turn_only.py").write_text(example)
+    (tmp_path / "turn_only.py").write_text(example + with_parts)
     _, named, with_option = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "credit.md"]
     options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     for rule in (named, {**named, **with_option}):
@@ -305,6 +305,11 @@ def test_the_example_of_a_credit_rule_trains_in_a_recipe(tmp_path, monkeypatch):
         for name in ("summary.json", "config.yaml"):  # JSON is YAML
             recorded = yaml.safe_load((tmp_path / "run" / name).read_text())
             assert recorded["advantage_estimator"] == rule["advantage_estimator"]
+    small = [*small, "--advantage_estimator", "turn_only_in_parts"]
+    assert main(["train", "--config", "recipe.yaml", *small]) == 0
+    run = open_run("run")
+    turns = [turn for row in run.rows for turn in run.trajectory(row["session"])["turns"]]
+    assert {part["name"] for turn in turns for part in turn["parts"]} == {"turn reward", "baseline"}
 
 
 @pytest.mark.slow

@@ -44,6 +44,8 @@ def conversation(
         - `index` (`dict`): the row of the index;
         - `weights` (`dict`): weight of each reward;
         - `turns[i]["advantage"]` (`float`): where credit is written;
+        - `turns[i]["parts"]` (`list[dict]`): what it is the sum of, each with `name`, `value` and `scale`, by which the
+          value was divided (`None`: by no single number); empty where that is not written;
         - `nodes` (`list[dict]`): the token tree in depth-first order: `parent` (node, -1: none), `turn` (-1: context),
           `begin` and `end` (tokens `begin:end`), `subtree_end` (the first node after its subtree);
         - `tokens` (`dict` of lists, an entry per token of the tree, depth first): `ids`, `texts` (`None` without a
@@ -60,8 +62,10 @@ def conversation(
     ids = [token for index in order for token in tree.nodes[index].tokens]
     turn = [node["turn"] for node in nodes for _ in range(node["begin"], node["end"])]
     advantages = None if credit is None else credit["advantages"]
+    parts = (credit or {}).get("parts") or []
     for position, each in enumerate(record["turns"]):
         each["advantage"] = None if advantages is None else advantages[position]
+        each["parts"] = [_part(part, position) for part in parts]
     tokens: dict[str, Any] = {
         "ids": ids,
         "texts": None if tokenizer is None else token_texts(ids, nodes, tokenizer),
@@ -100,6 +104,15 @@ def conversation(
         "nodes": nodes,
         "tokens": tokens,
         "updates": shown,
+    }
+
+
+def _part(part: dict[str, Any], turn: int) -> dict[str, Any]:
+    scales = part["scales"]
+    return {
+        "name": part["name"],
+        "value": _without_nan([part["values"][turn]])[0],
+        "scale": None if scales is None or scales[turn] is None else _without_nan([scales[turn]])[0],
     }
 
 
@@ -142,6 +155,10 @@ def _check_lists(
     advantages = [values for values in (credit and credit["advantages"], row["advantages"]) if values is not None]
     if any(len(values) < turns for values in advantages):
         raise Damage("there are fewer advantages than turns")
+    for part in (credit or {}).get("parts") or []:
+        values, scales = part["values"], part["scales"]
+        if values is None or None in values or min(len(values), len(values if scales is None else scales)) < turns:
+            raise Damage(f"the part {str(part['name'])[:80]!r} of the advantages is not one number per turn")
     for update in updates:
         lists = [update[name] for name in ("columns", "difference", "entropies", "ratios", "clipped")]
         if any(values is None or None in values or len(values) != len(lists[0]) for values in lists):

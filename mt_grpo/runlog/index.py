@@ -11,7 +11,8 @@ is the CRC-32 of the line's bytes before `,"crc":`, as eight hexadecimal digits.
 | | `group_size`, `group_size_eval` | int | conversations of a prompt |
 | | `processes` | int | that write files |
 | | `rewards` | list | of `{"name", "kind": "turn" or "outcome", "weight", "maximum"}` |
-| | `estimator` | str or dict | the credit rule |
+| | `estimator` | str or dict | the credit rule, as it was given |
+| | `rule` | dict | its `name` and every option that it is called with; old indices lack it |
 | | `model` | str | name or folder of the model |
 | | `tools` | list of str | names of the tools that are known at the start; old indices lack it |
 | `rollout` | `session` | str | unique in the run; a later line replaces this one and its credit and updates |

@@ -85,7 +85,21 @@ A row per conversation.
 in seconds: `start` of the conversation, of each turn and of each call since 1970 (UTC), and `seconds` that each took.
 """
 
-CREDIT = pa.schema([*_SESSION, pa.field("advantages", pa.list_(pa.float32()), nullable=False)])
+_PART = pa.struct(
+    [
+        pa.field("name", pa.string(), nullable=False),
+        pa.field("values", pa.list_(pa.float64()), nullable=False),
+        pa.field("scales", pa.list_(pa.float64())),
+    ]
+)
+
+CREDIT = pa.schema(
+    [
+        *_SESSION,
+        pa.field("advantages", pa.list_(pa.float32()), nullable=False),
+        pa.field("parts", pa.list_(_PART)),
+    ]
+)
 """
 A row per conversation.
 
@@ -93,7 +107,14 @@ A row per conversation.
 | --- | --- | --- |
 | `session`, `mode`, `step`, `k` | | see above |
 | `advantages` | | advantage per turn |
+| `parts` | | what the advantage is the sum of: each part's `name`, and per turn `values` and `scales` |
+
+A value is divided by its scale already. `scales` is null where no single number divides, an entry of it where the part
+does not occur. `parts` is empty where the rule says none, and no column in runs of earlier versions.
 """
+
+LATER = ("parts",)
+"""Columns that runs of earlier versions lack."""
 
 UPDATES = pa.schema(
     [

@@ -60,13 +60,17 @@ class RunWriter:
         name = rollouts_file(batch.mode, batch.step, batch.k, self.rank)
         return [self._write(name, rollout_table(batch, self.rank)), *rollout_lines(batch, self.rank)]
 
-    def write_credit(self, batch: Batch, advantages: Sequence[Sequence[float]]) -> list[Line]:
+    def write_credit(
+        self, batch: Batch, advantages: Sequence[Sequence[float]], parts: Sequence[Sequence[Line]] | None = None
+    ) -> list[Line]:
         """
         Writes the advantage of each turn of a batch's conversations. Returns their lines.
 
         Args:
             batch (`Batch`): As it was written.
             advantages (`list[list[float]]`): Per conversation and turn.
+            parts (`list[list[dict]]`, *optional*): Per conversation, the `name`, `values` and `scales` of each part of
+                its advantages, see `CREDIT`.
         """
         if not batch.trajectories:
             return []
@@ -77,6 +81,7 @@ class RunWriter:
             "step": [batch.step] * size,
             "k": [batch.k] * size,
             "advantages": [list(values) for values in advantages],
+            "parts": [[] for _ in advantages] if parts is None else parts,
         }
         file = credit_file(batch.mode, batch.step, batch.k, self.rank)
         return [

@@ -17,7 +17,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 
-from mt_grpo.credit import estimate_parts
+from mt_grpo.credit import estimate_parts, whole_rule
 from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import source_of, tool_names
@@ -313,6 +313,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             "group_size_eval": self.num_generations_eval,
             "processes": self.accelerator.num_processes,
             "estimator": self.args.advantage_estimator,
+            "rule": whole_rule(
+                self.args.advantage_estimator,
+                turn_coef=self.args.turn_advantage_coef,
+                scale_rewards=self.scale_rewards,
+            ),
             "model": str(Path(self.model.config.name_or_path)),
             "tools": tool_names(self.env),
         }

@@ -99,6 +99,26 @@ def test_the_tokenizer_is_saved_and_shows_the_tokens(passes, tokenizer):
     assert "".join(tokens["texts"]) == tokenizer.decode(tokens["ids"])
 
 
+def test_the_parts_of_each_advantage_are_kept_with_the_rule(build, tmp_path):
+    rule = {"name": "turn_gae", "lam": 0.5}
+    trainer = build(max_steps=1, advantage_estimator=rule, turn_advantage_coef=2.0, scale_rewards="batch")
+    trainer.train()
+    run = open_run(tmp_path)
+    assert run.about["estimator"] == rule
+    assert run.about["rule"] == {**rule, "turn_coef": 2.0, "gamma": 1.0, "scale_rewards": "batch"}
+    turns = [turn for row in run.rows for turn in run.trajectory(row["session"])["turns"]]
+    assert any(turn["advantage"] for turn in turns)
+    for turn in turns:
+        parts = {part["name"]: part for part in turn["parts"]}
+        assert list(parts) == ["outcome", "turn reward Calls", "later values", "baseline"]
+        assert sum(part["value"] for part in parts.values()) == pytest.approx(turn["advantage"], abs=1e-6)
+        assert len({part["scale"] for part in parts.values()}) == 1
+    first = run.trajectory(run.rows[0]["session"])
+    earned = first["turns"][0]["parts"][1]
+    wanted = sum(value * 0.5**turn for turn, value in enumerate(first["rewards"]["turn"]["Calls"]) if value)
+    assert earned["value"] * earned["scale"] == pytest.approx(2.0 * first["weights"]["Calls"] * wanted)
+
+
 def test_credit_and_weights_are_those_that_are_trained(build, tmp_path):
     trainer = build(reward_weights=[3.0, 0.5], max_steps=1)
     trainer.train()

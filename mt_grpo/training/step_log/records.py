@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ class Records:
             for trajectory, values in zip(step.batch.trajectories, step.advantages.tolist(), strict=True)
             if trajectory.stop_reason is not None
         ]
-        self._commit(lambda: self.writer.write_credit(batch, advantages))
+        parts = _parts(step)
+        self._commit(lambda: self.writer.write_credit(batch, advantages, parts))
         return [line for line in lines if line["kind"] == "rollout" and line["mode"] == step.mode]
 
     def rescue(self, step: Step) -> None:
@@ -152,6 +154,33 @@ class Records:
 def _numbers(trajectories: list[Trajectory]) -> list[int]:
     """Rows of conversations in the batch of all processes."""
     return [int(trajectory.session.rsplit("-", 1)[1]) for trajectory in trajectories]
+
+
+def _parts(step: Step) -> list[Lines]:
+    """The parts of the advantages of each conversation that was run, as `write_credit` takes them."""
+    credit = step.batch.credit
+    columns = [
+        (name, part[step.rows].tolist(), credit.scales[name][step.rows].tolist() if name in credit.scales else None)
+        for name, part in credit.parts.items()
+    ]
+    parts = []
+    for row, trajectory in enumerate(step.batch.trajectories):
+        if trajectory.stop_reason is None:
+            continue
+        turns = len(trajectory.turns)
+        parts.append(
+            [
+                {
+                    "name": name,
+                    "values": values[row][:turns],
+                    "scales": None
+                    if scales is None
+                    else [None if isnan(each) else each for each in scales[row][:turns]],
+                }
+                for name, values, scales in columns
+            ]
+        )
+    return parts
 
 
 def _step_line(update: Update) -> dict[str, Any]:
