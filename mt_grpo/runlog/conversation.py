@@ -44,8 +44,8 @@ def conversation(
         - `index` (`dict`): the row of the index;
         - `weights` (`dict`): weight of each reward;
         - `turns[i]["advantage"]` (`float`): where credit is written;
-        - `turns[i]["parts"]` (`list[dict]`): what it is the sum of, each with `name`, `value` and `scale`, by which the
-          value was divided (`None`: by no single number); empty where that is not written;
+        - `turns[i]["parts"]` (`list[dict]`): what it is the sum of, each with `name`, `value` and `scale`, by which
+          the value was divided (`None`: by no single number); empty where that is not written;
         - `nodes` (`list[dict]`): the token tree in depth-first order: `parent` (node, -1: none), `turn` (-1: context),
           `begin` and `end` (tokens `begin:end`), `subtree_end` (the first node after its subtree);
         - `tokens` (`dict` of lists, an entry per token of the tree, depth first): `ids`, `texts` (`None` without a
@@ -156,9 +156,11 @@ def _check_lists(
     if any(len(values) < turns for values in advantages):
         raise Damage("there are fewer advantages than turns")
     for part in (credit or {}).get("parts") or []:
-        values, scales = part["values"], part["scales"]
-        if values is None or None in values or min(len(values), len(values if scales is None else scales)) < turns:
-            raise Damage(f"the part {str(part['name'])[:80]!r} of the advantages is not one number per turn")
+        if part is None or part["name"] is None or part["values"] is None or None in part["values"]:
+            raise Damage("the parts of its advantages have gaps")
+        scales = part["values"] if part["scales"] is None else part["scales"]
+        if min(len(part["values"]), len(scales)) < turns:
+            raise Damage("there are fewer parts of advantages than turns")
     for update in updates:
         lists = [update[name] for name in ("columns", "difference", "entropies", "ratios", "clipped")]
         if any(values is None or None in values or len(values) != len(lists[0]) for values in lists):

@@ -142,11 +142,13 @@ def raw(text: bytes) -> Callable[[Path], None]:
     return lambda folder: void(index(folder).write_bytes(index(folder).read_bytes() + text + b"\n"))
 
 
-def table(change: Callable[[pa.Table], pa.Table], **options: Any) -> Callable[[Path], None]:
+def table(
+    change: Callable[[pa.Table], pa.Table], of: Callable[[Path], Path] = rollouts, **options: Any
+) -> Callable[[Path], None]:
     """Another table in the file of conversations, whose lines say that it is the right one."""
 
     def damage(folder: Path) -> None:
-        path = rollouts(folder)
+        path = of(folder)
         with path.open("rb") as opened:
             found = pq.ParquetFile(opened).read()
         pq.write_table(change(found), path, **{"row_group_size": 16, **options})
@@ -160,14 +162,17 @@ def without_checksums(folder: Path) -> None:
     index(folder).write_text("".join(each.partition(',"crc":')[0] + "}\n" for each in lines))
 
 
-def column(name: str, value: Any) -> Callable[[Path], None]:
+def column(name: str, value: Any, of: Callable[[Path], Path] = rollouts) -> Callable[[Path], None]:
     def change(found: pa.Table) -> pa.Table:
         number = found.schema.get_field_index(name)
         kind = found.schema.field(name).type
-        values = pa.array([value] * found.num_rows, kind if pa.types.is_nested(kind) or value is None else None)
+        values = pa.array(
+            [value] * found.num_rows,
+            kind if pa.types.is_nested(kind) and not isinstance(value, str) or value is None else None,
+        )
         return found.set_column(number, pa.field(name, values.type), values)
 
-    return table(change)
+    return table(change, of)
 
 
 def record(**fields: Any) -> Callable[[Path], None]:
@@ -257,6 +262,11 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "file null": line("rollout", file=None),
     "advantages too few": line("credit", advantages=[]),
     "advantages a text": line("credit", advantages="1"),
+    "parts too few": column("parts", [{"name": "outcome", "values": [], "scales": None}], credit),
+    "parts of fewer scales": column("parts", [{"name": "outcome", "values": [1.0] * 9, "scales": [1.0]}], credit),
+    "parts with gaps": column("parts", [{"name": "outcome", "values": [None] * 9, "scales": None}], credit),
+    "parts that are none": column("parts", [None], credit),
+    "parts of text": column("parts", "outcome", credit),
     "steps without times": line("step", sampling=...),
     "parquet empty": put(PARQUET, b""),
     "parquet cut": cut(PARQUET, 0.7),
