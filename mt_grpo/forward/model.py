@@ -21,12 +21,13 @@ from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention.layout import KERNELS, TreeLayout
 from mt_grpo.forward.lm_head import Truncation, chunked_logps
 from mt_grpo.forward.packing import Packed
+from mt_grpo.forward.recurrent.layers import extend_recurrent_layers, over_tree, recurrent_layers
 
 
 class AttentionLayer(Protocol):
     """What transformers calls an attention with: a module of a decoder's layer."""
 
-    layer_idx: int
+    layer_idx: int | None
 
 
 def register(original: str) -> str:
@@ -71,7 +72,8 @@ def _check_call(module: AttentionLayer, mask: Tensor | None, options: dict[str, 
     """Refuses a layer whose attention differs from its configuration: its tokens would not see their history."""
     config = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
-    slides = types is None or types[module.layer_idx] == "sliding_attention"
+    # blocks may share a layer, which has no number then
+    slides = types is None or module.layer_idx is None or types[module.layer_idx] == "sliding_attention"
     window = getattr(config, "sliding_window", None) if slides else None
     if (
         (mask is not None and mask.numel() > 1)
@@ -142,6 +144,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
     model._attention_without_trees = model.config._attn_implementation.removeprefix("tree_or_")
     # a reference model is made with the policy's configuration, which may have our name already
     model.config._attn_implementation = register(model.config._attn_implementation.removeprefix("tree_or_"))
+    extend_recurrent_layers(model)
     model._forward_without_trees = model.forward  # a bound method: a deep copy of the model has its own
 
     @functools.wraps(type(model).forward)  # `generate` validates its arguments against the signature
@@ -149,15 +152,18 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
         if tree is None:
             return self._forward_without_trees(*args, **kwargs)
         device = kwargs["input_ids"].device
-        hidden = self.base_model(
-            input_ids=kwargs["input_ids"],
-            position_ids=kwargs["position_ids"],
-            # transformers passes a mask of four dimensions on as it is
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
-            use_cache=False,
-            tree_layout=tree.layout,
-        ).last_hidden_state[0]
-        missing = self.config.get_text_config().num_hidden_layers - len(tree.layout.layers)
+        with over_tree(self, tree.layout):
+            hidden = self.base_model(
+                input_ids=kwargs["input_ids"],
+                position_ids=kwargs["position_ids"],
+                # transformers passes a mask of four dimensions on as it is
+                attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+                use_cache=False,
+                tree_layout=tree.layout,
+            ).last_hidden_state[0]
+        config = self.config.get_text_config()
+        alone = sum(kind in ("mlp", "moe") for kind in getattr(config, "layer_types", None) or [])  # one token each
+        missing = len(set(range(config.num_hidden_layers)) - tree.layout.layers) - alone
         if missing:
             raise UnsupportedModelError(
                 f"{missing} layers of {type(self).__name__} do not pass keyword arguments to their attention, so "
@@ -267,7 +273,7 @@ def check_model(model: PreTrainedModel) -> None:
 def _obstacle(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
     # cannot run
-    if not model._supports_attention_backend:
+    if not model._supports_attention_backend and not recurrent_layers(model):
         return "does not go through transformers' attention interface"
     if model.base_model is model or not isinstance(model.get_output_embeddings(), torch.nn.Module):
         return "has no output layer apart from the rest"

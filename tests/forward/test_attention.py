@@ -16,10 +16,10 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     PhimoeConfig,
     PhimoeForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
 from mt_grpo.errors import UnsupportedModelError
@@ -212,7 +212,7 @@ def test_a_decoder_with_plain_attention_is_accepted():
     ("build", "reason"),
     [
         (
-            lambda: MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1)),
+            lambda: RwkvForCausalLM(RwkvConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2)),
             "attention interf",
         ),
         (lambda: Gemma2ForCausalLM(Gemma2Config(**TINY)), "caps its attention scores"),

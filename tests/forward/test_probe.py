@@ -25,14 +25,17 @@ from transformers import (
     OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    RwkvConfig,
 )
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.probe import EXACT, MOST, measure, probe_depth, probe_trees, prove, rounding_step
+from mt_grpo.forward.recurrent.functions import FUNCTIONS
 from mt_grpo.token_tree import TokenTree
 
 SIZE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -58,6 +61,15 @@ RIGHT = {
     "qwen3 moe": lambda: Qwen3MoeConfig(**TINY, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
     "gpt2": lambda: GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0),
     "opt": lambda: OPTConfig(**SIZE, ffn_dim=32, num_attention_heads=4, word_embed_proj_dim=32),
+    "convolutions": lambda: Lfm2Config(**TINY, layer_types=["conv", "full_attention"]),
+    "state spaces": lambda: BambaConfig(
+        **SIZE,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        attn_layer_indices=[1],
+    ),
 }
 WRONG = {
     "local attention and a second head": lambda: ModernBertDecoderConfig(**MODERNBERT),
@@ -66,12 +78,6 @@ WRONG = {
     "both directions": lambda: BertConfig(**SIZE, num_attention_heads=4, attention_probs_dropout_prob=0.0),
     "frequencies that depend on the length": lambda: LlamaConfig(
         **TINY, max_position_embeddings=64, rope_parameters=DYNAMIC
-    ),
-}
-CANNOT = {
-    "convolutions": lambda: Lfm2Config(**TINY, layer_types=["conv", "full_attention"]),
-    "state spaces": lambda: BambaConfig(
-        **SIZE, num_attention_heads=4, mamba_n_heads=4, mamba_d_head=16, attn_layer_indices=[1]
     ),
 }
 
@@ -95,10 +101,18 @@ def test_a_model_that_scores_trees_wrong_is_refused(kind):
     assert "nats" in message and "where its precision explains 1.0e-04" in message
 
 
-@pytest.mark.parametrize("kind", CANNOT)
-def test_layers_without_attention_are_refused(kind):
+def test_layers_that_run_along_a_sequence_only_are_refused():
+    model = make(RwkvConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(UnsupportedModelError, match="set `forward: padded`"):
-        token_logps(make(CANNOT[kind]()), [deep_tree(40)])
+        token_logps(model, [deep_tree(40)])
+
+
+@pytest.mark.parametrize("layer", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])
+def test_a_layer_that_calls_half_of_what_can_run_over_trees_is_refused(monkeypatch, layer):
+    monkeypatch.delitem(FUNCTIONS, layer)
+    model = make(Qwen3_5TextConfig(**TINY, layer_types=["linear_attention", "full_attention"]))
+    with pytest.raises(UnsupportedModelError, match="nats"):
+        token_logps(model, [deep_tree(40)])
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral, a window", "mixtral", "gpt2"])

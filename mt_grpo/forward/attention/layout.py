@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from mt_grpo.forward.packing import Packed
+from mt_grpo.forward.recurrent.schedule import Schedule
 from mt_grpo.imports import Registry
 
 BLOCK = 128
@@ -30,7 +32,7 @@ class TreeLayout:
     def __init__(self, packed: Packed, attention: str = "auto") -> None:
         self.subtree_end, self.depth = packed.subtree_end, packed.position_ids
         self.size = len(packed.subtree_end)
-        self.layers: set[int] = set()
+        self.layers: set[int | None] = set()
         """Layers whose attention was called with this layout."""
         indices = np.arange(self.size)
         # a chain continues while the next token is the only child
@@ -39,15 +41,22 @@ class TreeLayout:
         begins[:1] = True
         self.starts = begins.nonzero()[0]
         self.sizes = np.diff(np.array([*self.starts, self.size]))
-        parent_chain = np.searchsorted(self.starts, packed.parent[self.starts], side="right") - 1  # -1 for a root
+        self._parent = packed.parent
+        parents = np.searchsorted(self.starts, packed.parent[self.starts], side="right") - 1  # -1 for a root
+        self._parents: list[int] = parents.tolist()
         self.paths: list[list[int]] = []
         """Per chain, the chains from the root to it, including itself."""
-        for chain, parent in enumerate(parent_chain.tolist()):
+        for chain, parent in enumerate(self._parents):
             self.paths.append([*(self.paths[parent] if parent >= 0 else []), chain])
         self._attention = attention
         self._dense: dict[tuple[torch.device, int | None], Tensor] = {}
         self._chains: dict[tuple[torch.device, torch.dtype, int | None], tuple[int, Tensor]] = {}
         self._blocks: dict[tuple[torch.device, int | None], BlockMask] = {}
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """In which order a recurrence runs over the chains."""
+        return Schedule(self.starts, self.sizes, self._parents, self._parent)
 
     def attention(self, device: torch.device) -> str:
         """The kernel for queries on `device`."""

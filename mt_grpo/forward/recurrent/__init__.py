@@ -1,0 +1,1 @@
+"""Linear attention, state spaces and short convolutions over packed trees."""

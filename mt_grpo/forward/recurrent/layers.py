@@ -1,0 +1,111 @@
+"""Which layers of a model carry a state from token to token, and how they run over a packed row."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
+
+from mt_grpo.forward.attention.layout import TreeLayout
+from mt_grpo.forward.recurrent.functions import FUNCTIONS, Function
+from mt_grpo.forward.recurrent.lightning import lightning_attention
+
+_LAYOUT: ContextVar[TreeLayout | None] = ContextVar("tree_layout", default=None)
+
+
+def recurrent_layers(model: nn.Module) -> list[Any]:
+    """
+    The layers that carry a state by functions that can run along a tree. All else that they compute must depend on one
+    token only, which the probe tests.
+    """
+    return [
+        module for module in model.modules() if isinstance(module, MiniMaxLightningAttention) or _called(type(module))
+    ]
+
+
+def extend_recurrent_layers(model: nn.Module) -> None:
+    """
+    Extends these layers' forwards: given a `tree_layout`, or within `over_tree`, they run over the tree. They project
+    all tokens at once, as they would those of one sequence. Only the functions that carry a state run once per batch
+    of chains.
+    """
+    for module in recurrent_layers(model):
+        if "_forward_along_sequence" not in vars(module):
+            module._forward_along_sequence = module.forward
+            module.forward = types.MethodType(_forward, module)  # a deep copy of the layer has its own
+
+
+@contextmanager
+def over_tree(model: nn.Module, layout: TreeLayout) -> Iterator[None]:
+    """
+    Some blocks pass no keyword arguments to their recurrent layers. These layers find the layout here, also when
+    gradient checkpointing runs their block again in a backward.
+    """
+    checkpoints: dict[Any, Callable[..., Any]] = {
+        module: vars(module)["_gradient_checkpointing_func"]
+        for module in model.modules()
+        if "_gradient_checkpointing_func" in vars(module)
+    }
+
+    def within(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_within(*args: Any) -> Any:
+            token = _LAYOUT.set(layout)
+            try:
+                return run(*args)
+            finally:
+                _LAYOUT.reset(token)
+
+        return run_within
+
+    def carrying(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda run, *args: checkpoint(within(run), *args)
+
+    token = _LAYOUT.set(layout)
+    try:
+        for module, checkpoint in checkpoints.items():
+            module._gradient_checkpointing_func = carrying(checkpoint)
+        yield
+    finally:
+        for module, checkpoint in checkpoints.items():
+            module._gradient_checkpointing_func = checkpoint
+        _LAYOUT.reset(token)
+
+
+def _forward(
+    self: Any, hidden_states: Tensor, *args: Any, tree_layout: TreeLayout | None = None, **kwargs: Any
+) -> Any:
+    layout = tree_layout or _LAYOUT.get()
+    if layout is None:
+        return self._forward_along_sequence(hidden_states, *args, **kwargs)
+    layout.layers.add(self.layer_idx)
+    if isinstance(self, MiniMaxLightningAttention):
+        return lightning_attention(self, layout.schedule, hidden_states)
+    kwargs["attention_mask"] = None  # no token of a row is padding
+    return _along_tree(type(self), layout)(self, hidden_states, *args, **kwargs)
+
+
+def _along_tree(kind: type[nn.Module], layout: TreeLayout) -> Function:
+    """
+    The layer's own forward, in which other functions stand behind the names that it calls. Neither the class nor
+    transformers' modules are changed.
+    """
+    forward = inspect.unwrap(kind.forward)
+    names = dict(forward.__globals__)
+    for name in _called(kind):
+        names[name] = FUNCTIONS[name](names[name], layout.schedule)
+    along_tree = types.FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    along_tree.__kwdefaults__ = forward.__kwdefaults__
+    return along_tree
+
+
+def _called(kind: type[nn.Module]) -> set[str]:
+    forward: Callable[..., Any] = inspect.unwrap(kind.forward)
+    return FUNCTIONS.keys() & set(forward.__code__.co_names) if isinstance(forward, types.FunctionType) else set()
