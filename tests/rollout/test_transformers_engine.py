@@ -16,6 +16,7 @@ from support.sampling import truncated
 from transformers import GenerationConfig
 
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.errors import ConfigError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, Sample, SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine, _Recorder, _Request, _warpers
 from mt_grpo.trajectory import StopReason
@@ -321,6 +322,14 @@ def test_a_model_failure_reaches_all_callers(frozen):
         assert (await ask(engine, CONTEXTS[0], "3")).ids
 
     asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_a_model_that_samples_by_itself_ends_the_run(frozen, monkeypatch):
+    monkeypatch.setattr(frozen, "generate", lambda inputs, **options: inputs)
+    runner = RolloutRunner(MultiTurnToolEnv(), TransformersEngine(frozen, TOKENIZER))
+    requests = [RolloutRequest("Lima?", f"{number}") for number in range(3)]
+    with pytest.raises(ConfigError, match="`generate` of Qwen3ForCausalLM returned before its answers had ended"):
+        asyncio.run(asyncio.wait_for(runner.run(requests, SamplingParams(8)), 120))
 
 
 def test_a_conversation_cancelled_in_a_batch_disturbs_nobody(frozen):

@@ -21,6 +21,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from mt_grpo.errors import ConfigError
 from mt_grpo.rollout.engine import Sample, SamplingParams
 
 
@@ -164,6 +165,12 @@ class TransformersEngine:
             stopping_criteria=[_Finished(self, batch, recorder)],
             synced_gpus=False,  # which ZeRO-3 would turn on; processes make different numbers of calls
         )
+        if any(request.finish_reason is None and not request.future.cancelled() for request in batch):
+            raise ConfigError(
+                f"`generate` of {type(self.model).__name__} returned before its answers had ended, without the "
+                "`stopping_criteria` and the `logits_processor` that it was given: give it that of transformers, or "
+                "sample from a server (`use_vllm: true`)."
+            )
 
     def may_stop(self, token: int, stop: str) -> bool:
         """Whether a token can complete a stop string."""
