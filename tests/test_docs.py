@@ -162,13 +162,15 @@ def test_view_command_shows_a_run(command, tmp_path):
     arguments += [] if "--export" in command else ["--no_browser"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        said = process.stdout.readline()
-        if "--export" in command:
-            assert process.wait(120) == 0 and (tmp_path / said.split(":")[0]).exists()
-            return
-        with urllib.request.urlopen(said.split(" is at ")[1].split()[0], timeout=60) as page:
-            assert page.status == 200
-        process.terminate()
+        try:
+            said = process.stdout.readline()
+            if "--export" in command:
+                assert process.wait(120) == 0 and (tmp_path / said.split(":")[0]).exists()
+                return
+            with urllib.request.urlopen(said.split(" is at ")[1].split()[0], timeout=60) as page:
+                assert page.status == 200
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("command", LAUNCHED)

@@ -43,6 +43,7 @@ def test_a_forked_program_has_its_own_status_and_output(tmp_path, monkeypatch):
 def test_a_signal_ends_a_forked_program_as_any_other(tmp_path, number):
     program = Forked(["-m", "test_forked", "waits"], tmp_path / "log")
     while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text():
+        assert program.poll() is None
         time.sleep(0.02)
     assert program.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):

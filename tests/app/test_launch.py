@@ -87,7 +87,7 @@ def test_a_signal_ends_every_process(start, recipe, config, tmp_path, processes,
     (os.killpg if group else os.kill)(run.pid, number)
     assert run.wait(120) == 128 + number
     errors = (tmp_path / "log").read_text()
-    assert not [child for child in children if child.is_running()]
+    assert not psutil.wait_procs(children, 60)[1]
     said = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}[number]
     assert f"mt-grpo: {said}." in errors and "Traceback" not in errors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -173,19 +174,18 @@ def test_ctrl_c_in_the_last_measure_keeps_the_model(recipe, tmp_path, capsys):
 
 
 TWICE = """
-import asyncio, os, signal, threading
+import asyncio, os, signal
 from mt_grpo.envs import MultiTurnToolEnv
 
 
 class Env(MultiTurnToolEnv):
     async def step(self, turn):
-        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
         os.kill(os.getpid(), signal.SIGINT)
         while True:
             try:
                 await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                pass
+            except asyncio.CancelledError:  # the first one was heard
+                os.kill(os.getpid(), signal.SIGINT)
 """
 PRESSED = f"""{TERMINAL}
 from mt_grpo.envs.protocols import TagProtocol
@@ -228,8 +228,9 @@ def test_of_several_processes_one_says_what_is_kept(recipe, tmp_path):
             os.killpg(run.pid, signal.SIGINT)
             run.stdout.read()
         finally:
-            run.kill()
-            run.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.communicate()
     said = re.findall(r"mt-grpo: (.*)", (tmp_path / "errors").read_text())
     assert len(said) == 1
     assert re.match(r"interrupted by Ctrl-C\. \d+ steps were taken, and what was learnt up to step \d", said[0])

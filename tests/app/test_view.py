@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -42,11 +41,14 @@ def test_it_imports_nothing_heavy(folder):
 def test_it_serves_until_it_is_ended(folder, ending):
     command = [sys.executable, "-c", COMMAND, "view", str(folder), "--no_browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        url = process.stdout.readline().split(" is at ")[1].split()[0]
-        with urllib.request.urlopen(url, timeout=60) as page:
-            assert b"<main" in page.read()
-        os.kill(process.pid, ending)
-        assert process.wait(60) == (0 if ending == signal.SIGINT else -ending)
+        try:
+            url = process.stdout.readline().split(" is at ")[1].split()[0]
+            with urllib.request.urlopen(url, timeout=60) as page:
+                assert b"<main" in page.read()
+            process.send_signal(ending)
+            assert process.wait(60) == (0 if ending == signal.SIGINT else -ending)
+        finally:
+            process.kill()
         assert process.stderr.read() == ""
 
 

@@ -84,7 +84,6 @@ class Broken(StepEnv):
     """Does what its row says."""
 
     closed: list[str] = []
-    step_timeout = 0.2
 
     def __init__(self):
         if threading.current_thread().name == "never":
@@ -140,11 +139,17 @@ class Broken(StepEnv):
             raise ZeroDivisionError("in close")
 
 
+class Hanging(Broken):
+    """Has no time for what hangs."""
+
+    step_timeout = 0.2
+
+
 FAILURES = {
     "reset raises": "ZeroDivisionError: in reset",
-    "reset hangs": "OutOfTime: Broken.reset took longer than 0.2 s.",
-    "step hangs": "OutOfTime: Broken.step took longer than 0.2 s.",
-    "step swallows": "OutOfTime: Broken.step took longer than 0.2 s.",
+    "reset hangs": "OutOfTime: Hanging.reset took longer than 0.2 s.",
+    "step hangs": "OutOfTime: Hanging.step took longer than 0.2 s.",
+    "step swallows": "OutOfTime: Hanging.step took longer than 0.2 s.",
     "step exits": "RuntimeError: SystemExit: 3",
     "step cancels": "cancelled itself",
     "step is silent": "gave `None` for messages",
@@ -165,7 +170,10 @@ def test_whatever_an_environment_does_ends_its_conversation_only(caplog):
     kinds = [*FAILURES, "fine", "close raises"]
     Broken.closed = []
     with caplog.at_level(logging.WARNING):
-        trajectories = run(Broken, [{"kind": kind} for kind in kinds])
+        hang = [kind for kind in kinds if kind.endswith(("hangs", "swallows"))]
+        kinds = hang + [kind for kind in kinds if kind not in hang]
+        trajectories = run(Hanging, [{"kind": kind} for kind in hang])
+        trajectories += run(Broken, [{"kind": kind} for kind in kinds[len(hang) :]])
     for kind, trajectory in zip(kinds, trajectories, strict=True):
         if kind in FAILURES:
             assert trajectory.stop_reason is StopReason.ENV_ERROR, kind
@@ -210,19 +218,22 @@ class Loop:
 def test_every_environment_that_is_made_is_closed(monkeypatch):
     monkeypatch.setattr("mt_grpo.rollout.runner.GRACE", 0.2)
     Loop.closed = 0
-    rows = [{"kind": kind} for kind in ("hangs", "swallows", "no outcome", "not made", "made late", "fine")]
-    runner = RolloutRunner(Loop, ScriptedEngine(build_tokenizer(), ["A"]), RolloutLimits(rollout_timeout=0.3))
+    kinds = {0.3: ("hangs", "swallows", "made late"), None: ("no outcome", "not made", "fine")}
+
+    async def hold(limit):
+        requests = [RolloutRequest("Q", f"{index:03d}", {"kind": kind}) for index, kind in enumerate(kinds[limit])]
+        engine = ScriptedEngine(build_tokenizer(), ["A"])
+        return await RolloutRunner(Loop, engine, RolloutLimits(rollout_timeout=limit)).run(requests, SamplingParams())
 
     async def all_closed():
-        requests = [RolloutRequest("Q", f"{index:03d}", row) for index, row in enumerate(rows)]
-        ended = await runner.run(requests, SamplingParams())
+        ended = await asyncio.gather(*map(hold, kinds))
         for _ in range(100):
             if Loop.closed == 5:
                 break
             await asyncio.sleep(0.05)
         return ended
 
-    hangs, swallows, no_outcome, not_made, made_late, fine = asyncio.run(all_closed())
+    (hangs, swallows, made_late), (no_outcome, not_made, fine) = asyncio.run(all_closed())
     assert {hangs.stop_reason, swallows.stop_reason, made_late.stop_reason} == {StopReason.TIMEOUT}
     assert "returned float: return an `Outcome`" in no_outcome.error
     assert not_made.error == "ZeroDivisionError: not made" and fine.env_rewards == {"score": 1.0}

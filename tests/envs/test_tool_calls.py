@@ -221,7 +221,7 @@ def test_a_conversation_may_time_out_while_it_waits(tokenizer):
 
     env = MultiTurnToolEnv([made(hang, concurrency=1)], tool_timeout=None)
     engine = ScriptedEngine(tokenizer, ['<tool>{"name": "work"}</tool>'])
-    runner = RolloutRunner(env, engine, RolloutLimits(rollout_timeout=0.1))
+    runner = RolloutRunner(env, engine, RolloutLimits(rollout_timeout=1.0))
     requests = [RolloutRequest("hi", str(number)) for number in range(3)]
     trajectories = asyncio.run(runner.run(requests, SamplingParams()))
     calls = [trajectory.turns[0].tool_calls[0] for trajectory in trajectories]

@@ -220,7 +220,7 @@ def test_a_tool_out_of_time_ends_its_call_and_not_the_others():
         release.wait(20)
 
     env = MultiTurnToolEnv(
-        [tool(hang_async), tool(hang_stubborn), tool(hang_sync), tool(lambda: 1, "quick")], tool_timeout=0.05
+        [tool(hang_async), tool(hang_stubborn), tool(hang_sync), tool(lambda: 1, "quick")], tool_timeout=1.0
     )
     names = ["hang_async", "hang_stubborn", "hang_sync", "quick"]
     text = "".join(map(call_text, names))
@@ -234,9 +234,9 @@ def test_a_tool_out_of_time_ends_its_call_and_not_the_others():
     asyncio.run(run())
     assert time.perf_counter() - start < 19
     assert [call.error for call in turn.tool_calls] == [
-        *(f"{name} took longer than 0.05 s." for name in names[:3]), None
+        *(f"{name} took longer than 1 s." for name in names[:3]), None
     ]  # fmt: skip
-    assert all(call.executed and call.seconds >= 0.04 for call in turn.tool_calls[:3])
+    assert all(call.executed and call.seconds >= 0.9 for call in turn.tool_calls[:3])
 
 
 def test_a_tool_may_take_a_minute_unless_there_is_no_limit():

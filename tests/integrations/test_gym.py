@@ -182,7 +182,10 @@ def test_whatever_a_game_does_ends_its_conversation_only():
         return {} if row["kind"] == "no game" else Broken(row)
 
     kinds = [*ERRORS, "fine"]
-    games = play(GymEnv(make, step_timeout=0.2), [{"kind": kind} for kind in kinds], [["go"]] * len(kinds))
+    kinds.remove("step hangs")
+    games = play(GymEnv(make), [{"kind": kind} for kind in kinds], [["go"]] * len(kinds))
+    kinds.append("step hangs")
+    games += play(GymEnv(make, step_timeout=0.2), [{"kind": "step hangs"}], [["go"]])
     for kind, game in zip(kinds, games, strict=True):
         if kind in ERRORS:
             assert game.stop_reason is StopReason.ENV_ERROR and game.error.startswith(ERRORS[kind]), game.error

@@ -338,7 +338,7 @@ async def _turns(scheduler, request, response):
     ],
 )
 def test_a_loop_that_goes_wrong_ends_its_conversation(work, problem):
-    trajectory, _, _ = hold(own_run(work), talk, timeout=0.2)
+    trajectory, _, _ = hold(own_run(work), talk, timeout=0.2 if "0.2 s" in problem else None)
     assert trajectory.stop_reason is StopReason.ENV_ERROR and problem in trajectory.error
 
 
@@ -376,7 +376,7 @@ class Broken(Ask):
     ],
 )
 def test_a_method_that_goes_wrong_ends_its_conversation(kind, problem):
-    trajectory, _, _ = hold(Broken, talk, {"kind": kind}, timeout=0.2)
+    trajectory, _, _ = hold(Broken, talk, {"kind": kind}, timeout=0.2 if "0.2 s" in problem else None)
     assert trajectory.stop_reason is StopReason.ENV_ERROR and problem in trajectory.error
 
 

@@ -90,8 +90,9 @@ class ServerProcess:
         """Ends the server and everything it started, if it was started."""
         if self._process is None:
             return
-        self._watch.kill()
-        self._watch.communicate()
+        if self._watch is not None:  # what ends this process may come between the two
+            self._watch.kill()
+            self._watch.communicate()
         try:
             os.killpg(self._process.pid, how)
             self._process.wait(60)

@@ -492,6 +492,7 @@ def test_a_killed_trainer_leaves_no_process_and_no_file(tmp_path):
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)})
     trainer.stdout.readline()
     while not processes_of(str(tmp_path)):
+        assert trainer.poll() is None
         time.sleep(0.02)
     trainer.kill()
     trainer.wait()
