@@ -336,6 +336,13 @@ class RunOptions:
     tree_attention: str = option(
         "auto", "auto, segment, flex or dense. The attention of `forward: tree`.", TRAINING, page="forward.md"
     )
+    router_replay: bool = option(
+        True,
+        "Train a mixture through the experts that its tokens went to while they were sampled, where the engine says "
+        "which and `forward` is `tree`.",
+        TRAINING,
+        page="forward.md",
+    )
     disable_dropout: bool = option(
         True,
         "Train without dropout, as sampling has none. An adapter's is included. With `false` it is in the loss, never "

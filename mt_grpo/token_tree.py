@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+NO_ROUTE = b"\xff"
+"""Every byte of the route of a token that has none."""
 
 
 @dataclass
@@ -16,12 +20,31 @@ class Node:
         tokens (`list[int]`): Token ids that it adds.
         turn (`int`): Turn whose action it is; -1 for context.
         logprobs (`list[float]`): Log-probabilities that the action was sampled with; empty for context.
+        routes (`bytes`): The tokens' routes, see `Routes`; empty where none is known.
     """
 
     parent: int
     tokens: list[int]
     turn: int = -1
     logprobs: list[float] = field(default_factory=list)
+    routes: bytes = b""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """
+    The experts that a mixture sent tokens to, in the form of `mt_grpo.forward.routes`: an equal number of bytes for
+    each token. A token whose bytes are all 255 has no route.
+
+    Args:
+        first (`int`): Place of the first of these tokens, counted from the root.
+        width (`int`): Bytes of a token.
+        data (`bytes`): The routes of this token and those after it.
+    """
+
+    first: int
+    width: int
+    data: bytes
 
 
 @dataclass
@@ -63,7 +86,9 @@ class TokenTree:
         self._children: dict[int, list[int]] = {-1: []}
         self._tip = -1
 
-    def add_turn(self, context: list[int], action: list[int], logprobs: list[float]) -> None:
+    def add_turn(
+        self, context: list[int], action: list[int], logprobs: list[float], routes: Routes | None = None
+    ) -> None:
         """
         Adds one timestep, with its ids exactly as the engine saw and sampled them.
 
@@ -71,19 +96,24 @@ class TokenTree:
             context (`list[int]`): All tokens that the model was given.
             action (`list[int]`): Tokens that it sampled.
             logprobs (`list[float]`): Their log-probabilities.
+            routes (`Routes`, *optional*): Where the engine sent these tokens. A token keeps the route that it had.
 
         Raises:
             ValueError: If `action` and `logprobs` differ in length.
         """
         tip, matched = self._match(context)
         self._append(tip, context[matched:], list(action), list(logprobs))
+        self._route(routes)
 
-    def extend(self, suffix: list[int], action: list[int], logprobs: list[float]) -> None:
+    def extend(
+        self, suffix: list[int], action: list[int], logprobs: list[float], routes: Routes | None = None
+    ) -> None:
         """
         Adds a timestep whose context is the latest path plus `suffix`. The lists are kept, not copied, so that all
         members of a group hold the same list for their prompt.
         """
         self._append(self._tip, suffix, action, logprobs)
+        self._route(routes)
 
     def _append(self, tip: int, suffix: list[int], action: list[int], logprobs: list[float]) -> None:
         if len(action) != len(logprobs):
@@ -94,6 +124,38 @@ class TokenTree:
             tip = self._add(Node(tip, action, self.num_turns, logprobs))
         self._tip = tip
         self.num_turns += 1
+
+    def _route(self, routes: Routes | None) -> None:
+        """Gives routes to those tokens of the latest path that have none."""
+        if routes is None:
+            return
+        width, end = routes.width, 0
+        none = NO_ROUTE * width
+        for node in self._ancestry(self._tip):
+            begin, end = end, end + len(node.tokens)
+            if end <= routes.first:
+                continue
+            first = max(begin, routes.first)
+            given = none * (first - begin) + routes.data[(first - routes.first) * width : (end - routes.first) * width]
+            given += none * (len(node.tokens) - len(given) // width)
+            if node.routes:
+                pairs = ((node.routes[at : at + width], given[at : at + width]) for at in range(0, len(given), width))
+                given = b"".join(new if old == none else old for old, new in pairs)
+            node.routes = given if given != NO_ROUTE * len(given) else b""
+
+    @property
+    def routed(self) -> int:
+        """Number of the first tokens of the latest path that have routes."""
+        count = 0
+        for node in self._ancestry(self._tip):
+            width = len(node.routes) // len(node.tokens)
+            known = len(node.tokens) if width else 0
+            while known and node.routes[(known - 1) * width : known * width] == NO_ROUTE * width:
+                known -= 1
+            count += known
+            if known < len(node.tokens):
+                break
+        return count
 
     def _add(self, node: Node) -> int:
         index = len(self.nodes)
@@ -122,12 +184,13 @@ class TokenTree:
         """Cuts a node in two at `offset` tokens, so that another branch can leave the upper half."""
         node = self.nodes[index]
         lower = len(self.nodes)
-        self.nodes.append(Node(index, node.tokens[offset:], node.turn, node.logprobs[offset:]))
+        cut = len(node.routes) // len(node.tokens) * offset
+        self.nodes.append(Node(index, node.tokens[offset:], node.turn, node.logprobs[offset:], node.routes[cut:]))
         self._children[lower] = self._children[index]
         for child in self._children[lower]:
             self.nodes[child].parent = lower
         self._children[index] = [lower]
-        node.tokens, node.logprobs = node.tokens[:offset], node.logprobs[:offset]
+        node.tokens, node.logprobs, node.routes = node.tokens[:offset], node.logprobs[:offset], node.routes[:cut]
         if self._tip == index:
             self._tip = lower
 
@@ -222,13 +285,18 @@ class TokenTree:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable form without loss."""
-        return {"num_turns": self.num_turns, "tip": self._tip, "nodes": [asdict(node) for node in self.nodes]}
+        nodes = []
+        for node in self.nodes:
+            values = asdict(node)
+            routes = b64encode(values.pop("routes")).decode()
+            nodes.append(values | {"routes": routes} if routes else values)
+        return {"num_turns": self.num_turns, "tip": self._tip, "nodes": nodes}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TokenTree:
         """The inverse of `to_dict`."""
         tree = cls()
-        tree.nodes = [Node(**node) for node in data["nodes"]]
+        tree.nodes = [Node(**{**node, "routes": b64decode(node.get("routes", ""))}) for node in data["nodes"]]
         tree.num_turns, tree._tip = data["num_turns"], data["tip"]
         tree._children |= {index: [] for index in range(len(tree.nodes))}
         for index, node in enumerate(tree.nodes):

@@ -12,15 +12,17 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
+from transformers import AutoConfig
 
 import mt_grpo
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.routes import route_shape
 from mt_grpo.option_rules import check_served
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import resolve_base, resolve_model
-from mt_grpo.training.servers import server_urls, transport_of
+from mt_grpo.training.servers import replays_routes, server_urls, transport_of
 from mt_grpo.vllm_plugin.keys import check_folder
 
 GUARD = "mt_grpo.vllm_plugin.guard.Guard"
@@ -73,6 +75,9 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
         for name, value in _cpu_defaults().items():
             environment[name] = os.environ.get(name, value)
+    elif replays_routes(args) and _has_experts(resolve_base(name), recipe):
+        command.append("--enable-return-routed-experts")  # the CPU build cannot
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return command, environment
 
 
@@ -93,6 +98,11 @@ def serve(recipe: Recipe) -> None:
     command, environment = server_command(recipe)
     print(" ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(command)]), flush=True)
     os.execve(command[0], command, {**os.environ, **environment})
+
+
+def _has_experts(name: str, recipe: Recipe) -> bool:
+    where = {"revision": recipe.model.model_revision, "trust_remote_code": recipe.training.trust_remote_code}
+    return route_shape(AutoConfig.from_pretrained(name, **where)) is not None
 
 
 def _address(args: MTGRPOConfig) -> tuple[str, int]:

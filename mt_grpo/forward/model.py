@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from mt_grpo.forward.attention.layout import KERNELS, TreeLayout
 from mt_grpo.forward.lm_head import Truncation, chunked_logps
 from mt_grpo.forward.packing import Packed
 from mt_grpo.forward.recurrent.layers import extend_recurrent_layers, over_tree, recurrent_layers
+from mt_grpo.forward.routes import Replayer, route_shape
 
 
 class AttentionLayer(Protocol):
@@ -145,6 +147,8 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
     # a reference model is made with the policy's configuration, which may have our name already
     model.config._attn_implementation = register(model.config._attn_implementation.removeprefix("tree_or_"))
     extend_recurrent_layers(model)
+    shape = route_shape(model.config)
+    model._replayer = None if shape is None else Replayer(model, shape)
     model._forward_without_trees = model.forward  # a bound method: a deep copy of the model has its own
 
     @functools.wraps(type(model).forward)  # `generate` validates its arguments against the signature
@@ -152,7 +156,11 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
         if tree is None:
             return self._forward_without_trees(*args, **kwargs)
         device = kwargs["input_ids"].device
-        with over_tree(self, tree.layout):
+        routes, replayer = tree.packed.routes, self._replayer
+        replays: AbstractContextManager[None] = nullcontext()
+        if routes is not None and replayer is not None:
+            replays = replayer.replaying(tree.layout, routes, tree.packed.shared_routes)
+        with over_tree(self, tree.layout), replays:
             hidden = self.base_model(
                 input_ids=kwargs["input_ids"],
                 position_ids=kwargs["position_ids"],

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mt_grpo.token_tree import TokenTree
+from mt_grpo.token_tree import NO_ROUTE, TokenTree
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,13 @@ class FlatTree:
         turns (`np.ndarray`): `(L,)` turn to whose trained action a token belongs; -1 if it is not trained.
         parent (`np.ndarray`, *optional*): `(L,)` index of the token that it follows, -1 for a root; `None` for a tree
             that is one sequence.
+        routes (`np.ndarray`, *optional*): `(L, W)` uint8, the route of each token, see `mt_grpo.forward.routes`.
     """
 
     tokens: np.ndarray
     turns: np.ndarray
     parent: np.ndarray | None = None
+    routes: np.ndarray | None = None
 
     def paths(self) -> list[np.ndarray]:
         """Indices of the tokens on each root-to-leaf path."""
@@ -67,7 +69,12 @@ def flatten(tree: TokenTree) -> FlatTree:
     tokens = np.fromiter((token for node in order for token in node.tokens), np.int64, length)
     parent = np.arange(-1, length - 1)
     parent[np.cumsum(sizes) - sizes] = first_parent
-    return FlatTree(tokens, np.repeat([node.turn for node in order], sizes).astype(np.int64), parent)
+    turns = np.repeat([node.turn for node in order], sizes).astype(np.int64)
+    width = max((len(node.routes) // len(node.tokens) for node in nodes), default=0)
+    if not width:
+        return FlatTree(tokens, turns, parent)
+    routes = b"".join(node.routes or NO_ROUTE * width * len(node.tokens) for node in order)
+    return FlatTree(tokens, turns, parent, np.frombuffer(routes, np.uint8).reshape(length, width))
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,10 @@ class Packed:
         tree (`np.ndarray`): `(M,)` tree that the label belongs to.
         column (`np.ndarray`): `(M,)` the label's index in that `FlatTree`.
         turn (`np.ndarray`): `(M,)` turn in which the label was sampled.
+        routes (`np.ndarray`, *optional*): `(N, W)` uint8, the routes of a mixture's tokens. Those of a prefix that
+            trees share are the ones of the first tree that has it in the row.
+        shared_routes (`tuple[int, int]`): How many tokens of shared prefixes have routes in a second tree too, and how
+            many of these are others.
     """
 
     input_ids: np.ndarray
@@ -98,6 +109,8 @@ class Packed:
     tree: np.ndarray
     column: np.ndarray
     turn: np.ndarray
+    routes: np.ndarray | None = None
+    shared_routes: tuple[int, int] = (0, 0)
 
     @cached_property
     def turn_order(self) -> np.ndarray:
@@ -162,7 +175,34 @@ def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
         tree,
         column,
         turns[trained],
+        *_pack_routes(sequences, shifts, parent_sequence, shared),
     )
+
+
+def _pack_routes(
+    sequences: list[_Sequence], shifts: list[int], parent: list[int], shared: list[int]
+) -> tuple[np.ndarray | None, tuple[int, int]]:
+    """`routes` and `shared_routes` of a `Packed`, for sorted sequences that `lay_out` has laid out."""
+    width = max((sequence.routes.shape[1] for sequence in sequences if sequence.routes is not None), default=0)
+    if not width:
+        return None, (0, 0)
+    total = sum(len(sequence.tokens) for sequence in sequences) - sum(shared)
+    routes = np.full((total, width), NO_ROUTE[0], dtype=np.uint8)
+    owner = np.full(total, -1)
+    seen = differing = 0
+    for number in sorted(range(len(sequences)), key=lambda number: sequences[number].tree):
+        tokens, turns, tree, _, own = sequences[number]
+        if own is None:
+            continue
+        depth = np.arange(len(tokens) - len(turns), len(tokens))
+        place = locate(depth, np.full(len(depth), number), shifts, parent, shared)
+        known = (own != NO_ROUTE[0]).any(axis=1)
+        again = known & (owner[place] >= 0) & (owner[place] != tree)
+        seen += int(again.sum())
+        differing += int((own[again] != routes[place[again]]).any(axis=1).sum())
+        added = known & (owner[place] < 0)
+        routes[place[added]], owner[place[added]] = own[added], tree
+    return routes, (seen, differing)
 
 
 class _Sequence(NamedTuple):
@@ -174,12 +214,14 @@ class _Sequence(NamedTuple):
         turns (`np.ndarray`): Turns of its last tokens, whose columns no earlier sequence of its tree has.
         tree (`int`): Its tree.
         lead (`int`): Column minus depth of such a token.
+        routes (`np.ndarray`, *optional*): Routes of these last tokens.
     """
 
     tokens: np.ndarray
     turns: np.ndarray
     tree: int
     lead: int
+    routes: np.ndarray | None = None
 
 
 def _sequences(trees: Sequence[FlatTree | TokenTree]) -> list[_Sequence]:
@@ -188,12 +230,13 @@ def _sequences(trees: Sequence[FlatTree | TokenTree]) -> list[_Sequence]:
         flat = flatten(tree) if isinstance(tree, TokenTree) else tree
         if flat.parent is None:
             if len(flat.tokens):
-                sequences.append(_Sequence(flat.tokens, flat.turns, number, 0))
+                sequences.append(_Sequence(flat.tokens, flat.turns, number, 0, flat.routes))
             continue
         begin = 0
         for path in flat.paths():
             end = int(path[-1]) + 1
-            sequences.append(_Sequence(flat.tokens[path], flat.turns[begin:end], number, end - len(path)))
+            routes = None if flat.routes is None else flat.routes[begin:end]
+            sequences.append(_Sequence(flat.tokens[path], flat.turns[begin:end], number, end - len(path), routes))
             begin = end
     return sequences
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from mt_grpo.errors import UserError
+from mt_grpo.token_tree import Routes
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class SamplingParams:
         stop (`tuple[str, ...]`): Strings that end a request. They stay part of the sample.
         stop_token_ids (`tuple[int, ...]`): Further tokens that end a request, besides the model's own end tokens.
         seed (`int`): Seed of the request's own random stream.
+        routes_from (`int`, *optional*, defaults to `0`): Tokens of the context whose routes are not asked for.
     """
 
     max_tokens: int | None = None
@@ -32,6 +34,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    routes_from: int = 0
 
 
 @dataclass
@@ -45,12 +48,14 @@ class Sample:
             temperature and truncation.
         finish_reason (`str`): `"stop"` or `"length"`.
         weight_version (`int`, *optional*): Optimiser step of the weights, if the engine knows it.
+        routes (`Routes`, *optional*): The experts that context and sample went to, for a mixture whose engine says so.
     """
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = "stop"
     weight_version: int | None = None
+    routes: Routes | None = None
 
 
 class EngineError(UserError, RuntimeError):

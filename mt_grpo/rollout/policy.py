@@ -347,14 +347,15 @@ class ConversationPolicy:
             stop=stop,
             stop_token_ids=self.renderer.end_ids,  # a base model may not know them as ends of its own
             seed=derive_seed(self._seed, index),
+            routes_from=trajectory.tree.routed if context.whole is None else 0,
         )
         sample = await self._sample(self._context, drawing)
         if self.ended is not None:  # while it was sampled: the trajectory is no longer this conversation's to change
             raise ConversationEnded(self.ended)
         if context.whole is None:
-            trajectory.tree.extend(context.added, sample.ids, sample.logprobs)
+            trajectory.tree.extend(context.added, sample.ids, sample.logprobs, sample.routes)
         else:
-            trajectory.tree.add_turn(context.whole, sample.ids, sample.logprobs)
+            trajectory.tree.add_turn(context.whole, sample.ids, sample.logprobs, sample.routes)
         self._context += sample.ids
         self._action = sample.ids
         self.sampled = sample.ids, sample.logprobs

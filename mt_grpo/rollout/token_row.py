@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mt_grpo.rollout.rendering import ChatRenderer
-from mt_grpo.token_tree import TokenTree, common_prefix
+from mt_grpo.token_tree import NO_ROUTE, TokenTree, common_prefix
 from mt_grpo.trajectory import StopReason, Trajectory
 
 
@@ -27,6 +27,7 @@ class TokenRow:
         logprobs (`list[float]`): As sampled; NaN for the environment's tokens.
         parent (`list[int]`): Position of the token that each token follows. It is the one before, except where the
             history was rewritten. -1 is the last token of the prompt, -2 the one before, and so on.
+        prompt_routes, routes (`bytes`): The routes of both parts, see `Routes`; empty where no token has one.
     """
 
     prompt_ids: list[int]
@@ -35,6 +36,8 @@ class TokenRow:
     turns: list[int]
     logprobs: list[float]
     parent: list[int]
+    prompt_routes: bytes = b""
+    routes: bytes = b""
 
 
 def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0) -> TokenRow:
@@ -79,6 +82,10 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
         row.logprobs += node.logprobs if trained else [float("nan")] * size
         row.parent += [ends[node.parent], *range(begin, begin + size - 1)]
         ends[index] = begin + size - 1
+    width = max(len(node.routes) // len(node.tokens) for node in tree.nodes)
+    routes = {index: node.routes or NO_ROUTE * width * len(node.tokens) for index, node in enumerate(tree.nodes)}
+    row.prompt_routes = b"".join(routes.pop(index) for index in prompt)
+    row.routes = b"".join(routes[index] for index in order if index in routes)
     return row
 
 

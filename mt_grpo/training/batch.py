@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import FlatTree, Packed, pack
+from mt_grpo.forward.routes import NO_ROUTE
 from mt_grpo.rollout import TokenRow
 from mt_grpo.token_tree import TokenTree
 
@@ -26,6 +27,31 @@ def pad_rows(rows: list[list[int]], like: torch.Tensor) -> torch.Tensor:
     return padded
 
 
+def pad_routes(
+    rows: list[TokenRow], prompt_width: int, width: int, device: torch.device
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The routes of prompts, padded on the left, and of completions, padded on the right; see `TokenColumns`."""
+    sizes = {len(row.routes) // len(row.ids) for row in rows if row.routes}
+    if not sizes:
+        return None, None
+    size = sizes.pop()
+    prompts, completions = (
+        np.full((len(rows), columns, size), NO_ROUTE, dtype=np.uint8) for columns in (prompt_width, width)
+    )
+    for number, row in enumerate(rows):
+        if row.routes:
+            prompt, completion = (
+                np.frombuffer(part, np.uint8).reshape(-1, size) for part in (row.prompt_routes, row.routes)
+            )
+            prompts[number, prompt_width - len(prompt) :] = prompt
+            completions[number, : len(completion)] = completion
+    return torch.from_numpy(prompts).to(device), torch.from_numpy(completions).to(device)
+
+
+OPTIONAL = ("parent", "prompt_routes", "routes")
+"""Columns of a batch, and fields of `TokenColumns`, that not every batch has."""
+
+
 @dataclass(frozen=True)
 class TokenColumns:
     """
@@ -36,24 +62,29 @@ class TokenColumns:
         turn_ids (`Tensor`): `(B, T)` turn of each token.
         parent (`Tensor`, *optional*): `(B, T)` completion column of the token that each token follows; `None` if no
             history was rewritten.
+        prompt_routes, routes (`Tensor`, *optional*): `(B, P, W)` and `(B, T, W)` uint8, the routes of a mixture's
+            tokens in `W` bytes each, 255 where there is none; `None` if no token has any.
     """
 
     scored: Tensor
     turn_ids: Tensor
     parent: Tensor | None
+    prompt_routes: Tensor | None = None
+    routes: Tensor | None = None
 
     @classmethod
-    def of_rollouts(cls, rows: list[TokenRow], like: Tensor) -> TokenColumns:
-        """The columns of rollouts that TRL padded to the shape of `like`."""
+    def of_rollouts(cls, rows: list[TokenRow], like: Tensor, prompt_width: int) -> TokenColumns:
+        """The columns of rollouts that TRL padded to the shape of `like`, and their prompts to `prompt_width`."""
         parent = [row.parent for row in rows]
         chains = all(row == list(range(-1, len(row) - 1)) for row in parent)
         scored, turn_ids = pad_rows([row.mask for row in rows], like), pad_rows([row.turns for row in rows], like)
-        return cls(scored, turn_ids, None if chains else pad_rows(parent, like))
+        routes = pad_routes(rows, prompt_width, like.size(1), like.device)
+        return cls(scored, turn_ids, None if chains else pad_rows(parent, like), *routes)
 
     @classmethod
     def of_inputs(cls, inputs: dict[str, Any]) -> TokenColumns:
         """The columns of a micro-batch whose loss is computed."""
-        return cls(inputs["completion_mask"] * inputs["tool_mask"], inputs["turn_ids"], inputs.get("parent"))
+        return cls(inputs["completion_mask"] * inputs["tool_mask"], inputs["turn_ids"], *map(inputs.get, OPTIONAL))
 
 
 def batch_trees(
@@ -63,6 +94,8 @@ def batch_trees(
     loss_mask: Tensor,
     completion_mask: Tensor,
     parent: Tensor | None = None,
+    prompt_routes: Tensor | None = None,
+    routes: Tensor | None = None,
 ) -> tuple[list[FlatTree], list[int]]:
     """
     The rows of a TRL batch as trees.
@@ -73,6 +106,7 @@ def batch_trees(
         loss_mask (`Tensor`): `(B, T)` 1 where a token's log-prob is wanted.
         parent (`Tensor`, *optional*): `(B, T)` completion column of the token that each token follows; -1 is the last
             token of the prompt, -2 the one before. `None` if every row is one sequence.
+        prompt_routes, routes (`Tensor`, *optional*): As in `TokenColumns`.
 
     Returns:
         The trees, and the length of each prompt.
@@ -80,6 +114,7 @@ def batch_trees(
     arrays = (prompt_ids, prompt_mask, completion_ids, completion_mask, loss_mask)
     prompts, prompt_masks, completions, masks, wanted = (array.detach().cpu().numpy() for array in arrays)
     columns = None if parent is None else parent.cpu().numpy()
+    paths = None if routes is None else (prompt_routes.cpu().numpy(), routes.cpu().numpy())
     trees, lengths = [], []
     for row in range(len(prompts)):
         prompt = prompts[row][prompt_masks[row].astype(bool)]
@@ -89,7 +124,11 @@ def batch_trees(
         tree_parent = None
         if columns is not None:
             tree_parent = np.r_[np.arange(-1, len(prompt) - 1), columns[row][:size] + len(prompt)]
-        trees.append(FlatTree(np.concatenate([prompt, completions[row][:size]]), turns, tree_parent))
+        tree_routes = None
+        if paths is not None:
+            before, after = (part[row] for part in paths)
+            tree_routes = np.concatenate([before[len(before) - len(prompt) :], after[:size]])
+        trees.append(FlatTree(np.concatenate([prompt, completions[row][:size]]), turns, tree_parent, tree_routes))
         lengths.append(len(prompt))
     return trees, lengths
 
@@ -102,6 +141,8 @@ def batch_logps(
     completion_mask: Tensor,
     loss_mask: Tensor,
     parent: Tensor | None = None,
+    prompt_routes: Tensor | None = None,
+    routes: Tensor | None = None,
     *,
     leaves: Sequence[TokenTree] = (),
     attention: str = "auto",
@@ -121,7 +162,9 @@ def batch_logps(
     Returns:
         Two `(B, T)` tensors, 0 where `loss_mask` is 0; and the means of the leaves, as `leaf_means` has them.
     """
-    trees, lengths = batch_trees(prompt_ids, prompt_mask, completion_ids, loss_mask, completion_mask, parent)
+    trees, lengths = batch_trees(
+        prompt_ids, prompt_mask, completion_ids, loss_mask, completion_mask, parent, prompt_routes, routes
+    )
     packed = pack([*trees, *leaves])
     plain = packed.tree >= len(trees)
     outputs = score_packed(model, packed, attention, temperature, truncation, plain if leaves else None)

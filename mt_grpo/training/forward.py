@@ -19,8 +19,9 @@ from mt_grpo.forward.probe import prove
 from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.batch import TokenColumns, batch_logps
+from mt_grpo.training.batch import OPTIONAL, TokenColumns, batch_logps
 from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.rollout_batch import RolloutBatch
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +91,10 @@ def completion_logps(
         )
         return logps, entropies, []
     size = batch_size or len(ids)
-    tensors = [prompt_ids, prompt_mask, ids, mask, columns.scored]
-    tensors += [] if columns.parent is None else [columns.parent]
+    tensors = [prompt_ids, prompt_mask, ids, mask, columns.scored, *(getattr(columns, name) for name in OPTIONAL)]
     results, means = [], []
-    for start, *piece in zip(range(0, len(ids), size), *(tensor.split(size) for tensor in tensors), strict=True):
+    for start in range(0, len(ids), size):
+        piece = (None if tensor is None else tensor[start : start + size] for tensor in tensors)
         trees = leaves[start : start + size]
         hung = [tree for of_row in trees for tree in of_row]
         *result, found = batch_logps(model, *piece, leaves=hung, attention=args.tree_attention, **distribution)
@@ -147,6 +148,19 @@ def prove_forward(trainer: GRPOTrainer, length: int) -> None:
                 attention=trainer.args.tree_attention,
                 mixed_precision=trainer.accelerator.mixed_precision,
             )
+
+
+def warn_without_routes(batch: RolloutBatch) -> bool:
+    """Warns where an engine has not said which experts sampled tokens went to. Returns whether to ask again."""
+    if not any(row.logprobs for row in batch.token_rows):
+        return True
+    if PartialState().is_main_process and not any(row.routes for row in batch.token_rows):
+        logger.warning(
+            "The engine does not say which experts its tokens went to, so some are trained through others: start the "
+            "server with `mt-grpo serve` on a GPU, which asks vLLM for `--enable-return-routed-experts`, or set "
+            "`router_replay: false` to go without."
+        )
+    return False
 
 
 def read_truncation(args: MTGRPOConfig) -> Truncation | None:

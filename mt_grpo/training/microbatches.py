@@ -17,6 +17,7 @@ from accelerate.utils import gather
 from torch import Tensor
 
 from mt_grpo.forward.packing import unique_tokens
+from mt_grpo.forward.routes import NO_ROUTE
 from mt_grpo.training.batch import batch_trees
 
 Rows = dict[str, Tensor]
@@ -122,7 +123,7 @@ def _take(rows: Rows, index: Tensor) -> Rows:
         part = value[index]
         if key.startswith("prompt_"):
             part = part[:, part.size(1) - prompt :].clone()
-        elif value.shape == rows["completion_ids"].shape:
+        elif value.shape[:2] == rows["completion_ids"].shape:
             part = part[:, :completion].clone()
         taken[key] = part
     return taken
@@ -139,8 +140,12 @@ def _join(pieces: list[Rows]) -> Rows:
         for piece in pieces:
             chain = torch.arange(piece["completion_ids"].size(1), device=piece["completion_ids"].device) - 1
             piece.setdefault("parent", chain.expand_as(piece["completion_ids"]))
+    for name, ids in (("prompt_routes", "prompt_ids"), ("routes", "completion_ids")):
+        sent = [piece[name] for piece in pieces if name in piece]
+        for piece in pieces if sent else []:  # a rank whose conversations all failed sent none
+            piece.setdefault(name, sent[0].new_full((*piece[ids].shape, sent[0].size(2)), NO_ROUTE))
     # TRL pads ratios with 1, and its VESPO multiplies those of the padding too
-    fills = {"importance_sampling_ratio": 1.0}
+    fills = {"importance_sampling_ratio": 1.0, "prompt_routes": NO_ROUTE, "routes": NO_ROUTE}
     return {
         key: _stack([piece[key] for piece in pieces], key.startswith("prompt_"), fills.get(key, 0.0))
         for key in pieces[0]
@@ -152,14 +157,12 @@ def _stack(parts: list[Tensor], left: bool, fill: float) -> Tensor:
     if parts[0].dim() == 1:
         return torch.cat(parts)
     width = max(part.size(1) for part in parts)
-    return torch.cat(
-        [
-            torch.nn.functional.pad(
-                part, ((width - part.size(1)) * left, (width - part.size(1)) * (not left)), value=fill
-            )
-            for part in parts
-        ]
-    )
+
+    def widened(part: Tensor) -> Tensor:
+        more = width - part.size(1)
+        return torch.nn.functional.pad(part, (*(0, 0) * (part.dim() - 2), more * left, more * (not left)), value=fill)
+
+    return torch.cat([widened(part) for part in parts])
 
 
 def balance(weights: Sequence[float], num_bins: int) -> list[list[int]]:

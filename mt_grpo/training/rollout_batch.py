@@ -142,6 +142,11 @@ class RolloutBatch:
                 values = self.extra.setdefault(name, [None] * len(self.rows))
                 values[row] = again.extra[name][row] if name in again.extra else None
 
+    def leave_out_routes(self) -> None:
+        """Forgets which experts the tokens went to."""
+        for row in self.token_rows:
+            row.prompt_routes = row.routes = b""
+
     def leave_out(self, pad_token_id: int, mask_truncated: bool) -> None:
         """
         Masks the completions that must not be trained on: those of conversations that failed, and, with

@@ -62,6 +62,11 @@ def check_importance_sampling(args: MTGRPOConfig) -> None:
         )
 
 
+def replays_routes(args: MTGRPOConfig) -> bool:
+    """Whether the forward of a run replays the routes of a mixture that its engine gives."""
+    return args.router_replay and args.forward == "tree"
+
+
 def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Accelerator) -> TransformersEngine:
     """
     An engine that samples from the trainer's own model.
@@ -77,7 +82,7 @@ def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Acce
             "A model with sharded weights cannot sample by itself, since processes take different numbers of turns: "
             "set `use_vllm: true`, or shard with DeepSpeed ZeRO-3 and `ds3_gather_for_generation: true`."
         )
-    return TransformersEngine(accelerator.unwrap_model(model), tokenizer)
+    return TransformersEngine(accelerator.unwrap_model(model), tokenizer, record_routes=replays_routes(args))
 
 
 @contextmanager

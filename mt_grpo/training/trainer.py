@@ -22,13 +22,14 @@ from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import source_of, tool_names
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.routes import route_shape
 from mt_grpo.integrations.trl import Factory
 from mt_grpo.option_rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.runlog.files import to_json
 from mt_grpo.training.answers import check_scorers, fill_in, hang_leaves, longest, score_answers, trees_of_rows
-from mt_grpo.training.batch import TokenColumns
+from mt_grpo.training.batch import OPTIONAL, TokenColumns
 from mt_grpo.training.checkpoint import (
     MADE_WITH,
     batch_options,
@@ -61,6 +62,7 @@ from mt_grpo.training.forward import (
     prepare_forward,
     prove_forward,
     sampling_params,
+    warn_without_routes,
 )
 from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.model import (
@@ -94,11 +96,12 @@ from mt_grpo.training.servers import (
     check_importance_sampling,
     lent_model,
     own_engine,
+    replays_routes,
     server_client,
     weight_sync,
 )
 from mt_grpo.training.step_log import Step, StepLog
-from mt_grpo.training.step_log.metrics import means_over_rows, show_advantages
+from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, show_advantages
 from mt_grpo.training.trl_arguments import (
     as_list,
     as_rows,
@@ -304,6 +307,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             self._run_on_all_ranks(engine.connect)
             self.weight_sync = weight_sync(args, engine, lambda: self.model, self.accelerator)
         self._sampling = sampling_params(args)
+        self._needs_routes = route_shape(self.model.config) is not None
         engine = engine or own_engine(args, self._tokenizer, self.model, self.accelerator)
         self.runner = build_runner(self.env, engine, args)
 
@@ -454,6 +458,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if batch.mode == "train" and self.args.groups_without_signal == "resample":
             sample_again(batch, self.args.max_resample_times, self._rollout, self._score, self._judge)
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
+        if not replays_routes(self.args):
+            batch.leave_out_routes()
+        elif self._needs_routes:
+            self._needs_routes = warn_without_routes(batch)
         batch.leave_out(self._tokenizer.pad_token_id, self.args.mask_truncated_completions)
         hang_leaves(self, batch)
         leaves = longest(each.tree for of_reward in batch.leaves.values() for each in of_reward)
@@ -559,11 +567,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         equal = share_of_equal_groups(batch.rewards_per_func, weights, batch.group_size)
         self._metrics[step.mode]["frac_reward_zero_std"][-1] = equal
         show_advantages(self._logs["advantages"], batch.rewards, batch.advantages)
-        columns = TokenColumns.of_rollouts(batch.token_rows, output["completion_ids"])
+        columns = TokenColumns.of_rollouts(batch.token_rows, output["completion_ids"], output["prompt_ids"].size(1))
         output["group_ids"], output["row_ids"] = step.rows // batch.group_size, step.row_ids
         output["turn_ids"], output["advantages"] = columns.turn_ids, step.advantages.gather(1, columns.turn_ids)
-        if columns.parent is not None:
-            output["parent"] = columns.parent
+        output |= {name: value for name in OPTIONAL if (value := getattr(columns, name)) is not None}
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self._loss_inputs = inputs
@@ -597,7 +604,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 )
             else:
                 if inputs is None:
-                    columns = TokenColumns.of_rollouts(self.batch.token_rows, input_ids[:, -logits_to_keep:])
+                    split = input_ids.size(1) - logits_to_keep
+                    columns = TokenColumns.of_rollouts(self.batch.token_rows, input_ids[:, split:], split)
                 else:
                     columns = TokenColumns.of_inputs(inputs)
                 leaves = self.batch.take_leaves() if inputs is None else {}
@@ -632,6 +640,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         metrics = self._metrics[mode]
         if mode == "eval" and self._evaluation is not None:  # batches of an evaluation differ in size
             metrics.update(means_over_rows(metrics, self._evaluation.sizes))
+        if mode == "train" and replays_routes(self.args):
+            routes = route_metrics(self.accelerator.unwrap_model(self.model))
+            metrics.update({name: [value] for name, value in routes.items()})
         metrics.update({name: [value] for name, value in self.step_log.metrics.close(mode).items()})
         super().log(logs, start_time)
 

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from support.recipes import parse_recipe
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from mt_grpo.app import serve
 from mt_grpo.cli import main
@@ -143,3 +144,19 @@ def test_a_loss_that_corrects_per_token_is_refused_another_way(tmp_path):
     with pytest.raises(ConfigError, match="token_truncate, token_mask"):
         check_importance_sampling(parse_recipe([*QUICKSTART, *options, "sequence_mask"]).training)
     check_importance_sampling(parse_recipe([*QUICKSTART, *options, "token_mask"]).training)
+
+
+@pytest.mark.parametrize(
+    "experts, replay, returned", [(True, "true", True), (True, "false", False), (False, "true", False)]
+)
+def test_a_mixture_on_a_gpu_says_which_experts_tokens_went_to(experts, replay, returned, tmp_path, monkeypatch):
+    if experts:
+        Qwen3MoeConfig(num_experts=8, num_experts_per_tok=2).save_pretrained(tmp_path)
+    else:
+        Qwen3Config().save_pretrained(tmp_path)
+    recipe = parse_recipe([*QUICKSTART, "--model_name_or_path", str(tmp_path), "--router_replay", replay])
+    recipe.training.use_cpu = False
+    monkeypatch.setattr(serve.torch.cuda, "is_available", lambda: True)
+    words, environment = serve.server_command(recipe)
+    assert ("--enable-return-routed-experts" in words) == returned
+    assert environment.get("VLLM_USE_V2_MODEL_RUNNER") == ("1" if returned else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cached_property
 
 import numpy as np
@@ -34,6 +35,8 @@ class TreeLayout:
         self.size = len(packed.subtree_end)
         self.layers: set[int | None] = set()
         """Layers whose attention was called with this layout."""
+        self.choose: Callable[[int, Tensor], Tensor] | None = None
+        """What routers choose by: a layer and the experts that its router would choose, `(N, k)`, to experts."""
         indices = np.arange(self.size)
         # a chain continues while the next token is the only child
         begins = packed.parent != indices - 1
@@ -137,6 +140,9 @@ class TreeLayout:
         size = (self.size, self.size)
         return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=size)
 
+
+CURRENT: ContextVar[TreeLayout | None] = ContextVar("tree_layout", default=None)
+"""The layout of the row whose forward runs, or is computed again for its gradient."""
 
 Kernel = Callable[..., Tensor]
 """`(layout: TreeLayout, query, key, value, scaling: float, window: int | None) -> (1, heads, N, head_dim)`."""

@@ -6,17 +6,14 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
-from mt_grpo.forward.attention.layout import TreeLayout
+from mt_grpo.forward.attention.layout import CURRENT, TreeLayout
 from mt_grpo.forward.recurrent.functions import FUNCTIONS, Function
 from mt_grpo.forward.recurrent.lightning import lightning_attention
-
-_LAYOUT: ContextVar[TreeLayout | None] = ContextVar("tree_layout", default=None)
 
 
 def recurrent_layers(model: nn.Module) -> list[Any]:
@@ -44,8 +41,8 @@ def extend_recurrent_layers(model: nn.Module) -> None:
 @contextmanager
 def over_tree(model: nn.Module, layout: TreeLayout) -> Iterator[None]:
     """
-    Some blocks pass no keyword arguments to their recurrent layers. These layers find the layout here, also when
-    gradient checkpointing runs their block again in a backward.
+    Some blocks pass no keyword arguments to their recurrent layers, and none to their routers. These find the layout
+    in `CURRENT`, also when gradient checkpointing runs their block again in a backward.
     """
     checkpoints: dict[Any, Callable[..., Any]] = {
         module: vars(module)["_gradient_checkpointing_func"]
@@ -55,18 +52,18 @@ def over_tree(model: nn.Module, layout: TreeLayout) -> Iterator[None]:
 
     def within(run: Callable[..., Any]) -> Callable[..., Any]:
         def run_within(*args: Any) -> Any:
-            token = _LAYOUT.set(layout)
+            token = CURRENT.set(layout)
             try:
                 return run(*args)
             finally:
-                _LAYOUT.reset(token)
+                CURRENT.reset(token)
 
         return run_within
 
     def carrying(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         return lambda run, *args: checkpoint(within(run), *args)
 
-    token = _LAYOUT.set(layout)
+    token = CURRENT.set(layout)
     try:
         for module, checkpoint in checkpoints.items():
             module._gradient_checkpointing_func = carrying(checkpoint)
@@ -74,13 +71,13 @@ def over_tree(model: nn.Module, layout: TreeLayout) -> Iterator[None]:
     finally:
         for module, checkpoint in checkpoints.items():
             module._gradient_checkpointing_func = checkpoint
-        _LAYOUT.reset(token)
+        CURRENT.reset(token)
 
 
 def _forward(
     self: Any, hidden_states: Tensor, *args: Any, tree_layout: TreeLayout | None = None, **kwargs: Any
 ) -> Any:
-    layout = tree_layout or _LAYOUT.get()
+    layout = tree_layout or CURRENT.get()
     if layout is None:
         return self._forward_along_sequence(hidden_states, *args, **kwargs)
     layout.layers.add(self.layer_idx)

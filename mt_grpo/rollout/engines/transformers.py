@@ -22,7 +22,9 @@ from transformers.generation import (
 )
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.routes import Recorder
 from mt_grpo.rollout.engine import Sample, SamplingParams
+from mt_grpo.token_tree import Routes
 
 
 @dataclass(eq=False)
@@ -34,6 +36,7 @@ class _Request:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    routes: Routes | None = None
 
     @property
     def budget(self) -> int:
@@ -55,14 +58,24 @@ class TransformersEngine:
         tokenizer: Its tokenizer.
         max_batch_size (`int`, *optional*, defaults to `64`): Most requests in one batch.
         patience (`float`, *optional*, defaults to `1.0`): Seconds a batch waits for conversations that are elsewhere.
+        record_routes (`bool`, *optional*, defaults to `False`): Whether samples of a mixture say which experts their
+            tokens went to.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, max_batch_size: int = 64, patience: float = 1.0) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        max_batch_size: int = 64,
+        patience: float = 1.0,
+        record_routes: bool = False,
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.context_length = model.config.get_text_config().max_position_embeddings
         self.max_batch_size = max_batch_size
         self.patience = patience
+        self.record_routes = record_routes
         self._live: set[str] = set()
         self._waiting: list[_Request] = []
         self._batch: asyncio.Future[None] | None = None
@@ -131,7 +144,8 @@ class TransformersEngine:
                 request.future.set_exception(done.exception() or RuntimeError("The batch was cancelled."))
             else:
                 assert request.finish_reason is not None
-                request.future.set_result(Sample(request.ids, request.logprobs, request.finish_reason))
+                sample = Sample(request.ids, request.logprobs, request.finish_reason, routes=request.routes)
+                request.future.set_result(sample)
         asyncio.get_running_loop().call_soon(self._start_batch)  # after the conversations that go on at once
 
     @torch.no_grad()
@@ -150,27 +164,36 @@ class TransformersEngine:
         padded = [request.context[:1] * (width - len(request.context)) + request.context for request in batch]
         mask = [[0] * (width - len(request.context)) + [1] * len(request.context) for request in batch]
         recorder = _Recorder(batch, width, device, greedy=drawing[0] == 0)
-        self.model.generate(
-            torch.tensor(padded, device=device),
-            attention_mask=torch.tensor(mask, device=device),
-            generation_config=GenerationConfig(
-                do_sample=False,
-                max_new_tokens=max(request.budget for request in batch),
-                repetition_penalty=1.0,
-                pad_token_id=pad,
-                eos_token_id=None,
-                use_cache=True,
-            ),
-            logits_processor=LogitsProcessorList([*_warpers(drawing), recorder]),
-            stopping_criteria=[_Finished(self, batch, recorder)],
-            synced_gpus=False,  # which ZeRO-3 would turn on; processes make different numbers of calls
-        )
+        routes = Recorder(self.model) if self.record_routes else nullcontext()
+        with routes:
+            self.model.generate(
+                torch.tensor(padded, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                generation_config=GenerationConfig(
+                    do_sample=False,
+                    max_new_tokens=max(request.budget for request in batch),
+                    repetition_penalty=1.0,
+                    pad_token_id=pad,
+                    eos_token_id=None,
+                    use_cache=True,
+                ),
+                logits_processor=LogitsProcessorList([*_warpers(drawing), recorder]),
+                stopping_criteria=[_Finished(self, batch, recorder)],
+                synced_gpus=False,  # which ZeRO-3 would turn on; processes make different numbers of calls
+            )
         if any(request.finish_reason is None and not request.future.cancelled() for request in batch):
             raise ConfigError(
                 f"`generate` of {type(self.model).__name__} returned before its answers had ended, without the "
                 "`stopping_criteria` and the `logits_processor` that it was given: give it that of transformers, or "
                 "sample from a server (`use_vllm: true`)."
             )
+        found = routes.routes(len(batch)) if isinstance(routes, Recorder) else None
+        if found is not None:
+            for request, row in zip(batch, found, strict=True):
+                first = request.sampling.routes_from
+                begin = width - len(request.context) + first
+                taken = row[begin : width + len(request.ids) - 1]  # what was sampled last went to no expert yet
+                request.routes = Routes(first, row.shape[1], taken.tobytes())
 
     def may_stop(self, token: int, stop: str) -> bool:
         """Whether a token can complete a stop string."""

@@ -280,6 +280,34 @@ def mismatch_metrics(batch: dict[str, torch.Tensor], num_turns: int) -> Tally:
     return tally
 
 
+def route_metrics(model: Any) -> dict[str, float]:
+    """
+    How the routes of a mixture were replayed since the last call, on all ranks; a collective call.
+
+    Args:
+        model: The policy, not wrapped for training.
+
+    Returns:
+        `router/differing`, of the choices that routes made (one for each token and layer with experts) the share in
+        which the trainer's own router would have chosen other experts; `router/shared_prefix_differing`, of the tokens
+        of prefixes that several conversations share, the share whose routes differ between two of them. Nothing for a
+        model without experts, or where nothing was replayed.
+    """
+    replayer = next((module._replayer for module in model.modules() if "_replayer" in vars(module)), None)
+    if replayer is None:
+        return {}
+    counts = replayer.take_counts()
+    device = next(model.parameters()).device
+    numbers = torch.tensor([float(value) for value in vars(counts).values()], device=device, dtype=torch.float64)
+    routed, differing, shared, shared_differing = gather(numbers.unsqueeze(0)).sum(dim=0).tolist()
+    found = {}
+    if routed:
+        found["router/differing"] = differing / routed
+    if shared:
+        found["router/shared_prefix_differing"] = shared_differing / shared
+    return found
+
+
 def _count_completions(tally: Tally, lengths: list[int], ended: list[int]) -> None:
     """TRL's `completions/*`. As in TRL, the shortest and the longest are means over batches."""
     tally.count("batch", 1)

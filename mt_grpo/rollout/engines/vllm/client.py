@@ -6,7 +6,9 @@ group are placed on one server, so that its prefix cache helps them.
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
+import io
 import logging
 import time
 import zlib
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
+import numpy as np
 import orjson
 
 from mt_grpo.rollout.engine import Sample, SamplingParams
@@ -32,6 +35,7 @@ from mt_grpo.rollout.engines.vllm.http import (
     wait_for_servers,
 )
 from mt_grpo.rollout.engines.vllm.lease import weight_label
+from mt_grpo.token_tree import Routes
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -143,7 +147,8 @@ class VLLMServerClient:
         assert sampling.max_tokens is not None
         version = self.weight_version
         content = completion_request(self.model, context, sampling)
-        sample = await self._ask(session, context, content, read_sample, TOKEN_TIME * sampling.max_tokens)
+        read = functools.partial(read_sample, routes_from=sampling.routes_from)
+        sample = await self._ask(session, context, content, read, TOKEN_TIME * sampling.max_tokens)
         sample.weight_version = version
         return sample
 
@@ -317,12 +322,15 @@ def completion_request(model: str, context: list[int], sampling: SamplingParams,
         # ids come with the log-probabilities; `return_token_ids` would send the whole prompt back as well
         "return_tokens_as_token_ids": True,
     }
+    if sampling.routes_from:
+        body["routed_experts_prompt_start"] = sampling.routes_from
     return orjson.dumps(body | more)
 
 
-def read_sample(answer: Any, request: str) -> Sample:
+def read_sample(answer: Any, request: str, routes_from: int = 0) -> Sample:
     """
-    The sample in an answer of `/v1/completions`.
+    The sample in an answer of `/v1/completions`, with its routes where the server gives them. `routes_from` is the
+    token of the context that they begin with.
 
     Raises:
         RequestFailed: If the answer holds no sample, or the server aborted the request. A repeat may help.
@@ -332,6 +340,7 @@ def read_sample(answer: Any, request: str) -> Sample:
         ids = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
         logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
         reason = choice["finish_reason"]
+        routes = read_routes(choice.get("routed_experts"), routes_from)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         shown = str(answer)[:400]
         raise RequestFailed(
@@ -343,7 +352,15 @@ def read_sample(answer: Any, request: str) -> Sample:
             f"{reason!r}.",
             True,
         )
-    return Sample(ids, logprobs, reason)
+    return Sample(ids, logprobs, reason, routes=routes)
+
+
+def read_routes(encoded: str | None, first: int) -> Routes | None:
+    """The routes of a choice: an array `(tokens, layers, k)` as a `.npy` file in base64. Raises `ValueError`."""
+    if not encoded:
+        return None
+    found = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    return Routes(first, found[:1].nbytes, found.tobytes()) if len(found) else None
 
 
 def scoring_request(model: str, context: list[int], token: int) -> bytes:

@@ -1,0 +1,191 @@
+"""Routes of mixtures: what was recorded is replayed, on trees, in every layer and for every kind of router."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.mixtures import MIXTURES, build_mixture, with_other_routers
+from support.models import build_model
+
+from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward import token_logps
+from mt_grpo.forward.attention.layout import CURRENT, TreeLayout
+from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.packing import FlatTree, flatten, pack
+from mt_grpo.forward.routes import NO_ROUTE, Recorder, route_shape
+from mt_grpo.token_tree import Routes, TokenTree
+
+CONTEXT, ACTION = [1, 2, 3, 4, 5], [6, 7, 8]
+LATER, LAST = [9, 10], [11, 12]
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def mixture(request):
+    return build_mixture(request.param)
+
+
+def recorded(model, ids: list[int]) -> np.ndarray:
+    """Routes of all tokens but the last, which an engine has not sent anywhere yet."""
+    with Recorder(model) as recorder:
+        model(torch.tensor([ids]))
+    return recorder.routes(1)[0, :-1]
+
+
+def as_routes(found: np.ndarray, first: int = 0) -> Routes:
+    return Routes(first, found.shape[1], found[first:].tobytes())
+
+
+def conversation(sampler) -> TokenTree:
+    """Two turns, the second of which goes on, and a third whose context leaves the first one's."""
+    tree = TokenTree()
+    tree.add_turn(CONTEXT, ACTION, [0.0] * 3, as_routes(recorded(sampler, CONTEXT + ACTION)))
+    whole = recorded(sampler, CONTEXT + ACTION + LATER + LAST)
+    tree.extend(LATER, LAST, [0.0] * 2, as_routes(whole, tree.routed))
+    left = [*CONTEXT[:3], 20, 21]
+    tree.add_turn(left, [22], [0.0], as_routes(recorded(sampler, [*left, 22])))
+    return tree
+
+
+@contextmanager
+def by_routes(model, routes: np.ndarray):
+    """Has a forward that is no tree choose by routes."""
+    layout = TreeLayout(pack([FlatTree(np.arange(len(routes)), np.full(len(routes), -1))]))
+    token = CURRENT.set(layout)
+    with model._replayer.replaying(layout, routes, (0, 0)):
+        yield
+    CURRENT.reset(token)
+
+
+def replayed(model, ids: list[int], routes: np.ndarray) -> torch.Tensor:
+    """Log-probs of one sequence, each layer of which is given the routes: no tree, no packing."""
+    enable_trees(model)
+    padded = np.concatenate([routes, np.full((1, routes.shape[1]), NO_ROUTE, np.uint8)])
+    with by_routes(model, padded):
+        logits = model(torch.tensor([ids])).logits
+    return logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def test_a_model_replays_its_own_routes_without_a_difference(mixture):
+    ids = torch.randint(64, (2, 9))
+    with Recorder(mixture) as recorder:
+        plain = mixture(ids).logits
+    routes = recorder.routes(2)
+    model = copy.deepcopy(mixture)
+    enable_trees(model)
+    with by_routes(model, routes.reshape(18, -1)):
+        again = model(ids).logits
+    torch.testing.assert_close(again, plain, rtol=0, atol=1e-6)
+    counts = model._replayer.take_counts()
+    assert counts.differing == 0 and counts.routed > 0
+
+
+def test_a_tree_takes_the_experts_that_its_tokens_were_sampled_by(mixture):
+    sampler = with_other_routers(mixture, noise=0.5)
+    tree = conversation(sampler)
+    logps = token_logps(copy.deepcopy(mixture), [tree])[0]
+    model = copy.deepcopy(mixture)
+    for turn, ids in ((1, CONTEXT + ACTION + LATER + LAST), (2, [*CONTEXT[:3], 20, 21, 22])):
+        expected = replayed(model, ids, recorded(sampler, ids))[-len(logps[turn]) :]
+        torch.testing.assert_close(logps[turn], expected, rtol=0, atol=1e-5)
+    assert model._replayer.take_counts().differing > 0
+    plain = TokenTree.from_dict(tree.to_dict())
+    for node in plain.nodes:
+        node.routes = b""
+    assert max((one - two).abs().max() for one, two in zip(logps, token_logps(model, [plain])[0], strict=True)) > 1e-3
+
+
+def test_a_layer_computed_again_for_its_gradient_replays_its_own_row(mixture):
+    trees = [conversation(with_other_routers(mixture, noise)) for noise in (0.3, 0.9)]
+    gradients = []
+    for checkpointed in (False, True):
+        model = copy.deepcopy(mixture).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        # both forwards come before the backward of either
+        sum(logps.sum() for tree in trees for logps in token_logps(model, [tree])[0]).backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_forward_that_is_no_tree_is_left_to_its_own_routers(mixture):
+    model, ids = copy.deepcopy(mixture), torch.tensor([CONTEXT])
+    plain = model(ids).logits
+    token_logps(model, [conversation(with_other_routers(mixture))])
+    torch.testing.assert_close(model(ids).logits, plain, rtol=0, atol=0)
+
+
+def test_the_first_conversation_routes_what_conversations_share(mixture):
+    one, other = (conversation(with_other_routers(mixture, noise)) for noise in (0.5, 1.5))
+    packed = pack([one, other])
+    alone = pack([one])
+    np.testing.assert_array_equal(packed.routes, alone.routes)
+    seen, differing = packed.shared_routes
+    assert seen == (flatten(other).routes != NO_ROUTE).any(axis=1).sum() and 0 < differing <= seen
+    assert pack([one, one]).shared_routes == (seen, 0)
+
+
+def test_a_token_without_a_route_goes_where_its_router_sends_it(mixture):
+    tree = TokenTree()
+    tree.add_turn(CONTEXT, ACTION, [0.0] * 3)
+    expected = token_logps(copy.deepcopy(mixture), [tree])[0][0]
+    found = recorded(mixture, CONTEXT + ACTION)
+    tree.nodes[0].routes = found[:2].tobytes() + b"\xff" * found.shape[1] * 3
+    torch.testing.assert_close(token_logps(copy.deepcopy(mixture), [tree])[0][0], expected, rtol=0, atol=1e-5)
+
+
+def test_routes_of_another_model_are_refused(mixture):
+    tree = TokenTree()
+    tree.add_turn(CONTEXT, ACTION, [0.0] * 3, Routes(0, 5, bytes(35)))
+    with pytest.raises(UnsupportedModelError, match="routes have 5 bytes for each token"):
+        token_logps(copy.deepcopy(mixture), [tree])
+
+
+def test_a_model_without_experts_has_no_routes(tokenizer):
+    model = build_model(tokenizer)
+    assert route_shape(model.config) is None
+    with Recorder(model) as recorder:
+        model(torch.tensor([CONTEXT]))
+    assert recorder.routes(1) is None
+
+
+def test_many_experts_have_indices_of_two_bytes():
+    model = build_mixture(num_experts=300)
+    assert route_shape(model.config).width == 3 * 2 * 2
+    tree = conversation(model)
+    logps = token_logps(model, [tree])[0]
+    assert model._replayer.take_counts().differing == 0
+    assert all(each.isfinite().all() for each in logps)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_tree_keeps_the_route_that_a_token_had_first(data):
+    """Against a dictionary from paths to routes, for turns that go on, leave each other, and know only some routes."""
+    tree, known = TokenTree(), {}
+    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+    for turn in range(data.draw(st.integers(1, 5))):
+        context, action = data.draw(tokens), data.draw(tokens)
+        goes_on = bool(turn) and data.draw(st.booleans())
+        whole = (tree.path() if goes_on else []) + context + action
+        first = data.draw(st.integers(0, tree.routed)) if goes_on else 0
+        size = data.draw(st.integers(0, len(whole) - first))
+        routes = Routes(first, 2, bytes([turn, 7]) * size)
+        add = tree.extend if goes_on else tree.add_turn
+        add(context, action, [0.0] * len(action), routes)
+        for place in range(first, first + size):
+            known.setdefault(tuple(whole[: place + 1]), bytes([turn, 7]))
+    assert TokenTree.from_dict(tree.to_dict()) == tree
+    for index, node in enumerate(tree.nodes):
+        assert len(node.routes) in (0, 2 * len(node.tokens))
+        path = tuple(tree.path(index))
+        for place in range(len(node.routes) // 2):
+            route = node.routes[2 * place : 2 * place + 2]
+            end = len(path) - len(node.tokens) + place + 1
+            assert route == b"\xff\xff" or route[1] == 7 and path[:end] in known

@@ -1,0 +1,140 @@
+"""`router_replay`: a mixture is trained through the experts that its tokens were sampled by."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import io
+import logging
+
+import numpy as np
+import pytest
+import torch
+from support.mixtures import FlippingEngine, build_mixture
+from support.trainers import check_log_probs
+
+from mt_grpo.rollout import SamplingParams
+from mt_grpo.rollout.engines.transformers import TransformersEngine
+from mt_grpo.rollout.engines.vllm.client import read_sample
+from mt_grpo.token_tree import Routes
+
+
+def mixture(name, tokenizer, **more):
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    return build_mixture(name, len(tokenizer), **ids, **more)
+
+
+def flip(trainer) -> None:
+    """Has the trainer's engine sample with routers that flip now and then."""
+    trainer.runner.engine.__class__ = FlippingEngine
+
+
+def difference(trainer) -> torch.Tensor:
+    """Of the log-probs of trained tokens, between engine and trainer."""
+    inputs = trainer._generate_and_score_completions([trainer.train_dataset[0]] * 4)
+    logps, _, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model,
+        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        inputs["completion_ids"].shape[1],
+    )
+    mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+    return (logps - inputs["sampling_per_token_logps"])[mask].abs()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_replay_takes_away_what_other_routes_make_different(name, build, tokenizer):
+    found = {}
+    for replay in (True, False):
+        trainer = build(
+            None,
+            mixture(name, tokenizer),
+            router_replay=replay,
+            max_turn_length=12,
+            router_aux_loss_coef=0.0,
+            use_vllm=False,
+        )
+        trainer.use_vllm = True  # as with a server: the loss is given the engine's log-probs
+        trainer.current_gradient_accumulation_steps = 1
+        flip(trainer)
+        found[replay] = difference(trainer)
+    assert found[False].max() > 0.02
+    assert found[True].max() < 1e-5
+
+
+def test_a_run_trains_on_routes_and_says_how_many_differ(build, tokenizer):
+    trainer = build(None, mixture("qwen3_moe", tokenizer), max_turn_length=12, router_aux_loss_coef=0.0)
+    flip(trainer)
+    trainer.train()
+    history = [row for row in trainer.state.log_history if "router/differing" in row]
+    assert history and all(0 < row["router/differing"] < 1 for row in history)
+    assert all("router/shared_prefix_differing" in row for row in history)
+
+
+def test_the_trainers_own_engine_differs_in_no_route(build, tokenizer):
+    trainer = build(None, mixture("mixtral", tokenizer), max_turn_length=12, router_aux_loss_coef=0.0, max_steps=1)
+    trainer.train()
+    row = next(row for row in trainer.state.log_history if "router/differing" in row)
+    assert row["router/differing"] == row["router/shared_prefix_differing"] == 0
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.use_vllm = True
+    check_log_probs(trainer, trainer._generate_and_score_completions([trainer.train_dataset[0]] * 4))
+
+
+def test_without_replay_no_route_is_kept(build, tokenizer):
+    trainer = build(
+        None,
+        mixture("mixtral", tokenizer),
+        max_turn_length=12,
+        router_aux_loss_coef=0.0,
+        max_steps=1,
+        router_replay=False,
+    )
+    trainer.train()
+    assert not any(row.routes for row in trainer.batch.token_rows)
+    assert not any("router/differing" in row for row in trainer.state.log_history)
+
+
+def test_an_engine_that_gives_no_routes_is_named_once(build, tokenizer, caplog):
+    trainer = build(None, mixture("mixtral", tokenizer), max_turn_length=12, router_aux_loss_coef=0.0)
+    trainer.runner.engine.record_routes = False
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert sum("does not say which experts" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_batched_requests_have_the_routes_that_each_has_alone(tokenizer):
+    model = mixture("qwen3_moe", tokenizer)
+    engine = TransformersEngine(model, tokenizer, record_routes=True)
+    contexts = [tokenizer.encode(text) for text in ("What is the capital of Peru", "Lima", "answer the query")]
+
+    async def ask(numbers):
+        async def one(number):
+            sampling = SamplingParams(max_tokens=5 + number, seed=number, routes_from=number)
+            try:
+                return await engine.generate(contexts[number], sampling, f"{number}")
+            finally:
+                engine.release(f"{number}")
+
+        return await asyncio.gather(*map(one, numbers))
+
+    together = asyncio.run(ask([0, 1, 2]))
+    for number, sample in enumerate(together):
+        (alone,) = asyncio.run(ask([number]))
+        assert sample.ids == alone.ids and sample.routes == alone.routes
+        tokens = len(contexts[number]) + len(sample.ids) - 1 - number
+        assert sample.routes.first == number and len(sample.routes.data) == tokens * sample.routes.width
+
+
+def test_routes_of_a_server_are_read_from_its_answer():
+    found = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
+    file = io.BytesIO()
+    np.save(file, found)
+    choice = {
+        "logprobs": {"tokens": ["token_id:5"], "token_logprobs": [-0.5]},
+        "finish_reason": "stop",
+        "routed_experts": base64.b64encode(file.getvalue()).decode(),
+    }
+    assert read_sample({"choices": [choice]}, "", 7).routes == Routes(7, 6, found.tobytes())
+    assert read_sample({"choices": [copy.deepcopy(choice) | {"routed_experts": None}]}, "").routes is None
