@@ -8,13 +8,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mt_grpo.credit import audit_rewards, estimate
+from mt_grpo.credit import audit_rewards, estimate, uncredited_turn_rewards
 from mt_grpo.envs.source import tool_names
 from mt_grpo.runlog import Batch
 from mt_grpo.runlog.findings import Counts, Finding, find
 from mt_grpo.runlog.rows import rollout_lines
 from mt_grpo.training.reward_batch import gather_rewards
 from mt_grpo.training.step_log.records import as_record
+from mt_grpo.training.step_log.warnings import says_uncredited
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import visible
 
@@ -24,18 +25,20 @@ def audit_conversations(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
     Audits the rewards of the conversations that a trainer ran and scored last.
 
     Returns:
-        `dict`: As a line of `audit.jsonl`; beside it `conversations`, and `failed` of them.
+        `dict`: As a line of `audit.jsonl`; beside it `conversations`, `failed` of them, and `advice` where the credit
+        rule leaves turn rewards away from their turns.
     """
     args, judged = trainer.args, trainer.batch
     weights = trainer.reward_weights.to(args.device)
     batch, _ = gather_rewards(judged.trajectories, judged.scores, weights, judged.group_size)
-    advantages = estimate(
-        args.advantage_estimator, batch, turn_coef=args.turn_advantage_coef, scale_rewards=trainer.scale_rewards
-    )
+    rule, options = args.advantage_estimator, {"turn_coef": args.turn_advantage_coef}
+    options["scale_rewards"] = trainer.scale_rewards
+    audit = audit_rewards(batch, estimate(rule, batch, **options))
+    uncredited = uncredited_turn_rewards(rule, batch, **options)
     names = [reward["name"] for reward in trainer.step_log.records.rewards]
-    record = as_record(audit_rewards(batch, advantages), names, trainer.step_log.warnings.causal)
+    record = as_record(audit, uncredited, names, trainer.step_log.warnings.causal)
     count, failed = len(judged.trajectories), sum(each.failed for each in judged.trajectories)
-    return {**record, "conversations": count, "failed": failed}
+    return {**record, "conversations": count, "failed": failed, "advice": says_uncredited(record, args)}
 
 
 def find_in_conversations(trainer: MTGRPOEnvTrainer) -> list[Finding]:
@@ -97,7 +100,7 @@ def findings(record: dict[str, Any]) -> list[str]:
             lines.append(f"{reward} teaches nothing here: all members of each group earn the same.")
         if each["causal"] is False:
             lines.append(f"{reward} depends on later turns, which biases rules that credit single turns.")
-    return lines
+    return [*lines, *([record["advice"]] if record["advice"] else [])]
 
 
 def _share(value: float | None) -> str:

@@ -19,7 +19,7 @@ from mt_grpo.credit.rule import (
     sums_turns,
     whole_rule,
 )
-from mt_grpo.credit.rules.paper import biases_of_mt_grpo, grpo_mr, grpo_or, mt_grpo
+from mt_grpo.credit.rules.paper import bias_of_turn_coef, grpo_mr, grpo_or, mt_grpo
 from mt_grpo.credit.rules.returns import (
     gdpo,
     gtpo,
@@ -30,6 +30,7 @@ from mt_grpo.credit.rules.returns import (
     turn_gae,
 )
 from mt_grpo.credit.rules.shared_states import branch_to_go, gigpo
+from mt_grpo.credit.uncredited import Uncredited, uncredited_turn_rewards
 from mt_grpo.option_rules import parse_rule, rule_name
 
 __all__ = [
@@ -41,9 +42,10 @@ __all__ = [
     "RewardAudit",
     "RewardBatch",
     "Rule",
+    "Uncredited",
     "advantage_estimator",
     "audit_rewards",
-    "biases_of_mt_grpo",
+    "bias_of_turn_coef",
     "bind_rule",
     "branch_to_go",
     "estimate",
@@ -66,6 +68,7 @@ __all__ = [
     "state_baseline",
     "sums_turns",
     "turn_gae",
+    "uncredited_turn_rewards",
     "whole_rule",
     "without_signal",
 ]

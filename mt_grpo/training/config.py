@@ -112,6 +112,11 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         if self.max_env_steps is None:
             self.max_env_steps = self.max_tool_calling_iterations
 
+    @property
+    def averages_turns(self) -> bool:
+        """Whether the loss gives all tokens of a trajectory the mean of their advantages."""
+        return self.importance_sampling_level == "sequence" and self.loss_type not in KEEPS_TURNS
+
     def check_credit(self) -> None:
         """
         Looks up the credit rule, and checks it against its options and the loss.
@@ -122,8 +127,7 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         """
         bind_rule(self.advantage_estimator, turn_coef=self.turn_advantage_coef, scale_rewards=self.scale_rewards)
         name = rule_name(self.advantage_estimator)
-        lost = self.importance_sampling_level == "sequence" and self.loss_type not in KEEPS_TURNS
-        if lost and splits_turns(name):
+        if self.averages_turns and splits_turns(name):
             another = ", choose another `loss_type`" if self.loss_type == "luspo" else ""
             raise ConfigError(
                 "`importance_sampling_level: sequence` gives all tokens of a trajectory the mean of their advantages, "

@@ -15,6 +15,7 @@ NOTHING = {**dict.fromkeys(RewardAudit.__dataclass_fields__), "causal": None}
 
 def record(**keys):
     numbers = {"groups": 4, "conversations": 32, "failed": 0, "groups_without_signal": 0.25, "sign_agreement": None}
+    numbers["advice"] = None
     return {**numbers, "rewards": {"good": GOOD}, **keys}
 
 
@@ -28,13 +29,15 @@ def test_what_stands_out_is_said():
         "equal": {**GOOD, "equal_groups": 1.0},
         "late": {**GOOD, "causal": False},
     }
-    lines = findings(record(failed=3, sign_agreement=0.25, rewards=rewards))[1:]
+    advice = "`mt_grpo` leaves 71%"
+    lines = findings(record(failed=3, sign_agreement=0.25, rewards=rewards, advice=advice))[1:]
     assert [line.split(",")[0].split(":")[0] for line in lines] == [
         "3 of 32 conversations failed",
         "Turn and outcome advantages point the same way at 25% of the turns that have both.",
         "The reward 'silent' never applied",
         "The reward 'equal' teaches nothing here",
         "The reward 'late' depends on later turns",
+        advice,
     ]
 
 

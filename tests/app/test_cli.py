@@ -73,6 +73,26 @@ def test_a_reward_that_raises_later_leaves_a_checkpoint(recipe, tmp_path, capsys
     assert len(list(read_trajectories(tmp_path / "run"))) == 2 * 4
 
 
+STEADY = """
+from mt_grpo.rewards import TurnReward
+
+class Steady(TurnReward):
+    def score(self, turn, trajectory, **row):
+        return 0.5
+"""
+
+
+@pytest.mark.parametrize(("rule", "share"), [("grpo_or", 1.0), ("reward_to_go", 0.0)])
+def test_a_run_tells_what_turn_rewards_have_no_credit(recipe, tmp_path, caplog, rule, share):
+    (tmp_path / "rewards.py").write_text(STEADY)
+    options = recipe(turn_reward_funcs=[f"{tmp_path / 'rewards.py'}:Steady"], advantage_estimator=rule)
+    assert main(["train", *options, "--do_eval", "false", "--max_steps", "1"]) == 0
+    warned = "`grpo_or` leaves 100% of the turn rewards of this batch without credit"
+    assert (warned in caplog.text) == bool(share)
+    audit = json.loads((tmp_path / "run" / "summary.json").read_text())["audit"]
+    assert audit["uncredited_at_turn"] == audit["uncredited_up_to_turn"] == share
+
+
 def test_rollout_shows_conversations_and_trains_nothing(recipe, tmp_path, capsys):
     assert main(["rollout", *recipe(), "--num_prompts", "3"]) == 0
     printed = capsys.readouterr().out

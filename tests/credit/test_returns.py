@@ -13,7 +13,7 @@ from support.reward_batches import NONE, draw_batch
 from mt_grpo.credit import (
     RewardBatch,
     advantage_estimator,
-    biases_of_mt_grpo,
+    bias_of_turn_coef,
     estimate,
     gdpo,
     gigpo,
@@ -479,23 +479,22 @@ def test_rules_say_whether_turn_rewards_may_be_summed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("results", "coef", "reward", "number"),
+    ("results", "coef", "reward", "biased"),
     [
-        ([[1, 0], [0, 0]], 1.0, 0.5, 0),
-        ([[1, 1], [0, 0]], 1.0, 0.5, 1),
-        ([[1, 1], [0, 0]], 1.0, 0.0, 0),
-        ([[1, 1], [0, 0]], 1.0, NONE, 0),
-        ([[1, 0], [0, 0]], 2.0, 0.5, 1),
-        ([[1, 0], [0, 1]], 2.0, 0.5, 0),
-        ([[1, 1], [0, 0]], 2.0, 0.5, 2),
+        ([[1, 0], [0, 0]], 1.0, 0.5, False),
+        ([[1, 0], [0, 0]], 2.0, 0.5, True),
+        ([[1, 0], [0, 0]], 2.0, 0.0, False),
+        ([[1, 0], [0, 0]], 2.0, NONE, False),
+        ([[1, 0], [0, 1]], 2.0, 0.5, False),
     ],
 )
-def test_biases_of_mt_grpo_are_those_of_the_batch(results, coef, reward, number):
+def test_the_coefficient_biases_mt_grpo_where_no_tool_ran(results, coef, reward, biased):
     rewards = torch.tensor([[reward, NONE]] * 2 + [[NONE, NONE]])
     exists = torch.tensor([[True, True]] * 2 + [[False, False]])  # the last one failed
     results = torch.tensor([*results, [0, 0]], dtype=torch.bool)
     batch = RewardBatch(rewards, torch.zeros(3), exists, results, 3)
-    assert len(biases_of_mt_grpo(batch, coef)) == number
+    said = f"1 of 3 trajectories have no tool result, and weigh turn rewards by 1 instead of `turn_coef` {coef}"
+    assert bias_of_turn_coef(batch, coef) == (said if biased else None)
 
 
 # The same rewards in another order

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.trainers import Calls, Letters, batch
 
-from mt_grpo.credit import Audit, RewardAudit, estimate
+from mt_grpo.credit import Audit, RewardAudit, Uncredited, estimate
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.runlog import RunLogError, open_run
 from mt_grpo.runlog.writer import RunWriter
@@ -211,7 +211,7 @@ REWARD = {name: 0.5 for name in RewardAudit.__dataclass_fields__}
 
 def record(silent=1.0, **rewards):
     audits = tuple(RewardAudit(**{**REWARD, **changes}) for changes in rewards.values())
-    return as_record(Audit(2, silent, None, audits), list(rewards), {})
+    return as_record(Audit(2, silent, None, audits), Uncredited(None, None), list(rewards), {})
 
 
 class Same(OutcomeReward):
@@ -251,6 +251,8 @@ def test_a_run_records_what_its_rewards_tell_apart(build, tmp_path):
     assert {name for name in logged if name.startswith("credit/")} == {
         "credit/groups_without_signal",
         "credit/sign_agreement",
+        "credit/uncredited_at_turn",
+        "credit/uncredited_up_to_turn",
     }
 
 

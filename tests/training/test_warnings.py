@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
 from support.trainers import Calls, Letters, conversation, member
 
-from mt_grpo.credit import Audit, RewardAudit
+from mt_grpo.credit import Audit, RewardAudit, Uncredited
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import EngineError
 from mt_grpo.runlog.findings import Counts
@@ -120,9 +121,43 @@ def test_a_turn_reward_is_asked_again_for_a_few_trajectories(build):
 
 def test_the_bias_of_mt_grpo_is_said_once(build, caplog):
     build(rewards=((Calls(),), (Letters(),)), turn_advantage_coef=0.5, max_steps=3).train()
-    (message,) = said(caplog)
-    assert "in 1 of 4 trajectories a tool result follows more than one turn" in message
+    (message,) = [message for message in said(caplog) if "is biased on this batch" in message]
     assert "1 of 4 trajectories have no tool result, and weigh turn rewards by 1 instead of `turn_coef` 0.5" in message
+
+
+def test_turn_rewards_without_credit_are_said_once(build, caplog, tmp_path):
+    """Of four calls that earn 1, one is made after the first tool result."""
+    build(rewards=((Calls(),), (Letters(),)), max_steps=3).train()
+    (message,) = said(caplog)
+    assert message == (
+        "`mt_grpo` leaves 25% of the turn rewards of this batch without credit at the turn that earned them: take "
+        "`advantage_estimator: reward_to_go` (`leave_one_out` if turn rewards depend on later turns)."
+    )
+    logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert (logged["credit/uncredited_at_turn"], logged["credit/uncredited_up_to_turn"]) == (0.25, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (
+            {"advantage_estimator": "grpo_or"},
+            "earned them, and 100% at all turns up to it: take `advantage_estimator: r",
+        ),
+        (
+            {"advantage_estimator": "reward_to_go", "turn_advantage_coef": 0.0},
+            ": take a `turn_advantage_coef` other th",
+        ),
+        (
+            {"advantage_estimator": "grpo_or", "importance_sampling_level": "sequence"},
+            ": take `advantage_estimator: leave_one_out`.",
+        ),
+    ],
+)
+def test_the_rule_to_take_fits_the_run(build, caplog, options, advice):
+    build(rewards=((Calls(),), (Letters(),)), max_steps=1, **options).train()
+    (message,) = said(caplog)
+    assert "leaves 100% of the turn rewards" in message and advice in message
 
 
 def test_another_rule_is_not_called_biased(build, caplog):
@@ -154,7 +189,7 @@ REWARD = {name: 0.5 for name in RewardAudit.__dataclass_fields__}
 
 def record(silent=1.0, **rewards):
     audits = tuple(RewardAudit(**{**REWARD, **changes}) for changes in rewards.values())
-    return as_record(Audit(2, silent, None, audits), list(rewards), {})
+    return as_record(Audit(2, silent, None, audits), Uncredited(None, None), list(rewards), {})
 
 
 def ended(stop: str, **changes) -> Counts:

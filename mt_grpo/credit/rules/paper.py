@@ -26,9 +26,9 @@ def mt_grpo(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: Scale 
     trajectory without a tool result every turn gets the normalised sum of both rewards.
 
     Bias: none (× G / (G − 1)) with one tool boundary, `turn_coef` 1 and `scale_rewards: none`. With several boundaries
-    the turns after the first tool result get nothing for the turn rewards that they earn. With another `turn_coef`
-    trajectories without a tool result weigh turn rewards by 1 all the same. `biases_of_mt_grpo` finds both in a batch;
-    `reward_to_go` has neither.
+    the turns after the first tool result get nothing for the turn rewards that they earn, see
+    `uncredited_turn_rewards`. With another `turn_coef` trajectories without a tool result weigh turn rewards by 1 all
+    the same, see `bias_of_turn_coef`. `reward_to_go` has neither bias.
 
     Args:
         batch (`RewardBatch`): The rewards.
@@ -103,28 +103,18 @@ def _turn_sums(batch: RewardBatch) -> Tensor:
     return _whole(batch.of_turns())
 
 
-def biases_of_mt_grpo(batch: RewardBatch, turn_coef: float) -> list[str]:
+def bias_of_turn_coef(batch: RewardBatch, turn_coef: float) -> str | None:
     """
-    The ways in which `mt_grpo` is biased on a batch, each as half a sentence; turns without turn rewards have none.
+    How `mt_grpo` is biased on a batch by its coefficient, as half a sentence; `None` where it is not.
 
     Args:
         batch (`RewardBatch`): The rewards.
         turn_coef (`float`): The weight of the turn advantage.
     """
-    results = batch.result_mask.sum(dim=1)
-    if not batch.turn_rewards.nan_to_num(nan=0.0).any():
-        return []
-    several = (results > 1).sum().item()
-    without = ((results == 0) & ~batch.failed).sum().item()
-    biases = []
-    if several:
-        biases.append(
-            f"in {several} of {len(results)} trajectories a tool result follows more than one turn, and turns after "
-            "the first result get no credit for the turn rewards they earn"
-        )
-    if without and turn_coef != 1:
-        biases.append(
-            f"{without} of {len(results)} trajectories have no tool result, and weigh turn rewards by 1 instead of "
-            f"`turn_coef` {turn_coef}"
-        )
-    return biases
+    without = (~batch.result_mask.any(dim=1) & ~batch.failed).sum().item()
+    if turn_coef == 1 or not without or not batch.turn_rewards.nan_to_num(nan=0.0).any():
+        return None
+    return (
+        f"{without} of {len(batch.result_mask)} trajectories have no tool result, and weigh turn rewards by 1 instead "
+        f"of `turn_coef` {turn_coef}"
+    )

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainerCallback
 
-from mt_grpo.credit import audit_rewards
+from mt_grpo.credit import audit_rewards, uncredited_turn_rewards
 from mt_grpo.rewards import RewardFunc, StateScore
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -87,7 +87,13 @@ class StepLog(TrainerCallback):
         step.lines = self.records.take(step)  # first: whatever fails after, the conversations are kept
         if step.mode == "train":
             audit = audit_rewards(step.batch.rewards, step.batch.advantages)
-            step.audit = as_record(audit, self._names, self.warnings.causal)
+            uncredited = uncredited_turn_rewards(
+                self._args.advantage_estimator,
+                step.batch.rewards,
+                turn_coef=self._args.turn_advantage_coef,
+                scale_rewards=self._args.scale_rewards,
+            )
+            step.audit = as_record(audit, uncredited, self._names, self.warnings.causal)
             self.records.audits.append(step.audit)
         self.warnings.take(step)
         self.metrics.take(step)

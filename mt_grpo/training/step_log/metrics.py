@@ -199,6 +199,10 @@ def audit_metrics(audit: dict[str, Any], sampled_again: int) -> Tally:
     if audit["sign_agreement"] is not None:
         tally.count("batch with turn and outcome advantages", 1)
         tally.add("credit/sign_agreement", audit["sign_agreement"], per="batch with turn and outcome advantages")
+    if audit["uncredited_at_turn"] is not None:
+        tally.count("batch with turn rewards", 1)
+        for name in ("uncredited_at_turn", "uncredited_up_to_turn"):
+            tally.add(f"credit/{name}", audit[name], per="batch with turn rewards")
     return tally
 
 

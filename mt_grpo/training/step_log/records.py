@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from accelerate.utils import gather_object
 
-from mt_grpo.credit import Audit
+from mt_grpo.credit import Audit, Uncredited
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.files import to_json
@@ -250,12 +250,15 @@ def update_rows(outputs: list[Outputs]) -> tuple[Lines, Lines]:
 # Audits
 
 
-def as_record(audit: Audit, names: Sequence[str], causal: Mapping[str, bool]) -> dict[str, Any]:
-    """An audit as JSON has it, with its rewards by name."""
+def as_record(
+    audit: Audit, uncredited: Uncredited, names: Sequence[str], causal: Mapping[str, bool]
+) -> dict[str, Any]:
+    """An audit as JSON has it, with its rewards by name, and the turn rewards that do not reach their turns."""
     rewards = {
         name: {**asdict(reward), "causal": causal.get(name)} for name, reward in zip(names, audit.rewards, strict=True)
     }
-    return {**asdict(audit), "rewards": rewards}
+    shares = {f"uncredited_{name}": share for name, share in asdict(uncredited).items()}
+    return {**asdict(audit), **shares, "rewards": rewards}
 
 
 def mean_record(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

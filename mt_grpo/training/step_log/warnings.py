@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from mt_grpo.credit import RewardBatch, biases_of_mt_grpo, bind_rule, mt_grpo, rule_name, sums_turns
+from mt_grpo.credit import RewardBatch, bias_of_turn_coef, bind_rule, mt_grpo, rule_name, sums_turns
 from mt_grpo.rewards import RewardFunc, StateScore, TurnReward, score_cut
 from mt_grpo.runlog.findings import Counts, find, why_equal
 from mt_grpo.training.config import MTGRPOConfig
@@ -29,8 +29,9 @@ class Warnings:
     Warns once during the run, and with a count at its end, of what stands out in conversations
     (`mt_grpo.runlog.findings`), of rewards that return `None` for every trajectory, and of batches in which no
     trajectory has an advantage. Warns once of turn rewards that depend on later turns, if the credit rule credits
-    single turns with them, of batches on which the rule `mt_grpo` is biased, and of a gradient that has been 0 for
-    `STILL` steps. Only the main process warns.
+    single turns with them, of turn rewards that do not reach the turn that earned them, of batches on which the rule
+    `mt_grpo` is biased by its coefficient, and of a gradient that has been 0 for `STILL` steps. Only the main process
+    warns.
 
     Args:
         rewards (`Sequence[RewardFunc]`): The rewards.
@@ -58,7 +59,7 @@ class Warnings:
         """Whether a turn reward stays as it is when later turns are cut off, for those that were examined here."""
         self._absent = list(self._names)
         self._batches = self._flat = 0
-        self._said_biased = False
+        self._said_biased = self._said_uncredited = False
         self._found: set[str] = set()
         self._counts = {"train": Counts(), "eval": Counts()}
         self._seen = {"train": 0, "eval": 0}
@@ -92,6 +93,7 @@ class Warnings:
     def _judge(self, step: Step, latest: Counts) -> None:
         columns = step.batch.rewards_per_func
         self._find_bias(step.batch.rewards)
+        self._find_uncredited(step.audit)
         missing = columns.isnan().all(dim=0).tolist()
         if all(missing):  # all conversations failed, or no reward said anything: there is nothing to compare
             return
@@ -124,13 +126,19 @@ class Warnings:
         )
         if rule is not mt_grpo or self._said_biased or not self._speaks:
             return
-        biases = biases_of_mt_grpo(rewards, options.get("turn_coef", 1.0))
-        self._said_biased = bool(biases)
-        if biases:
+        bias = bias_of_turn_coef(rewards, options.get("turn_coef", 1.0))
+        if bias is not None:
+            self._said_biased = True
             logger.warning(
                 "The credit rule 'mt_grpo' is biased on this batch: %s. `advantage_estimator: reward_to_go` is not.",
-                "; ".join(biases),
+                bias,
             )
+
+    def _find_uncredited(self, audit: dict[str, Any]) -> None:
+        sentence = says_uncredited(audit, self._args)
+        if sentence is not None and not self._said_uncredited and self._speaks:
+            self._said_uncredited = True
+            logger.warning(sentence)
 
     def recheck(self, trajectories: Sequence[Trajectory], mode: str) -> None:
         """
@@ -200,6 +208,33 @@ class Warnings:
                 self._batches,
                 why_equal(self._counts["train"], self._about),
             )
+
+
+def says_uncredited(audit: dict[str, Any], args: MTGRPOConfig) -> str | None:
+    """
+    That the credit rule leaves turn rewards away from the turns that earned them, and the rule to take; `None` where
+    it is less than a percent of them.
+
+    Args:
+        audit (`dict`): Of a batch, with the shares of `Uncredited`.
+        args (`MTGRPOConfig`): The run's options.
+    """
+    at_turn, up_to_turn = audit["uncredited_at_turn"], audit["uncredited_up_to_turn"]
+    if at_turn is None or round(100 * at_turn) < 1:
+        return None
+    rule = args.advantage_estimator
+    _, options = bind_rule(rule, turn_coef=args.turn_advantage_coef, scale_rewards=args.scale_rewards)
+    if options.get("turn_coef") == 0:
+        take = "a `turn_advantage_coef` other than 0"
+    elif args.averages_turns:
+        take = "`advantage_estimator: leave_one_out`"
+    else:
+        take = "`advantage_estimator: reward_to_go` (`leave_one_out` if turn rewards depend on later turns)"
+    lost = f", and {up_to_turn:.0%} at all turns up to it" if round(100 * up_to_turn) else ""
+    return (
+        f"`{rule_name(rule)}` leaves {at_turn:.0%} of the turn rewards of this batch without credit at the turn that "
+        f"earned them{lost}: take {take}."
+    )
 
 
 def why_still(audits: Sequence[dict[str, Any]], counts: Counts, about: dict[str, Any] | None = None) -> str:
