@@ -85,7 +85,7 @@ def test_a_model_replays_its_own_routes_without_a_difference(mixture):
     assert counts.differing == 0 and counts.routed > 0
 
 
-def test_a_tree_takes_the_experts_that_its_tokens_were_sampled_by(mixture):
+def test_a_tree_takes_the_experts_that_sampled_its_tokens(mixture):
     sampler = with_other_routers(mixture, noise=0.5)
     tree = conversation(sampler)
     logps = token_logps(copy.deepcopy(mixture), [tree])[0]
@@ -100,7 +100,7 @@ def test_a_tree_takes_the_experts_that_its_tokens_were_sampled_by(mixture):
     assert max((one - two).abs().max() for one, two in zip(logps, token_logps(model, [plain])[0], strict=True)) > 1e-3
 
 
-def test_a_layer_computed_again_for_its_gradient_replays_its_own_row(mixture):
+def test_a_layer_that_is_computed_again_replays_its_own_row(mixture):
     trees = [conversation(with_other_routers(mixture, noise)) for noise in (0.3, 0.9)]
     gradients = []
     for checkpointed in (False, True):
