@@ -44,13 +44,16 @@ ALLOWED = frozenset(
 )
 """The endpoints that a trainer and its user need. Paths are compared decoded and exactly, as the router does."""
 
+SCHEDULING = frozenset({("POST", "/sleep", b"level=0&mode=keep"), ("POST", "/wake_up", b"tags=scheduling")})
+"""A pause and its end, with their whole queries: with another one, these endpoints take the weights out of memory."""
+
 
 class Guard:
     """
     ASGI middleware around the whole server. vLLM's development endpoints run any method of a worker for anyone. Its
     key guards only some paths. Its answers may be read by every web page. Here a request passes only if
 
-    - its method and path are in `allowed`,
+    - its method and path are in `allowed`, or with its query in `SCHEDULING`,
     - it has no `Origin` header (requests of web pages have one),
     - it has the key (`Authorization: Bearer KEY`), except for the health check.
 
@@ -102,7 +105,7 @@ class Guard:
         request = (scope["method"], scope["path"])
         if b"origin" in headers:
             return 403, "Requests of web pages are refused."
-        if request not in self.allowed:
+        if request not in self.allowed and (*request, scope["query_string"]) not in SCHEDULING:
             return 403, "This server answers its trainer's requests only, and this is none of them."
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         known = [hmac.compare_digest(given, key.encode()) for key in self._keys]

@@ -260,8 +260,8 @@ def test_an_engine_that_takes_long_is_waited_for():
         await asyncio.gather(*(policy.reply(user(f"Q{number}")) for number in range(3)))
 
     tokenizer = build_tokenizer()
-    engine = ScriptedEngine(tokenizer, lambda session, turn: f"A{END}", latency=0.2)
-    runner = RolloutRunner(lambda row: Loop(loop), engine, RolloutLimits(idle_timeout=0.1))
+    engine = ScriptedEngine(tokenizer, lambda session, turn: f"A{END}", latency=1.5)
+    runner = RolloutRunner(lambda row: Loop(loop), engine, RolloutLimits(idle_timeout=1.0))
     (trajectory,) = asyncio.run(runner.run([RolloutRequest("Q1", "0")], SamplingParams()))
     assert len(trajectory.turns) == 3 and trajectory.stop_reason is StopReason.ENV_DONE
 

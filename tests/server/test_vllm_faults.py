@@ -228,7 +228,7 @@ def test_a_server_that_hangs_as_a_whole_is_waited_for(undisturbed, server):
 
 @pytest.mark.parametrize("moment", ["sync", "evaluation"])
 def test_a_server_lost_after_a_step_leaves_a_checkpoint(undisturbed, server, proxy, tmp_path, capsys, moment):
-    paths = {"sync": ("/pause", 2), "evaluation": (COMPLETIONS, 3)}  # the first update is a proof
+    paths = {"sync": ("/sleep", 2), "evaluation": (COMPLETIONS, 3)}  # the first update is a proof
     dying = proxy(lambda path, updates, number: "dead" if (path, updates) == paths[moment] else None)
     folder = tmp_path / "run"
     more = ["--max_steps", "1", "--do_eval", "true", "--eval_on_start", "false"]

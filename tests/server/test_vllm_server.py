@@ -443,7 +443,7 @@ def test_requests_under_way_during_a_sync_are_finished(trained):
         await client.close()
 
     asyncio.run(go())
-    paused, updated = moments["/pause"], moments["/finish_weight_update"]
+    paused, updated = moments["/sleep"], moments["/finish_weight_update"]
     assert any(first < paused and last > updated for first, last in times)
     sync.close()
 

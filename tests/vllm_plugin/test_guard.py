@@ -11,7 +11,7 @@ import pytest
 
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError, find_key
 from mt_grpo.vllm_plugin import keys
-from mt_grpo.vllm_plugin.guard import ALLOWED, Guard
+from mt_grpo.vllm_plugin.guard import ALLOWED, SCHEDULING, Guard
 
 KEY = "the key"
 ARGS = SimpleNamespace(host="127.0.0.1", port=8000, api_key=None)
@@ -51,7 +51,7 @@ def ask(guard, method, path, *headers, kind="http", **scope):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": kind, "method": method, "path": path, "headers": list(headers), **scope}
+    scope = {"type": kind, "method": method, "path": path, "headers": list(headers), "query_string": b"", **scope}
     asyncio.run(guard(scope, None, send))
     return sent[0]
 
@@ -86,6 +86,24 @@ def test_what_a_trainer_asks_for_passes_with_the_key_alone(guarded, method, path
     ):
         assert ask(guard, method, path, *headers)["status"] == expected
     assert len(server.reached) == (8 if path == "/health" else 2)
+
+
+@pytest.mark.parametrize(("method", "path", "query"), sorted(SCHEDULING))
+def test_only_a_sleep_that_keeps_the_weights_passes(guarded, method, path, query):
+    server, guard = guarded
+    assert ask(guard, method, path, bearer(), query_string=query)["status"] == 200
+    assert ask(guard, method, path, query_string=query)["status"] == 401
+    others = [
+        b"",
+        query + b"&level=1",
+        b"level=1&" + query,
+        query.replace(b"0", b"1"),
+        query.upper(),
+        query + b"&tags=w",
+    ]
+    for other in set(others) - {query}:
+        assert ask(guard, method, path, bearer(), query_string=other)["status"] == 403, other
+    assert len(server.reached) == 1
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_by_nccl_the_server_is_paused_while_the_weights_travel(receiver, sync_of
     model = adapted(model) if peft else model
     sync = sync_of(model)
     sync.sync(3)
-    push = ["/pause", *UPDATE, "/reset_prefix_cache", "/resume"]
+    push = ["/sleep", *UPDATE, "/reset_prefix_cache", "/wake_up"]
     assert posts(receiver) == [*push, "/v1/completions"] * 2  # halved ones first, as a proof
     assert sync.client.weight_version == 3 and step_of(receiver.version) == "3"
 
@@ -86,8 +86,8 @@ def test_by_nccl_weights_travel_in_the_type_of_the_server(receiver, sync_of, mod
 
 
 def test_by_nccl_parameters_are_gathered_only_under_a_pause(receiver, sync_of, model):
-    receiver.refused = "/pause"
-    with pytest.raises(WeightSyncError, match="/pause.*HTTP 500"):
+    receiver.refused = "/sleep"
+    with pytest.raises(WeightSyncError, match="/sleep.*HTTP 500"):
         sync_of(model).sync(3)
     assert "/update_weights" not in posts(receiver)
 
@@ -100,7 +100,7 @@ def test_a_server_that_fails_in_its_update_ends_the_run(receiver, sync_of, model
     with pytest.raises(WeightSyncError, match="HTTP 500: CUDA out of memory"):
         sync.sync(3)
     assert sync._group.aborted
-    assert posts(receiver)[-2:] == ["/finish_weight_update", "/resume"]
+    assert posts(receiver)[-2:] == ["/finish_weight_update", "/wake_up"]
     assert receiver.http.asked("/finish_weight_update")[-1] == {}
     assert not any(layer.merged for layer in model.modules() if hasattr(layer, "merged"))
 

@@ -120,12 +120,12 @@ def test_a_server_is_resumed_though_the_pause_was_interrupted():
             self.said.append(path)
             raise KeyboardInterrupt
 
-        def tidy_up(self, path):
+        def tidy_up(self, path, **params):
             self.said.append(path)
 
     with pytest.raises(KeyboardInterrupt), paused(Interrupted()):
         pass
-    assert Interrupted.said == ["/pause", "/resume"]
+    assert Interrupted.said == ["/sleep", "/wake_up"]
 
 
 def test_control_calls_send_the_key(replicas):

@@ -275,10 +275,10 @@ class ServerControl:
         """POST, never repeated; see `read_answer` for what is returned and raised."""
         return self._call("POST", path, body, params, self._timeout)
 
-    def tidy_up(self, path: str, body: dict[str, Any] | None = None) -> None:
+    def tidy_up(self, path: str, body: dict[str, Any] | None = None, **params: str) -> None:
         """POST after a failure, perhaps of the server: its result is ignored, and it takes a few seconds at most."""
         with contextlib.suppress(RequestFailed):
-            self._call("POST", path, body, {}, _LAST_WORDS)
+            self._call("POST", path, body, params, _LAST_WORDS)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None, params: dict[str, str], limit: float) -> Any:
         content = None if body is None else orjson.dumps(body)
