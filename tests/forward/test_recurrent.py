@@ -9,92 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from support.forests import FOREST, distance, forests, make_tree, measure
-from transformers import (
-    AutoModelForCausalLM,
-    BambaConfig,
-    FalconH1Config,
-    JambaConfig,
-    KimiLinearConfig,
-    Lfm2Config,
-    Lfm2MoeConfig,
-    Mamba2Config,
-    MambaConfig,
-    MiniMaxConfig,
-    NemotronHConfig,
-    OlmoHybridConfig,
-    PreTrainedModel,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-    Zamba2Config,
-)
+from support.hybrids import CONFIGS, ONE_OF_EACH_KIND, build_hybrid
+from transformers import PreTrainedModel
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
-TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SIZE = {**TOKENS, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "initializer_range": 0.2}
-HEADS = {**SIZE, "num_attention_heads": 4, "num_key_value_heads": 2}
-DELTA = {
-    **HEADS,
-    "head_dim": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-MOE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-MIXED = ["linear_attention", "full_attention"]
-MAMBA = {**HEADS, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8}
-CONFIGS = {
-    "qwen3 next": lambda: Qwen3NextConfig(**DELTA, **MOE, shared_expert_intermediate_size=16, layer_types=MIXED),
-    "qwen3.5": lambda: Qwen3_5TextConfig(**DELTA, layer_types=MIXED),
-    "qwen3.5 moe": lambda: Qwen3_5MoeTextConfig(**DELTA, **MOE, shared_expert_intermediate_size=16, layer_types=MIXED),
-    "olmo hybrid": lambda: OlmoHybridConfig(**DELTA, layer_types=MIXED),
-    "kimi linear": lambda: KimiLinearConfig(
-        **{**HEADS, "num_key_value_heads": 4},
-        linear_num_heads=4,
-        linear_head_dim=8,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        layer_types=MIXED,
-    ),
-    "lfm2": lambda: Lfm2Config(**HEADS, layer_types=["conv", "full_attention"]),
-    "lfm2 moe": lambda: Lfm2MoeConfig(**HEADS, **MOE, layer_types=["conv", "full_attention"]),
-    "nemotron h": lambda: NemotronHConfig(
-        **{**HEADS, "num_hidden_layers": 3},
-        mamba_num_heads=4,
-        mamba_head_dim=16,
-        n_groups=2,
-        ssm_state_size=8,
-        head_dim=8,
-        chunk_size=16,
-        layers_block_type=["linear_attention", "mlp", "full_attention"],
-    ),
-    "mamba 2": lambda: Mamba2Config(**SIZE, num_heads=4, head_dim=16, n_groups=2, state_size=8, chunk_size=16),
-    "falcon h1": lambda: FalconH1Config(**MAMBA, mamba_d_ssm=64, head_dim=8),
-    "bamba": lambda: BambaConfig(**MAMBA, attn_layer_indices=[1]),
-    "zamba 2": lambda: Zamba2Config(
-        **HEADS, n_mamba_heads=4, mamba_ngroups=2, mamba_d_state=8, layers_block_type=["linear_attention", "hybrid"]
-    ),
-    "mamba": lambda: MambaConfig(**SIZE, state_size=8),
-    "jamba": lambda: JambaConfig(
-        **HEADS, mamba_d_state=8, mamba_dt_rank=4, num_experts=2, attn_layer_period=2, attn_layer_offset=1
-    ),
-    "minimax": lambda: MiniMaxConfig(
-        **HEADS, head_dim=8, block_size=16, num_local_experts=4, num_experts_per_tok=2, layer_types=MIXED
-    ),
-}
-ONE_OF_EACH_KIND = ("qwen3.5", "kimi linear", "lfm2", "mamba 2", "mamba", "minimax")
+from mt_grpo.forward.logps import token_logps
+from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.packing import unique_tokens
 
 
 @cache
 def make(kind: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+    return build_hybrid(kind)
 
 
 def long_forest() -> list:
@@ -145,3 +73,63 @@ def test_gradient_checkpointing_runs_over_the_tree_again(kind, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert_equal(model, FOREST)
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH_KIND)
+def test_an_adapter_learns_as_one_forward_a_turn(kind):
+    adapter = LoraConfig(target_modules="all-linear", exclude_modules=["out_proj"], init_lora_weights=False)
+    assert_equal(get_peft_model(copy.deepcopy(make(kind)), adapter), FOREST)
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH_KIND)
+def test_a_model_that_runs_over_trees_runs_over_sequences_as_before(kind):
+    model, prompt = copy.deepcopy(make(kind)), torch.tensor([[3, 4, 5, 6, 7]])
+    plain = build_hybrid(kind)
+    enable_trees(model)
+    with torch.no_grad():
+        token_logps(model, [make_tree(FOREST[0])])
+    assert torch.equal(model(prompt).logits, plain(prompt).logits)
+    texts = [each.generate(prompt, max_new_tokens=8, do_sample=False) for each in (model, plain)]
+    assert torch.equal(*texts)
+
+
+def test_a_copy_of_a_model_runs_with_its_own_weights():
+    model = build_hybrid("qwen3.5")
+    token_logps(model, [make_tree(FOREST[0])])
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_equal(copied, FOREST)
+
+
+def test_a_state_space_with_a_smallest_step_is_exact():
+    assert_equal(build_hybrid("mamba 2", time_step_limit=(0.3, 1.0)), long_forest())
+
+
+def test_autocast_is_within_the_noise_of_bfloat16():
+    trees = [make_tree(timesteps) for timesteps in FOREST]
+    exact, _ = measure(make("qwen3.5"), trees, forward="turn_by_turn")
+    with torch.autocast("cpu", torch.bfloat16):
+        oracle, _ = measure(make("qwen3.5"), trees, forward="turn_by_turn")
+        ours, _ = measure(make("qwen3.5"), trees)
+    assert distance(ours, exact) <= 2 * distance(oracle, exact)
+
+
+def test_tokens_are_projected_and_convolved_at_once(monkeypatch):
+    model, trees = build_hybrid("qwen3.5"), [make_tree(timesteps) for timesteps in long_forest()]
+    token_logps(model, trees)  # proves the model first
+    projected, scanned, convolved = [], [], []
+    layer = model.model.layers[0].linear_attn
+    layer.in_proj_z.register_forward_hook(lambda module, args, output: projected.append(output.shape[1]))
+    for name, sizes in (("torch_chunk_gated_delta_rule", scanned), ("causal_conv1d_fn", convolved)):
+        function = getattr(modeling_qwen3_5, name)
+
+        def counted(first, *args, function=function, sizes=sizes, **kwargs):
+            sizes.append(tuple(first.shape))
+            return function(first, *args, **kwargs)
+
+        monkeypatch.setattr(modeling_qwen3_5, name, counted)
+    token_logps(model, trees)
+    assert projected == [unique_tokens(trees)] and len(convolved) == 1
+    assert len(scanned) < sum(chains for chains, *_ in scanned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig
+from support.hybrids import ONE_OF_EACH_KIND, build_hybrid
 from support.trainers import LOSS_TYPES, batch, conversation
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -178,6 +179,30 @@ def test_rewritten_histories_have_the_loss_of_a_forward_a_turn(build, loss_type,
     oracle.compute_loss(oracle.model, batch(oracle)).backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in oracle.model.parameters()])
     assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH_KIND)
+@pytest.mark.slow
+def test_layers_with_a_state_train_as_turn_by_turn(build, tokenizer, tmp_path, kind):
+    def script(session, turn):
+        return "<think>well</think>" + conversation(session, turn)
+
+    build_hybrid(kind, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    options = {"history": "strip_thinking", "beta": 0.1, "num_iterations": 2, "optim": "sgd", "max_steps": 3}
+    runs = []
+    for forward, checkpointing in (("tree", True), ("turn_by_turn", False)):
+        trainer = build(
+            script,
+            model=str(tmp_path / "model"),
+            forward=forward,
+            gradient_checkpointing=checkpointing,
+            **options,
+        )
+        trainer.train()
+        logged = [row for row in trainer.state.log_history if "loss" in row]
+        runs.append(torch.tensor([[row["loss"], row["grad_norm"], row["entropy"], row["kl"]] for row in logged]))
+    assert len(runs[0]) == 3
+    torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-6)
 
 
 def test_a_rewritten_history_is_refused_with_the_padded_forward(build):
