@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import matplotlib
 import numpy as np
-from ablation_report import BEGIN, DOCS, END, Difference, difference
+from ablation_report import BEGIN, DOCS, END, Difference, difference, quantile
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -116,23 +116,25 @@ def write_page(rows: Sequence[Row], plan: Plan, page: Path = DOCS / "horizon.md"
 
 
 def draw(rows: Sequence[Row], plan: Plan, path: Path = DOCS / "images" / "horizon.png") -> None:
-    """Draws learning speed (1 / thousand turns to the goal; 0: never) against the number of turns, a line per rule."""
-    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+    """
+    Draws the share right, over all of training, against the number of turns: a line per rule, with 95 % intervals. All
+    runs begin alike and sample as many turns, so what is higher was learnt faster.
+    """
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained", sharey=True)
     for axes, (name, title) in zip(panels, (("one", "one skill"), ("two", "two skills")), strict=True):
         found = {turns: paired(rows, f"{name}-{turns}") for turns in (1, 4, 12)}
-        for arm in next(iter(found.values()), {}):
-            points = []
-            for turns, arms in found.items():
-                steps = [steps_to_goal(run["right"]) for run in arms.get(arm, [])]
-                speeds = [0.0 if step is None else 1000 / (step * plan["turns"]) for step in steps]
-                if speeds:
-                    points.append((turns, fmean(speeds), 1.96 * np.std(speeds, ddof=1) / len(speeds) ** 0.5))
-            if points:
-                turns, means, halves = zip(*points, strict=True)
-                axes.errorbar(turns, means, halves, label=arm, linewidth=1.6, capsize=3, marker="o", markersize=3)
-        axes.set(xlabel="turns of a conversation", title=title, xticks=(1, 4, 12))
+        arms = [arm for arm in next(iter(found.values()), {}) if arm not in LATER]
+        for number, arm in enumerate(arms):
+            points = [(turns, share(runs[arm])) for turns, runs in found.items() if len(runs.get(arm, [])) > 1]
+            if not points:
+                continue
+            places = [turns + 0.06 * (number - len(arms) / 2) for turns, _ in points]  # beside each other
+            means = [fmean(values) for _, values in points]
+            halves = [stdev(values) / len(values) ** 0.5 * quantile(0.975, len(values) - 1) for _, values in points]
+            axes.errorbar(places, means, halves, label=arm, linewidth=1.6, capsize=2, marker="o", markersize=3)
+        axes.set(xlabel="turns of a conversation", title=title, xticks=(1, 4, 12), ylim=(0, 1))
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("learning speed (1 / thousand turns to .85)")
-    panels[1].legend(fontsize="small", frameon=False)
+    panels[0].set_ylabel(f"share right over {plan['steps'] * plan['turns'] / 1000:.0f},000 turns of training")
+    panels[1].legend(fontsize="small", frameon=False, ncols=2)
     figure.savefig(path, dpi=80)
     pyplot.close(figure)
