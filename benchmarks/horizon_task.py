@@ -96,6 +96,7 @@ ARMS: dict[str, Rule] = {
     "reward_to_go": "reward_to_go",
     "gtpo": {"name": "gtpo", "gamma": 0.5},
     "turn_gae": "turn_gae",
+    "lambda_to_go": "lambda_to_go",
     "shuffled": "reward_to_go_over_turns",
     "answer_baseline": "state_baseline",
 }

@@ -23,6 +23,7 @@ from mt_grpo.credit.rules.paper import bias_of_turn_coef, grpo_mr, grpo_or, mt_g
 from mt_grpo.credit.rules.returns import (
     gdpo,
     gtpo,
+    lambda_to_go,
     leave_one_out,
     mt_grpo_discounted,
     reward_to_go,
@@ -57,6 +58,8 @@ __all__ = [
     "grpo_or",
     "gtpo",
     "in_parts",
+    "lambda_to_go",
+    "lambda_to_go",
     "leave_one_out",
     "mt_grpo",
     "mt_grpo_discounted",

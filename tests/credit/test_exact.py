@@ -19,6 +19,7 @@ UNBIASED = [
     ("mt_grpo_discounted", {"gamma": 1.0}, True),
     ("leave_one_out", {}, False),
     ("turn_gae", {"lam": 1.0}, False),
+    ("lambda_to_go", {"lam": 1.0}, False),
 ]
 """Rules that are unbiased without scaling: their options, and whether their means include the member itself."""
 

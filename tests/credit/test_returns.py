@@ -18,6 +18,7 @@ from mt_grpo.credit import (
     gdpo,
     gigpo,
     gtpo,
+    lambda_to_go,
     leave_one_out,
     mt_grpo,
     mt_grpo_discounted,
@@ -31,7 +32,7 @@ from mt_grpo.errors import ConfigError
 
 EPSILON = 1e-4
 SCALES = ["group", "batch", "none"]
-ALL = [reward_to_go, gdpo, leave_one_out, gtpo, mt_grpo_discounted, turn_gae, gigpo, state_baseline]
+ALL = [reward_to_go, gdpo, leave_one_out, gtpo, mt_grpo_discounted, turn_gae, lambda_to_go, gigpo, state_baseline]
 
 
 # The same once more, in plain Python, without anything of `mt_grpo.credit`
@@ -83,6 +84,13 @@ class Members:
             return (value(i, k) - mean) / divisor
 
         return of
+
+    def scale(self, i, scale, gamma=1.0):
+        """What the returns of member i are divided by."""
+        among = {"group": self.ran(i), "batch": self.everyone()}.get(scale)
+        if not among:
+            return 1.0
+        return max(spread([self.returns(j, t, gamma) for j in among]) for t in range(self.num_turns)) + EPSILON
 
     def to_go(self, j, k, gamma=1.0):
         return sum(gamma ** (t - k) * self.rewards[j][t] for t in range(k, self.num_turns))
@@ -166,17 +174,20 @@ def slow_gae(batch, turn_coef, scale, gamma, lam, extra=lambda i, k: 0.0):
             reward = members.rewards[i][t] + (members.outcomes[i] if t == last else 0.0)
             after = value(i, t + 1) if t < last else 0.0
             advantage += (gamma * lam) ** (t - k) * (reward + gamma * after - value(i, t))
-        among = {"group": members.ran(i), "batch": members.everyone()}.get(scale)
-        if not among:
-            return advantage
-        turns = range(members.num_turns)
-        return advantage / (max(spread([members.returns(j, t, gamma) for j in among]) for t in turns) + EPSILON)
+        return advantage / members.scale(i, scale, gamma)
 
     return members.advantages(of)
 
 
 def slow_turn_gae(batch, turn_coef, scale, gamma=1.0, lam=0.95):
     return slow_gae(batch, turn_coef, scale, gamma, lam)
+
+
+def slow_lambda_to_go(batch, turn_coef, scale, lam=0.9):
+    nothing = torch.zeros_like(batch.outcome_rewards)
+    turn = slow_gae(fields(batch, outcome_rewards=nothing), 1.0, scale, 1.0, lam)
+    outcome = slow_leave_one_out(fields(batch, turn_rewards=torch.zeros_like(batch.turn_rewards)), 1.0, scale)
+    return outcome + turn_coef * turn
 
 
 def slow_gigpo(batch, turn_coef, scale, gamma=0.95):
@@ -207,7 +218,8 @@ def slow_state_baseline(batch, turn_coef, scale, lam=1.0, fit="line"):
             reach = [t for t in range(k + 1) if any(members.lengths[j] > t for j in others)][-1]
             mean = statistics.fmean(members.returns(j, reach) for j in others if members.lengths[j] > reach)
             if not math.isnan(scores[i][k - 1]):
-                points.append((i // members.group_size, scores[i][k - 1], members.returns(i, k) - mean))
+                more = (members.returns(i, k) - mean) / members.scale(i, scale)
+                points.append((i // members.group_size, scores[i][k - 1], more))
 
     def extra(i, k):
         if k == 0 or math.isnan(scores[i][k - 1]):
@@ -223,7 +235,7 @@ def slow_state_baseline(batch, turn_coef, scale, lam=1.0, fit="line"):
         slope, intercept = statistics.linear_regression(*zip(*others, strict=True))
         return intercept + slope * x
 
-    return slow_gae(batch, turn_coef, scale, 1.0, lam, extra)
+    return slow_gae(batch, turn_coef, scale, 1.0, lam, lambda i, k: members.scale(i, scale) * extra(i, k))
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -239,6 +251,8 @@ def slow_state_baseline(batch, turn_coef, scale, lam=1.0, fit="line"):
         (mt_grpo_discounted, slow_mt_grpo_discounted, {"gamma": 0.5}),
         (turn_gae, slow_turn_gae, {}),
         (turn_gae, slow_turn_gae, {"gamma": 0.5, "lam": 0.3}),
+        (lambda_to_go, slow_lambda_to_go, {}),
+        (lambda_to_go, slow_lambda_to_go, {"lam": 1.0}),
         (gigpo, slow_gigpo, {}),
         (gigpo, slow_gigpo, {"gamma": 0.5}),
         (state_baseline, slow_state_baseline, {}),
@@ -390,7 +404,7 @@ def test_rules_meet_where_their_options_say_so(seed):
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 8])
-@pytest.mark.parametrize("rule", [reward_to_go, gdpo, gtpo, turn_gae], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", [reward_to_go, gdpo, gtpo, turn_gae, lambda_to_go], ids=lambda rule: rule.__name__)
 def test_equal_sums_in_different_turns_do_not_blow_up(rule, group_size):
     """The deviation of the sum is 0; divided by it the largest advantage would be thousands."""
     rewards = torch.zeros(group_size, 3, dtype=torch.double)
@@ -410,6 +424,16 @@ def test_equal_sums_in_different_turns_do_not_blow_up(rule, group_size):
     )
     bound = (group_size - 1) / math.sqrt(group_size) * (1 if rule in (reward_to_go, gdpo) else 3)
     assert 0 < rule(batch).abs().max() <= bound
+
+
+def test_a_fit_does_not_blow_up_a_group_that_all_solve():
+    """One group is always solved, whatever its scores say; in the other the score says who solves it."""
+    scores = torch.tensor([[0.0, NONE], [1.0, NONE]]).double().repeat(4, 1)
+    outcomes = torch.tensor([1.0] * 4 + [0.0, 1.0] * 2).double()
+    rewards = torch.full_like(scores, NONE)
+    exists = torch.ones_like(scores, dtype=torch.bool)
+    batch = RewardBatch(rewards, outcomes, exists, exists, 4, state_scores=scores)
+    assert 0 < state_baseline(batch).abs().max() < 5
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,6 +10,7 @@ group bends it. `tests/support/exact_gradients.py` measures this without samplin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -114,11 +115,18 @@ def leave_one_out(batch: RewardBatch, *, turn_coef: float = 1.0, scale_rewards: 
     Args and returns are those of `reward_to_go`.
     """
     sums = turn_coef * to_go(batch.of_turns())[:, :1] + batch.of_outcomes()[:, None]
-    others = (~batch.failed).view(-1, batch.group_size).sum(dim=1).repeat_interleave(batch.group_size)[:, None] - 1
-    scale = largest_deviation(sums, batch.group_size, scale_rewards)
-    centred = centre(sums, batch.group_size) / scale * (others + 1) / others.clamp(min=1)
     parts = reward_parts(batch, turn_coef, lambda rewards: to_go(rewards)[:, :1])
-    return credit_of(batch, Term(centred, scale, parts, "baseline"))
+    return credit_of(batch, against_others(batch, sums, parts, "baseline", scale_rewards))
+
+
+def against_others(
+    batch: RewardBatch, values: Tensor, parts: Mapping[str, Tensor], baseline: str, scale_rewards: Scale
+) -> Term:
+    """The term of values of trajectories, (B, 1), less the mean of the other members, divided by their deviation."""
+    others = (~batch.failed).view(-1, batch.group_size).sum(dim=1).repeat_interleave(batch.group_size)[:, None] - 1
+    scale = largest_deviation(values, batch.group_size, scale_rewards)
+    centred = centre(values, batch.group_size) / scale * (others + 1) / others.clamp(min=1)
+    return Term(centred, scale, parts, baseline)
 
 
 @advantage_estimator("gtpo")
@@ -200,6 +208,44 @@ def turn_gae(
     return credit_of(batch, scaled(batch, advantages, to_go(rewards, gamma), scale_rewards, parts))
 
 
+@advantage_estimator("lambda_to_go")
+@in_parts
+def lambda_to_go(
+    batch: RewardBatch, *, turn_coef: float = 1.0, lam: Share = 0.9, scale_rewards: Scale = "group"
+) -> Credit:
+    """
+    The outcome advantage on every turn, and turn rewards near the turns that earn them: `turn_gae` over turn rewards
+    alone.
+
+        T_ik = Σ_{l ≥ k} r_il;    V_ik = mean of T_jk over the other members that reach turn k
+        δ_ik = r_ik + V_i,k+1 − V_ik
+        A_ik = A^O_i + turn_coef × Σ_{l ≥ k} lam^(l−k) δ_il / σ
+
+    A^O_i is the outcome minus the mean of the other members, divided by its deviation. σ is the largest deviation of
+    T over turns.
+
+    Bias: none at `lam` 1, for any `turn_coef`, if no turn reward depends on later turns. Below 1 the outcome is still
+    unbiased, and a turn gets only lam^n of what it changes in the turn rewards n turns later. In a long conversation
+    these are mostly the noise of what other turns do, so that it learns faster than with `reward_to_go`. Choose a
+    `lam` near 1 if turns are paid for long after they are taken.
+    Source: GAE (Schulman et al. 2016, arXiv 1506.02438) on turn rewards, beside the outcome advantage of MT-GRPO.
+
+    Args and returns are those of `reward_to_go`; `lam` (`float`, *optional*, defaults to `0.9`) is the λ of GAE.
+    """
+    outcome = against_others(
+        batch, batch.of_outcomes()[:, None], outcome_parts(batch), "outcome baseline", scale_rewards
+    )
+    rewards = batch.of_turns()
+    returns = to_go(rewards)
+    values = group_values(batch, returns)
+    parts = earned(lambda each: to_go(each, lam), turn_parts(batch)) | later_values(batch, values, 1.0, lam)
+    turn = scaled(batch, gae(rewards, values, batch.turn_mask, 1.0, lam), returns, scale_rewards, parts)
+    weighed = {name: turn_coef * part for name, part in parts.items()}
+    return credit_of(
+        batch, outcome, replace(turn, value=turn_coef * turn.value, parts=weighed, baseline="turn baseline")
+    )
+
+
 def with_outcome(batch: RewardBatch, turn_coef: float) -> Tensor:
     """Weighed turn rewards with the outcome added to the last turn, shape (B, K); NaN for a failed trajectory."""
     return turn_coef * batch.of_turns() + at_last_turn(batch, batch.of_outcomes()[:, None])
@@ -218,15 +264,17 @@ def reward_parts(batch: RewardBatch, turn_coef: float, by: Callable[[Tensor], Te
 
 
 def gae_parts(batch: RewardBatch, values: Tensor, turn_coef: float, gamma: float, lam: float) -> dict[str, Tensor]:
-    """
-    The parts of `gae` but its baseline, the value of the turn itself. With `lam` below 1 values of later turns, which
-    stand in for what is left out of later rewards, are a part.
-    """
-    parts = reward_parts(batch, turn_coef, lambda rewards: to_go(rewards, gamma * lam))
-    if lam < 1:
-        known = values.masked_fill(~batch.turn_mask, 0.0)
-        parts["later values"] = gae(torch.zeros_like(known), known, batch.turn_mask, gamma, lam) + known
-    return parts
+    """The parts of `gae` but its baseline, the value of the turn itself."""
+    rewards = reward_parts(batch, turn_coef, lambda rewards: to_go(rewards, gamma * lam))
+    return rewards | later_values(batch, values, gamma, lam)
+
+
+def later_values(batch: RewardBatch, values: Tensor, gamma: float, lam: float) -> dict[str, Tensor]:
+    """With `lam` below 1, the part of the values of later turns: they stand in for what is left out of rewards."""
+    if lam == 1:
+        return {}
+    known = values.masked_fill(~batch.turn_mask, 0.0)
+    return {"later values": gae(torch.zeros_like(known), known, batch.turn_mask, gamma, lam) + known}
 
 
 def group_values(batch: RewardBatch, returns: Tensor) -> Tensor:
@@ -312,8 +360,10 @@ def state_baseline(
     known = batch.turn_mask & ~before.isnan() & ~values.isnan()
     groups = torch.arange(len(scores), device=scores.device) // batch.group_size
     groups = groups[:, None].expand_as(scores)[known]
-    fitted = {"line": _line, "table": _table}[fit](before[known], (returns - values)[known], groups)
-    more = torch.zeros_like(values).masked_scatter(known, fitted)
+    # in units of what divides, so that a group whose members all earn nearly the same is not moved out of proportion
+    scale = largest_deviation(returns, batch.group_size, scale_rewards)
+    fitted = {"line": _line, "table": _table}[fit](before[known], ((returns - values) / scale)[known], groups)
+    more = scale * torch.zeros_like(values).masked_scatter(known, fitted)
     values = values + more
     parts = {**gae_parts(batch, values, turn_coef, 1.0, lam), "state baseline": -more}
     return credit_of(
