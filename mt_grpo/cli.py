@@ -14,7 +14,7 @@ from types import TracebackType
 
 from mt_grpo import __version__
 from mt_grpo.app.interrupt import ends_at_once, run_interruptibly
-from mt_grpo.app.request import OWN_OPTIONS, Request, check_places, check_processes, read_request
+from mt_grpo.app.request import OWN_OPTIONS, Request, check_new, check_places, check_processes, read_request
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.option_rules import check_served
@@ -26,6 +26,7 @@ COMMANDS = {
     "serve": ("start the vLLM server that the recipe's trainer needs", "mt_grpo.cli:serve"),
     "view": ("show a run's conversations and their credit in the browser", "mt_grpo.app.view:view"),
     "export": ("write a run's conversations for other programs", "mt_grpo.app.view:export"),
+    "credit": ("compare the credit rules on a run's conversations", "mt_grpo.app.credit.command:credit"),
     "doctor": ("tell whether a run can begin and fits, and how long a step takes", "mt_grpo.cli:doctor"),
     "recipes": ("list the recipes that ship with mt-grpo, or copy one", "mt_grpo.app.shipped:run"),
     "env": ("print versions and devices, for a bug report", "mt_grpo.app.env:run"),
@@ -145,13 +146,16 @@ def rollout(arguments: list[str]) -> int:
     """`mt-grpo rollout`: prints conversations with their rewards."""
     request = read_request(arguments, "rollout")
     check_places(request.values, "rollout")
-    trainer, _ = _prepare(request, trains=False)
+    audits, folder = request.own["audit"], request.own["save"]
+    if folder is not None:
+        check_new(folder)
+    trainer, resolved = _prepare(request, trains=False)
     from mt_grpo.app.audit import audit_conversations, find_in_conversations, show_audit
+    from mt_grpo.app.saved import save_conversations
     from mt_grpo.viewer import render_trajectory
 
     console = _console()
-    audits = request.own["audit"]
-    generations = trainer.num_generations if audits else 1
+    generations = 1 if folder is None and not audits else trainer.num_generations
     trajectories = trainer.rollout(request.own["num_prompts"], generations)
     for number, trajectory in enumerate(trajectories[::generations]):  # of a group, its first member stands for all
         console.rule(f"conversation {number + 1}")
@@ -160,6 +164,8 @@ def rollout(arguments: list[str]) -> int:
         console.print(finding.sentence, highlight=False, markup=False)
     if audits:
         show_audit(audit_conversations(trainer), console)
+    if folder is not None:
+        console.print(save_conversations(trainer, resolved, folder), highlight=False, markup=False)
     return 0
 
 

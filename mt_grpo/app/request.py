@@ -67,6 +67,11 @@ OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "x-flag": True,
             "default": False,
         },
+        "save": {
+            "description": "Folder to make, with `num_generations` conversations for each prompt, as a run's.",
+            "type": "string",
+            "default": None,
+        },
     },
     "serve": {**TRUST},
     "doctor": {
@@ -350,19 +355,35 @@ def check_places(values: Mapping[str, Any], command: str) -> None:
                 check_place(name, what)
 
 
-def check_writable(folder: str) -> None:
+def check_new(folder: str) -> None:
+    """
+    Whether a folder can be made.
+
+    Raises:
+        ConfigError: If it cannot, or something is in its place.
+    """
+    if Path(folder).exists() and not (Path(folder).is_dir() and not any(Path(folder).iterdir())):
+        raise ConfigError(f"{folder} is there already: give `--save` another folder, or remove it.")
+    check_writable(folder, f"`--save {folder}`")
+
+
+def check_writable(folder: str, given: str | None = None) -> None:
     """
     Whether a folder can be made, or written to where it is there.
+
+    Args:
+        folder (`str`): The folder.
+        given (`str`, *optional*): How it was given; as `output_dir` by default.
 
     Raises:
         ConfigError: If it cannot.
     """
-    path = Path(folder).absolute()
+    path, given = Path(folder).absolute(), given or f"`output_dir: {folder}`"
     there = next(place for place in (path, *path.parents) if place.exists())
     if not there.is_dir():
-        raise ConfigError(f"`output_dir: {folder}` cannot be a folder, since {there} is a file: name another.")
+        raise ConfigError(f"{given} cannot be a folder, since {there} is a file: name another.")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"`output_dir: {folder}` cannot be written, since {there} is not yours to write to.")
+        raise ConfigError(f"{given} cannot be written, since {there} is not yours to write to.")
 
 
 def _check_model(name: str) -> None:

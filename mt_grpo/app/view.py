@@ -53,7 +53,7 @@ def view(arguments: list[str]) -> int:
     if {"-h", "--help"}.intersection(arguments):
         print(VIEW, end="")
         return 0
-    folders, options = _read("view", arguments, values=("--port", "--export", "--filter"), flags=("--no_browser",))
+    folders, options = read_words("view", arguments, values=("--port", "--export", "--filter"), flags=("--no_browser",))
     if len(folders) != 1:
         raise ConfigError("`mt-grpo view` takes one folder, the `output_dir` of a run: `mt-grpo view runs/NAME`.")
     if "--filter" in options and "--export" not in options:
@@ -86,14 +86,14 @@ def export(arguments: list[str]) -> int:
     if {"-h", "--help"}.intersection(arguments):
         print(EXPORT, end="")
         return 0
-    folders, options = _read("export", arguments, values=("--to", "--output"))
+    folders, options = read_words("export", arguments, values=("--to", "--output"))
     if len(folders) != 1 or "--to" not in options:
         raise ConfigError(f"Write `mt-grpo export RUN --to FORM`, where FORM is one of {', '.join(FORMS)}.")
     print(export_run(folders[0], options["--to"], options.get("--output")))
     return 0
 
 
-def _read(
+def read_words(
     command: str, arguments: Sequence[str], values: Sequence[str], flags: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, str]]:
     """The folders that stand on a command line, and its options with their values; a flag's is empty."""

@@ -199,11 +199,12 @@ class Run:
                 record = read_record(data, row)
             yield row, record
 
-    def trajectories(self) -> Iterator[dict[str, Any]]:
+    def trajectories(self, rows: list[dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
         """
-        Every conversation as `Trajectory.to_dict()` has it, with `step` and `mode` before, ordered as in the index.
+        Every conversation as `Trajectory.to_dict()` has it, with `step` and `mode` before, ordered as in the index; or
+        those of some of its rows, in their order.
         """
-        for row, data in self._in_files(self.rows, schema.ROLLOUTS.names):
+        for row, data in self._in_files(self.rows if rows is None else rows, schema.ROLLOUTS.names):
             with self._naming_damage(row["file"]):
                 whole = plain_trajectory(data, row)
             yield {"step": row["step"], "mode": row["mode"], **whole}

@@ -177,9 +177,7 @@ def sample(
     is that of one group.
     """
     paths = Paths.of(process, parameters)
-    draws = torch.Generator().manual_seed(0)
-    rows = torch.multinomial(paths.probability, groups * group_size, replacement=True, generator=draws)
-    rows = rows.view(groups, group_size)
+    rows = paths.draw(groups, group_size)
     function, options = bind_rule(rule, turn_coef=1.0, scale_rewards=scale_rewards)
     estimates = factor * paths.estimates(function(paths.batch(rows), **options), rows)
     return Measurement.of(paths.truth(1.0), estimates, torch.full((groups,), 1 / groups, dtype=torch.double))
@@ -251,6 +249,12 @@ class Paths:
         members = torch.tensor(chosen)
         ways = torch.tensor([orders(each) for each in chosen], dtype=torch.double)
         return members, self.probability[members].prod(dim=1) * ways
+
+    def draw(self, groups: int, group_size: int, seed: int = 0) -> Tensor:
+        """Groups as they are sampled, rows of trajectories of shape (N, G)."""
+        draws = torch.Generator().manual_seed(seed)
+        rows = torch.multinomial(self.probability, groups * group_size, replacement=True, generator=draws)
+        return rows.view(groups, group_size)
 
     def batch(self, rows: Tensor) -> RewardBatch:
         """The rewards of groups, rows of trajectories of shape (N, G)."""

@@ -53,8 +53,10 @@ class Records:
         self, args: MTGRPOConfig, about: dict[str, Any], rewards: Lines, save_tokenizer: Callable[[Path], Any]
     ) -> None:
         self.rewards = rewards
+        self.about = about
+        self.save_tokenizer = save_tokenizer
         self.writer = RunWriter(args.output_dir, args.process_index)
-        self._args, self._about, self._save_tokenizer = args, about, save_tokenizer
+        self._args = args
         self._main = args.process_index == 0
         self._described = False
         self.audits: Lines = []
@@ -110,9 +112,8 @@ class Records:
         if self._described or not self._main:
             return []
         self._described = True
-        saved = self.writer.save_tokenizer(self._save_tokenizer)
-        line = {"kind": "run", "version": VERSION, "started": round(time.time(), 3)}
-        return [*saved, {**line, **self._about, "rewards": self.rewards}]
+        saved = self.writer.save_tokenizer(self.save_tokenizer)
+        return [*saved, run_line(self.about, self.rewards)]
 
     # Optimiser steps and logs
 
@@ -149,6 +150,11 @@ class Records:
         end_with_a_line(path)
         with path.open("a", encoding="utf-8") as file:
             file.write(to_json(record) + "\n")
+
+
+def run_line(about: dict[str, Any], rewards: Lines) -> dict[str, Any]:
+    """The index's line of kind `run`."""
+    return {"kind": "run", "version": VERSION, "started": round(time.time(), 3), **about, "rewards": rewards}
 
 
 def _numbers(trajectories: list[Trajectory]) -> list[int]:

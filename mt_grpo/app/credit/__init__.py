@@ -1,0 +1,1 @@
+"""`mt-grpo credit`: which credit rule suits the rewards of a run."""

@@ -1,0 +1,372 @@
+"""
+The gradient of every turn of a run's conversations, and of every credit rule in every group. Apart from `command`,
+since it imports torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from trl import ModelConfig, get_peft_config
+
+from mt_grpo.app.credit.command import Chosen
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, RewardBatch, Rule, estimate, parse_rule, rule_label, rule_name
+from mt_grpo.credit.compare import Comparison, compare_rules
+from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
+from mt_grpo.forward.lm_head import Truncation
+from mt_grpo.forward.turn_gradients import SIZE, TurnGradients
+from mt_grpo.rewards import Scores
+from mt_grpo.training.checkpoint import adapter_settings
+from mt_grpo.training.model import resolve_base, resolve_model
+from mt_grpo.training.reward_batch import gather_rewards
+from mt_grpo.trajectory import Trajectory
+
+REFERENCE = "leave_one_out"
+MOST_MISMATCH = 0.2
+"""Nats by which the log-probs of the model that sampled may differ from recorded ones, in the mean."""
+VARIANTS: tuple[Rule, ...] = ({"name": "gtpo", "gamma": 0.5},)
+"""Rules that are compared with other options than their own defaults too."""
+PER_TRAJECTORY = ("grpo", "sapo")
+"""Losses in which a trajectory's tokens share its weight; in others each token has the same."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """
+    What was found on a run.
+
+    Args:
+        chosen (`Chosen`): Its conversations.
+        own (`str`, *optional*): The run's rule; `None` where it is not registered here.
+        batch (`RewardBatch`): Their rewards.
+        turn_coef (`float`, *optional*): The run's weight of turn rewards.
+        rules (`dict[str, Rule]`): What was compared, by label.
+        comparison (`Comparison`): The comparison.
+        left_out (`dict[str, str]`): Rules that were not, and why.
+        turns (`int`): Gradients that were computed.
+        seconds (`float`): How long that took.
+        mismatch (`float`): Mean difference of the model's log-probs from the recorded ones, in nats.
+    """
+
+    chosen: Chosen
+    own: str | None
+    batch: RewardBatch = field(repr=False)
+    turn_coef: float | None
+    rules: dict[str, Rule]
+    comparison: Comparison = field(repr=False)
+    left_out: dict[str, str]
+    turns: int
+    seconds: float
+    mismatch: float
+
+
+def measure(chosen: Chosen, tell: Tell) -> Found:
+    """
+    Compares rules on the conversations of a run.
+
+    Args:
+        chosen (`Chosen`): The conversations, and the model that sampled them.
+        tell (`Callable`): Is given lines for people, before the work begins.
+
+    Raises:
+        UserError: If the model is not there, or is not the one that sampled; or a conversation has no rewards.
+    """
+    options = chosen.options
+    trajectories = read_conversations(chosen)
+    rewards = chosen.run.about["rewards"]
+    batch = reward_batch(trajectories, rewards, chosen.group_size)
+    model = load_policy(chosen.model, options)
+    truncation = Truncation(max(options["top_k"] or 0, 0), options["top_p"] or 1.0, options["min_p"] or 0.0)
+    gradients = TurnGradients(
+        model,
+        forward="padded" if options["forward"] == "padded" else "tree",
+        temperature=options["temperature"],
+        truncation=None if truncation == Truncation() else truncation,
+    )
+    computed = compute(trajectories, gradients, chosen.model, tell)
+    own, rules = rules_of(options["advantage_estimator"])
+    comparison, left_out = compare(
+        computed.gradients,
+        batch,
+        rules,
+        chosen.groups_per_step,
+        weights=token_weights(trajectories, options),
+        turn_coef=options["turn_advantage_coef"],
+    )
+    if own is None:
+        name = rule_name(options["advantage_estimator"] or "?")
+        left_out[name] = "the run's own rule, which is not registered here"
+    return Found(
+        chosen,
+        own,
+        batch,
+        options["turn_advantage_coef"],
+        rules,
+        comparison,
+        left_out,
+        computed.turns,
+        computed.seconds,
+        computed.mismatch,
+    )
+
+
+# What was logged
+
+
+def read_conversations(chosen: Chosen) -> list[Trajectory]:
+    """
+    The conversations, group after group.
+
+    Raises:
+        UserError: If one is damaged, has no rewards, or branched.
+    """
+    names = {reward["name"] for reward in chosen.run.about["rewards"]}
+    trajectories = []
+    for data in chosen.run.trajectories(chosen.rows):
+        trajectory = Trajectory.from_dict({key: data[key] for key in data if key in Trajectory.__dataclass_fields__})
+        known = {name for values in trajectory.rewards.values() for name in values}
+        if not trajectory.failed and not names <= known:
+            raise UserError(
+                f"The conversation {trajectory.session!r} in {chosen.run.folder} has no rewards, so there is nothing to "
+                "compare: take conversations that were scored."
+            )
+        if trajectory.branch_of is not None:
+            raise UserError(f"Conversations of {chosen.run.folder} branch: rules are compared on those that do not.")
+        trajectories.append(trajectory)
+    return trajectories
+
+
+def reward_batch(
+    trajectories: Sequence[Trajectory], rewards: Sequence[Mapping[str, Any]], group_size: int
+) -> RewardBatch:
+    """The recorded rewards of conversations as credit rules take them."""
+    kinds = {kind: [reward for reward in rewards if reward["kind"] == kind] for kind in ("turn", "outcome")}
+
+    def of_turns(kind: str, name: str) -> list[list[float | None]]:
+        return [each.rewards.get(kind, {}).get(name) or [None] * len(each.turns) for each in trajectories]
+
+    states = list(dict.fromkeys(name for each in trajectories for name in each.rewards.get("state", {})))
+    scores = Scores(
+        [of_turns("turn", reward["name"]) for reward in kinds["turn"]],
+        [[each.rewards.get("outcome", {}).get(reward["name"]) for each in trajectories] for reward in kinds["outcome"]],
+        [of_turns("state", name) for name in states],
+    )
+    weights = torch.tensor([reward["weight"] for kind in ("turn", "outcome") for reward in kinds[kind]])
+    return gather_rewards(list(trajectories), scores, weights, group_size)[0]
+
+
+def token_weights(trajectories: Sequence[Trajectory], options: Mapping[str, Any]) -> Tensor:
+    """What the run's loss weighs the tokens of each trajectory by, (B,), but for a factor that all share."""
+    weights = torch.ones(len(trajectories), dtype=torch.double)
+    for index, trajectory in enumerate(trajectories):
+        tokens = sum(turn.num_tokens if turn.mask is None else sum(turn.mask) for turn in trajectory.turns)
+        if options["loss_type"] in PER_TRAJECTORY:
+            weights[index] /= max(tokens, 1)
+        if options["mask_truncated_completions"] and trajectory.stop_reason and trajectory.stop_reason.is_truncated:
+            weights[index] = 0.0
+    return weights
+
+
+# The model
+
+
+def load_policy(name: str, options: Mapping[str, Any]) -> PreTrainedModel:
+    """
+    The model that sampled: on the first GPU where there is one, in float32 on a CPU. A run with an adapter of its own
+    gets one of the same shape at step 0.
+
+    Raises:
+        ConfigError: If it is not there, or cannot be loaded.
+    """
+    device = "cuda" if torch.cuda.is_available() and not options["use_cpu"] else "cpu"
+    dtype = "float32" if device == "cpu" else options["dtype"] or "float32"
+    found = resolve_model(name, options["model_revision"])
+    base, settings = resolve_base(found), adapter_settings(found)
+    with libraries_may_refuse(f"The model {name!r} cannot be loaded"):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, revision=options["model_revision"])
+        if settings is not None:
+            model = PeftModel.from_pretrained(model, found, is_trainable=True)
+        elif options["use_peft"]:
+            torch.manual_seed(options["seed"])
+            lora = {key: options[key] for key in ("lora_r", "lora_alpha", "lora_target_modules", "use_peft")}
+            model = get_peft_model(model, get_peft_config(ModelConfig(**lora)))
+    return model.to(device)
+
+
+# Gradients
+
+
+@dataclass(frozen=True)
+class Computed:
+    """
+    Gradients of turns.
+
+    Args:
+        gradients (`Tensor`): Shape (B, K, P), projected; 0 where there is no turn.
+        turns (`int`): Turns that exist.
+        seconds (`float`): How long they took.
+        mismatch (`float`): Mean difference of the model's log-probs from the recorded ones, in nats.
+    """
+
+    gradients: Tensor
+    turns: int
+    seconds: float
+    mismatch: float
+
+
+def compute(trajectories: Sequence[Trajectory], gradients: TurnGradients, model: str, tell: Tell) -> Computed:
+    """
+    Computes the gradient of each turn's log-prob, after it has told how long that takes.
+
+    Args:
+        trajectories (`Sequence[Trajectory]`): The conversations; those that failed are left out.
+        gradients (`TurnGradients`): Of the model that sampled them.
+        model (`str`): Its name.
+        tell (`Callable`): Is given a line before the work begins.
+
+    Raises:
+        UserError: If it is another model, whose log-probs differ from the recorded ones.
+    """
+    begun = time.perf_counter()
+    lengths = {}
+    for row, trajectory in enumerate(trajectories):
+        recorded = [0] * trajectory.tree.num_turns
+        for node in trajectory.tree.nodes:
+            if node.turn >= 0:
+                recorded[node.turn] += len(node.tokens)
+        for turn in trajectory.turns if not trajectory.failed else ():
+            if turn.index < len(recorded) and recorded[turn.index]:
+                lengths[row, turn.index] = turn.context_length + turn.num_tokens
+    if not lengths:
+        raise UserError("No turn of the conversations has tokens, so there is no gradient to compute.")
+    found = torch.zeros(len(trajectories), max(len(each.turns) for each in trajectories), SIZE)
+    differences: dict[tuple[int, int], Tensor] = {}
+
+    def work(place: tuple[int, int]) -> float:
+        row, turn = place
+        trajectory = trajectories[row]
+        start = time.perf_counter()
+        found[row, turn], logps = gradients.of_turn(trajectory.tree, turn, trajectory.turns[turn].mask)
+        differences[place] = (logps - _recorded(trajectory, turn)).abs()
+        return time.perf_counter() - start
+
+    order = sorted(lengths, key=lengths.__getitem__)
+    shortest, longest = order[0], order[-1]
+    with libraries_may_refuse(f"The model {model!r} cannot run over the conversations"):
+        work(shortest)  # a first call takes longer
+        seconds = work(shortest), work(longest)
+        for place in order[:: max(1, len(order) // 4)]:
+            work(place)
+    check_mismatch(_mean(differences), model)
+    slope = (seconds[1] - seconds[0]) / max(1, lengths[longest] - lengths[shortest])
+    expected = sum(max(seconds[0] + slope * (length - lengths[shortest]), 0.0) for length in lengths.values())
+    tell(f"{len(lengths)} turns, with a forward and a backward for each: about {max(1, round(expected))} s")
+    shown = Console(stderr=True)
+    left = [place for place in lengths if place not in differences]
+    for place in track(left, "turns", console=shown, transient=True, disable=not sys.stderr.isatty()):
+        work(place)
+    mismatch = _mean(differences)
+    check_mismatch(mismatch, model)
+    return Computed(found, len(lengths), time.perf_counter() - begun, mismatch)
+
+
+def _recorded(trajectory: Trajectory, turn: int) -> Tensor:
+    logprobs: list[float] = []
+    for index in trajectory.tree.depth_first():
+        if trajectory.tree.nodes[index].turn == turn:
+            logprobs += trajectory.tree.nodes[index].logprobs
+    return torch.tensor(logprobs)
+
+
+def _mean(differences: Mapping[Any, Tensor]) -> float:
+    """The mean over tokens whose log-prob was recorded; 0 where none was."""
+    each = torch.cat(list(differences.values()))
+    known = each[~each.isnan()]
+    return known.mean().item() if len(known) else 0.0
+
+
+def check_mismatch(mismatch: float, model: str) -> None:
+    """
+    Whether a model is the one that sampled.
+
+    Raises:
+        UserError: If its log-probs are too far from the recorded ones.
+    """
+    if mismatch > MOST_MISMATCH:
+        raise UserError(
+            f"The model {model!r} is not the one that sampled these conversations: its log-probs differ from the "
+            f"recorded ones by {mismatch:.2f} nats in the mean. Name the one that did with `--model_name_or_path`."
+        )
+
+
+# Rules
+
+
+def rules_of(own: Rule | None) -> tuple[str | None, dict[str, Rule]]:
+    """
+    All rules to compare, by label: the registered ones with their defaults, `VARIANTS`, and a run's own.
+
+    Returns:
+        The label of the run's own, `None` where it is not registered; and the rules.
+    """
+    rules: list[Rule] = [*ADVANTAGE_ESTIMATORS, *VARIANTS]
+    rule = None if own is None else parse_rule(own)
+    if rule is None or rule_name(rule) not in ADVANTAGE_ESTIMATORS:
+        return None, {rule_label(each): each for each in rules}
+    return rule_label(rule), {rule_label(each): each for each in [*rules, rule]}
+
+
+def compare(
+    gradients: Tensor,
+    batch: RewardBatch,
+    rules: Mapping[str, Rule],
+    groups_per_step: float,
+    *,
+    weights: Tensor | None = None,
+    turn_coef: float | None = None,
+) -> tuple[Comparison, dict[str, str]]:
+    """
+    Compares rules without scaling, which bends all of them alike, with `leave_one_out`, which is unbiased whatever the
+    rewards are.
+
+    Args:
+        gradients (`Tensor`): Of each turn, (B, K, P).
+        batch (`RewardBatch`): The rewards.
+        rules (`Mapping[str, Rule]`): The rules by label.
+        groups_per_step (`float`): Groups of an optimiser step.
+        weights (`Tensor`, *optional*): What the loss weighs the tokens of each trajectory by, (B,). Those of the
+            reference have the same weight each.
+        turn_coef (`float`, *optional*): Weight of turn rewards.
+
+    Returns:
+        The comparison, and why other rules cannot be compared.
+    """
+
+    def per_group(rule: Rule, weights: Tensor | None) -> Tensor:
+        advantages = estimate(rule, batch, turn_coef=turn_coef, scale_rewards="none").cpu()
+        whole = torch.einsum("bk,bkp->bp", advantages.double(), gradients.double())
+        whole = whole if weights is None else whole * weights[:, None]
+        return whole.view(-1, batch.group_size, whole.shape[1]).sum(dim=1)
+
+    estimates, left_out = {}, {}
+    for label, rule in rules.items():
+        if rule_name(rule) == "branch_to_go" and batch.num_branches == 1:
+            left_out[label] = "the conversations do not branch"
+            continue
+        try:
+            estimates[label] = per_group(rule, weights)
+        except ConfigError as error:
+            left_out[label] = str(error)
+    return compare_rules(estimates, per_group(REFERENCE, None), groups_per_step), left_out

@@ -1,0 +1,147 @@
+"""What a comparison of credit rules says: a table and advice for people, JSON for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mt_grpo.app.credit.measure import Found
+from mt_grpo.app.recipe_file import CONFIG
+from mt_grpo.credit.compare import Interval
+from mt_grpo.credit.rule import sums_turns
+from mt_grpo.option_rules import rule_name
+from mt_grpo.runlog import Run, files
+from mt_grpo.trajectory import visible
+
+
+def show(found: Found) -> None:
+    """Prints the table, what is not in it, and the advice."""
+    console = Console(soft_wrap=True)
+    chosen, comparison = found.chosen, found.comparison
+    groups = len(chosen.rows) // chosen.group_size
+    console.print(
+        f"{groups} groups of {chosen.group_size} conversations, {chosen.mode}, step {chosen.step}; {found.turns} turns "
+        f"in {found.seconds:.0f} s. Log-probs differ from the recorded ones by {found.mismatch:.4f} nats in the mean.",
+        highlight=False,
+        markup=False,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("rule")
+    for column in ("cosine", "signal-to-noise", f"cosine of a step of {chosen.groups_per_step:.3g} groups"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for label in _ordered(found):
+        direction = comparison.directions[label]
+        name = f"{label} (this run's)" if label == found.own else label
+        parts = ("no gradient", "", "")
+        if direction is not None:
+            parts = tuple(map(_interval, (direction.cosine, direction.signal_to_noise, direction.step)))
+        table.add_row(Text(visible(name)), *parts)
+    console.print(table)
+    for label, why in found.left_out.items():
+        console.print(f"Not measurable here: {visible(label)}: {visible(why)}.", highlight=False, markup=False)
+    for line in advice(found):
+        console.print(line, highlight=False, markup=False)
+
+
+def _ordered(found: Found) -> list[str]:
+    """The rules: those whose steps are expected to point best first, those without a gradient last."""
+
+    def key(label: str) -> float:
+        direction = found.comparison.directions[label]
+        return 2.0 if direction is None else -(direction.step.value or 0.0)
+
+    return sorted(found.comparison.directions, key=key)
+
+
+def _interval(interval: Interval) -> str:
+    value = "  ?  " if interval.value is None else f"{interval.value:5.2f}"
+    high = "?" if interval.high is None else f"{interval.high:.2f}"
+    return f"{value} [{interval.low:5.2f}, {high:>4}]"
+
+
+def advice(found: Found) -> list[str]:
+    """What to make of a comparison, in sentences; the last one names the rule to take."""
+    chosen, comparison, own = found.chosen, found.comparison, found.own
+    lines = []
+    late = depending_on_later_turns(chosen.run)
+    if late:
+        names = ", ".join(f"`{visible(name)}`" for name in late)
+        summing = [rule for rule in comparison.directions if sums_turns(rule_name(found.rules[rule]))]
+        lines.append(
+            f"Turn rewards of this run depend on later turns: {names}. Rules that credit single turns are biased with "
+            f"them, those that take their sum ({', '.join(f'`{rule}`' for rule in summing)}) are not for that reason."
+        )
+    more = f"`mt-grpo rollout {chosen.run.folder / CONFIG} --num_prompts 64 --save FOLDER`"
+    if not comparison.known:
+        lines.append(
+            f"{len(chosen.rows) // chosen.group_size} groups do not tell the direction of the gradient, so they tell "
+            f"no rule from another: sample more ({more}, then `mt-grpo credit FOLDER`)."
+        )
+        return lines
+    best = comparison.best
+    direction = comparison.directions[best]
+    points = f"its steps point along the gradient with a cosine of {_interval(direction.step).strip()}"
+    if own is None:
+        lines.append(f"Take `{best}`: {points}, the best here.")
+    elif own == best:
+        lines.append(f"Keep `{own}`: {points}, the best here.")
+    elif not comparison.behind(own, best):
+        lines.append(
+            f"Keep `{own}`: no rule is shown to be better; `{best}` has the best estimate, and more groups would tell."
+        )
+    else:
+        mine = comparison.directions[own]
+        instead = "none, since its gradient is 0" if mine is None else _interval(mine.step).strip()
+        lines.append(f"Take `{best}` instead of `{own}`: {points} instead of {instead}.")
+    return lines
+
+
+def depending_on_later_turns(run: Run) -> list[str]:
+    """Turn rewards that the run saw change when later turns were cut off; from its `audit.jsonl`."""
+    found: dict[str, None] = {}
+    for raw in (files.read(run.folder, "audit.jsonl") or b"").splitlines():
+        try:
+            line = orjson.loads(raw)
+        except orjson.JSONDecodeError:  # the last one may be half written
+            continue
+        rewards = line.get("rewards") if isinstance(line, dict) else None
+        for name, each in rewards.items() if isinstance(rewards, dict) else ():
+            if isinstance(each, dict) and each.get("causal") is False:
+                found[name] = None
+    return list(found)
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    """All of it for programs; numbers that the groups do not tell are `null`."""
+    chosen, comparison = found.chosen, found.comparison
+    return {
+        "run": str(chosen.run.folder),
+        "model": chosen.model,
+        "mode": chosen.mode,
+        "step": chosen.step,
+        "groups": len(chosen.rows) // chosen.group_size,
+        "group_size": chosen.group_size,
+        "groups_per_step": chosen.groups_per_step,
+        "turns": found.turns,
+        "seconds": round(found.seconds, 1),
+        "mismatch": found.mismatch,
+        "own": found.own,
+        "known": comparison.known,
+        "best": comparison.best if comparison.known else None,
+        "rules": {
+            label: {
+                "rule": found.rules[label],
+                **({} if each is None else asdict(each)),
+                "behind_best": comparison.known and comparison.behind(label, comparison.best),
+            }
+            for label, each in comparison.directions.items()
+        },
+        "not_measurable": found.left_out,
+        "depends_on_later_turns": depending_on_later_turns(chosen.run),
+        "advice": advice(found),
+    }

@@ -1,0 +1,129 @@
+"""What a few groups tell of the direction of a rule agrees with the enumeration of all groups."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.decision_processes import PROCESSES
+from support.exact_gradients import Paths, measure
+
+from mt_grpo.credit import bind_rule
+from mt_grpo.credit.compare import compare_rules
+
+RULES = ("leave_one_out", "reward_to_go", "gtpo", "mt_grpo", "grpo_mr", "grpo_or")
+SIZE = 4
+
+
+def skills(play):
+    """Four turns with a skill of their own; only turn rewards: what most rules are told apart by."""
+    for turn in range(4):
+        play.turn(0.25 if play.decide(turn) else 0.0, result=True)
+    return 0.0
+
+
+NAMED = {**PROCESSES, "skills": (skills, (0.2, -0.3, 0.1, 0.4))}
+
+
+def sampled(name, groups, seed=0, rules=RULES, groups_per_step=8, draws=500):
+    paths = Paths.of(*NAMED[name])
+    rows = paths.draw(groups, SIZE, seed)
+    estimates = {}
+    for rule in rules:
+        function, options = bind_rule(rule, turn_coef=None, scale_rewards="none")
+        estimates[rule] = paths.estimates(function(paths.batch(rows), **options), rows)
+    return compare_rules(estimates, estimates["leave_one_out"], groups_per_step, draws=draws)
+
+
+def enumerated(name, rule):
+    process, parameters = NAMED[name]
+    return measure(rule, process, group_size=SIZE, parameters=parameters)
+
+
+def step_of(measurement, groups_per_step):
+    """The expected cosine of a step, from what is enumerated."""
+    signal, noise = measurement.mean.norm().item(), measurement.std
+    return measurement.cosine * signal / math.sqrt(signal**2 + noise**2 / groups_per_step) if signal > 1e-12 else 0.0
+
+
+def holds(interval, value, slack=0.0):
+    return interval.low - slack <= value <= (math.inf if interval.high is None else interval.high + slack)
+
+
+@pytest.mark.parametrize("name", ["one_search", "searcher", "two_hops", "late", "skills"])
+def test_cosine_noise_and_step_agree_with_enumeration(name):
+    found = sampled(name, groups=400)
+    reference = enumerated(name, "leave_one_out")
+    assert found.known
+    for rule in RULES:
+        exact, direction = enumerated(name, rule), found.directions[rule]
+        if direction is None:
+            assert exact.mean.norm() < 1e-12
+            continue
+        # six rules of five processes: one in twenty intervals may miss by a little
+        assert holds(direction.cosine, exact.cosine, 0.02)
+        assert holds(direction.signal_to_noise, exact.signal_to_noise / reference.signal_to_noise, 0.05)
+        assert holds(direction.step, step_of(exact, 8), 0.02)
+        assert direction.cosine.value == pytest.approx(exact.cosine, abs=0.12)
+
+
+@pytest.mark.parametrize("name", ["one_search", "two_hops", "skills"])
+def test_what_is_shown_behind_is_behind(name):
+    found = sampled(name, groups=400)
+    exact = {rule: step_of(enumerated(name, rule), 8) for rule in RULES}
+    for one in RULES:
+        for other in RULES:
+            if found.behind(one, other):
+                assert exact[one] < exact[other] + 0.01
+    assert exact[found.best] > max(exact.values()) - 0.02
+    assert found.behind("grpo_or", found.best)
+
+
+def test_intervals_of_few_groups_hold_the_truth():
+    """95 % intervals from 24 groups, over 60 batches of them; those of cosines near 1 end at 1."""
+    exact, reference = enumerated("skills", "mt_grpo"), enumerated("skills", "leave_one_out")
+    ratio = exact.signal_to_noise / reference.signal_to_noise
+    found = [sampled("skills", 24, seed, ("leave_one_out", "mt_grpo"), draws=300).directions for seed in range(60)]
+    for values in (
+        [holds(each["mt_grpo"].cosine, exact.cosine) for each in found],
+        [holds(each["mt_grpo"].signal_to_noise, ratio) for each in found],
+        [holds(each["mt_grpo"].step, step_of(exact, 8)) for each in found],
+        [holds(each["leave_one_out"].step, step_of(reference, 8)) for each in found],
+    ):
+        assert sum(values) >= 53
+
+
+def test_noise_does_not_make_a_cosine_smaller():
+    """Plain means of 16 noisy estimates of one direction have a cosine of about .7; pairs of groups have 1."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.zeros(64)
+    truth[0] = 1.0
+    cosines, plain = [], []
+    for _ in range(40):
+        one, other = (truth + 0.3 * torch.randn(16, 64, generator=generator) for _ in range(2))
+        cosines.append(compare_rules({"rule": one}, other, 4, draws=2).directions["rule"].cosine.value)
+        plain.append(torch.cosine_similarity(one.mean(dim=0), other.mean(dim=0), dim=0).item())
+    assert sum(plain) / 40 < 0.8
+    assert sum(cosines) / 40 == pytest.approx(1.0, abs=0.05)
+
+
+def test_nothing_is_known_where_groups_tell_no_gradient():
+    noise = torch.randn(12, 32, generator=torch.Generator().manual_seed(1))
+    found = compare_rules({"rule": noise}, noise, 4)
+    assert not found.known
+    step = found.directions["rule"].step
+    assert (step.low, step.high) == (-1.0, 1.0) or step.low < 0.2
+
+
+def test_a_rule_without_signal_has_no_direction():
+    noise = 1.0 + 0.1 * torch.randn(12, 32, generator=torch.Generator().manual_seed(1))
+    found = compare_rules({"silent": torch.zeros(12, 32), "rule": noise}, noise, 4)
+    assert found.directions["silent"] is None and found.best == "rule"
+    assert found.behind("silent", "rule") and not found.behind("rule", "silent")
+    assert not found.behind("silent", "silent") and not found.behind("rule", "rule")
+
+
+def test_one_group_is_refused():
+    with pytest.raises(ValueError, match="one group"):
+        compare_rules({}, torch.ones(1, 4), 4)
