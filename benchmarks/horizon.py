@@ -69,48 +69,54 @@ def jobs(settings: Sequence[str], arms: Sequence[str], seeds: int) -> list[Job]:
     return [Job(setting, arm, seed) for seed, setting, arm in product(range(1, seeds + 1), settings, arms)]
 
 
+def build(job: Job, plan: Plan, model: Path, folder: str) -> MTGRPOEnvTrainer:
+    """The trainer of a run."""
+    setting = SETTINGS[job.setting]
+    conversations = plan.turns // setting.turns
+    args = MTGRPOConfig(
+        folder,
+        seed=job.seed,
+        max_steps=plan.steps,
+        per_device_train_batch_size=conversations,
+        num_generations=GROUP,
+        learning_rate=plan.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=3,
+        max_grad_norm=0.5,
+        beta=0.0,
+        advantage_estimator=ARMS[job.arm],
+        state_score=SCORES.get(job.arm),
+        max_turn_length=4,
+        max_completion_length=24 * setting.turns,
+        tokenization_sanity_check_mode="disable",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = MTGRPOEnvTrainer(
+        AutoModelForCausalLM.from_pretrained(model),
+        environment(setting),
+        turn_reward_funcs=["step_reward"],
+        outcome_reward_funcs=["env_reward", ShareRight()],
+        args=args,
+        train_dataset=rows(setting, plan.steps * conversations // GROUP, job.seed),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.runner.engine.patience = PATIENCE
+    trainer.runner.engine.max_batch_size = conversations
+    return trainer
+
+
 def run(job: Job, plan: Plan, model: Path) -> dict[str, Any]:
     """Trains one arm; the share of tasks that were right in each step."""
     began = time.perf_counter()
-    setting = SETTINGS[job.setting]
-    conversations = plan.turns // setting.turns
     with tempfile.TemporaryDirectory() as folder:
-        args = MTGRPOConfig(
-            folder,
-            seed=job.seed,
-            max_steps=plan.steps,
-            per_device_train_batch_size=conversations,
-            num_generations=GROUP,
-            learning_rate=plan.learning_rate,
-            lr_scheduler_type="constant_with_warmup",
-            warmup_steps=3,
-            max_grad_norm=0.5,
-            beta=0.0,
-            advantage_estimator=ARMS[job.arm],
-            state_score=SCORES.get(job.arm),
-            max_turn_length=4,
-            max_completion_length=24 * setting.turns,
-            tokenization_sanity_check_mode="disable",
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
-        trainer = MTGRPOEnvTrainer(
-            AutoModelForCausalLM.from_pretrained(model),
-            environment(setting),
-            turn_reward_funcs=["step_reward"],
-            outcome_reward_funcs=["env_reward", ShareRight()],
-            args=args,
-            train_dataset=rows(setting, plan.steps * conversations // GROUP, job.seed),
-            processing_class=AutoTokenizer.from_pretrained(model),
-        )
-        for callback in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(callback)
-        trainer.runner.engine.patience = PATIENCE
-        trainer.runner.engine.max_batch_size = conversations
+        trainer = build(job, plan, model, folder)
         trainer.train()
         history = [row for row in trainer.state.log_history if "reward" in row]
     return {

@@ -53,7 +53,9 @@ def view(arguments: list[str]) -> int:
     if {"-h", "--help"}.intersection(arguments):
         print(VIEW, end="")
         return 0
-    folders, options = read_words("view", arguments, values=("--port", "--export", "--filter"), flags=("--no_browser",))
+    folders, options = read_words(
+        "view", arguments, values=("--port", "--export", "--filter"), flags=("--no_browser",)
+    )
     if len(folders) != 1:
         raise ConfigError("`mt-grpo view` takes one folder, the `output_dir` of a run: `mt-grpo view runs/NAME`.")
     if "--filter" in options and "--export" not in options:

@@ -68,27 +68,29 @@ class Comparison:
     Args:
         directions (`dict[str, Direction | None]`): By rule; `None` for one that gives every turn 0.
         groups (`int`): Their number.
-        known (`bool`): Whether the groups tell the true gradient from 0, without which they tell no direction.
-        steps (`dict[str, Tensor]`): The `step` of each rule in each draw, (D,); NaN where a draw tells none.
+        ascents (`dict[str, Tensor]`): Of each rule, how far its steps go along the true gradient: `step` times the
+            length of that gradient, which all rules share and noisy groups tell last. The estimate, then a value per
+            draw, (1 + D,).
     """
 
     directions: dict[str, Direction | None]
     groups: int
-    known: bool
-    steps: dict[str, Tensor]
+    ascents: dict[str, Tensor]
 
     @property
     def best(self) -> str:
         """The rule with the largest `step`."""
-        values = {name: each.step.value for name, each in self.directions.items() if each is not None}
-        return max(values, key=lambda name: -1.0 if values[name] is None else values[name])
+        return max(self.ascents, key=lambda name: self.ascents[name][0].item())
+
+    @property
+    def known(self) -> bool:
+        """Whether the steps of the best rule are shown to go along the true gradient, and not against it."""
+        return _ends(self.ascents[self.best][1:], self.groups, -math.inf, math.inf)[0] > 0
 
     def behind(self, rule: str, other: str) -> bool:
         """Whether the `step` of a rule is shown to be smaller than another's: the whole paired interval is below 0."""
-        if self.directions[rule] is None or self.directions[other] is None:
-            return self.directions[other] is not None
-        _, high = _ends(self.steps[rule] - self.steps[other], self.groups, -2.0, 2.0)
-        return rule != other and high < 0
+        gap = self.ascents[rule] - self.ascents[other]
+        return _ends(gap[1:], self.groups, -math.inf, math.inf)[1] < 0
 
 
 def compare_rules(
@@ -115,21 +117,20 @@ def compare_rules(
     weights = torch.cat([torch.ones(1, count, dtype=torch.double), drawn])  # the groups as they are come first
     truth = _Moments.of(reference.double(), reference.double(), weights)
     directions: dict[str, Direction | None] = {}
-    steps: dict[str, Tensor] = {}
+    ascents: dict[str, Tensor] = {}
     for name, estimates in gradients.items():
         own = _Moments.of(estimates.double(), reference.double(), weights)
-        directions[name], steps[name] = None, torch.empty(0)
+        directions[name], ascents[name] = None, torch.zeros(1 + draws, dtype=torch.double)
         if not estimates.any():
             continue
-        step = _ratio(own.inner, truth.length * (own.length.clamp(min=0) + own.spread / groups_per_step))
-        steps[name] = step[1:]
+        size = own.length.clamp(min=0) + own.spread / groups_per_step
+        ascents[name] = own.inner / size.sqrt()
         directions[name] = Direction(
             cosine=_interval(_ratio(own.inner, own.length * truth.length), count, -1.0, 1.0),
             signal_to_noise=_interval(own.signal_to_noise / truth.signal_to_noise, count, 0.0, math.inf),
-            step=_interval(step, count, -1.0, 1.0),
+            step=_interval(_ratio(own.inner, size * truth.length), count, -1.0, 1.0),
         )
-    low, _ = _ends(truth.length[1:], count, -1.0, 1.0)
-    return Comparison(directions, count, low > 0, steps)
+    return Comparison(directions, count, ascents)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,8 +175,8 @@ def _interval(values: Tensor, count: int, least: float, most: float) -> Interval
 def _ends(values: Tensor, count: int, least: float, most: float) -> tuple[float, float]:
     """The interval of drawn values. One that is NaN may be anything between `least` and `most`."""
     tail, last = _tail(count), len(values) - 1
-    low = values.nan_to_num(nan=least, posinf=most).sort().values[math.floor(tail * last)]
-    high = values.nan_to_num(nan=most, posinf=most).sort().values[math.ceil((1 - tail) * last)]
+    low = values.nan_to_num(nan=least, posinf=most, neginf=least).sort().values[math.floor(tail * last)]
+    high = values.nan_to_num(nan=most, posinf=most, neginf=least).sort().values[math.ceil((1 - tail) * last)]
     return low.item(), high.item()
 
 

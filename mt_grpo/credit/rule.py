@@ -23,6 +23,14 @@ from mt_grpo.imports import Registry, check_name, did_you_mean
 from mt_grpo.option_rules import rule_name
 
 
+class MissingField(ConfigError):
+    """A rule needs a field of `RewardBatch` that is not filled in."""
+
+    def __init__(self, rule: str, field: str) -> None:
+        super().__init__(f"The advantage estimator {rule!r} needs the `{field}` of a `RewardBatch`: fill them in.")
+        self.field = field
+
+
 @dataclass(frozen=True)
 class RewardBatch:
     """
@@ -88,13 +96,11 @@ class RewardBatch:
         A field that one rule cannot do without.
 
         Raises:
-            ConfigError: If the batch lacks it.
+            MissingField: If the batch lacks it.
         """
         value: Tensor | None = getattr(self, field)
         if value is None:
-            raise ConfigError(
-                f"The advantage estimator {rule!r} needs the `{field}` of a `RewardBatch`: fill them in."
-            )
+            raise MissingField(rule, field)
         return value
 
 

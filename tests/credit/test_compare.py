@@ -112,8 +112,7 @@ def test_nothing_is_known_where_groups_tell_no_gradient():
     noise = torch.randn(12, 32, generator=torch.Generator().manual_seed(1))
     found = compare_rules({"rule": noise}, noise, 4)
     assert not found.known
-    step = found.directions["rule"].step
-    assert (step.low, step.high) == (-1.0, 1.0) or step.low < 0.2
+    assert found.directions["rule"].step.low == -1.0
 
 
 def test_a_rule_without_signal_has_no_direction():

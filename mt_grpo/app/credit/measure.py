@@ -17,12 +17,14 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, get_peft_config
 
 from mt_grpo.app.credit.command import Chosen
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, RewardBatch, Rule, estimate, parse_rule, rule_label, rule_name
 from mt_grpo.credit.compare import Comparison, compare_rules
-from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
+from mt_grpo.credit.rule import MissingField
+from mt_grpo.errors import UserError, libraries_may_refuse
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.turn_gradients import SIZE, TurnGradients
 from mt_grpo.rewards import Scores
@@ -38,6 +40,9 @@ VARIANTS: tuple[Rule, ...] = ({"name": "gtpo", "gamma": 0.5},)
 """Rules that are compared with other options than their own defaults too."""
 PER_TRAJECTORY = ("grpo", "sapo")
 """Losses in which a trajectory's tokens share its weight; in others each token has the same."""
+
+TRIALS = 5
+"""Turns whose time tells that of all."""
 
 Tell = Callable[[str], None]
 
@@ -160,7 +165,10 @@ def reward_batch(
     states = list(dict.fromkeys(name for each in trajectories for name in each.rewards.get("state", {})))
     scores = Scores(
         [of_turns("turn", reward["name"]) for reward in kinds["turn"]],
-        [[each.rewards.get("outcome", {}).get(reward["name"]) for each in trajectories] for reward in kinds["outcome"]],
+        [
+            [each.rewards.get("outcome", {}).get(reward["name"]) for each in trajectories]
+            for reward in kinds["outcome"]
+        ],
         [of_turns("state", name) for name in states],
     )
     weights = torch.tensor([reward["weight"] for kind in ("turn", "outcome") for reward in kinds[kind]])
@@ -190,6 +198,8 @@ def load_policy(name: str, options: Mapping[str, Any]) -> PreTrainedModel:
     Raises:
         ConfigError: If it is not there, or cannot be loaded.
     """
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() and not options["use_cpu"] else "cpu"
     dtype = "float32" if device == "cpu" else options["dtype"] or "float32"
     found = resolve_model(name, options["model_revision"])
@@ -263,15 +273,12 @@ def compute(trajectories: Sequence[Trajectory], gradients: TurnGradients, model:
         return time.perf_counter() - start
 
     order = sorted(lengths, key=lengths.__getitem__)
-    shortest, longest = order[0], order[-1]
+    trials = [order[len(order) * part // (2 * TRIALS)] for part in range(1, 2 * TRIALS, 2)]  # of all lengths
     with libraries_may_refuse(f"The model {model!r} cannot run over the conversations"):
-        work(shortest)  # a first call takes longer
-        seconds = work(shortest), work(longest)
-        for place in order[:: max(1, len(order) // 4)]:
-            work(place)
+        work(order[-1])  # a first call takes longer
+        seconds = [work(place) for place in trials]
     check_mismatch(_mean(differences), model)
-    slope = (seconds[1] - seconds[0]) / max(1, lengths[longest] - lengths[shortest])
-    expected = sum(max(seconds[0] + slope * (length - lengths[shortest]), 0.0) for length in lengths.values())
+    expected = sum(seconds) / TRIALS * len(lengths)
     tell(f"{len(lengths)} turns, with a forward and a backward for each: about {max(1, round(expected))} s")
     shown = Console(stderr=True)
     left = [place for place in lengths if place not in differences]
@@ -367,6 +374,6 @@ def compare(
             continue
         try:
             estimates[label] = per_group(rule, weights)
-        except ConfigError as error:
-            left_out[label] = str(error)
+        except MissingField as error:
+            left_out[label] = f"the run logged no `{error.field}`"
     return compare_rules(estimates, per_group(REFERENCE, None), groups_per_step), left_out

@@ -19,9 +19,13 @@ from mt_grpo.runlog import Run, files
 from mt_grpo.trajectory import visible
 
 
+WIDTH = 100
+"""Columns of the table, whatever the terminal has."""
+
+
 def show(found: Found) -> None:
     """Prints the table, what is not in it, and the advice."""
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, width=max(WIDTH, Console().width))
     chosen, comparison = found.chosen, found.comparison
     groups = len(chosen.rows) // chosen.group_size
     console.print(
@@ -30,8 +34,8 @@ def show(found: Found) -> None:
         highlight=False,
         markup=False,
     )
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("rule")
+    table = Table(box=None, padding=(0, 2, 0, 0), width=WIDTH)
+    table.add_column("rule", no_wrap=True)
     for column in ("cosine", "signal-to-noise", f"cosine of a step of {chosen.groups_per_step:.3g} groups"):
         table.add_column(column, justify="right", no_wrap=True)
     for label in _ordered(found):
@@ -98,6 +102,9 @@ def advice(found: Found) -> list[str]:
         mine = comparison.directions[own]
         instead = "none, since its gradient is 0" if mine is None else _interval(mine.step).strip()
         lines.append(f"Take `{best}` instead of `{own}`: {points} instead of {instead}.")
+    near = [rule for rule in comparison.directions if rule not in (best, own) and not comparison.behind(rule, best)]
+    if near and own != best:
+        lines[-1] += f" Not shown behind it: {', '.join(f'`{rule}`' for rule in near)}."
     return lines
 
 
