@@ -4,8 +4,8 @@ Which rule `mt-grpo credit` names before the runs of `horizon.py`, and how that 
     python benchmarks/horizon_advice.py             # samples each setting with the first model, then compares
     python benchmarks/horizon_advice.py --report    # the table alone, from benchmarks/results/horizon_advice.json
 
-It takes a quarter of an hour on one core, and goes on where it was interrupted. The runs are those of --folder (runs/horizon) that have a file; without any, those of
-benchmarks/results/horizon.json.
+It takes a quarter of an hour on one core, and goes on where it was interrupted. The runs are those of --folder
+(runs/horizon) that have a file; without any, those of benchmarks/results/horizon.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ablation_report import DOCS
 from common import RESULTS, machine
 from horizon import FOLDER, GROUP, RESULT, SEEDS, Job, Plan, build, finished, jobs, prepare
 from horizon_report import behind, paired, share
-from horizon_task import ARMS, SETTINGS
+from horizon_task import ARMS, SCORES, SETTINGS
 
 from mt_grpo.app.credit.measure import compare, compute
 from mt_grpo.credit import rule_label
@@ -52,8 +52,8 @@ def advise(setting: str, plan: Plan, model: Path) -> Row:
         judged = trainer.batch
     batch, _ = gather_rewards(judged.trajectories, judged.scores, trainer.reward_weights, GROUP)
     found = compute(judged.trajectories, TurnGradients(trainer.model), "of the setting", print)
-    labels = {arm: rule_label(rule) for arm, rule in ARMS.items()}
-    rules = {labels[arm]: rule for arm, rule in ARMS.items()}
+    labels = {arm: rule_label(rule) for arm, rule in ARMS.items() if arm not in SCORES}
+    rules = {label: ARMS[arm] for arm, label in labels.items()}
     comparison, _ = compare(found.gradients, batch, rules, plan.turns / turns / GROUP)
     directions = {arm: comparison.directions[label] for arm, label in labels.items()}
     best = next(arm for arm, label in labels.items() if label == comparison.best)
@@ -64,7 +64,7 @@ def advise(setting: str, plan: Plan, model: Path) -> Row:
         "known": comparison.known,
         "named": best,
         "arms": {arm: None if each is None else asdict(each) for arm, each in directions.items()},
-        "near": [arm for arm in ARMS if arm != best and not comparison.behind(labels[arm], comparison.best)],
+        "near": [arm for arm in labels if arm != best and not comparison.behind(labels[arm], comparison.best)],
     }
 
 
@@ -75,7 +75,7 @@ def table(advice: Sequence[Row], runs: Sequence[Row]) -> list[str]:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in advice:
-        arms = paired(runs, row["setting"])
+        arms = {arm: trained for arm, trained in paired(runs, row["setting"]).items() if arm not in SCORES}
         seeds = len(next(iter(arms.values()), []))
         if not seeds:
             continue

@@ -108,6 +108,12 @@ def command_line() -> argparse.ArgumentParser:
     _completed(export.add_argument("run"), shtab.DIRECTORY)
     export.add_argument("--to", choices=FORMS)
     _completed(export.add_argument("--output"), shtab.FILE)
+    credit = commands.add_parser("credit", help="credit")
+    _completed(credit.add_argument("run"), shtab.DIRECTORY)
+    for option in ("--step", "--max_groups"):
+        credit.add_argument(option)
+    _completed(credit.add_argument("--model_name_or_path"), shtab.DIRECTORY)
+    credit.add_argument("--json", action="store_true")
     actions = commands.add_parser("recipes", help="recipes").add_subparsers()
     actions.add_parser("ls", help="ls")
     actions.add_parser("cp", help="cp").add_argument("name", choices=list(shipped()))

@@ -5,9 +5,9 @@ A turn's log-prob depends on the tokens before it only. So each turn has a forwa
 path that leads to it: a backward over the whole conversation would separate turns no better, and take longer.
 
 The projection is a count sketch (Charikar et al. 2002): entry i of the gradient is multiplied by a random sign and
-added to number i mod 521. Inner products of projected gradients are those of the gradients as expected over signs, with
-an error of about 1 / √521 of the product of their lengths. 521 is a prime, so that the entries of a row or a column of
-a weight matrix are spread over all numbers.
+added to number i mod 521. Over random signs, inner products of projected gradients are those of the gradients in the
+mean, with an error of about 1 / √521 of the product of their lengths. 521 is a prime, so that the entries of a row or
+a column of a weight matrix are spread over all numbers.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_options_of_recipes_are_completed(complete, fields, command):
     launched = {"--accelerate_config", "--num_processes"}
     own = {
         "train": {"--dry_run", "--trust", *launched},
-        "rollout": {"--num_prompts", "--audit", "--trust"},
+        "rollout": {"--num_prompts", "--audit", "--save", "--trust"},
         "serve": {"--trust"},
         "doctor": {"--trust", "--gpu_memory", "--calibrate", "--probe", "--json", *launched},
     }
@@ -97,6 +97,7 @@ def test_words_of_the_other_commands_are_completed(complete):
     assert complete("recipes", "cp", "Qwen/g") == ["Qwen/gsm8k.yaml"]
     assert complete("completion", "b") == ["bash"]
     assert complete("env", "") == []
+    assert complete("credit", "r") == ["runs"] and complete("credit", "runs", "--st") == ["--step"]
     assert complete("view", "r") == ["runs"] and complete("view", "runs", "--p") == ["--port"]
 
 

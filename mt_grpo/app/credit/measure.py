@@ -144,8 +144,8 @@ def read_conversations(chosen: Chosen) -> list[Trajectory]:
         known = {name for values in trajectory.rewards.values() for name in values}
         if not trajectory.failed and not names <= known:
             raise UserError(
-                f"The conversation {trajectory.session!r} in {chosen.run.folder} has no rewards, so there is nothing to "
-                "compare: take conversations that were scored."
+                f"The conversation {trajectory.session!r} in {chosen.run.folder} has no rewards, so there is nothing "
+                "to compare: take conversations that were scored."
             )
         if trajectory.branch_of is not None:
             raise UserError(f"Conversations of {chosen.run.folder} branch: rules are compared on those that do not.")

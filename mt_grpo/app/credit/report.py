@@ -18,7 +18,6 @@ from mt_grpo.option_rules import rule_name
 from mt_grpo.runlog import Run, files
 from mt_grpo.trajectory import visible
 
-
 WIDTH = 100
 """Columns of the table, whatever the terminal has."""
 
@@ -29,8 +28,9 @@ def show(found: Found) -> None:
     chosen, comparison = found.chosen, found.comparison
     groups = len(chosen.rows) // chosen.group_size
     console.print(
-        f"{groups} groups of {chosen.group_size} conversations, {chosen.mode}, step {chosen.step}; {found.turns} turns "
-        f"in {found.seconds:.0f} s. Log-probs differ from the recorded ones by {found.mismatch:.4f} nats in the mean.",
+        f"{groups} groups of {chosen.group_size} conversations, {chosen.mode}, step {chosen.step}; {found.turns} "
+        f"turns in {found.seconds:.0f} s. Log-probs differ from the recorded ones by "
+        f"{found.mismatch:.4f} nats in the mean.",
         highlight=False,
         markup=False,
     )

@@ -1,0 +1,176 @@
+"""`mt-grpo credit`: what it refuses before any work, and what it says of conversations."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import yaml
+from support.decision_processes import PROCESSES
+from support.exact_gradients import Paths, measure
+from support.recipes import ROOT
+from support.runs import write_run
+
+from mt_grpo.app.credit.command import choose
+from mt_grpo.app.credit.measure import compare, rules_of
+from mt_grpo.cli import main
+from mt_grpo.runlog import open_run
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("credit") / "run", steps=2, groups=3)
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    shutil.copytree(written, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def refused(arguments, capsys):
+    assert main(["credit", *map(str, arguments)]) == 1
+    printed, said = capsys.readouterr()
+    assert said.startswith("mt-grpo: ") and said.count("\n") == 1 and not printed
+    return said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "takes one folder"),
+        (["a", "b"], "takes one folder"),
+        (["--stepp", "3"], "the nearest is '--step'"),
+        (["x", "--step"], "needs a value"),
+        (["x", "--step", "-1"], "'-1' is none"),
+        (["x", "--max_groups", "1"], "from 2 on"),
+        (["nowhere"], "There is no folder nowhere"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, words, capsys):
+    assert words in refused(arguments, capsys)
+
+
+def test_help_needs_no_folder(capsys):
+    assert main(["credit", "--help"]) == 0
+    assert "--max_groups N" in capsys.readouterr().out
+
+
+def test_a_step_without_conversations_is_refused(folder, capsys):
+    assert "has no conversations of step 7: it has those of steps 0 to 2" in refused([folder, "--step", 7], capsys)
+
+
+def test_conversations_that_stand_alone_are_refused(folder, capsys):
+    assert "no groups of several conversations at step 2" in refused([folder, "--step", 2], capsys)
+
+
+def test_a_later_step_needs_its_checkpoint(folder, capsys):
+    (folder / "checkpoint-9").mkdir()
+    said = refused([folder, "--step", 1], capsys)
+    assert "has no checkpoint of (it has those of 9)" in said and "--model_name_or_path" in said
+
+
+def test_one_group_is_refused(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", steps=1, groups=1)
+    assert "has one whole group" in refused([folder], capsys)
+
+
+def test_conversations_that_branch_are_refused(folder, capsys):
+    (folder / "config.yaml").write_text("branch_at: 1\n")
+    assert "branch (`branch_at: 1`)" in refused([folder], capsys)
+
+
+def test_a_configuration_with_a_wrong_value_is_refused(folder, capsys):
+    (folder / "config.yaml").write_text("temperature: warm\n")
+    assert "`temperature` in" in refused([folder], capsys)
+
+
+def test_a_model_that_is_not_there_is_refused(folder, capsys):
+    (folder / "config.yaml").write_text("model_name_or_path: ./gone\n")
+    assert "The model './gone' cannot be loaded: there is no such folder" in refused([folder], capsys)
+
+
+def test_another_model_is_refused(folder, capsys):
+    said = refused([folder], capsys)  # the log-probs of this run are made up
+    assert "is not the one that sampled these conversations" in said and "--model_name_or_path" in said
+
+
+def test_conversations_without_rewards_are_refused(folder, capsys):
+    index = folder / "rollouts" / "index.jsonl"
+    lines = [json.loads(line) for line in index.read_text().splitlines()]
+    lines = [{**line, "rewards": []} if line["kind"] == "run" else line for line in lines]
+    for line in lines:
+        line.pop("crc")
+    index.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    assert "does not say which rewards" in refused([folder], capsys)
+
+
+def test_whole_groups_of_the_first_step_are_chosen(folder):
+    chosen = choose(open_run(folder), most=2)
+    assert (chosen.mode, chosen.step, chosen.group_size, chosen.model) == ("train", 0, 4, "embedded")
+    assert [(row["group"], row["member"]) for row in chosen.rows] == [(g, m) for g in (0, 1) for m in range(4)]
+    assert chosen.groups_per_step == 2.0
+    (folder / "config.yaml").write_text("per_device_train_batch_size: 16\nnum_generations: 4\n")
+    assert choose(open_run(folder), most=2).groups_per_step == 4.0
+
+
+@pytest.mark.parametrize("name", ["one_search", "late"])
+def test_rules_are_compared_as_enumeration_has_them(name):
+    """All registered rules on sampled groups, with the exact gradient of each turn in place of a projected one."""
+    process, parameters = PROCESSES[name]
+    paths = Paths.of(process, parameters)
+    rows = paths.draw(300, 4)
+    own, rules = rules_of({"name": "gtpo", "gamma": 0.7})
+    assert own == "gtpo (gamma 0.7)" and {"mt_grpo", "gtpo (gamma 0.5)", own} <= set(rules)
+    found, left_out = compare(paths.gradients[rows.flatten()], paths.batch(rows), rules, 8)
+    assert left_out == {"branch_to_go": "the conversations do not branch"} and found.known
+    for label in ("mt_grpo", "reward_to_go", "grpo_mr", "grpo_or", own):
+        exact = measure(rules[label], process, group_size=4, parameters=parameters)
+        direction = found.directions[label]
+        if direction is None:
+            assert exact.mean.norm() < 1e-12
+        else:
+            assert direction.cosine.low - 0.02 <= exact.cosine <= direction.cosine.high + 0.02
+
+
+def test_a_length_in_the_loss_bends_rules_not_the_reference():
+    process, parameters = PROCESSES["late"]
+    paths = Paths.of(process, parameters)
+    rows = paths.draw(300, 4)
+    shares = 1.0 / paths.turn_mask[rows.flatten()].sum(dim=1).double() ** 2
+    options = {"rules": {"leave_one_out": "leave_one_out"}, "groups_per_step": 8}
+    batch, gradients = paths.batch(rows), paths.gradients[rows.flatten()]
+    plain, bent = (compare(gradients, batch, weights=weights, **options)[0] for weights in (None, shares))
+    assert plain.directions["leave_one_out"].cosine.value == pytest.approx(1.0)
+    assert bent.directions["leave_one_out"].cosine.value < 0.9999
+
+
+def test_a_rule_that_is_not_registered_is_no_rule_to_compare():
+    own, rules = rules_of("somebodys")
+    assert own is None and "somebodys" not in rules
+
+
+# From a rollout to advice
+
+
+@pytest.mark.slow
+def test_conversations_of_a_rollout_are_compared(tmp_path, capsys):
+    recipe = ROOT / "quickstart.yaml"
+    folder = tmp_path / "saved"
+    assert main(["rollout", str(recipe), "--num_prompts", "6", "--num_generations", "4", "--save", str(folder)]) == 0
+    assert f"24 conversations in {folder}" in capsys.readouterr().out
+    assert yaml.safe_load((folder / "config.yaml").read_text())["num_generations"] == 4
+    assert main(["credit", str(folder), "--max_groups", "5"]) == 0
+    printed, said = capsys.readouterr()
+    assert "5 groups of 4 conversations, eval, step 0" in printed and "mt_grpo (this run's)" in printed
+    assert "Not measurable here: state_baseline: the run logged no `state_scores`." in printed
+    assert "a forward and a backward for each: about" in said
+    assert main(["credit", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["own"] == "mt_grpo" and found["groups"] == 6 and found["mismatch"] < 1e-4
+    assert found["rules"]["leave_one_out"]["signal_to_noise"]["value"] == pytest.approx(1.0)
+    assert found["rules"]["gtpo (gamma 0.5)"]["rule"] == {"name": "gtpo", "gamma": 0.5}
+    assert len(found["advice"]) >= 1
+    assert main(["rollout", str(recipe), "--save", str(folder)]) == 1
+    assert "is there already" in capsys.readouterr().err
