@@ -46,6 +46,7 @@ def save_conversations(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any], fold
     writer.append([*lines, *writer.write_credit(batch, [values[: len(each.turns)] for each, values in pairs])])
     config = yaml.safe_dump(resolved, sort_keys=True)
     Path(folder, "config.yaml").write_text(config, encoding="utf-8")
-    audit = to_json({"step": 0, **audit_conversations(trainer)})
-    Path(folder, "audit.jsonl").write_text(audit + "\n", encoding="utf-8")
+    audit = audit_conversations(trainer)
+    line = {name: value for name, value in audit.items() if name not in ("conversations", "failed", "advice")}
+    Path(folder, "audit.jsonl").write_text(to_json({"step": 0, **line}) + "\n", encoding="utf-8")
     return f"{len(judged.trajectories)} conversations in {folder}"

@@ -21,7 +21,16 @@ from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, get_peft_config
 
 from mt_grpo.app.credit.command import Chosen
-from mt_grpo.credit import ADVANTAGE_ESTIMATORS, RewardBatch, Rule, estimate, parse_rule, rule_label, rule_name
+from mt_grpo.credit import (
+    ADVANTAGE_ESTIMATORS,
+    RewardBatch,
+    Rule,
+    estimate,
+    parse_rule,
+    rule_label,
+    rule_name,
+    uncredited_turn_rewards,
+)
 from mt_grpo.credit.compare import Comparison, compare_rules
 from mt_grpo.credit.rule import MissingField
 from mt_grpo.errors import UserError, libraries_may_refuse
@@ -56,7 +65,8 @@ class Found:
         chosen (`Chosen`): Its conversations.
         own (`str`, *optional*): The run's rule; `None` where it is not registered here.
         batch (`RewardBatch`): Their rewards.
-        turn_coef (`float`, *optional*): The run's weight of turn rewards.
+        uncredited (`float`, *optional*): Share of the turn rewards that the run's rule leaves without credit at the
+            turn that earned it; `None` where there is no such rule, or no turn reward.
         rules (`dict[str, Rule]`): What was compared, by label.
         comparison (`Comparison`): The comparison.
         left_out (`dict[str, str]`): Rules that were not, and why.
@@ -68,7 +78,7 @@ class Found:
     chosen: Chosen
     own: str | None
     batch: RewardBatch = field(repr=False)
-    turn_coef: float | None
+    uncredited: float | None
     rules: dict[str, Rule]
     comparison: Comparison = field(repr=False)
     left_out: dict[str, str]
@@ -110,14 +120,18 @@ def measure(chosen: Chosen, tell: Tell) -> Found:
         weights=token_weights(trajectories, options),
         turn_coef=options["turn_advantage_coef"],
     )
-    if own is None:
+    uncredited = None
+    if own is not None:
+        coef = options["turn_advantage_coef"]
+        uncredited = uncredited_turn_rewards(rules[own], batch, turn_coef=coef, scale_rewards="none").at_turn
+    else:
         name = rule_name(options["advantage_estimator"] or "?")
         left_out[name] = "the run's own rule, which is not registered here"
     return Found(
         chosen,
         own,
         batch,
-        options["turn_advantage_coef"],
+        uncredited,
         rules,
         comparison,
         left_out,

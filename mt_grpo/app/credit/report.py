@@ -80,6 +80,12 @@ def advice(found: Found) -> list[str]:
             f"Turn rewards of this run depend on later turns: {names}. Rules that credit single turns are biased with "
             f"them, those that take their sum ({', '.join(f'`{rule}`' for rule in summing)}) are not for that reason."
         )
+    if found.uncredited is not None and found.uncredited >= 0.005:
+        turns = found.batch.turn_mask.sum(dim=1)[~found.batch.failed].double().mean().item()
+        lines.append(
+            f"At {turns:.1f} turns per conversation `{own}` leaves {found.uncredited:.0%} of the turn rewards without "
+            "credit at the turn that earned them."
+        )
     more = f"`mt-grpo rollout {chosen.run.folder / CONFIG} --num_prompts 64 --save FOLDER`"
     if not comparison.known:
         lines.append(
@@ -138,6 +144,7 @@ def as_json(found: Found) -> dict[str, Any]:
         "seconds": round(found.seconds, 1),
         "mismatch": found.mismatch,
         "own": found.own,
+        "uncredited_at_turn": found.uncredited,
         "known": comparison.known,
         "best": comparison.best if comparison.known else None,
         "rules": {
