@@ -9,6 +9,7 @@ import pytest
 import yaml
 from support.decision_processes import PROCESSES
 from support.exact_gradients import Paths, measure
+from support.models import build_model, build_tokenizer
 from support.recipes import ROOT
 from support.runs import write_run
 
@@ -94,6 +95,13 @@ def test_a_model_that_is_not_there_is_refused(folder, capsys):
 def test_another_model_is_refused(folder, capsys):
     said = refused([folder], capsys)  # the log-probs of this run are made up
     assert "is not the one that sampled these conversations" in said and "--model_name_or_path" in said
+
+
+def test_a_model_with_other_tokens_is_refused(folder, tmp_path, capsys):
+    build_model(build_tokenizer()).save_pretrained(tmp_path / "other")
+    capsys.readouterr()
+    said = refused([folder, "--model_name_or_path", tmp_path / "other"], capsys)
+    assert "is not the one that sampled these conversations: it has 4" in said and "they have the token" in said
 
 
 def test_conversations_without_rewards_are_refused(folder, capsys):

@@ -162,7 +162,7 @@ def choose(run: Run, step: int | None = None, most: int | None = None, model: st
             f"Step {step} of {run.folder} has one whole group, and directions are means over several: sample more "
             f"with `mt-grpo rollout {run.folder / CONFIG} --num_prompts 32 --save FOLDER`."
         )
-    if not run.about.get("rewards"):
+    if not _names_rewards(run.about.get("rewards")):
         raise UserError(f"{run.folder} does not say which rewards its conversations were given: nothing to compare.")
     found = found[:most]
     return Chosen(
@@ -193,6 +193,21 @@ def read_options(run: Run) -> dict[str, Any]:
             options[name] = from_text(schema[name], given[name])
             check_value(name, schema[name], options[name], f"`{name}` in {path}", in_file=True)
     return options
+
+
+def _names_rewards(rewards: Any) -> bool:
+    """Whether the index says of each reward what is used here; it may be of another program."""
+    return (
+        isinstance(rewards, list)
+        and bool(rewards)
+        and all(
+            isinstance(reward, dict)
+            and isinstance(reward.get("name"), str)
+            and reward.get("kind") in ("turn", "outcome")
+            and isinstance(reward.get("weight"), int | float)
+            for reward in rewards
+        )
+    )
 
 
 def _whole_groups(run: Run) -> dict[tuple[int, str], list[list[dict[str, Any]]]]:

@@ -103,6 +103,7 @@ def measure(chosen: Chosen, tell: Tell) -> Found:
     rewards = chosen.run.about["rewards"]
     batch = reward_batch(trajectories, rewards, chosen.group_size)
     model = load_policy(chosen.model, options)
+    check_tokens(trajectories, model, chosen.model)
     truncation = Truncation(max(options["top_k"] or 0, 0), options["top_p"] or 1.0, options["min_p"] or 0.0)
     gradients = TurnGradients(
         model,
@@ -316,6 +317,22 @@ def _mean(differences: Mapping[Any, Tensor]) -> float:
     each = torch.cat(list(differences.values()))
     known = each[~each.isnan()]
     return known.mean().item() if len(known) else 0.0
+
+
+def check_tokens(trajectories: Sequence[Trajectory], model: PreTrainedModel, name: str) -> None:
+    """
+    Whether a model has all tokens of the conversations.
+
+    Raises:
+        UserError: If it lacks one.
+    """
+    known = model.get_input_embeddings().num_embeddings
+    largest = max((max(node.tokens, default=0) for each in trajectories for node in each.tree.nodes), default=0)
+    if largest >= known:
+        raise UserError(
+            f"The model {name!r} is not the one that sampled these conversations: it has {known} tokens, and they "
+            f"have the token {largest}. Name the one that did with `--model_name_or_path`."
+        )
 
 
 def check_mismatch(mismatch: float, model: str) -> None:

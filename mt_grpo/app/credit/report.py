@@ -63,9 +63,10 @@ def _ordered(found: Found) -> list[str]:
 
 
 def _interval(interval: Interval) -> str:
-    value = "  ?  " if interval.value is None else f"{interval.value:5.2f}"
-    high = "?" if interval.high is None else f"{interval.high:.2f}"
-    return f"{value} [{interval.low:5.2f}, {high:>4}]"
+    value, low, high = (
+        "?" if each is None else f"{each:.2f}" for each in (interval.value, interval.low, interval.high)
+    )
+    return f"{value} [{low}, {high}]"
 
 
 def advice(found: Found) -> list[str]:
@@ -95,7 +96,7 @@ def advice(found: Found) -> list[str]:
         return lines
     best = comparison.best
     direction = comparison.directions[best]
-    points = f"its steps point along the gradient with a cosine of {_interval(direction.step).strip()}"
+    points = f"its steps point along the gradient with a cosine of {_interval(direction.step)}"
     if own is None:
         lines.append(f"Take `{best}`: {points}, the best here.")
     elif own == best:
@@ -106,7 +107,7 @@ def advice(found: Found) -> list[str]:
         )
     else:
         mine = comparison.directions[own]
-        instead = "none, since its gradient is 0" if mine is None else _interval(mine.step).strip()
+        instead = "none, since its gradient is 0" if mine is None else _interval(mine.step)
         lines.append(f"Take `{best}` instead of `{own}`: {points} instead of {instead}.")
     near = [rule for rule in comparison.directions if rule not in (best, own) and not comparison.behind(rule, best)]
     if near and own != best:
