@@ -13,22 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import multiprocessing
-import os
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
-import torch
 from ablation_arms import ARMS, RECIPE, VARIANTS
 from ablation_report import draw, text, write_page
-from common import RESULTS, machine
-from processes import ended_by_sigterm
+from common import RESULTS
+from jobs import PATIENCE, finished, prepare, run_all, write_rows
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from mt_grpo.app.recipe import build_recipe
@@ -40,10 +34,6 @@ from mt_grpo.training.trainer import MTGRPOEnvTrainer
 FOLDER = Path(__file__).parent.parent / "runs" / "ablation"
 RESULT = RESULTS / "ablation.json"
 SEEDS = 12
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Of the processes that run."""
-PATIENCE = 600.0
-"""Seconds in which a busy machine does not change what is sampled."""
 START = "start"
 """The arm that is measured without training."""
 
@@ -137,11 +127,9 @@ def run(job: Job, settings: Settings) -> dict[str, Any]:
     }
 
 
-def prepare() -> None:
+def begin() -> None:
     """What a process of runs needs once."""
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    datasets.disable_progress_bars()
+    prepare()
     search("Peru")  # builds the index: else the first batch would not wait for it
 
 
@@ -149,49 +137,6 @@ def work(job: Job, settings: Settings, folder: Path) -> Job:
     """Runs a job and keeps its measures."""
     write_json(job.file(folder), run(job, settings))
     return job
-
-
-def run_all(waiting: list[Job], settings: Settings, folder: Path, workers: int) -> None:
-    """Runs jobs in processes that take one after another."""
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ.update(ENVIRONMENT)
-    began = time.perf_counter()
-    context = multiprocessing.get_context("spawn")
-    with ended_by_sigterm(), ProcessPoolExecutor(workers, mp_context=context, initializer=prepare) as pool:
-        try:
-            futures = [pool.submit(work, job, settings, folder) for job in waiting]
-            for number, future in enumerate(as_completed(futures), 1):
-                left = (time.perf_counter() - began) / number * (len(waiting) - number)
-                done = " ".join(map(str, future.result()))
-                print(f"{done}: {number} of {len(waiting)}, {left:.0f} s left", flush=True)
-        except BaseException:
-            for process in multiprocessing.active_children():  # the pool would wait for jobs of minutes
-                process.terminate()
-            raise
-
-
-def waiting(given: list[Job], settings: Settings, folder: Path) -> list[Job]:
-    """
-    The runs that have no file yet.
-
-    Raises:
-        SystemExit: If a file was made with other settings.
-    """
-    for job in given:
-        file = job.file(folder)
-        if file.exists() and (made := json.loads(file.read_text())["settings"]) != settings._asdict():
-            raise SystemExit(f"{file} was made with the settings {made}: name another --folder.")
-    return [job for job in given if not job.file(folder).exists()]
-
-
-def write_results(given: list[Job], settings: Settings, folder: Path) -> None:
-    """Puts the measures of the runs that have a file into one, a line each."""
-    rows = [json.loads(job.file(folder).read_text()) for job in given if job.file(folder).exists()]
-    for row in rows:
-        del row["settings"]
-    lines = ",\n".join("    " + json.dumps(row) for row in rows)
-    head = json.dumps({"machine": machine(), "settings": settings._asdict()}, indent=2)
-    RESULT.write_text(f'{head[:-2]},\n  "rows": [\n{lines}\n  ]\n}}\n')
 
 
 def report() -> None:
@@ -218,11 +163,13 @@ def main(argv: list[str] | None = None) -> None:
         return report()
     settings = Settings(*(getattr(options, name) for name in Settings._fields))
     given = jobs(options.variants, options.arms, options.seeds)
-    left = waiting(given, settings, options.folder)
+    made_with = {"settings": settings._asdict()}
+    finished(given, options.folder, **made_with)  # refuses a folder of other runs
+    left = [job for job in given if not job.file(options.folder).exists()]
     if left and not options.so_far:
-        run_all(left, settings, options.folder, options.workers)
+        run_all(work, left, settings, folder=options.folder, workers=options.workers, prepare=begin)
     if (options.variants, options.arms, settings) == (list(VARIANTS), list(ARMS), Settings()):
-        write_results(given, settings, options.folder)
+        write_rows(RESULT, finished(given, options.folder, **made_with), **made_with)
         report()
 
 

@@ -13,23 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import multiprocessing
-import os
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
-import torch
-from ablation import ENVIRONMENT
-from common import RESULTS, machine
+from common import RESULTS
 from horizon_report import draw, text, write_page
 from horizon_task import ARMS, SCORES, SETTINGS, ShareRight, environment, rows, warm_start
+from jobs import PATIENCE, finished, run_all, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
@@ -39,8 +33,6 @@ FOLDER = Path(__file__).parent.parent / "runs" / "horizon"
 RESULT = RESULTS / "horizon.json"
 SEEDS = 6
 GROUP = 8
-PATIENCE = 600.0
-"""Seconds in which a busy machine does not change what is sampled."""
 QUICK = (["two-1", "two-12"], ["grpo_or", "mt_grpo", "reward_to_go", "gtpo"])
 
 
@@ -128,53 +120,10 @@ def run(job: Job, plan: Plan, model: Path) -> dict[str, Any]:
     }
 
 
-def prepare() -> None:
-    """What a process of runs needs once."""
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    datasets.disable_progress_bars()
-
-
 def work(job: Job, plan: Plan, folder: Path) -> Job:
     """Runs a job and keeps its measures."""
     write_json(job.file(folder), run(job, plan, folder / "model"))
     return job
-
-
-def run_all(left: list[Job], plan: Plan, folder: Path, workers: int) -> None:
-    """Runs jobs in processes that take one after another."""
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ.update(ENVIRONMENT)
-    if not (folder / "model" / "config.json").exists():
-        print("warm-starting the model, in a minute or two", flush=True)
-        warm_start(folder / "model")
-    began = time.perf_counter()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=prepare) as pool:
-        futures = [pool.submit(work, job, plan, folder) for job in left]
-        for number, future in enumerate(as_completed(futures), 1):
-            seconds = time.perf_counter() - began
-            remaining = seconds / number * (len(left) - number)
-            print(
-                f"{' '.join(map(str, future.result()))}: {number} of {len(left)}, {remaining:.0f} s left", flush=True
-            )
-
-
-def finished(given: list[Job], plan: Plan, folder: Path) -> list[dict[str, Any]]:
-    """
-    The measures of the runs that have a file.
-
-    Raises:
-        SystemExit: If one was made by another plan.
-    """
-    found = []
-    for job in given:
-        if job.file(folder).exists():
-            row = json.loads(job.file(folder).read_text())
-            if row.pop("plan") != plan._asdict():
-                raise SystemExit(f"{job.file(folder)} was made by another plan: name another --folder.")
-            found.append(row)
-    return found
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -195,14 +144,16 @@ def main(argv: list[str] | None = None) -> None:
         return print(text(content["rows"], content["plan"]))
     plan = Plan()
     given = jobs(*QUICK, 1) if options.quick else jobs(options.settings, options.arms, options.seeds)
-    done = {job for job in given if job.file(options.folder).exists()}
-    if not options.so_far:
-        run_all([job for job in given if job not in done], plan, options.folder, options.workers)
-    found = finished(given, plan, options.folder)
+    finished(given, options.folder, plan=plan._asdict())  # refuses a folder of other runs
+    left = [job for job in given if not job.file(options.folder).exists()]
+    if left and not options.so_far:
+        if not (options.folder / "model" / "config.json").exists():
+            print("warm-starting the model, in a minute or two", flush=True)
+            warm_start(options.folder / "model")
+        run_all(work, left, plan, folder=options.folder, workers=options.workers)
+    found = finished(given, options.folder, plan=plan._asdict())
     if not options.quick:
-        head = json.dumps({"machine": machine(), "plan": plan._asdict()}, indent=2)
-        lines = ",\n".join("    " + json.dumps(row) for row in found)
-        RESULT.write_text(f'{head[:-2]},\n  "rows": [\n{lines}\n  ]\n}}\n')
+        write_rows(RESULT, found, plan=plan._asdict())
         write_page(found, plan._asdict())
         draw(found, plan._asdict())
     print(text(found, plan._asdict()))

@@ -133,11 +133,12 @@ def test_only_seeds_that_every_arm_has_are_compared():
     assert {arm: [row["seed"] for row in runs] for arm, runs in found.items()} == {"a": [1, 2], "b": [1, 2]}
 
 
-def test_what_has_run_becomes_a_file_a_page_and_curves(tmp_path, monkeypatch):
+def test_what_has_run_becomes_a_file_a_page_and_curves(tmp_path):
     import ablation
     from ablation_report import BEGIN, END, draw, text, write_page
+    from jobs import finished, write_rows
 
-    monkeypatch.setattr(ablation, "RESULT", tmp_path / "ablation.json")
+    result = tmp_path / "ablation.json"
     given = ablation.jobs(["two_hops"], ["mt_grpo", "reward_to_go", "shuffled"], 3)
     for number, job in enumerate(given[:9]):  # the last one has not run
         trained = {"exact_match": [number / 10, 0.5] if job.arm != "start" else []}
@@ -145,8 +146,8 @@ def test_what_has_run_becomes_a_file_a_page_and_curves(tmp_path, monkeypatch):
         held_out = {step: {"exact_match": 0.25} for step in steps}
         row = {**job._asdict(), "held_out": held_out, "train": trained, "settings": {}}
         job.file(tmp_path).write_text(json.dumps(row))
-    ablation.write_results(given, ablation.Settings(), tmp_path)
-    rows = json.loads(ablation.RESULT.read_text())["rows"]
+    write_rows(result, finished(given, tmp_path, settings={}), settings={})
+    rows = json.loads(result.read_text())["rows"]
     assert [(row["arm"], row["seed"]) for row in rows] == [(job.arm, job.seed) for job in given[:9]]
     page = tmp_path / "page.md"
     page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
@@ -169,8 +170,9 @@ def one_thread():
 @pytest.mark.slow
 def test_runs_are_skipped_where_they_ran_and_leave_no_trace(tmp_path, monkeypatch, capsys, one_thread):
     import ablation
+    from jobs import ENVIRONMENT
 
-    for name in ablation.ENVIRONMENT:
+    for name in ENVIRONMENT:
         monkeypatch.setenv(name, "")  # put back afterwards
     settings = ablation.Settings(2, 8, 4)
     first, last = ablation.Job("two_hops", "mt_grpo", 1), ablation.Job("two_hops", "shuffled", 1)

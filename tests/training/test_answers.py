@@ -121,8 +121,9 @@ def check_against_oracle(trainer, trajectories):
     return scored
 
 
-def test_an_evaluation_scores_the_contexts_of_its_turns(build):
-    trainer = build(rewards=GAIN, num_generations_eval=1, per_device_eval_batch_size=3)
+@pytest.mark.parametrize("corrected", [False, True])
+def test_an_evaluation_scores_the_contexts_of_its_turns(build, corrected):
+    trainer = build(rewards=GAIN, num_generations_eval=1, per_device_eval_batch_size=3, use_vllm=corrected)
     trainer.evaluate()
     assert check_against_oracle(trainer, trainer.eval_trajectories) > 8
 
