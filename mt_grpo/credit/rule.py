@@ -379,6 +379,8 @@ def estimate_parts(
     returned = function(batch, **options)
     credit = returned if isinstance(returned, Credit) else Credit(returned)
     advantages = _checked(name, batch, credit.advantages)
+    if not isinstance(credit.parts, dict) or not all(isinstance(part, str) for part in credit.parts):
+        raise CreditError(f"The advantage estimator {name!r} returned parts without names: return a tensor by name.")
     parts = {
         part: _widened(name, f"part {part!r}", batch, values).masked_fill(~batch.turn_mask, 0.0)
         for part, values in credit.parts.items()

@@ -67,7 +67,8 @@ def uncredited_turn_rewards(
         turns = [turns[index * len(turns) // most_turns] for index in range(most_turns)]
 
     def advantages(rewards: RewardBatch) -> Tensor:
-        return estimate(rule, rewards, turn_coef=turn_coef, scale_rewards=scale_rewards)
+        with torch.random.fork_rng(devices=[]):  # a rule that draws draws the same each time, and so does the run
+            return estimate(rule, rewards, turn_coef=turn_coef, scale_rewards=scale_rewards)
 
     batch = replace(batch, turn_rewards=batch.turn_rewards.double())
     before = advantages(batch)

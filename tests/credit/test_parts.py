@@ -195,6 +195,8 @@ def test_a_rule_of_ones_own_may_return_parts(monkeypatch):
     [
         ({"reward": torch.zeros(2, 2)}, "gave 0.6 to turn 1 of trajectory 0, and parts whose sum is 0 \\(reward 0\\)"),
         ({"reward": torch.zeros(3, 2)}, "returned \\(3, 2\\) for the part 'reward': return a tensor of the shape"),
+        ({1: torch.zeros(2, 2)}, "returned parts without names: return a tensor by name"),
+        ([torch.zeros(2, 2)], "returned parts without names"),
         ({"reward": [0.6, 0.2]}, "returned list for the part 'reward'"),
         ({"reward": torch.full((2, 2), NONE)}, "parts whose sum is nan"),
     ],

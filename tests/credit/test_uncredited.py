@@ -88,6 +88,15 @@ def test_measuring_changes_nothing_in_the_batch():
     assert all(torch.equal(getattr(batch, name).nan_to_num(9), value.nan_to_num(9)) for name, value in before.items())
 
 
+def test_a_rule_that_draws_is_measured_by_the_same_draws(monkeypatch):
+    keep_estimators(monkeypatch)
+    advantage_estimator("drawn")(lambda batch: torch.randn(batch.turn_mask.shape))
+    batch = conversations()
+    before = torch.get_rng_state()
+    assert uncredited_turn_rewards("drawn", batch) == Uncredited(1.0, 1.0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_rule_of_ones_own_is_measured_too(monkeypatch):
     keep_estimators(monkeypatch)
 

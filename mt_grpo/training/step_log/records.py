@@ -73,7 +73,7 @@ class Records:
             for trajectory, values in zip(step.batch.trajectories, step.advantages.tolist(), strict=True)
             if trajectory.stop_reason is not None
         ]
-        parts = _parts(step)
+        parts = part_rows(step)
         self._commit(lambda: self.writer.write_credit(batch, advantages, parts))
         return [line for line in lines if line["kind"] == "rollout" and line["mode"] == step.mode]
 
@@ -162,7 +162,7 @@ def _numbers(trajectories: list[Trajectory]) -> list[int]:
     return [int(trajectory.session.rsplit("-", 1)[1]) for trajectory in trajectories]
 
 
-def _parts(step: Step) -> list[Lines]:
+def part_rows(step: Step) -> list[Lines]:
     """The parts of the advantages of each conversation that was run, as `write_credit` takes them."""
     credit = step.batch.credit
     columns = [
