@@ -18,14 +18,29 @@ from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
 from mt_grpo.vllm_plugin import keys
 
 
+async def closing(client, asked):
+    """What a client answers, which is closed then."""
+    try:
+        return await asked
+    finally:
+        await client.close()
+
+
 def ask(client, context=(1, 2, 3), session="a", connect=True):
     async def go():
         if connect:
             await client.connect()
+        return await closing(client, client.generate(list(context), SAMPLING, session))
+
+    return asyncio.run(go())
+
+
+def ask_logprobs(client, context, tokens):
+    async def go():
         try:
-            return await client.generate(list(context), SAMPLING, session)
+            return await closing(client, client.logprobs(context, tokens, "a"))
         finally:
-            await client.close()
+            client.release("a")
 
     return asyncio.run(go())
 
@@ -73,16 +88,7 @@ def scored(logprob, token, fingerprint="one"):
 
 def test_each_token_of_an_answer_is_scored_after_those_before(tokenizer, start):
     server = start(lambda number, body: scored(-float(len(body["prompt"])), body["logprob_token_ids"][0]))
-    client = client_of(tokenizer, server)
-
-    async def go():
-        try:
-            return await client.logprobs([1, 2], [7, 8, 9], "a")
-        finally:
-            client.release("a")
-            await client.close()
-
-    assert asyncio.run(go()) == [-2.0, -3.0, -4.0]
+    assert ask_logprobs(client_of(tokenizer, server), [1, 2], [7, 8, 9]) == [-2.0, -3.0, -4.0]
     asked = sorted(server.asked("/v1/completions"), key=lambda body: len(body["prompt"]))
     assert [body["prompt"] for body in asked] == [[1, 2], [1, 2, 7], [1, 2, 7, 8]]
     assert [body["logprob_token_ids"] for body in asked] == [[7], [8], [9]]
@@ -92,10 +98,10 @@ def test_each_token_of_an_answer_is_scored_after_those_before(tokenizer, start):
 
 def test_an_answer_without_the_log_prob_is_asked_for_again(tokenizer, start):
     server = start(lambda number, body: completion(5) if number == 0 else scored(-0.5, 7))
-    assert asyncio.run(client_of(tokenizer, server).logprobs([1, 2], [7], "a")) == [-0.5]
+    assert ask_logprobs(client_of(tokenizer, server), [1, 2], [7]) == [-0.5]
     server = start(lambda number, body: completion(5))
     with pytest.raises(EngineError, match="was answered without the log-prob of token 7"):
-        asyncio.run(client_of(tokenizer, server, max_retries=0).logprobs([1, 2], [7], "a"))
+        ask_logprobs(client_of(tokenizer, server, max_retries=0), [1, 2], [7])
 
 
 def test_a_refused_request_is_not_repeated_but_shown(tokenizer, start):
@@ -407,7 +413,7 @@ def test_the_client_works_while_the_callers_loop_runs(tokenizer, start):
     client = client_of(tokenizer, start())
 
     async def notebook():
-        return run(client.generate([1], SAMPLING, "one"))
+        return run(closing(client, client.generate([1], SAMPLING, "one")))
 
     assert asyncio.run(notebook()).ids == [5, 6]
 
