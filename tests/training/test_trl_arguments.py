@@ -346,7 +346,7 @@ def test_a_refused_trainer_leaves_no_adapter_behind(trainer, tokenizer, options,
     ("options", "given", "problem"),
     [
         ({"reward_weights": [1.0, 2.0]}, {}, "one weight for each reward, in the order words"),
-        ({}, {"train_dataset": None}, "There is no dataset: give `train_dataset`"),
+        ({}, {"train_dataset": None}, "There is no dataset: `train_dataset` is required"),
         (
             {},
             {"train_dataset": [{"prompts": "a"}]},
