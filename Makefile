@@ -11,7 +11,7 @@ TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
 .PHONY: quickstart test check lint format bench browser server-cpu trl-oldest warm-start clean
-.PHONY: ablation interop interop-games interop-agents interop-verifiers
+.PHONY: ablation interop interop-games interop-agents interop-trl interop-verifiers
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
@@ -59,6 +59,16 @@ interop-games: .venv-interop/games/.installed .venv-interop/openenv/.installed
 # Agents of frameworks, trained for real, once on a real server.
 interop-agents: .venv-interop/agents/.installed server-cpu
 	.venv-interop/agents/bin/python -m pytest tests/interop/test_agent_frameworks.py
+
+# TRL's own tests of its trainer with ours in its place: `make interop-trl TRL=path/to/a/clone`. docs/trl.md says what
+# fails, and why.
+interop-trl: .venv-interop/trl/.installed
+	.venv-interop/trl/bin/python tests/interop/trl_tests.py $(TRL)
+
+.venv-interop/trl/.installed: $(VENV)/.installed scripts/install_over.sh
+	scripts/install_over.sh $(VENV) .venv-interop/trl .
+	.venv-interop/trl/bin/pip install --quiet jmespath
+	touch $@
 
 .venv-interop/agents/.installed: $(VENV)/.installed scripts/install_over.sh
 	scripts/install_over.sh $(VENV) .venv-interop/agents ".[agents]"

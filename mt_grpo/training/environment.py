@@ -259,7 +259,9 @@ def rows_of(dataset: Rows | None, source: EnvSource, args: MTGRPOConfig) -> Rows
     dataset = source.rows("train") if dataset is None else dataset
     if not source.writes_prompts:
         if dataset is None:
-            raise ConfigError("There is no dataset: `train_dataset` is required, unless an environment brings its own rows.")
+            raise ConfigError(
+                "There is no dataset: `train_dataset` is required, unless an environment brings its own rows."
+            )
         return dataset
     if dataset is None:
         if source.names:

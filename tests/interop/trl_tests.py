@@ -1,0 +1,201 @@
+"""
+TRL's own tests of its trainer, with our classes in the place of its classes: `make interop-trl TRL=path/to/a/clone`,
+or `python tests/interop/trl_tests.py path/to/a/clone [pytest's options]`.
+
+Nothing is fetched. Random models and a small data set stand in for those of `trl-internal-testing`, and an engine
+gives the answers that a test lets a replaced `model.generate` return. docs/trl.md says what fails, and why.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest.mock import Mock
+
+import datasets
+import torch
+import transformers
+import trl
+from PIL import Image
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from support.conversations import template_tokenizer
+
+import mt_grpo.training.trainer
+from mt_grpo.rollout import Sample
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+
+HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"hidden_size": 8, "intermediate_size": 32, "max_position_embeddings": 32768, **HEADS}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 4, "mamba_n_groups": 1, "ssm_state_size": 16, "mamba_expand": 2}
+NEMOTRON = {"hidden_size": 16, "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 32, **EXPERTS, **MAMBA}
+REMOTE = """from transformers import LlamaConfig, LlamaForCausalLM
+
+class RemoteConfig(LlamaConfig):
+    model_type = "remote"
+
+class RemoteForCausalLM(LlamaForCausalLM):
+    config_class = RemoteConfig
+"""
+MODELS = {
+    "Qwen2ForCausalLM-2.5": ("qwen2_5", {}),
+    "Qwen3ForCausalLM": ("qwen3", {"head_dim": 8}),
+    "Qwen3MoeForCausalLM": ("qwen3", {"head_dim": 8, "num_experts": 4, "router_aux_loss_coef": 0.0, **EXPERTS}),
+    "LlamaForCausalLM-3.2": ("llama3_2", {}),
+    "RemoteForCausalLM": ("llama3_2", {}),
+    "MistralForCausalLM-0.2": ("qwen3", {}),
+    "Gemma2ForCausalLM": ("gemma", {"head_dim": 8}),
+    "Cohere2ForCausalLM": ("cohere2", {"logit_scale": 1.0}),
+    "GptOssForCausalLM": ("gptoss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Glm4MoeForCausalLM": ("glm4moe", {"head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1, **EXPERTS}),
+    "NemotronHForCausalLM-nano": ("qwen3", {"layers_block_type": ["mamba", "attention", "moe"], **NEMOTRON}),
+    "Qwen2ForSequenceClassification-2.5": ("qwen2_5", {"num_labels": 1}),
+    "Qwen3ForSequenceClassification": ("qwen3", {"head_dim": 8, "num_labels": 1}),
+    "LlamaForSequenceClassification-3.2": ("llama3_2", {"num_labels": 1}),
+}
+"""The template of TRL's that a stand-in speaks, and what its configuration has beside `SIZES`."""
+
+PROMPTS = """Beautiful is better than|Explicit is|Simple is better|Complex|Flat is better than|Sparse is better
+Readability|Special cases aren't special|Although practicality beats|Errors should never|Unless explicitly
+In the face of ambiguity, refuse|There should be one-- and preferably|Although that way may not be obvious
+Now is better|Although never is often|If the implementation is hard to explain, it's a bad"""
+"""Those that its tests name, in their order; 17 as in its data set, since tests count the steps of an epoch."""
+
+
+def make_model(name: str, hub: Path) -> None:
+    """Writes a stand-in where a cache of the Hub has the model."""
+    template, more = MODELS[name]
+    tokenizer = copy.deepcopy(template_tokenizer(template))
+    if name == "Qwen2ForCausalLM-2.5":  # one of few tokens ends an answer of 8 where a test expects that it does not
+        tokenizer.add_tokens([f"<{number}>" for number in range(20_000)])
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    kind = name.split("-")[0]
+    config_name = "LlamaConfig" if kind.startswith("Remote") else f"{kind.split('For')[0]}Config"
+    config = getattr(transformers, config_name)(vocab_size=len(tokenizer), **special, **{**SIZES, **more})
+    torch.manual_seed(0)
+    model = getattr(transformers, kind.replace("Remote", "Llama"))(config).float()
+    folder = hub / f"models--trl-internal-testing--tiny-{name}"
+    snapshot = folder / "snapshots" / ("0" * 40)
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    model.save_pretrained(snapshot)
+    tokenizer.save_pretrained(snapshot)
+    if kind.startswith("Remote"):
+        classes = {"AutoConfig": "remote.RemoteConfig", "AutoModelForCausalLM": "remote.RemoteForCausalLM"}
+        written = json.loads((snapshot / "config.json").read_text())
+        written |= {"model_type": "remote", "architectures": [kind], "auto_map": classes}
+        (snapshot / "config.json").write_text(json.dumps(written))
+        (snapshot / "remote.py").write_text(REMOTE)
+
+
+def load_dataset(path: str, name: str | None = None, split: str | None = None, streaming: bool = False):
+    """Rows in the place of those of `trl-internal-testing`."""
+    if split is None:
+        return datasets.DatasetDict({each: load_dataset(path, name, each) for each in ("train", "test")})
+    texts = re.split(r"[|\n]", PROMPTS)[: 17 if split == "train" else 2]
+    talk = "conversational" in (name or "")
+    rows = [{"prompt": [{"role": "user", "content": text}] if talk else text} for text in texts]
+    if "image" in path:
+        picture = Image.new("RGB", (32, 32))
+        column = {"images": [picture] * 2} if "multi" in path else {"image": picture}
+        rows = [{**row, **column} for row in rows]
+    loaded = datasets.Dataset.from_list(rows)
+    return loaded.to_iterable_dataset() if streaming else loaded
+
+
+def texts_of_ids(source: str) -> dict[tuple[int, ...], str]:
+    """What the rows of token ids in TRL's tests say, by the comments beside them: the ids are of Qwen's tokenizer."""
+    found, text = {}, None
+    for line in map(str.strip, source.splitlines()):
+        if comment := re.match(r"""# (['"].*['"])( \+ pad)?$""", line) or re.match(
+            r"""\[.*\],\s+# (['"].*['"])""", line
+        ):
+            text = ast.literal_eval(comment.group(1))
+        if (row := re.match(r"\[([\d, ]+)\],", line)) and text:
+            found[tuple(int(each) for each in row.group(1).split(",") if int(each) != 151643)] = text
+    return found
+
+
+class ReplacedGenerate:
+    """An engine that asks the `model.generate` that a test has replaced, else the model."""
+
+    def __init__(self, own, args, tokenizer, model) -> None:
+        self.own, self.args, self.tokenizer, self.model, self.turns = own, args, tokenizer, model, {}
+
+    def __getattr__(self, name: str):
+        return getattr(self.own, name)
+
+    async def generate(self, context, sampling, session):
+        replaced = vars(self.model).get("generate")
+        if not isinstance(replaced, Mock):
+            return await self.own.generate(context, sampling, session)
+        turn = self.turns[session] = self.turns.get(session, -1) + 1
+        size = min(self.args.generation_batch_size, 4) if turn == 0 else 2  # two of three call a tool in those tests
+        rows = replaced(input_ids=torch.zeros(size, 1, dtype=torch.long))[:, 1:].tolist()
+        ids = tuple(each for each in rows[int(session.rsplit("-", 1)[1]) % len(rows)] if each != 151643)
+        text = TEXTS[ids].removesuffix("<|im_end|>") + "<|im_end|>" * (151645 in ids)
+        sampled = self.tokenizer.encode(text, add_special_tokens=False)[: sampling.max_tokens]
+        return Sample(sampled, [-1.0] * len(sampled), "stop")
+
+
+class Config(MTGRPOConfig):
+    """With TRL's default of `logging_steps`, and the room that answers of the stand-ins' tokenizers take."""
+
+    def __init__(self, *args, **options) -> None:
+        options.setdefault("logging_steps", 10)
+        if re.search("tools|tool_calls|environment", os.environ["PYTEST_CURRENT_TEST"]):
+            options["max_completion_length"] = 400
+        super().__init__(*args, **options)
+
+
+TEXTS: dict[tuple[int, ...], str] = {}
+
+
+def pytest_configure(config) -> None:
+    """Puts the stand-ins in their places, before the tests are imported."""
+    clone = Path(os.environ["TRL_CLONE"])
+    TEXTS.update(texts_of_ids((clone / "tests" / "test_grpo_trainer.py").read_text()))
+    found = vars(importlib.import_module("trl.import_utils"))
+    for name in re.findall(r"is_\w+_available", (clone / "tests" / "testing_utils.py").read_text()):
+        found.setdefault(name, lambda *args: False)  # it is of another version
+    own = mt_grpo.training.trainer.own_engine
+    mt_grpo.training.trainer.own_engine = lambda args, tokenizer, model, accelerator: ReplacedGenerate(
+        own(args, tokenizer, model, accelerator), args, tokenizer, accelerator.unwrap_model(model)
+    )
+    datasets.load_dataset, trl.GRPOConfig, trl.GRPOTrainer = load_dataset, Config, MTGRPOEnvTrainer
+
+
+def main(clone: Path, options: list[str]) -> int:
+    with tempfile.TemporaryDirectory() as cache:
+        for name in MODELS:
+            make_model(name, Path(cache) / "hub")
+        paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "HF_HOME": cache, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths, "TRL_CLONE": str(clone)}
+        file = clone / "tests" / "test_grpo_trainer.py"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "trl_tests",
+            "-p",
+            "no:cacheprovider",
+            str(file),
+            *options,
+        ]
+        return subprocess.run(command, env=env, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).resolve(), sys.argv[2:]))
