@@ -70,12 +70,13 @@ def advise(setting: str, plan: Plan, model: Path) -> Row:
 
 def table(advice: Sequence[Row], runs: Sequence[Row]) -> list[str]:
     """The lines of the table, in Markdown."""
+    runs = [run for run in runs if run["arm"] not in SCORES]  # no rule that the advice compares
     lines = [
         "| setting | named | a step's cosine | ended | behind the best | order of arms |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in advice:
-        arms = {arm: trained for arm, trained in paired(runs, row["setting"]).items() if arm not in SCORES}
+        arms = paired(runs, row["setting"])
         seeds = len(next(iter(arms.values()), []))
         if not seeds:
             continue
@@ -85,7 +86,7 @@ def table(advice: Sequence[Row], runs: Sequence[Row]) -> list[str]:
         if gap is None:
             gap = "" if place == 1 else f"{means[row['named']] - max(means.values()):+.3f}"
         else:
-            gap = f"{gap}{', shown' if gap.mean + gap.half < 0 else ''}"
+            gap = str(gap)
         step = row["arms"][row["named"]]["step"]
         lines.append(
             f"| `{row['setting']}` | `{row['named']}` | {step['value']:.2f} [{step['low']:.2f}, {step['high']:.2f}] | "

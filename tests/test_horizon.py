@@ -19,7 +19,7 @@ def importable(monkeypatch):
     """Benchmarks can be imported, and the credit rules that they register are forgotten."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     keep_estimators(monkeypatch)
-    for name in ("ablation_arms", "horizon_task"):
+    for name in ("ablation_arms", "horizon_task", "horizon", "horizon_advice"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -109,3 +109,23 @@ def test_a_candidate_below_the_best_is_shown_behind():
     later = [row(setting, "answer_baseline", seed, 0.9) for setting in settings for seed in range(2)]
     verdicts = [line.split("|")[-2].strip() for line in decision(rows + later)[2:]]
     assert verdicts == ["yes"] * 4 + ["yes", "yes", "no", "no"] + ["no"] * 4
+
+
+def test_advice_is_held_against_how_the_arms_ended():
+    from horizon_advice import table
+
+    def row(arm, seed, right):
+        return {"setting": "one-12", "arm": arm, "seed": seed, "right": [right + seed / 100] * 3}
+
+    steps = {"grpo_or": None, "mt_grpo": 0.2, "reward_to_go": 0.7, "gtpo": 0.9}
+    arms = {arm: step and {"step": {"value": step, "low": 0.1, "high": 1.0}} for arm, step in steps.items()}
+    advice = [
+        {"setting": "one-12", "named": "gtpo", "arms": arms},
+        {"setting": "two-12", "named": "gtpo", "arms": arms},
+    ]
+    shares = {"grpo_or": 0.3, "mt_grpo": 0.4, "reward_to_go": 0.7, "gtpo": 0.65}
+    runs = [row(arm, seed, share) for arm, share in shares.items() for seed in range(3)]
+    *_, line = table(advice, [*runs, row("answer_baseline", 0, 0.9)])
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[:4] == ["`one-12`", "`gtpo`", "0.90 [0.10, 1.00]", "2 of 4, 3 seeds"]
+    assert cells[4].startswith("-0.050") and cells[4].endswith("shown") and cells[5] == "+0.80"

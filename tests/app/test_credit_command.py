@@ -101,7 +101,7 @@ def test_a_model_with_other_tokens_is_refused(folder, tmp_path, capsys):
     build_model(build_tokenizer()).save_pretrained(tmp_path / "other")
     capsys.readouterr()
     said = refused([folder, "--model_name_or_path", tmp_path / "other"], capsys)
-    assert "is not the one that sampled these conversations: it has 4" in said and "they have the token" in said
+    assert "is not the one that sampled these conversations: it has " in said and "they have the token" in said
 
 
 def test_conversations_without_rewards_are_refused(folder, capsys):
