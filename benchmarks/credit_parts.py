@@ -5,8 +5,8 @@ else the machine does has no part in the ratio.
 
     python benchmarks/credit_parts.py
 
-The run is the quickstart: 48 conversations of up to 5 turns, and a model of 1.3 million parameters, so that steps are as
-short as they get.
+The run is the quickstart: 48 conversations of up to 5 turns, and a model of 1.3 million parameters, so that steps are
+as short as they get.
 """
 
 from __future__ import annotations
