@@ -17,7 +17,11 @@ import pytest
 import torch
 from support.forked import Forked
 from support.marks import needs_server
+from support.registered import keep_estimators
+from support.reward_batches import draw_batch
 from support.servers import ROOT
+
+from mt_grpo.credit import estimate
 
 BENCHMARKS = ROOT / "benchmarks"
 SOURCES = {path.name: path.read_text() for path in sorted(BENCHMARKS.glob("*.py"))}
@@ -253,6 +257,20 @@ def test_the_page_on_credit_has_the_table_of_its_command(monkeypatch):
     for row in rows:
         name = row.split(" | ")[0]
         assert row in page or ("state_baseline" in name and any(line.startswith(name) for line in page)), row
+
+
+def test_rules_that_were_tried_still_run(monkeypatch):
+    keep_estimators(monkeypatch)
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.delitem(sys.modules, "credit_tried", raising=False)
+    from credit_toy import LESSONS, train
+    from credit_tried import TRIED
+
+    for rule, _ in TRIED:
+        for group_size in (1, 4):
+            assert estimate(rule, draw_batch(3, group_size)).isfinite().all()
+    monkeypatch.setattr("credit_toy.STEPS", 2)
+    assert train("lambda_to_go", LESSONS["delayed"], seed=0)[0] is None
 
 
 def test_every_committed_result_can_be_compared(monkeypatch):

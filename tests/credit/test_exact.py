@@ -91,6 +91,17 @@ def test_unbiased_rules_are_so_on_every_process(rule, options, own, name, group_
         assert result.bias.abs().max() < 1e-12 < result.truth.norm()
 
 
+def test_lambda_leaves_out_what_a_turn_changes_later():
+    """Tasks do not change what later ones earn, and all decide the outcome; in `late` the first pays at the third."""
+    rule = {"name": "lambda_to_go", "lam": 0.5}
+    for name in ("tasks", "mastered"):
+        result, to_go = measured(name, rule, own=False), measured(name, "reward_to_go")
+        assert result.bias.abs().max() < 1e-12
+        assert result.signal_to_noise > 1.05 * to_go.signal_to_noise
+        assert measured(name, {"name": "turn_gae", "lam": 0.5}, own=False).bias.norm() > 0.1 * result.truth.norm()
+    assert measured("late", rule, own=False).cosine < 0.9
+
+
 @pytest.mark.parametrize("fit", ["line", "table"])
 @pytest.mark.parametrize("process", [stopper, late])
 def test_a_state_score_is_an_unbiased_baseline(process, fit):

@@ -92,11 +92,31 @@ def settled(play: Play) -> float:
     return float(right)
 
 
+def tasks(number: int, skills: int) -> Process:
+    """
+    So many tasks, each of which earns 1 / `number` if it is done right; the outcome is 1 if all are. The first ones
+    need the first skill, which is a parameter, and so on.
+    """
+
+    def play(play: Play) -> float:
+        done, right = 0, False
+        for step in range(number):
+            state = 2 * step + right
+            right = play.decide(step * skills // number)
+            done += right
+            play.turn(right / number, result=True, state=state, score=float(done))
+        return float(done == number)
+
+    return play
+
+
 PROCESSES: dict[str, tuple[Process, tuple[float, ...]]] = {
     "stopper": (stopper, (0.0,)),
     "one_search": (one_search, (0.3, -0.2)),
     "searcher": (searcher, (0.4, -0.5)),
     "two_hops": (two_hops, (0.2, 0.6)),
     "late": (late, (-0.4, 0.7)),
+    "tasks": (tasks(4, 2), (-0.4, -0.4)),
+    "mastered": (tasks(4, 2), (1.4, 1.4)),
 }
 """By name, each with the parameters at which it is measured."""

@@ -130,6 +130,7 @@ def measure(
     factor: float = 1.0,
     turn_coef: float = 1.0,
     scale_rewards: Scale = "none",
+    energies: bool = False,
 ) -> Measurement:
     """
     The bias and the noise of a rule on a process.
@@ -145,8 +146,10 @@ def measure(
             whose means include the member itself.
         turn_coef (`float`, *optional*, defaults to `1.0`): Weight of turn rewards, for rule and truth.
         scale_rewards (`str`, *optional*, defaults to `"none"`): What the rule divides by.
+        energies (`bool`, *optional*, defaults to `False`): Whether `state_scores` are the squared lengths of the
+            gradients of turns.
     """
-    paths = Paths.of(process, parameters)
+    paths = Paths.of(process, parameters, energies)
     members, weights = paths.groups(group_size)
     function, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards)
 
@@ -168,19 +171,29 @@ def sample(
     *,
     group_size: int,
     groups: int,
+    batches: int = 1,
     parameters: tuple[float, ...] = (0.0,),
     factor: float = 1.0,
     scale_rewards: Scale = "none",
+    energies: bool = False,
 ) -> Measurement:
     """
-    The same for rules that look at other groups, from one batch of so many groups, drawn with a fixed seed. The noise
-    is that of one group.
+    The same for rules that look at other groups, from batches of so many groups, drawn with a fixed seed. The noise is
+    that of one group. With one batch it is taken from the differences of its groups.
     """
-    paths = Paths.of(process, parameters)
-    rows = paths.draw(groups, group_size)
+    paths = Paths.of(process, parameters, energies)
+    rows = paths.draw(batches * groups, group_size)
     function, options = bind_rule(rule, turn_coef=1.0, scale_rewards=scale_rewards)
-    estimates = factor * paths.estimates(function(paths.batch(rows), **options), rows)
-    return Measurement.of(paths.truth(1.0), estimates, torch.full((groups,), 1 / groups, dtype=torch.double))
+    drawn = [
+        factor * paths.estimates(function(paths.batch(batch), **options), batch)
+        for batch in rows.view(batches, groups, group_size)
+    ]
+    estimates = drawn[0]
+    if batches > 1:
+        means = torch.stack([batch.mean(dim=0) for batch in drawn])
+        estimates = means.mean(dim=0) + math.sqrt(groups) * (means - means.mean(dim=0))
+    weights = torch.full((len(estimates),), 1 / len(estimates), dtype=torch.double)
+    return Measurement.of(paths.truth(1.0), estimates, weights)
 
 
 @dataclass(frozen=True)
@@ -198,8 +211,8 @@ class Paths:
     plays: list[Play]  # of length M
 
     @classmethod
-    def of(cls, process: Process, parameters: tuple[float, ...]) -> Paths:
-        """Plays a process in every way."""
+    def of(cls, process: Process, parameters: tuple[float, ...], energies: bool = False) -> Paths:
+        """Plays a process in every way. With `energies` scores are the squared lengths of the turns' gradients."""
         plays, outcomes = [], []
         open_ways: list[tuple[bool, ...]] = [()]
         while open_ways:
@@ -220,6 +233,8 @@ class Paths:
                 gradients[row, turn] = torch.tensor(gradient, dtype=torch.double)
                 rewards[row, turn] = torch.nan if reward is None else reward
                 scores[row, turn] = torch.nan if score is None else score
+                if energies:
+                    scores[row, turn] = gradients[row, turn].square().sum()
                 exists[row, turn], results[row, turn], states[row, turn] = True, result, state
         return cls(
             torch.tensor([play.probability for play in plays], dtype=torch.double),
