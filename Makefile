@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-BENCHMARKS := answers architectures head history methods packing parity prefix_cache rollout step tree_row viewer weight_sync
+BENCHMARKS := answers architectures head history methods packing parity prefix_cache rollout step tokens_trained tree_row \
+	viewer weight_sync
 
 # A process for each core, which takes up to 3.5 GB with the vLLM server of its tests.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile --max-worker-restart=0

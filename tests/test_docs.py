@@ -37,7 +37,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return [(page.name, block) for page in PAGES for block in pattern.findall(page.read_text())]
 
 
-RESULTS = ("quickstart", "step_cpu", "rollout")
+RESULTS = ("quickstart", "step_cpu", "rollout", "tokens_trained")
 MEASURES = {
     "tool_execution": "tool-execution rate",
     "exist_answer_in_search_results": "answer in search results",
@@ -244,12 +244,16 @@ def test_the_first_screen_has_the_committed_figures():
     rollouts = {row["label"]: row["values"] for row in results["rollout"]["rows"]}
     varying = rollouts["rollouts, TRL / ours, 32 x 4 log-normal tools"]
     step = rollouts["whole step, TRL / ours, 32 x one 50 ms tool"]
+    trained = {row["conversation"]: row for row in results["tokens_trained"]["rows"]}
+    thinking = trained["qwen3, 8 turns of 300 + 100 tokens"]
+    assert f"trains {100 * thinking['share']['TRL']:.1f} %" in readme and thinking["share"]["ours"] == 1
     for factor in (
         f"{short['ratio']['median']:.1f}",
         f"{long['ratio']['median']:.0f}",
         f"{long['peak_mib']['trl'] / long['peak_mib']['tree']:.1f}",
         f"{statistics.median(varying):.1f} ({min(varying):.1f} to {max(varying):.1f})",
         f"{statistics.median(step):.0f} ({min(step):.0f} to {max(step):.0f})",
+        f"{thinking['ratio']['median']:.1f}",
     ):
         assert f" | {factor} | `benchmarks/" in readme
 

@@ -170,9 +170,31 @@ class NativeProtocol:
     def default_system_prompt(self, tools: list[Tool]) -> str | None:
         return None
 
-    def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
+    def parse(
+        self,
+        text: str,
+        tokenizer: Any,
+        context: Sequence[int] = (),
+        tools: list[dict[str, Any]] | None = None,
+        end: str = "",
+    ) -> ParsedTurn:
+        """
+        As `CallProtocol.parse`.
+
+        Args:
+            tools (`list[dict]`, *optional*): Schemas of the tools. Formats that write arguments as plain text, such as
+                Qwen3.5's, do not tell `7` from `"7"`: the schema does.
+            end (`str`, *optional*): The token that ended the turn. Some response templates close a call with it.
+        """
+        header = _begun(tokenizer.response_template, tokenizer.decode(list(context)))
         try:
-            message = _with_valid_text({"content": "", **tokenizer.parse_response(text, prefix=list(context))})
+            try:
+                read = tokenizer.parse_response(text, prefix=header, tools=tools)
+            except ValueError:
+                if not end:
+                    raise
+                read = tokenizer.parse_response(text + end, prefix=header, tools=tools)
+            message = _with_valid_text({"content": "", **read})
         except (ValueError, RecursionError) as error:
             return ParsedTurn({"role": "assistant", "content": text}, error=f"the tool call cannot be read: {error}.")
         calls = []
@@ -196,6 +218,14 @@ class NativeProtocol:
             {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": call.result}
             for call in turn.tool_calls
         ]
+
+
+def _begun(response_template: dict[str, Any], header: str) -> str:
+    """A header, where a turn begins in it by its response template; else nothing, as it would be read as the turn."""
+    literals = response_template.get("start_anchor") or []
+    literals = [literals] if isinstance(literals, str) else literals
+    pattern = response_template.get("start_anchor_pattern") or "|".join(map(re.escape, literals))
+    return header if re.search(pattern, header) else ""
 
 
 @call_protocol("plain")

@@ -6,21 +6,25 @@ import html
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import product
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
-from jinja2 import Environment
 from jinja2 import TemplateError as TemplateFailure
 
 from mt_grpo.errors import UserError
-from mt_grpo.rollout.special_tokens import unescape
+from mt_grpo.rollout.special_tokens import template_constants, unescape
 from mt_grpo.trajectory import Message
 
 # An assistant turn to hang replies on, and what its last call is given. Only what is written after it is used.
 _ASSISTANT = "An assistant turn."
 _ARGUMENT = "an_argument_it_gives"
 _CALLED = "a_tool_it_calls"
+_ANOTHER = "another_one"
 _ASKED = "A question to it."
+_THOUGHT = "A thought of it."
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Keys under which templates take an assistant's thinking."""
 _MOST_ROLES = 1024
 _MEND = "Use a chat model whose template can, or name another template by `chat_template_path`."
 # What the code of a template raises: by its own word, and where it is given what it does not expect.
@@ -31,6 +35,26 @@ class TemplateError(UserError, ValueError):
     """The tokenizer's chat template cannot render the conversation. The message is one sentence fit for the user."""
 
 
+class _ThoughtFrame(NamedTuple):
+    """What stands around an assistant's thinking, and the key under which the template takes it."""
+
+    field: str
+    opening: str
+    """Empty where the header has it."""
+    closing: str
+
+    def read(self, text: str) -> dict[str, str] | None:
+        """Thinking and content of a text that is framed like this; `None` for another."""
+        if not text.lstrip().startswith(self.opening):
+            return None
+        thought, closed, content = text.lstrip()[len(self.opening) :].rpartition(self.closing)
+        if not closed:  # all of it is the thought, if it is one
+            return {self.field: content.strip(), "content": ""} if self.opening else None
+        if self.opening:  # of several thoughts the last: templates take one
+            thought = thought.rpartition(self.opening)[2]
+        return {self.field: thought.strip(), "content": content.lstrip()}
+
+
 class ChatTemplate:
     """
     Renders messages through a tokenizer's chat template, in the form that it expects. What it expects is found out by
@@ -39,8 +63,10 @@ class ChatTemplate:
     - contents as text, as lists of parts, or both;
     - an assistant's missing content as it is, or as empty text;
     - the arguments of calls as JSON objects, or as JSON text;
+    - how many calls of a turn it shows;
     - which token ends an assistant's turn, which one ends a turn with calls, and what is written for the end of a turn
-      in the past.
+      in the past;
+    - what it writes between the assistant's header and the words, and around thinking, which the model writes itself.
 
     Args:
         tokenizer: Tokenizer with a chat template.
@@ -51,6 +77,7 @@ class ChatTemplate:
         end_of_turn (`str`): The token with which the template ends an assistant's turn.
         end_of_calls (`str`): The same of a turn with calls; differs for Gemma 4 and gpt-oss, for instance.
         past_end (`str`): The token with which it ends an assistant's turn in the past.
+        calls_shown (`int`): Calls of one turn that it shows: 0, 1, or 2 for any number.
 
     Raises:
         TemplateError: If there is no chat template, or one that does not show the model what it is told.
@@ -59,19 +86,23 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, variables: dict[str, Any], calls: bool) -> None:
         if tokenizer.chat_template is None:
             raise TemplateError("The tokenizer has no chat template: use a chat model, or set `chat_template_path`.")
-        self._tokenizer, self._variables = tokenizer, variables
+        self._tokenizer, self._variables, self._calls = tokenizer, variables, calls
         source = tokenizer.get_chat_template()
-        constants = [token.value for token in Environment().lexer.tokenize(source) if token.type == "string"]
+        constants = [value for kind, value in template_constants(source) if kind == "string"]
         self._own_words = {word for constant in constants for word in _words(constant)}
         added = tokenizer.added_tokens_decoder.values()
         self._special = _any_token(token.content for token in added if token.special)
         self._added = _any_token(token.content for token in added if token.content.strip())
         self._proven: set[tuple[str, ...]] = set()
-        self._parts = self._takes_none = self._json_arguments = False
+        self._parts = self._takes_none = self._json_arguments = self._many_calls = False
         self._takes_parts = True
-        self._content, self._anchor = _ASSISTANT, _ASSISTANT  # of a turn with calls, and the last that it shows of it
+        self._content = _ASSISTANT  # of a turn with calls
+        self._anchor = _ASSISTANT  # the last that it shows of that
+        self.calls_shown = 2
+        self._header = ""
         self._find_form()
         self._find_ends()
+        self._find_frame()
         self.end_of_calls = self.end_of_turn
         self._find_calls(required=calls)
 
@@ -83,9 +114,13 @@ class ChatTemplate:
         `TemplateError` where the template refuses it.
         """
         try:
-            return self._render(messages, tools, header)
+            text = self._render(messages, tools, header)
         except _REFUSALS as error:
             raise TemplateError(f"The chat template refuses these messages: {_reason(error)}.") from error
+        if header and not text.endswith(self._header) and text.rstrip().endswith((self.end_of_turn, self.past_end)):
+            # Gemma 4 begins no turn behind results with words beside their calls, which end the turn there
+            text += self._header
+        return text
 
     def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
         """As `render`; raises `TemplateError` also where the text of a message is not in the result."""
@@ -94,6 +129,23 @@ class ChatTemplate:
             if message["role"] != "assistant":  # the thinking of the past may be left out
                 self._require(message, text, 0, "the prompt")
         return text
+
+    def past_message(self, message: Message, text: str) -> Message:
+        """
+        A sampled turn in the form in which the template writes it again.
+
+        Args:
+            message (`dict`): As the turn was read.
+            text (`str`): What the model wrote, without the end of the turn. A message with this as its content was not
+                read.
+        """
+        if message.get("tool_calls") and not self.calls_shown:  # so the text shows them
+            message = {"role": "assistant", "content": text}
+        if message.keys() != {"role", "content"} or message["content"] != text:
+            return message
+        if self._frame is not None and (read := self._frame.read(text)) is not None:
+            return {"role": "assistant", **read}
+        return {"role": "assistant", "content": text.removeprefix(self._lead)}
 
     def suffix(self, replies: list[Message], called: Sequence[str] = ()) -> str:
         """
@@ -119,8 +171,9 @@ class ChatTemplate:
         by_tool = replies[0]["role"] == "tool"
         turn = self._calling(replies, called) if by_tool else {"role": "assistant", "content": _ASSISTANT}
         text = self.render([{"role": "user", "content": _ASKED}, turn, *replies])
+        end = self.end_of_calls if by_tool else self.past_end
         said = text.find(self._anchor if by_tool else _ASSISTANT)
-        begin = text.find(self.end_of_calls if by_tool else self.past_end, max(said, 0))
+        begin = text.find(end, max(said, 0))
         if begin < 0:
             raise TemplateError(f"The chat template does not end a turn before a reply of {replies[0]['role']!r}.")
         position = begin
@@ -178,12 +231,35 @@ class ChatTemplate:
 
     def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, header: bool = True) -> str:
         return self._tokenizer.apply_chat_template(
-            [self._fitted(message) for message in messages],
+            [self._fitted(message) for message in self._arranged(messages)],
             tools=tools,
             add_generation_prompt=header,
             tokenize=False,
             **self._variables,
         )
+
+    def _arranged(self, messages: list[Message]) -> list[Message]:
+        """
+        Messages in which the template shows every call: as text where it shows none, one to a message where it shows
+        one. Results follow the calls of their function, as such templates name a result after the call before it.
+        """
+        if not self._calls or self.calls_shown > 1 or not any(message.get("tool_calls") for message in messages):
+            return messages
+        arranged: list[Message] = []
+        index = 0
+        while index < len(messages):
+            message, index = messages[index], index + 1
+            calls = message.get("tool_calls") or ()
+            if calls and not self.calls_shown:
+                arranged.append(_with_calls_as_text(message))
+            elif len(calls) > 1:
+                begin = index
+                while index < len(messages) and messages[index]["role"] == "tool":
+                    index += 1
+                arranged += _one_call_each(message, messages[begin:index])
+            else:
+                arranged.append(message)
+        return arranged
 
     def _fitted(self, message: Message) -> Message:
         """A message in the form that the template expects."""
@@ -257,12 +333,50 @@ class ChatTemplate:
         self.end_of_turn = own.group() if own else past.group()
         self.past_end = self.end_of_turn if self.end_of_turn in between else past.group()
 
+    def _find_frame(self) -> None:
+        """
+        What a model writes itself of what the template writes around an assistant's words: before them, and around
+        thinking. It is taken off a sampled text where the template would else write it twice, or refuse it: where it
+        is special tokens or white space, or where the header has opened the thinking.
+        """
+        asked, answer = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ASSISTANT}
+        begun, unbegun = self._render([asked]), self._render([asked], header=False)
+        self._header = begun[len(unbegun) :] if begun.startswith(unbegun) else ""
+        before, _, _ = self._render([asked, answer], header=False).partition(_ASSISTANT)
+        lead = before[len(begun) :] if before.startswith(begun) else ""
+        self._lead = lead if lead.isspace() or self._special.search(lead) else ""
+        self._frame: _ThoughtFrame | None = None
+        for field in THOUGHTS:
+            try:
+                text = self._render([asked, {**answer, field: _THOUGHT}], header=False)
+            except _REFUSALS:
+                continue
+            before, _, rest = text.partition(_THOUGHT)
+            between, said, _ = rest.partition(_ASSISTANT)
+            if not said or not between.strip():
+                continue
+            if before.rstrip() == begun.rstrip():
+                self._frame = _ThoughtFrame(field, "", between.strip())
+                return
+            if before.startswith(begun) and self._special.search(before, len(begun)):
+                self._frame = _ThoughtFrame(field, before[len(begun) :].strip(), between.strip())
+                return
+
+    def _frame_beside(self, asked: Message, turn: Message) -> _ThoughtFrame | None:
+        """The same where the template shows thinking beside calls only, as Gemma 4 does."""
+        begun, without = self._render([asked]), self._render([asked, turn], header=False)
+        for field in THOUGHTS:
+            before, _, rest = self._render([asked, {**turn, field: _THOUGHT}], header=False).partition(_THOUGHT)
+            between = rest[: len(rest) - len(commonprefix([rest[::-1], without[::-1]]))]
+            if rest and before.startswith(begun) and self._special.search(between):
+                return _ThoughtFrame(field, before[len(begun) :].strip(), between.strip())
+        return None
+
     def _find_calls(self, required: bool) -> None:
-        """How the template takes calls, and how it ends a turn with calls."""
+        """How the template takes calls, how many it shows, and how it ends a turn with calls."""
         result = {"role": "tool", "name": _CALLED, "content": "What a tool says.", "tool_call_id": "call_0"}
-        self._many_calls = False
         problem = "it does not show the model what a tool answers"
-        for self._content, self._json_arguments in ((_ASSISTANT, False), (_ASSISTANT, True), ("", False), ("", True)):
+        for shown, self._content, self._json_arguments in product((1, 0), (_ASSISTANT, ""), (False, True)):
             turn = self._calling([result], [])
             asked = [{"role": "user", "content": _ASKED}, turn]
             try:
@@ -274,6 +388,8 @@ class ChatTemplate:
             said, replied = text.find(self._anchor), text.find(result["content"])
             if not 0 <= said < replied:  # in some, what is said beside calls stands behind their results
                 continue
+            if shown and not (_CALLED in text[:replied] and _ARGUMENT in text[:replied]):
+                continue
             end = self._end_of_calls(finished, text[:replied], said)
             if end is not None:
                 self.end_of_calls = end
@@ -281,6 +397,7 @@ class ChatTemplate:
             problem = "it ends a turn with calls without a token of its own"
         else:
             self._content, self._json_arguments = _ASSISTANT, False
+            self.calls_shown = 0
             if required:
                 raise TemplateError(
                     f"The chat template cannot hold tool calls: {problem}. Choose `call_protocol: tags`, or a model "
@@ -291,7 +408,11 @@ class ChatTemplate:
         self._takes_none = self._takes([asked[0], {**turn, "content": None}, result])
         self._many_calls = True
         results = [result, {**result, "content": "What another says.", "tool_call_id": "call_1"}]
-        self._many_calls = self._takes([*asked[:1], self._calling(results, []), *results])
+        two = [asked[0], self._calling(results, [_CALLED, _ANOTHER]), *results]
+        self._many_calls = self._takes(two)
+        if self._frame is None:
+            self._frame = self._frame_beside(asked[0], {**turn, "content": ""})
+        self.calls_shown = 2 if shown and self._takes(two, _CALLED, _ANOTHER) else shown
 
     def _end_of_calls(self, finished: str, text: str, said: int) -> str | None:
         """The token that ends a turn with calls, from the rendered turn and the text up to its result."""
@@ -311,6 +432,40 @@ class ChatTemplate:
         except _REFUSALS:
             return False
         return "None" not in text and "'text'" not in text and all(words in text for words in shown)
+
+
+def _with_calls_as_text(message: Message) -> Message:
+    """An assistant's message with its calls in its content, in the form that most models write."""
+    calls = []
+    for call in message["tool_calls"]:
+        parsed = _with_parsed_arguments(call)
+        function = parsed.get("function", parsed)
+        written = {"name": function.get("name"), "arguments": function.get("arguments") or {}}
+        calls.append(f"<tool_call>\n{json.dumps(written, ensure_ascii=False)}\n</tool_call>")
+    said = "\n".join(_texts(message.get("content")))
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": "\n".join([said, *calls] if said else calls)}
+
+
+def _one_call_each(message: Message, results: list[Message]) -> list[Message]:
+    """A message with several calls, and its results, as messages with one call each."""
+    calls = message["tool_calls"]
+    ids = [call.get("id") for call in calls]
+    answers: list[list[Message]] = [[] for _ in calls]
+    for number, result in enumerate(results):
+        answered = result.get("tool_call_id")
+        known = answered is not None and answered in ids
+        answers[ids.index(answered) if known else min(number, len(calls) - 1)].append(result)
+    names = [call.get("function", call).get("name") for call in calls]
+    arranged: list[Message] = []
+    held: list[Message] = []
+    for number, call in enumerate(calls):
+        first = message if number == 0 else {"role": "assistant", "content": ""}
+        arranged.append({**first, "tool_calls": [call]})
+        held += answers[number]
+        if names[number : number + 2] != [names[number]] * 2:  # the next call is of another function
+            arranged, held = arranged + held, []
+    return arranged
 
 
 def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,8 @@ HEADER_TOKENS = 32
 """Upper bound of the tokens of an assistant's header, which a response parser reads to know where a turn begins."""
 REWRITTEN = "messages"
 """The cause of a fork where the caller's messages do not go on from those before."""
+PAST_END = "end_of_turn"
+"""The cause of a fork where a turn that is past ends in another token than it was sampled with."""
 _NATIVE = NativeProtocol()
 
 
@@ -258,6 +260,8 @@ class ConversationPolicy:
         extension = await self._aside(told, extend)
         if extension is None:
             raise ConversationEnded(self._sampler.budget(self._most, self._most - self._prompt_length)[1])
+        if extension.whole is not None and self._sampler.history == "keep":
+            self._cause = PAST_END
         return extension
 
     async def _begun(self, messages: list[Message]) -> Context:
@@ -393,9 +397,17 @@ class ConversationPolicy:
     def _read(self, turn: Turn, protocol: CallProtocol) -> None:
         """Reads calls, answer and errors from a turn's text into the turn."""
         # the assistant's header is in there, and with it the `<think>` that some templates open themselves
-        tail = self._trajectory.tree.tail(turn.num_tokens + HEADER_TOKENS)
+        size = HEADER_TOKENS
+        if turn.index and turn.fork_cause != REWRITTEN:  # not the turn before: it would be read as this one's
+            size = min(size, turn.observation_length)
+        tail = self._trajectory.tree.tail(turn.num_tokens + size)
         header = tail[: len(tail) - turn.num_tokens]
-        parsed = protocol.parse(turn.text, self.renderer.tokenizer, header)
+        renderer = self.renderer
+        if isinstance(protocol, NativeProtocol):
+            end = renderer.end_of(self._action)
+            parsed = protocol.parse(turn.text, renderer.tokenizer, header, renderer.tools, end)
+        else:
+            parsed = protocol.parse(turn.text, renderer.tokenizer, header)
         turn.message, turn.tool_calls, turn.error = parsed.message, parsed.calls, parsed.error
         turn.answer = parsed.answer
 

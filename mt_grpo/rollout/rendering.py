@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, overload
 
-from jinja2 import Environment
-
 from mt_grpo.rollout.chat_template import ChatTemplate, TemplateError
-from mt_grpo.rollout.special_tokens import SpecialTokens
+from mt_grpo.rollout.special_tokens import SpecialTokens, template_constants
 from mt_grpo.trajectory import Message
 
 _PROMPTS_KEPT = 64
@@ -99,6 +97,17 @@ class ChatRenderer:
         """Messages with escaped contents, for the template."""
         return [self.special_tokens.escape(self._template.with_arguments(message)) for message in messages]
 
+    def past_message(self, message: Message, ids: list[int]) -> Message:
+        """
+        A sampled turn as an escaped message, in the form in which the template writes it again.
+
+        Args:
+            message (`dict`): As the turn was read.
+            ids (`list[int]`): Its sampled tokens.
+        """
+        past = self._template.past_message(message, self.text(ids))
+        return self.special_tokens.escape_sampled(past, ids)
+
     def shown_text(self, messages: list[Message], header: bool = True) -> str:
         """Renders escaped messages to escaped text. Without `header` the conversation is finished."""
         return self.special_tokens.tidy(self._template.render(messages, self._escaped_tools, header))
@@ -154,9 +163,14 @@ class ChatRenderer:
 
     def text(self, ids: list[int]) -> str:
         """The text that the model wrote, with special tokens except the one that ended the turn."""
-        if ids and ids[-1] in (self.tokenizer.eos_token_id, *self.end_ids):
-            ids = ids[:-1]
-        return self.decode(ids)
+        return self.decode(ids[:-1] if self._is_ended(ids) else ids)
+
+    def end_of(self, ids: list[int]) -> str:
+        """The token that ended a sampled turn; empty where it was cut off."""
+        return self.decode(ids[-1:]) if self._is_ended(ids) else ""
+
+    def _is_ended(self, ids: list[int]) -> bool:
+        return bool(ids) and ids[-1] in (self.tokenizer.eos_token_id, *self.end_ids)
 
     def encode(self, text: str) -> list[int]:
         """Ids of escaped text."""
@@ -203,8 +217,8 @@ class SuffixCache:
     """
 
     def __init__(self, template: str, render: Callable[[list[Message], Sequence[str]], str]) -> None:
-        tokens = Environment().lexer.tokenize(template)
-        self._constants = sorted({""} | {token.value for token in tokens if token.type == "string"})
+        constants = template_constants(template)
+        self._constants = sorted({""} | {value for kind, value in constants if kind == "string"})
         self._render = render
         self._patterns: dict[tuple, list[str] | None] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import Environment
@@ -17,7 +18,14 @@ ESCAPE = "\U0001f76a"
 _QUOTE = "\U0001f76b"
 _QUOTED = {ESCAPE: _QUOTE + "0", _QUOTE: _QUOTE + "1"}
 _LITERAL = {written: character for character, written in _QUOTED.items()}
-_SAMPLED = ("content", "reasoning_content")
+_SAMPLED = ("content", "reasoning_content", "thinking", "reasoning")
+
+
+@lru_cache(maxsize=64)
+def template_constants(template: str) -> tuple[tuple[str, str], ...]:
+    """The parts of a chat template that are the same in every rendering: type (`string`, `data`, `name`) and text."""
+    tokens = Environment().lexer.tokenize(template)
+    return tuple((token.type, token.value) for token in tokens if token.type in ("string", "data", "name"))
 
 
 class SpecialTokens:
@@ -45,7 +53,7 @@ class SpecialTokens:
     def __init__(self, tokenizer: Any, template: str, kept: Iterable[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._backend = backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-        constants = [(token.type, token.value) for token in Environment().lexer.tokenize(template)]
+        constants = template_constants(template)
         written = "\0".join(value for kind, value in constants if kind in ("string", "data"))
         self.ids: dict[int, str] = {}
         self._tokens: dict[str, AddedToken] = {}

@@ -97,7 +97,7 @@ class SanityCheck:
         *actions, action = trajectory.tree.actions()
         messages = self._renderer.escaped(trajectory.prompt)
         for turn, sampled in zip(trajectory.turns[:-1], actions, strict=True):
-            messages += [escapes.escape_sampled(turn.message, sampled), *self._renderer.escaped(turn.replies)]
+            messages += [self._renderer.past_message(turn.message, sampled), *self._renderer.escaped(turn.replies)]
         ids = trajectory.tree.path()
         rendered = self._renderer.shown_text(messages) + escapes.decode(action)
         known, begin = self._known(trajectory, ids, rendered)

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from mt_grpo.option_rules import check_history
+from mt_grpo.rollout.chat_template import THOUGHTS
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.trajectory import Message, Trajectory, Turn
 
@@ -35,6 +36,9 @@ class History:
     - `"strip_thinking"`: the reasoning of every earlier turn is removed, as production does for models that think.
     - `"compact"`: as `"keep"`, but every `compact_every` turns the reasoning of all earlier turns is removed at once.
     - `"template"`: the model's own template renders the whole conversation anew for each turn.
+
+    Where a turn ends in another token once it is past, as in gpt-oss, every context has the token of the past: the
+    model never reads the one it sampled.
 
     A rendered history keeps the ids that the model has seen, as far as their text is the same; only the rest is
     encoded. So a history that changes nothing makes no fork in the token tree.
@@ -79,29 +83,35 @@ class History:
         """
         renderer, turn = self._renderer, trajectory.turns[-1]
         seen = turn.context_length + turn.num_tokens if self._policy == "keep" else 0
-        last = action[-1] if action else -1  # a turn may be empty
-        suffix = renderer.reply_ids(turn.replies, last, max(0, most - seen), turn.message.get("tool_calls") or ())
+        suffix = renderer.reply_ids(turn.replies, -1, max(0, most - seen), turn.message.get("tool_calls") or ())
         if suffix is None:
             return None
+        last, kept_action = action[-1] if action else -1, action  # a turn may be empty
+        appended = Context(suffix)
+        if suffix[0] == last:
+            suffix = suffix[1:]
+            appended = Context(suffix)
+        elif last in renderer.end_ids:  # gpt-oss samples <|return|>, and reads <|end|> in the past
+            kept_action = action[:-1]
+            appended = Context(suffix, trajectory.tree.path()[:-1] + suffix)
         if self._policy == "keep":
-            return Context(suffix)
-        escapes = renderer.special_tokens
-        self._pieces += [(escapes.decode(ids), ids) for ids in (action, suffix)]
-        self._messages += [escapes.escape_sampled(turn.message, action), *renderer.escaped(turn.replies)]
+            return appended
+        self._pieces += [(renderer.special_tokens.decode(ids), ids) for ids in (kept_action, suffix)]
+        self._messages += [renderer.past_message(turn.message, action), *renderer.escaped(turn.replies)]
         if self._compact_every is not None and len(trajectory.turns) % self._compact_every:
-            return Context(suffix)
+            return appended
         messages = self._messages
         if self._policy != "template":
             messages = [strip_thinking(message) for message in messages]
             if messages == self._messages:
-                return Context(suffix)
+                return appended
         text = renderer.shown_text(messages)
         kept, position = 0, 0
         while kept < len(self._pieces) and text.startswith(self._pieces[kept][0], position):
             position += len(self._pieces[kept][0])
             kept += 1
         if kept == len(self._pieces) and position == len(text):
-            return Context(suffix)
+            return appended
         self._pieces[kept:] = [(text[position:], renderer.encode(text[position:]))]
         return Context(suffix, [token for _, ids in self._pieces for token in ids])
 
@@ -109,9 +119,9 @@ class History:
 def strip_thinking(message: Message) -> Message:
     """An assistant message without its reasoning; any other message as it is."""
     content: Any = message.get("content")
-    if message["role"] != "assistant" or ("reasoning_content" not in message and "</think>" not in (content or "")):
+    if message["role"] != "assistant" or (message.keys().isdisjoint(THOUGHTS) and "</think>" not in (content or "")):
         return message
-    stripped = {key: value for key, value in message.items() if key != "reasoning_content"}
+    stripped = {key: value for key, value in message.items() if key not in THOUGHTS}
     if content:
         stripped["content"] = _THINKING.sub("", content)
     return stripped

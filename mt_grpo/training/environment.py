@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from datasets import Dataset
-from trl.chat_template_utils import add_response_schema, supports_tool_calling
+from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.concurrency import run
 from mt_grpo.envs import EnvLike, EnvSource, MultiTurnToolEnv
@@ -28,7 +28,8 @@ from mt_grpo.integrations.verl import InteractionEnv, load_interactions
 from mt_grpo.option_rules import PARTNERS, check_agent, check_partner, check_scheduler, parse_user, verifiers_name
 from mt_grpo.options import OF_ENVIRONMENT
 from mt_grpo.rewards import RewardFunc
-from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner
+from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner, TemplateError
+from mt_grpo.rollout.chat_template import ChatTemplate
 from mt_grpo.tools import load_tools, load_tools_file
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.preflight import Rows
@@ -353,22 +354,25 @@ def prepare_tokenizer(tokenizer: Any, source: EnvSource) -> None:
     if source.needs_template_calls is False:
         return
     if source.needs_template_calls is None:
-        if tokenizer.response_template is None and supports_tool_calling(tokenizer):
+        if tokenizer.response_template is None:
             with suppress(ValueError):
                 add_response_schema(tokenizer)
         return
-    if not supports_tool_calling(tokenizer):
+    name = repr(tokenizer.name_or_path)
+    try:
+        template = ChatTemplate(tokenizer, {}, calls=True)
+    except TemplateError as error:
         raise ConfigError(
-            f"The chat template of {tokenizer.name_or_path!r} has no tool support, so `call_protocol: native` cannot "
-            "be used: choose `call_protocol: tags`, or a model whose template renders tool calls."
-        )
+            f"The chat template of {name} has no tool support, so `call_protocol: native` cannot be used. {error}"
+        ) from error
     if tokenizer.response_template is None:
         try:
             add_response_schema(tokenizer)
         except ValueError as error:
+            lack = "" if template.calls_shown else f"The chat template of {name} has no tool support of its own. "
             raise ConfigError(
-                f"Nothing is known that reads tool calls of the chat template of {tokenizer.name_or_path!r} "
-                f"({error}): set `response_template` on the tokenizer, or choose `call_protocol: tags`."
+                f"{lack}Nothing is known that reads tool calls of the chat template of {name} ({error}): set "
+                "`response_template` on the tokenizer, or choose `call_protocol: tags`."
             ) from error
 
 

@@ -115,7 +115,7 @@ PRIVATE = {
 
 IMPORTS = {
     "trl": "GRPOConfig GRPOTrainer ModelConfig ScriptArguments TrlParser get_peft_config get_quantization_config",
-    "trl.chat_template_utils": "add_response_schema supports_tool_calling",
+    "trl.chat_template_utils": "add_response_schema",
     "trl.distributed": "DistributedBackend",
     "trl.generation.vllm_client": "VLLMClient",
     "trl.generation.vllm_generation": "VLLMGeneration",
