@@ -184,7 +184,7 @@ def test_a_folder_that_cannot_be_written_ends_a_run(build, tmp_path):
 
 
 def test_a_failure_after_scoring_loses_no_conversation(build, tmp_path, monkeypatch):
-    def fail(rows, like):
+    def fail(*arguments):
         raise MemoryError("full")
 
     monkeypatch.setattr(TokenColumns, "of_rollouts", fail)
