@@ -6,6 +6,7 @@ Log-probabilities and entropies of the labels, with the logits of one chunk in m
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,8 @@ def exclude(logps: Tensor, excluded: Tensor) -> Tensor:
     return logps.masked_fill_(excluded, _EXCLUDED)
 
 
+Transform = Callable[[Tensor], Tensor]
+
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 """Logits per chunk, by device: 64 MiB on a CPU and 1 GiB on a GPU, in float32."""
 
@@ -93,10 +96,12 @@ def chunked_logps(
     labels: Tensor,
     temperature: float = 1.0,
     truncation: Truncation | None = None,
+    transform: Transform | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
-    `log_softmax(hidden @ weight.T / temperature)` at the labels, and the entropy of the same distribution. Both are
-    over the tokens that `truncation` keeps, and the label. The gradient treats the set of kept tokens as constant.
+    `log_softmax(transform(hidden @ weight.T) / temperature)` at the labels, and the entropy of the same distribution.
+    Both are over the tokens that `truncation` keeps, and the label. The gradient treats the set of kept tokens as
+    constant.
 
     Args:
         hidden (`Tensor`): `(M, hidden)` states that predict the labels.
@@ -105,6 +110,8 @@ def chunked_logps(
         labels (`Tensor`): `(M,)` tokens whose log-probs are wanted.
         temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
         truncation (`Truncation`, *optional*): Which tokens can be drawn; all if unset.
+        transform (`Callable`, *optional*): What the model does with its logits, a scale or a cap: a function of
+            `(M, vocab)` logits without parameters.
 
     Returns:
         Two float32 tensors (float64 if `hidden` is), `(M,)`: log-probabilities and entropies in nats.
@@ -115,7 +122,7 @@ def chunked_logps(
     if truncation is not None:
         elements //= 8  # sorting takes several times the memory of what is sorted
     chunk = max(16, elements // weight.size(0))
-    arguments = (hidden, weight, bias, labels, temperature, truncation, chunk)
+    arguments = (hidden, weight, bias, labels, temperature, truncation, chunk, transform)
     logps, entropies = _Score.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives it no types
     return logps, entropies
 
@@ -136,6 +143,7 @@ class _Score(torch.autograd.Function):
         temperature: float,
         truncation: Truncation | None,
         chunk: int,
+        transform: Transform | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         size = hidden.size(0)
@@ -146,7 +154,8 @@ class _Score(torch.autograd.Function):
             matrix = weight.to(hidden.dtype)
             for start in range(0, size, chunk):
                 part = slice(start, start + chunk)
-                logits = _logits(hidden[part], matrix, bias, temperature)
+                logits = _logits(hidden[part], matrix, bias)
+                logits = _final(logits if transform is None else transform(logits), temperature, dtype)
                 if truncation is not None and floors is not None:
                     floors[part] = truncation.floor(logits)
                     excluded = excludes(logits, floors[part], labels[part])
@@ -161,10 +170,10 @@ class _Score(torch.autograd.Function):
                 logps[part] = chosen - normaliser
                 entropies[part] = normaliser - powers.mul_(logits).sum(dim=1) / total
                 normalisers[part] = normaliser + peak.squeeze(1)
-                if start + chunk >= size and any(ctx.needs_input_grad):
+                if start + chunk >= size and transform is None and any(ctx.needs_input_grad):
                     ctx.last = logits.sub_(normaliser[:, None])
         ctx.save_for_backward(hidden, weight, bias, labels, normalisers, entropies, floors)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.transform = temperature, chunk, transform
         ctx.set_materialize_grads(False)
         return logps, entropies
 
@@ -186,10 +195,17 @@ class _Score(torch.autograd.Function):
             last, ctx.last = getattr(ctx, "last", None), None
             for start in range(0, size, ctx.chunk):
                 part = slice(start, start + ctx.chunk)
+                raw = transformed = None
                 if start + ctx.chunk >= size and last is not None:
                     logp = last
                 else:
-                    logp = _logits(hidden[part], matrix, bias, ctx.temperature)
+                    logp = _logits(hidden[part], matrix, bias)
+                    if ctx.transform is not None:
+                        with torch.enable_grad():
+                            raw = logp.requires_grad_()
+                            transformed = ctx.transform(raw.clone())  # which may be changed in place
+                        logp = transformed.detach().clone()
+                    logp = _final(logp, ctx.temperature, normalisers.dtype)
                     excluded = None if floors is None else excludes(logp, floors[part], labels[part])
                     logp -= normalisers[part, None]
                     if excluded is not None:
@@ -201,6 +217,8 @@ class _Score(torch.autograd.Function):
                     None if grad_entropies is None else grad_entropies[part] / ctx.temperature,
                     entropies[part],
                 )
+                if raw is not None and transformed is not None:
+                    (grad,) = torch.autograd.grad(transformed, raw, grad.to(transformed.dtype))
                 if grad_bias is not None:
                     grad_bias += grad.sum(dim=0)
                 grad = grad.to(hidden.dtype)
@@ -218,12 +236,16 @@ class _Score(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
-def _logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, matrix, None if bias is None else bias.to(hidden.dtype))
-    logits = logits.to(torch.promote_types(hidden.dtype, torch.float32))
+def _logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(hidden, matrix, None if bias is None else bias.to(hidden.dtype))
+
+
+def _final(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    logits = logits.to(dtype)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ EXACT = 1e-4
 """Largest difference of a token's log-prob in float32, in nats."""
 
 FACTOR = 4
-"""In coarser precisions a turn may differ by this many times the difference between two paddings of a batch."""
+"""In coarser precisions a turn may differ by this many times what rounding changes in a padded batch."""
 
 MOST = 0.5
 """Largest difference, in nats, that rounding can explain: some models that are wrong on trees are wrong on padded
@@ -41,6 +42,12 @@ SHALLOWEST = 256
 
 TURN = 16
 """Tokens per turn. In coarser precisions a difference is a mean over this many tokens."""
+
+POSITIONS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+"""Names of the number of positions of a model, the first that it has."""
+
+SHAKEN = 64
+"""One number in so many of an embedding is off by a rounding step, where rounding is measured."""
 
 NOISE_ROWS, NOISE_LENGTH, PADDING = 4, 1024, 300
 """The batch that is padded in two ways: rows, most tokens per row, and padding, which no kernel's block divides."""
@@ -93,15 +100,33 @@ def prove(model: nn.Module, length: int, *, attention: str = "auto", mixed_preci
             f"turn, where its precision explains {proof.allowed:.1e}, so trees cannot be packed for it; set `forward: "
             "padded`."
         )
+    if turns_by_length(base.config.get_text_config(), depth):
+        raise UnsupportedModelError(
+            f"The rotary positions of {type(base).__name__} turn differently in rows of {depth} tokens and in shorter "
+            "ones, so trees cannot be packed for it; set `forward: padded`."
+        )
     proven[way] = max(depth, length)
 
 
 def probe_depth(config: PreTrainedConfig, length: int) -> int:
     """Depth of a probe for rows of `length` tokens: the next power of two, within the model's positions."""
     depth = max(SHALLOWEST, 1 << (length - 1).bit_length())
-    positions = getattr(config, "max_position_embeddings", None) or depth
+    positions: int = next((value for name in POSITIONS if (value := getattr(config, name, None))), depth)
     rotary = getattr(config, "rope_parameters", None) is not None  # else a table, which ends
     return depth if rotary and length > positions else min(depth, positions)
+
+
+def turns_by_length(config: PreTrainedConfig, length: int) -> bool:
+    """
+    Whether a model turns positions by frequencies that depend on the length of a row, in rows of up to `length`
+    tokens. The probe may not see that where weights make little use of it.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    for options in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
+        known = options.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+        if options.get("rope_type") in ("dynamic", "longrope") and length > (known or length):
+            return True
+    return False
 
 
 def probe_trees(vocabulary: int, depth: int) -> list[FlatTree]:
@@ -158,7 +183,7 @@ def measure(model: nn.Module, depth: int, *, attention: str = "auto", mixed_prec
             elif step <= torch.finfo(torch.float32).eps:
                 found = torch.stack([differences.max(), differences.new_tensor(EXACT)])
             else:
-                noise = _padding_noise(model, base, min(depth, NOISE_LENGTH), vocabulary, scores.device)
+                noise = _rounding_noise(model, base, min(depth, NOISE_LENGTH), vocabulary, scores.device, step)
                 allowed = (FACTOR * noise.clamp(min=step)).clamp(max=MOST)
                 found = torch.stack([differences.view(-1, min(TURN, depth // 8)).mean(dim=1).max(), allowed])
     finally:
@@ -194,12 +219,12 @@ def _turn_by_turn(model: nn.Module, base: PreTrainedModel, tree: FlatTree, devic
     return torch.cat([logps[0, turns[0] == turn] for turn in turns[turns >= 0].unique()])
 
 
-def _padding_noise(
-    model: nn.Module, base: PreTrainedModel, length: int, vocabulary: int, device: torch.device
+def _rounding_noise(
+    model: nn.Module, base: PreTrainedModel, length: int, vocabulary: int, device: torch.device, step: float
 ) -> Tensor:
     """
-    Mean difference, in nats, over the worst `TURN` tokens between a batch that is padded on the left and the same
-    batch without padding. Only rounding differs.
+    Mean difference, in nats, over the worst `TURN` tokens between a batch, and the same batch with padding on the left
+    and with some numbers of its embeddings off by a rounding step. Only rounding differs.
     """
     tokens = np.random.default_rng(1).integers(vocabulary, size=(NOISE_ROWS, length))
     ids = torch.from_numpy(tokens).to(device)
@@ -207,16 +232,32 @@ def _padding_noise(
     results: list[Tensor] = []
     for padding in (0, PADDING):
         mask = nn.functional.pad(torch.ones_like(ids), (padding, 0))
-        logits = model(
-            input_ids=nn.functional.pad(ids, (padding, 0)),
-            attention_mask=mask,
-            position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0),
-            use_cache=False,
-            **({"logits_to_keep": size + 1} if _keeps_logits(base) else {}),
-        ).logits
+        with _shaken(base, step) if padding else nullcontext():
+            logits = model(
+                input_ids=nn.functional.pad(ids, (padding, 0)),
+                attention_mask=mask,
+                position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0),
+                use_cache=False,
+                **({"logits_to_keep": size + 1} if _keeps_logits(base) else {}),
+            ).logits
         distribution = logits[:, -size - 1 : -1].float().log_softmax(dim=-1)
         results.append(distribution.gather(2, ids[:, -size:, None]))
     return (results[0] - results[1]).abs().view(-1, TURN).mean(dim=1).max()
+
+
+@contextmanager
+def _shaken(base: PreTrainedModel, step: float) -> Iterator[None]:
+    """Embeddings of which one number in `SHAKEN` is a rounding step larger, the same ones each time."""
+
+    def shake(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        shaken = torch.randint(SHAKEN, output.shape, generator=torch.Generator().manual_seed(0)) == 0
+        return torch.where(shaken.to(output.device), output * (1 + step), output)
+
+    hook = base.get_input_embeddings().register_forward_hook(shake)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _worst_rank(found: Tensor) -> Tensor:

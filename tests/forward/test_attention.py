@@ -10,14 +10,10 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import (
     DogeConfig,
     DogeForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
     RwkvConfig,
     RwkvForCausalLM,
 )
@@ -25,6 +21,7 @@ from transformers import (
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention import flex
 from mt_grpo.forward.attention.layout import BLOCK, KERNELS, TreeLayout
+from mt_grpo.forward.attention.score import PLAIN, Chunk, Score
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import check_model
 from mt_grpo.forward.packing import pack
@@ -49,25 +46,58 @@ def make_qkv(size, heads=4, groups=2, dim=8, dtype=torch.float64):
     return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def attend(kernel, packed, tensors, window):
-    output = KERNELS[kernel](TreeLayout(packed, kernel), *tensors, 0.3, window)
+def attend(kernel, packed, tensors, window, score=PLAIN):
+    output = KERNELS[kernel](TreeLayout(packed, kernel), *tensors, 0.3, window, score)
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-    return output.detach(), *torch.autograd.grad((output * weights).sum(), tensors)
+    wanted = [*tensors, *([] if score.sinks is None else [score.sinks])]
+    return output.detach(), *torch.autograd.grad((output * weights).sum(), wanted)
+
+
+def make_score(kind, heads=4, depth=400, dtype=torch.float64):
+    values = torch.linspace(-2, 2, heads * depth, dtype=dtype).view(heads, depth)
+    return {
+        "plain": PLAIN,
+        "cap": Score(cap=0.7),
+        "bias": Score(bias=values),
+        "sinks": Score(sinks=values[:, 0].clone().requires_grad_()),
+        "all": Score(cap=0.7, bias=values, sinks=values[:, 0].clone().requires_grad_()),
+    }[kind]
+
+
+scores = st.sampled_from(["plain", "cap", "bias", "sinks", "all"])
+windows = st.sampled_from([None, 1, 2, 3, 7, Chunk(1), Chunk(2), Chunk(5)])
+
+
+def test_scores_are_those_of_attention_written_out():
+    packed = pack([make_tree([([1, 2], [3]), ([1, 4], [5, 6])])])
+    query, key, value = (tensor.detach() for tensor in make_qkv(len(packed.input_ids)))
+    score, depth = make_score("all"), packed.position_ids
+    for head in range(4):
+        for q in range(len(depth)):
+            seen = [k for k in range(q + 1) if q <= packed.subtree_end[k]]
+            raw = [0.3 * query[0, head, q] @ key[0, head // 2, k] for k in seen]
+            biased = [0.7 * torch.tanh(x / 0.7) + score.bias[head, depth[k]] for x, k in zip(raw, seen, strict=True)]
+            weights = torch.stack([*biased, score.sinks[head]]).softmax(dim=0)[:-1].detach()
+            expected = sum(weight * value[0, head // 2, k] for weight, k in zip(weights, seen, strict=True))
+            for kernel in ("segment", "dense"):
+                output = KERNELS[kernel](TreeLayout(packed, kernel), query, key, value, 0.3, None, score)
+                torch.testing.assert_close(output[0, head, q].detach(), expected)
 
 
 @settings(max_examples=50, deadline=None)
-@given(forests, st.sampled_from([None, 1, 2, 3, 7]), st.sampled_from([1, 2, 4]))
-def test_segments_attend_as_the_whole_mask_does(forest, window, groups):
+@given(forests, windows, st.sampled_from([1, 2, 4]), scores)
+def test_segments_attend_as_the_whole_mask_does(forest, window, groups, kind):
     packed = pack([make_tree(timesteps) for timesteps in forest])
     tensors = make_qkv(len(packed.input_ids), groups=groups)
+    score = make_score(kind)
     for ours, oracle in zip(
-        attend("segment", packed, tensors, window), attend("dense", packed, tensors, window), strict=True
+        attend("segment", packed, tensors, window, score), attend("dense", packed, tensors, window, score), strict=True
     ):
         torch.testing.assert_close(ours, oracle, rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=50, deadline=None)
-@given(forests, st.sampled_from([None, 1, 3]))
+@given(forests, st.sampled_from([None, 1, 3, Chunk(1), Chunk(3)]))
 def test_the_mask_shows_a_token_its_ancestors_in_the_window(forest, window):
     packed = pack([make_tree(timesteps) for timesteps in forest])
     size = len(packed.input_ids)
@@ -75,15 +105,21 @@ def test_the_mask_shows_a_token_its_ancestors_in_the_window(forest, window):
     for token in range(size):
         ancestor = token
         while ancestor >= 0:
-            near = packed.position_ids[token] - packed.position_ids[ancestor] < (window or size)
+            q, k = packed.position_ids[token], packed.position_ids[ancestor]
+            near = q // window.size == k // window.size if isinstance(window, Chunk) else q - k < (window or size)
             expected[token, ancestor] = bool(near)
             ancestor = packed.parent[ancestor]
     assert torch.equal(TreeLayout(packed).dense_mask(CPU, window), expected)
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from([None, 40, 200]), st.lists(st.integers(1, 300), min_size=1, max_size=6))
-def test_flex_attends_as_the_whole_mask_does(seed, window, lengths):
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([None, 40, 200, Chunk(40), Chunk(200)]),
+    st.lists(st.integers(1, 300), min_size=1, max_size=6),
+    scores,
+)
+def test_flex_attends_as_the_whole_mask_does(seed, window, lengths, kind):
     trees, context = [], []
     generator = torch.Generator().manual_seed(seed)
     for length in lengths:  # forks at any depth, so that blocks are full, partial and empty
@@ -92,11 +128,12 @@ def test_flex_attends_as_the_whole_mask_does(seed, window, lengths):
         trees.append(make_tree([(context, [51])]))
     packed = pack(trees)
     tensors = [tensor.detach().float() for tensor in make_qkv(len(packed.input_ids))]
+    score = make_score(kind, depth=2000, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(flex, "compiled_flex_attention", lambda device: flex_attention)  # compiled on GPUs only
-        ours = KERNELS["flex"](TreeLayout(packed, "flex"), *tensors, 0.3, window)
-    oracle = KERNELS["dense"](TreeLayout(packed, "dense"), *tensors, 0.3, window)
+        ours = KERNELS["flex"](TreeLayout(packed, "flex"), *tensors, 0.3, window, score)
+    oracle = KERNELS["dense"](TreeLayout(packed, "dense"), *tensors, 0.3, window, score)
     torch.testing.assert_close(ours, oracle, rtol=1e-4, atol=1e-5)
     assert_blocks_agree(TreeLayout(packed), window)
 
@@ -189,6 +226,7 @@ def test_auto_takes_segments_on_a_cpu_and_flex_on_a_gpu():
     layout = TreeLayout(pack([make_tree([([1, 2], [3]), ([1, 4], [5])])]))
     assert layout.attention(CPU) == "segment"
     assert layout.attention(torch.device("cuda")) == "flex"
+    assert layout.attention(torch.device("cuda"), dropout=0.1) == "segment"
 
 
 # Which models are refused
@@ -215,9 +253,7 @@ def test_a_decoder_with_plain_attention_is_accepted():
             lambda: RwkvForCausalLM(RwkvConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2)),
             "attention interf",
         ),
-        (lambda: Gemma2ForCausalLM(Gemma2Config(**TINY)), "caps its attention scores"),
-        (lambda: LlamaForCausalLM(LlamaConfig(**TINY, attention_dropout=0.1)), "drops attention weights"),
-        (lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2)), "drops attention weights"),
+        (lambda: GPTJForCausalLM(GPTJConfig(n_embd=16, n_layer=1, n_head=2, rotary_dim=4)), "attention interf"),
     ],
 )
 def test_a_model_that_cannot_run_over_trees_is_refused(build, reason):
@@ -225,14 +261,6 @@ def test_a_model_that_cannot_run_over_trees_is_refused(build, reason):
         check_model(build())
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: DogeForCausalLM(DogeConfig(**TINY)),
-        lambda: PhimoeForCausalLM(PhimoeConfig(**TINY, sliding_window=3, num_local_experts=2)),
-    ],
-    ids=["mask", "window"],
-)
-def test_a_layer_with_its_own_mask_is_refused_at_first_forward(build):
+def test_a_layer_with_its_own_mask_is_refused_at_first_forward():
     with pytest.raises(UnsupportedModelError, match="of its own making.*`forward: padded`"):
-        token_logps(build(), [make_tree([([1, 2, 3, 4, 5], [6])])])
+        token_logps(DogeForCausalLM(DogeConfig(**TINY)), [make_tree([([1, 2, 3, 4, 5], [6])])])

@@ -115,8 +115,8 @@ def test_a_layer_that_loses_the_tree_is_noticed(tokenizer):
     model = build_model(tokenizer)
     layer = model.model.layers[1].self_attn
     forward = layer.forward
-    layer.forward = lambda *args, tree_layout=None, **kwargs: forward(*args, **kwargs)
-    with pytest.raises(UnsupportedModelError, match="1 layers of Qwen3ForCausalLM .*`forward: padded`"):
+    layer.forward = lambda *args, attention_mask, **kwargs: forward(*args, attention_mask=None, **kwargs)
+    with pytest.raises(UnsupportedModelError, match="Qwen3Attention has a mask of its own making.*`forward: padded`"):
         token_logps(model, [make_tree(FOREST[0])])
 
 

@@ -11,23 +11,21 @@ from support.trainers import batch
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
-    BertConfig,
-    CohereConfig,
+    DeepseekV32Config,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
-    GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
-    ModernBertDecoderConfig,
     OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    RobertaConfig,
     RwkvConfig,
 )
 
@@ -42,7 +40,15 @@ SIZE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidde
 TINY = {**SIZE, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-MODERNBERT = {**SIZE, "num_attention_heads": 4, "local_attention": 32, **TOKENS}
+ROBERTA = {**SIZE, "num_attention_heads": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SPARSE = {
+    **SIZE,
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_routed_experts"), 4),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_topk", "index_head_dim"), 8),
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "index_n_heads": 2, "moe_intermediate_size": 16},
+    **{"num_experts_per_tok": 2, **TOKENS},
+}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 
 
@@ -72,13 +78,15 @@ RIGHT = {
     ),
 }
 WRONG = {
-    "local attention and a second head": lambda: ModernBertDecoderConfig(**MODERNBERT),
-    "sinks": lambda: GptOssConfig(**TINY, **EXPERTS),
-    "scaled logits": lambda: CohereConfig(**SIZE, num_attention_heads=4, **TOKENS),
-    "both directions": lambda: BertConfig(**SIZE, num_attention_heads=4, attention_probs_dropout_prob=0.0),
+    "positions that begin elsewhere": lambda: RobertaConfig(**ROBERTA, is_decoder=True, pad_token_id=0),
     "frequencies that depend on the length": lambda: LlamaConfig(
         **TINY, max_position_embeddings=64, rope_parameters=DYNAMIC
     ),
+}
+CANNOT = {
+    "both directions": lambda: RobertaConfig(**ROBERTA),
+    "sparse attention": lambda: DeepseekV32Config(**SPARSE),
+    "layers that run along a sequence only": lambda: RwkvConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2),
 }
 
 
@@ -101,10 +109,10 @@ def test_a_model_that_scores_trees_wrong_is_refused(kind):
     assert "nats" in message and "where its precision explains 1.0e-04" in message
 
 
-def test_layers_that_run_along_a_sequence_only_are_refused():
-    model = make(RwkvConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2))
+@pytest.mark.parametrize("kind", CANNOT)
+def test_what_cannot_run_over_trees_is_refused(kind):
     with pytest.raises(UnsupportedModelError, match="set `forward: padded`"):
-        token_logps(model, [deep_tree(40)])
+        token_logps(make(CANNOT[kind]()), [deep_tree(40)])
 
 
 @pytest.mark.parametrize("layer", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])
@@ -126,7 +134,7 @@ def test_coarser_precisions_are_held_against_two_paddings(kind, autocast):
     assert proof.holds and 10 * EXACT < proof.allowed <= MOST
 
 
-@pytest.mark.parametrize("kind", ["local attention and a second head", "sinks", "scaled logits", "both directions"])
+@pytest.mark.parametrize("kind", ["positions that begin elsewhere"])
 def test_coarser_precisions_hide_no_wrong_model(kind):
     model = make(WRONG[kind]())
     with torch.no_grad():
@@ -234,31 +242,26 @@ def test_the_rounding_step_is_that_of_the_coarsest_part():
 # In the trainer
 
 
-def modernbert(tokenizer, **options):
-    tokens = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    return make(
-        ModernBertDecoderConfig(
-            **{**MODERNBERT, "vocab_size": len(tokenizer), **{k: v for k, v in tokens.items() if v is not None}},
-            **options,
-        )
-    )
+def roberta(tokenizer):
+    options = {**ROBERTA, "vocab_size": len(tokenizer), "pad_token_id": 0, "max_position_embeddings": 2048}
+    return make(RobertaConfig(**options, eos_token_id=tokenizer.eos_token_id, is_decoder=True))
 
 
 def test_a_run_is_refused_before_its_first_rollouts(build, tokenizer):  # noqa: F811
-    trainer = build(model=modernbert(tokenizer))
-    with pytest.raises(UnsupportedModelError, match="ModernBertDecoderForCausalLM .* nats"):
+    trainer = build(model=roberta(tokenizer))
+    with pytest.raises(UnsupportedModelError, match="RobertaForCausalLM .* nats"):
         trainer.train()
     assert not trainer.runner.engine.requests
 
 
 def test_other_forwards_and_evaluation_need_no_proof(build, tokenizer):  # noqa: F811
-    build(model=modernbert(tokenizer), forward="padded").train()
-    trainer = build(model=modernbert(tokenizer))
+    build(model=roberta(tokenizer), forward="padded").train()
+    trainer = build(model=roberta(tokenizer))
     assert "eval_reward" in trainer.evaluate()
 
 
 def test_a_loss_asked_for_without_a_run_is_refused_too(build, tokenizer):  # noqa: F811
-    trainer = build(model=modernbert(tokenizer).train())
+    trainer = build(model=roberta(tokenizer).train())
     with pytest.raises(UnsupportedModelError, match="nats"):
         batch(trainer)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from mt_grpo.forward.attention.score import Chunk, Window, oldest
 from mt_grpo.forward.packing import Packed
 from mt_grpo.forward.recurrent.schedule import Schedule
 from mt_grpo.imports import Registry
@@ -21,7 +22,7 @@ BLOCK = 128
 
 class TreeLayout:
     """
-    Which token sees which in a packed row of `N` tokens. The model's forward gets it as `tree_layout`.
+    Which token sees which in a packed row of `N` tokens.
 
     Args:
         packed (`Packed`): The row.
@@ -52,61 +53,69 @@ class TreeLayout:
         for chain, parent in enumerate(self._parents):
             self.paths.append([*(self.paths[parent] if parent >= 0 else []), chain])
         self._attention = attention
-        self._dense: dict[tuple[torch.device, int | None], Tensor] = {}
-        self._chains: dict[tuple[torch.device, torch.dtype, int | None], tuple[int, Tensor]] = {}
-        self._blocks: dict[tuple[torch.device, int | None], BlockMask] = {}
+        self._dense: dict[tuple[torch.device, Window], Tensor] = {}
+        self._chains: dict[tuple[torch.device, torch.dtype, Window], tuple[int, Tensor]] = {}
+        self._blocks: dict[tuple[torch.device, Window], BlockMask] = {}
 
     @cached_property
     def schedule(self) -> Schedule:
         """In which order a recurrence runs over the chains."""
         return Schedule(self.starts, self.sizes, self._parents, self._parent)
 
-    def attention(self, device: torch.device) -> str:
-        """The kernel for queries on `device`."""
+    def attention(self, device: torch.device, dropout: float = 0.0) -> str:
+        """The kernel for queries on `device`; FlexAttention drops no weights."""
         if self._attention != "auto":
             return self._attention
-        return "flex" if device.type == "cuda" else "segment"
+        return "flex" if device.type == "cuda" and not dropout else "segment"
 
-    def dense_mask(self, device: torch.device, window: int | None) -> Tensor:
+    def dense_mask(self, device: torch.device, window: Window) -> Tensor:
         """`(N, N)` bool, queries by keys."""
         key = (device, window)
         if key not in self._dense:
-            arrays = (np.arange(self.size), self.subtree_end, self.depth)
-            index, last, depth = (torch.from_numpy(array).to(device) for array in arrays)
+            arrays = (np.arange(self.size), self.subtree_end, self.depth, oldest(self.depth, window))
+            index, last, depth, first = (torch.from_numpy(array).to(device) for array in arrays)
             mask = (index[:, None] >= index) & (index[:, None] <= last)
             if window is not None:
-                mask &= depth[:, None] - depth < window
+                mask &= depth >= first[:, None]
             self._dense[key] = mask
         return self._dense[key]
 
-    def chain_mask(
-        self, device: torch.device, chain: int, first: int, dtype: torch.dtype, window: int | None
-    ) -> Tensor:
+    def is_causal(self, chain: int, window: Window) -> bool:
+        """Whether each token of a chain sees all tokens from the root to itself, and the chain begins with a root."""
+        begin, size = int(self.depth[self.starts[chain]]), int(self.sizes[chain])
+        return begin == 0 and not oldest(np.array([size - 1]), window).any()
+
+    def chain_mask(self, device: torch.device, chain: int, first: int, dtype: torch.dtype, window: Window) -> Tensor:
         """
         Additive mask of a chain's queries over the keys of its path from depth `first` on. All chains share one
-        matrix. A chain with `P` tokens before it reads the columns in which query `i` sees up to key `P + i`.
+        matrix. A chain with `P` tokens before it reads the columns in which query `i` sees up to key `P + i`. Chunks
+        begin where they begin, so a chain has its own.
         """
-        key = (device, dtype, window)
-        if key not in self._chains:
+        begin, size = int(self.depth[self.starts[chain]]), int(self.sizes[chain])
+        if isinstance(window, Chunk):
+            query = np.arange(begin, begin + size)
+            key = np.arange(first, begin + size)
+            hidden = (key > query[:, None]) | (key < oldest(query, window)[:, None])
+            return _additive(torch.from_numpy(hidden), dtype).to(device)
+        shared = (device, dtype, window)
+        if shared not in self._chains:
             begins = self.depth[self.starts]
             masked = (begins > 0) | (self.sizes > (window or self.size))
             rows, before = int(self.sizes[masked].max()), int(begins.max())
             gap = before + torch.arange(rows)[:, None] - torch.arange(before + rows)
-            hidden = (gap < 0) | (gap >= (window or self.size))
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-            self._chains[key] = (before, mask.to(device))
-        before, mask = self._chains[key]
-        begin, size = int(self.depth[self.starts[chain]]), int(self.sizes[chain])
+            hidden_gap = (gap < 0) | (gap >= (window or self.size))
+            self._chains[shared] = (before, _additive(hidden_gap, dtype).to(device))
+        before, mask = self._chains[shared]
         return mask[:size, before - begin + first : before + size]
 
-    def block_mask(self, device: torch.device, window: int | None) -> BlockMask:
+    def block_mask(self, device: torch.device, window: Window) -> BlockMask:
         """FlexAttention's mask, made from the extremes of two vectors in each block, without the `(N, N)` mask."""
         key = (device, window)
         if key not in self._blocks:
             self._blocks[key] = self._block_mask(device, window)
         return self._blocks[key]
 
-    def _block_mask(self, device: torch.device, window: int | None) -> BlockMask:
+    def _block_mask(self, device: torch.device, window: Window) -> BlockMask:
         blocks = -(-self.size // BLOCK)
         padding = (0, blocks * BLOCK - self.size)
         last = np.pad(self.subtree_end, padding, constant_values=-1).reshape(blocks, BLOCK)
@@ -116,8 +125,8 @@ class TreeLayout:
         some = (query >= key) & (query * BLOCK <= last.max(axis=1)[None, :])
         every = (query > key) & ((query + 1) * BLOCK - 1 <= last.min(axis=1)[None, :])
         if window is not None:
-            some &= depth.min(axis=1)[:, None] - depth.max(axis=1)[None, :] < window
-            every &= depth.max(axis=1)[:, None] - depth.min(axis=1)[None, :] < window
+            some &= depth.max(axis=1)[None, :] >= oldest(depth.min(axis=1), window)[:, None]
+            every &= depth.min(axis=1)[None, :] >= oldest(depth.max(axis=1), window)[:, None]
 
         def chosen(which: np.ndarray) -> tuple[Tensor, Tensor]:
             count = torch.from_numpy(which.sum(axis=1).astype(np.int32))
@@ -127,14 +136,13 @@ class TreeLayout:
         partial, full = chosen(some & ~every), chosen(every)
         ends = torch.from_numpy(last.reshape(-1)).to(device)
         depths = torch.from_numpy(depth.reshape(-1)).to(device)
-
-        reach = self.size if window is None else window
+        firsts = torch.from_numpy(oldest(depth.reshape(-1), window)).to(device)
 
         def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (k <= q) & (q <= ends[k])
 
         def visible_in_window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k <= q) & (q <= ends[k]) & (depths[q] - depths[k] < reach)
+            return (k <= q) & (q <= ends[k]) & (depths[k] >= firsts[q])
 
         rule = visible if window is None else visible_in_window
         size = (self.size, self.size)
@@ -144,8 +152,13 @@ class TreeLayout:
 CURRENT: ContextVar[TreeLayout | None] = ContextVar("tree_layout", default=None)
 """The layout of the row whose forward runs, or is computed again for its gradient."""
 
+
+def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
 Kernel = Callable[..., Tensor]
-"""`(layout: TreeLayout, query, key, value, scaling: float, window: int | None) -> (1, heads, N, head_dim)`."""
+"""`(layout, query, key, value, scaling: float, window: Window, score: Score) -> (1, heads, N, head_dim)`."""
 
 KERNELS: Registry[Kernel] = Registry("attention kernel", "mt_grpo.forward.attention")
 """The names that `tree_attention` knows, besides `auto`."""

@@ -1,20 +1,29 @@
-"""Attention by scaled-dot-product calls, for any device: one per unforked chain, or one with the whole mask."""
+"""Attention for any device: one call per unforked chain, or one with the whole mask."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mt_grpo.forward.attention.layout import TreeLayout, attention_kernel
+from mt_grpo.forward.attention.score import PLAIN, Score, Window, attend, oldest
 
 
 @attention_kernel("segment")
 def segment_attention(
-    layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    layout: TreeLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: Window,
+    score: Score = PLAIN,
 ) -> Tensor:
     """
-    Calls scaled-dot-product attention once per unforked chain: its queries against the keys on the path from the root.
+    Attends once per unforked chain: its queries against the keys on the path from the root. Where scores are plain,
+    this is PyTorch's scaled-dot-product attention.
 
     Args:
         query (`Tensor`): `(1, heads, N, head_dim)`.
@@ -26,33 +35,47 @@ def segment_attention(
     sizes = layout.sizes.tolist()
     # split and cat, not slices: the backward of a slice would write a zero gradient of the whole row for each chain
     queries, keys, values = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
+    grouped = query.size(1) != key.size(1)
     outputs = []
     for chain, path in enumerate(layout.paths):
-        begin, size = int(layout.depth[layout.starts[chain]]), sizes[chain]
-        first = begin
+        begin = first = int(layout.depth[layout.starts[chain]])
         parts: list[tuple[Tensor, Tensor]] = []
-        oldest = 0 if window is None else max(0, begin - window + 1)
+        needed = int(oldest(np.array([begin]), window)[0])
         for link in reversed(path):
             if link != chain:
                 first -= sizes[link]
             parts.append((keys[link], values[link]))
-            if first <= oldest:
+            if first <= needed:
                 break
         k, v = (torch.cat(part[::-1], dim=2) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
-        causal = begin == 0 and size <= (window or size)
+        causal = layout.is_causal(chain, window)
         mask = None if causal else layout.chain_mask(query.device, chain, first, value.dtype, window)
         outputs.append(
             F.scaled_dot_product_attention(
-                queries[chain], k, v, mask, is_causal=causal, scale=scaling, enable_gqa=query.size(1) != key.size(1)
+                queries[chain], k, v, mask, score.dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
             )
+            if score.plain
+            else attend(queries[chain], k, v, mask, scaling, score, first)
         )
     return torch.cat(outputs, dim=2)
 
 
 @attention_kernel("dense")
 def dense_attention(
-    layout: TreeLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    layout: TreeLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: Window,
+    score: Score = PLAIN,
 ) -> Tensor:
     """As `segment_attention`, with the whole `(N, N)` mask."""
-    mask, grouped = layout.dense_mask(query.device, window), query.size(1) != key.size(1)
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=grouped)
+    mask = layout.dense_mask(query.device, window)
+    if score.plain:
+        grouped = query.size(1) != key.size(1)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, score.dropout, scale=scaling, enable_gqa=grouped
+        )
+    hidden = torch.zeros(mask.shape, dtype=value.dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return attend(query, key, value, hidden, scaling, score, torch.from_numpy(layout.depth).to(query.device))

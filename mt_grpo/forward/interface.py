@@ -1,0 +1,229 @@
+"""
+Where transformers' attention meets our kernels: an attention and a mask that are registered with it under one name.
+
+A model makes its masks once per forward, and hands them on to its layers. The mask of a packed row is a `TreeMask`,
+which says what a layer sees. So it also reaches layers that pass no keyword arguments on, and layers that gradient
+checkpointing computes again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward.attention.layout import KERNELS, TreeLayout
+from mt_grpo.forward.attention.score import Chunk, Score, Window, oldest
+
+PREFIX = "tree_or_"
+HARMLESS = ("position_ids", "cache_position", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+"""Tensors that some layers hand to their attention, and that change nothing where there is a mask."""
+
+
+_row: ContextVar[TreeLayout | None] = ContextVar("row", default=None)
+"""The packed row whose masks are made. Its layers have them, also where they are computed again for a gradient."""
+
+
+class AttentionLayer(Protocol):
+    """What transformers calls an attention with: a module of a decoder's layer."""
+
+    layer_idx: int | None
+
+
+class TreeMask(Tensor):
+    """
+    A mask of one element in place of one over all pairs of tokens. What is computed from it is an ordinary tensor.
+
+    Args:
+        tree (`TreeLayout`): The packed row.
+        window (`Window`): What a layer with this mask sees of a token's ancestors.
+        known (`bool`): Whether that is so. Models may make masks that none of their layers uses.
+    """
+
+    tree: TreeLayout
+    window: Window
+    known: bool
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def of(
+        cls, layout: TreeLayout, sees: Callable[..., Tensor], size: int | None, device: torch.device, dimensions: int
+    ) -> TreeMask:
+        """
+        Args:
+            sees (`Callable`): transformers' rule: `(batch, head, query, key)`, positions for the last two.
+            size (`int`, *optional*): Of windows or chunks.
+            dimensions (`int`): What `Tensor.dim` returns.
+        """
+        mask = torch.ones([1] * dimensions, dtype=torch.bool, device=device).as_subclass(cls)
+        windows = _windows(sees, size, layout)
+        mask.tree, mask.window, mask.known = layout, next(iter(windows), None), bool(windows)
+        return mask
+
+
+@contextmanager
+def packed_row(layout: TreeLayout) -> Iterator[None]:
+    """A context in which a model makes the masks of a packed row."""
+    token = _row.set(layout)
+    try:
+        yield
+    finally:
+        _row.reset(token)
+
+
+def own_attention(model: PreTrainedModel) -> str:
+    """
+    The attention that a model has for rows that are not packed. FlashAttention is looked up by its name, so its place
+    is taken by PyTorch's, or by the model's own where that computes something else.
+    """
+    name = model.config._attn_implementation.removeprefix(PREFIX)
+    if name in ("flex_attention", "eager", "sdpa"):
+        return str(name)
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
+def register(original: str) -> str:
+    """
+    Registers an attention and its mask with transformers, and returns their name. Packed rows attend over their trees,
+    others as `original` does: `"sdpa"`, `"flex_attention"` or `"eager"`.
+    """
+    name = f"{PREFIX}{original}"
+    if name in ALL_ATTENTION_FUNCTIONS:
+        return name
+    plain_mask: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[original]
+
+    def attention(
+        module: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        tree_layout: TreeLayout | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if isinstance(attention_mask, TreeMask):
+            return attend_over_tree(module, query, key, value, attention_mask, **kwargs), None
+        if tree_layout is not None or _row.get() is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has a mask of its own making, so trees cannot be packed for it; set "
+                "`forward: padded`."
+            )
+        plain = _eager(module) if original == "eager" else ALL_ATTENTION_FUNCTIONS[original]
+        return plain(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        layout = _row.get()
+        if layout is None:
+            return plain_mask(*args, **kwargs)
+        # Falcon would compute another mask from one of four dimensions
+        dimensions = 3 if getattr(kwargs["config"], "alibi", False) else 4
+        return TreeMask.of(layout, kwargs["mask_function"], kwargs.get("local_size"), kwargs["device"], dimensions)
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    return name
+
+
+def _eager(module: AttentionLayer) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A layer's attention written out: each of transformers' files has its own."""
+    return vars(sys.modules[type(module).__module__])["eager_attention_forward"]  # type: ignore[no-any-return]
+
+
+def attend_over_tree(
+    module: AttentionLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: TreeMask,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    alibi: Tensor | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> Tensor:
+    """
+    Attention over a packed row of `N` tokens, with transformers' names.
+
+    Args:
+        query (`Tensor`): `(1, heads, N, head_dim)`.
+        key, value (`Tensor`): `(1, key_value_heads, N, head_dim)`.
+        mask (`TreeMask`): What the layer sees.
+        softcap (`float`, *optional*): Cap of scores.
+        s_aux (`Tensor`, *optional*): `(heads,)` sinks.
+        alibi (`Tensor`, *optional*): `(heads, D)` added to scores, by the key's depth.
+
+    Returns:
+        `(1, N, heads, head_dim)`.
+
+    Raises:
+        UnsupportedModelError: If the layer hands over another tensor, such as biases for pairs of tokens, or another
+            mask.
+    """
+    if not mask.known:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has a mask that is neither causal nor a window, so trees cannot be packed for "
+            "it; set `forward: padded`."
+        )
+    unknown = [name for name, value in others.items() if isinstance(value, Tensor) and name not in HARMLESS]
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends by `{unknown[0]}` too, so trees cannot be packed for it; set `forward: "
+            "padded`."
+        )
+    layout = mask.tree
+    layout.layers.add(module.layer_idx)
+    # normalised queries and keys can be wider than values under autocast
+    query, key = _at_depth(module, query, layout).to(value.dtype), key.to(value.dtype)
+    scaling = scaling or query.size(-1) ** -0.5
+
+    def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "dropout": dropout}
+        return _eager(module)(module, query, key, value, mask[None, None], **options)[0].transpose(1, 2)
+
+    score = Score(softcap, alibi, s_aux, dropout, eager if alibi is None else None)
+    kernel = KERNELS[layout.attention(query.device, dropout)]
+    output = kernel(layout, query, key, value, scaling, mask.window, score)
+    return output.transpose(1, 2).contiguous()
+
+
+def _at_depth(module: Any, query: Tensor, layout: TreeLayout) -> Tensor:
+    """Llama 4 scales queries by their index in the row, every 8192 tokens; here by their depth."""
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+
+    def scale(position: np.ndarray) -> np.ndarray:
+        scales: np.ndarray = np.log1p((position + 1) // module.floor_scale) * module.attn_scale + 1
+        return scales
+
+    ratio = scale(layout.depth) / scale(np.arange(layout.size))
+    return query * torch.from_numpy(ratio).to(query)[:, None]
+
+
+def _windows(sees: Callable[..., Tensor], size: int | None, layout: TreeLayout) -> list[Window]:
+    """What a mask shows, if that is a range of depths up to the token's own: both ends are tested for every depth."""
+    depth = np.arange(int(layout.depth.max()) + 1)
+    query = torch.from_numpy(depth)
+    batch = torch.zeros((), dtype=torch.long)
+
+    def shows(key: Tensor) -> Tensor:
+        return sees(batch, batch, query, key).expand(query.shape).cpu()
+
+    def fits(window: Window) -> bool:
+        first = torch.from_numpy(oldest(depth, window))
+        return bool(shows(first).all()) and not (shows(first - 1) & (first > 0)).any()
+
+    known: list[Window] = [size, Chunk(size)] if size else [None]
+    return [window for window in known if fits(window)] if shows(query).all() and not shows(query + 1).any() else []
