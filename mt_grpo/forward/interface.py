@@ -53,7 +53,7 @@ class TreeMask(Tensor):
     tree: TreeLayout
     window: Window
     known: bool
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's Parameter
 
     @classmethod
     def of(
@@ -120,7 +120,7 @@ def register(original: str) -> str:
                 "`forward: padded`."
             )
         plain = _eager(module) if original == "eager" else ALL_ATTENTION_FUNCTIONS[original]
-        return plain(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+        return plain(module, query, key, value, attention_mask, **kwargs)
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         layout = _row.get()

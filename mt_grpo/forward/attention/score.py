@@ -33,7 +33,8 @@ def oldest(depth: np.ndarray, window: Window) -> np.ndarray:
     if window is None:
         return np.zeros_like(depth)
     if isinstance(window, Chunk):
-        return depth // window.size * window.size
+        begins: np.ndarray = depth // window.size * window.size
+        return begins
     return np.maximum(0, depth - window + 1)
 
 
