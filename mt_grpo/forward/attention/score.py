@@ -35,7 +35,8 @@ def oldest(depth: np.ndarray, window: Window) -> np.ndarray:
     if isinstance(window, Chunk):
         begins: np.ndarray = depth // window.size * window.size
         return begins
-    return np.maximum(0, depth - window + 1)
+    first: np.ndarray = np.maximum(0, depth - window + 1)
+    return first
 
 
 @dataclass(frozen=True, eq=False)
