@@ -83,11 +83,21 @@ SIZES: dict[str, list[int]] = {
     "linear_num_heads": [4],
     "linear_head_dim": [8],
     "moe_shared_expert_intermediate_size": [16],
+    "num_expert_group": [1],
+    "num_shared_experts": [1],
+    "layer_group_size": [2],
     "chunk_size": [16, 64],
     "block_size": [16],
     "mamba_d_ssm": [64],
 }
 """Values for whatever option of a configuration is a number, by its name."""
+
+LAYERS: dict[str, tuple[str, list[str]]] = {
+    "Lfm2MoeConfig": ("layer_types", ["conv", "full_attention"]),
+    "ZambaConfig": ("layers_block_type", ["linear_attention", "hybrid"]),
+    "Zamba2Config": ("layers_block_type", ["linear_attention", "hybrid"]),
+}
+"""Kinds of four layers, in turns, for configurations that have none for so few."""
 
 ROTARY: dict[str, dict[str, Any]] = {
     "default": {},
@@ -122,6 +132,9 @@ def small_config(kind: type[PreTrainedConfig], seed: int, rotary: str) -> PreTra
         options["is_decoder"] = draw.random() < 0.5
     if "layer_types" in known:
         options["layer_types"] = None
+    if kind.__name__ in LAYERS:
+        name, pattern = LAYERS[kind.__name__]
+        options |= {"num_hidden_layers": 4, name: pattern * 2}
     if rotary != "default":
         options["rope_parameters"] = {"rope_type": rotary, "rope_theta": 10000.0, **ROTARY[rotary]}
         options["max_position_embeddings"] = 128

@@ -35,28 +35,28 @@ from mt_grpo.forward.model import enable_trees
 TOKENS = {"vocab_size": 2048, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZE: dict[str, Any] = {
     **TOKENS,
-    "hidden_size": 128,
-    "intermediate_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 192,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
 MODELS: dict[str, PreTrainedConfig] = {
     "Qwen3.5: Gated DeltaNet": Qwen3_5TextConfig(
         **SIZE,
-        head_dim=64,
+        head_dim=32,
         linear_key_head_dim=32,
         linear_value_head_dim=32,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
         layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
     ),
     "Nemotron-H: Mamba 2": NemotronHConfig(
         **SIZE,
-        head_dim=64,
-        mamba_num_heads=8,
+        head_dim=32,
+        mamba_num_heads=4,
         mamba_head_dim=32,
         ssm_state_size=32,
         n_groups=2,
@@ -74,8 +74,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     turns, repeats = (2, 1) if args.quick else (12, args.repeats)
-    batch = build_batch(stripped_rows(512, 4, turns), args.device)
-    settings = {"device": args.device, "turns": turns, "seed": 0, "repeats": repeats, "threads": 1}
+    batch = build_batch(stripped_rows(512, 2, turns), args.device)
+    settings = {"device": args.device, "group": 2, "turns": turns, "seed": 0, "repeats": repeats, "threads": 1}
     results = []
     print("| model | padded / unique | trained | TRL | tree | time ratio | ratio / limit | memory, MiB | gradient |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")

@@ -63,7 +63,8 @@ def test_long_and_short_chains_score_as_one_forward_a_turn(kind):
 @given(forests, st.sampled_from([1.0, 0.7]))
 def test_random_trees_score_as_one_forward_a_turn(kind, forest, temperature):
     if any(action for timesteps in forest for _, action in timesteps):
-        assert_equal(make(kind), forest, temperature=temperature)
+        # a gated norm makes much of rounding where an output is almost 0
+        assert_equal(make(kind), forest, bound=5e-5, temperature=temperature)
 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH_KIND)

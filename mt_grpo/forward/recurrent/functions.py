@@ -22,9 +22,6 @@ Function = Callable[..., Any]
 NO_STEP = -1e4
 """A `dt` whose softplus is 0 in every precision."""
 
-SMALLEST_CHUNK = 16
-"""Fewest tokens that Mamba 2's kernel takes as a chunk."""
-
 
 def convolution(along_sequence: Function, schedule: Schedule) -> Function:
     """A causal convolution of each channel."""
@@ -45,8 +42,7 @@ def delta_rule(along_sequence: Function, schedule: Schedule) -> Function:
     ) -> tuple[Tensor, None]:
         def step(inputs: list[Tensor], state: Tensor | None, continued: bool) -> tuple[Tensor, Tensor | None]:
             query, key, value, g, beta = inputs
-            # kernels choose their chunks
-            chunk = {"chunk_size": _chunk(query, 64)} if query.device.type == "cpu" else {}
+            chunk = {"chunk_size": _chunk(query, 64)} if query.device.type == "cpu" else {}  # kernels have their own
             output, final = along_sequence(
                 query,
                 key,
@@ -164,8 +160,11 @@ def _step_size(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 
 def _chunk(inputs: Tensor, most: int) -> int:
-    """Tokens per chunk for inputs `(B, L, ...)`: chunks are padded, so no more than they need."""
-    return min(most, max(SMALLEST_CHUNK, 1 << (inputs.size(1) - 1).bit_length()))
+    """
+    Tokens per chunk for inputs `(B, L, ...)`. PyTorch pads to whole chunks, so on a CPU no more than are needed.
+    Kernels are compiled for the layer's own.
+    """
+    return min(most, 1 << (inputs.size(1) - 1).bit_length()) if inputs.device.type == "cpu" else most
 
 
 FUNCTIONS: dict[str, Callable[[Function, Schedule], Function]] = {

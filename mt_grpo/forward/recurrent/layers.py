@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 from mt_grpo.forward.attention.layout import CURRENT, TreeLayout
 from mt_grpo.forward.recurrent.functions import FUNCTIONS, Function
-from mt_grpo.forward.recurrent.lightning import lightning_attention
+from mt_grpo.forward.recurrent.lightning import LAYERS, lightning_attention
 
 
 def recurrent_layers(model: nn.Module) -> list[Any]:
@@ -21,9 +20,7 @@ def recurrent_layers(model: nn.Module) -> list[Any]:
     The layers that carry a state by functions that can run along a tree. All else that they compute must depend on one
     token only, which the probe tests.
     """
-    return [
-        module for module in model.modules() if isinstance(module, MiniMaxLightningAttention) or _called(type(module))
-    ]
+    return [module for module in model.modules() if isinstance(module, LAYERS) or _called(type(module))]
 
 
 def extend_recurrent_layers(model: nn.Module) -> None:
@@ -44,9 +41,13 @@ def over_tree(model: nn.Module, layout: TreeLayout) -> Iterator[None]:
     Some blocks pass no keyword arguments to their recurrent layers, and none to their routers. These find the layout
     in `CURRENT`, also when gradient checkpointing runs their block again in a backward.
     """
-    checkpoints: dict[Any, Callable[..., Any]] = {
+    modules: list[Any] = list(model.modules())
+    if not any("_forward_along_sequence" in vars(module) for module in modules):
+        yield
+        return
+    checkpoints = {
         module: vars(module)["_gradient_checkpointing_func"]
-        for module in model.modules()
+        for module in modules
         if "_gradient_checkpointing_func" in vars(module)
     }
 
@@ -81,7 +82,7 @@ def _forward(
     if layout is None:
         return self._forward_along_sequence(hidden_states, *args, **kwargs)
     layout.layers.add(self.layer_idx)
-    if isinstance(self, MiniMaxLightningAttention):
+    if isinstance(self, LAYERS):
         return lightning_attention(self, layout.schedule, hidden_states)
     kwargs["attention_mask"] = None  # no token of a row is padding
     return _along_tree(type(self), layout)(self, hidden_states, *args, **kwargs)

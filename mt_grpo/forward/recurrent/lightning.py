@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 from mt_grpo.forward.recurrent.functions import state_space
 from mt_grpo.forward.recurrent.schedule import Schedule
+
+LAYERS = (MiniMaxLightningAttention,) if "mamba2_chunk_scan" in vars(modeling_mamba2) else ()
+"""The layers; none with a transformers whose Mamba 2 has no scan to call."""
 
 
 def lightning_attention(layer: Any, schedule: Schedule, hidden_states: Tensor) -> tuple[Tensor, None]:
@@ -25,7 +29,7 @@ def lightning_attention(layer: Any, schedule: Schedule, hidden_states: Tensor) -
     states = layer.act_fn(layer.qkv_proj(hidden_states))
     query, key, value = states.unflatten(2, (layer.num_attention_heads, -1)).chunk(3, dim=3)
     steps, decay = value.new_ones(value.shape[:3]), -layer.slope_rate.flatten()
-    scan = state_space(mamba2_chunk_scan, schedule)
+    scan = state_space(modeling_mamba2.mamba2_chunk_scan, schedule)
     output = scan(value, steps, decay, key, query, chunk_size=layer.block_size).to(value.dtype)
     output = layer.norm(output.flatten(2))
     return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * output), None
