@@ -302,7 +302,7 @@ def test_the_example_of_a_credit_rule_trains_in_a_recipe(tmp_path, monkeypatch):
     keep_estimators(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "turn_only.py").write_text(example + with_parts)
-    _, named, with_option = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "credit.md"]
+    *_, named, with_option = [yaml.safe_load(block) for name, block in blocks("yaml") if name == "credit.md"]
     options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     for rule in (named, {**named, **with_option}):
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options | rule))
