@@ -59,7 +59,6 @@ __all__ = [
     "gtpo",
     "in_parts",
     "lambda_to_go",
-    "lambda_to_go",
     "leave_one_out",
     "mt_grpo",
     "mt_grpo_discounted",

@@ -67,10 +67,10 @@ def uncredited_turn_rewards(
         turns = [turns[index * len(turns) // most_turns] for index in range(most_turns)]
 
     def advantages(rewards: RewardBatch) -> Tensor:
-        with torch.random.fork_rng(devices=[]):  # a rule that draws draws the same each time, and so does the run
+        # a rule that draws draws the same each time, and so does the run
+        with torch.random.fork_rng(devices=[earned.device] if earned.is_cuda else []):
             return estimate(rule, rewards, turn_coef=turn_coef, scale_rewards=scale_rewards)
 
-    batch = replace(batch, turn_rewards=batch.turn_rewards.double())
     before = advantages(batch)
     # members that earn the same differ then, and rewards stay between what they were and 0
     draws = torch.Generator().manual_seed(0)
@@ -86,11 +86,11 @@ def uncredited_turn_rewards(
 
 
 def _with_less(batch: RewardBatch, turn: int, factors: Tensor) -> RewardBatch:
-    """The batch with the rewards of a turn times factors, (B,)."""
+    """The batch with the rewards of a turn times factors, (B,). A rule is given the dtypes that the run gives it."""
     rewards = batch.turn_rewards.clone()
     rewards[:, turn] *= factors
     if batch.turn_streams is None:
         return replace(batch, turn_rewards=rewards)
-    streams = batch.turn_streams.double().clone()
+    streams = batch.turn_streams.clone()
     streams[:, :, turn] *= factors
     return replace(batch, turn_rewards=rewards, turn_streams=streams)

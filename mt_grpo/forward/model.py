@@ -23,7 +23,12 @@ from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.output import Sampling, backbone_name, output_layer, score_states
 from mt_grpo.forward.own_attention import extend_own_attention, has_own_attention
 from mt_grpo.forward.packing import Packed
-from mt_grpo.forward.recurrent.layers import extend_recurrent_layers, over_tree, recurrent_layers
+from mt_grpo.forward.recurrent.layers import (
+    extend_blocks,
+    extend_recurrent_layers,
+    over_tree,
+    recurrent_layers,
+)
 from mt_grpo.forward.routes import Replayer, route_shape
 
 
@@ -87,6 +92,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
     extend_own_attention(model)
     model.config._attn_implementation = register(own_attention(model))
     extend_recurrent_layers(model)
+    extend_blocks(model, model.config.get_text_config().num_hidden_layers)
     shape = route_shape(model.config)
     model._replayer = None if shape is None else Replayer(model, shape)
     model._forward_without_trees = model.forward  # a bound method: a deep copy of the model has its own

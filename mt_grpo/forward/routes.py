@@ -60,6 +60,9 @@ class RouteShape:
 def route_shape(config: PreTrainedConfig) -> RouteShape | None:
     """The shape of a model's routes; `None` for a model without experts to choose from."""
     config = config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or []
+    if "mlp" in kinds and "moe" not in kinds:  # Nemotron-H has numbers of experts also where it has none
+        return None
     experts, chosen = (
         next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
         for names in (_EXPERTS, _CHOSEN)

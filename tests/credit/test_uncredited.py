@@ -108,6 +108,16 @@ def test_a_rule_of_ones_own_is_measured_too(monkeypatch):
     assert uncredited_turn_rewards("one_late", conversations()) == Uncredited(1.0, 1.0)
 
 
+def test_a_rule_is_measured_on_rewards_of_the_runs_dtype(monkeypatch):
+    keep_estimators(monkeypatch)
+
+    @advantage_estimator("summed")
+    def summed(batch):
+        return batch.turn_rewards @ torch.ones(12, 12).tril()  # of one dtype, or not at all
+
+    assert uncredited_turn_rewards("summed", conversations()) == Uncredited(0.0, 0.0)
+
+
 def test_many_turns_are_measured_on_some(monkeypatch):
     keep_estimators(monkeypatch)
     calls = []

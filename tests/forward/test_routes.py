@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.mixtures import MIXTURES, build_mixture, with_other_routers
 from support.models import build_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import NemotronHConfig
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import token_logps
@@ -114,6 +116,19 @@ def test_a_layer_that_is_computed_again_replays_its_own_row(mixture):
         torch.testing.assert_close(gradients[1][name], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_fsdps_activation_checkpointing_replays_routes(mixture):
+    tree = conversation(with_other_routers(mixture))
+    gradients = []
+    for wraps in (False, True):
+        model = copy.deepcopy(mixture).train()
+        enable_trees(model)
+        for number, block in enumerate(model.model.layers):
+            model.model.layers[number] = checkpoint_wrapper(block) if wraps else block
+        sum(logps.sum() for logps in token_logps(model, [tree])[0]).backward()
+        gradients.append([each.grad for each in model.parameters() if each.grad is not None])
+    assert all(map(torch.equal, *gradients))
+
+
 def test_a_forward_that_is_no_tree_is_left_to_its_own_routers(mixture):
     model, ids = copy.deepcopy(mixture), torch.tensor([CONTEXT])
     plain = model(ids).logits
@@ -145,6 +160,12 @@ def test_routes_of_another_model_are_refused(mixture):
     tree.add_turn(CONTEXT, ACTION, [0.0] * 3, Routes(0, 5, bytes(35)))
     with pytest.raises(UnsupportedModelError, match="routes have 5 bytes for each token"):
         token_logps(copy.deepcopy(mixture), [tree])
+
+
+def test_a_nemotron_has_routes_where_it_has_experts():
+    blocks = ["linear_attention", "mlp", "full_attention"]
+    assert route_shape(NemotronHConfig(layers_block_type=blocks)) is None
+    assert route_shape(NemotronHConfig(layers_block_type=[*blocks, "moe"])) is not None
 
 
 def test_a_model_without_experts_has_no_routes(tokenizer):

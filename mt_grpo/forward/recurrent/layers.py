@@ -6,6 +6,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import Token
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +34,34 @@ def extend_recurrent_layers(model: nn.Module) -> None:
         if "_forward_along_sequence" not in vars(module):
             module._forward_along_sequence = module.forward
             module.forward = types.MethodType(_forward, module)  # a deep copy of the layer has its own
+
+
+class _Carrier:
+    """Has the layout that a block is given in `CURRENT` while the block runs, whoever calls it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._tokens: list[Token[TreeLayout | None]] = []
+        block.register_forward_pre_hook(self._begin, with_kwargs=True)
+        block.register_forward_hook(self._end, with_kwargs=True, always_call=True)
+
+    def _begin(self, block: nn.Module, args: Any, options: dict[str, Any]) -> None:
+        if options.get("tree_layout") is not None:
+            self._tokens.append(CURRENT.set(options["tree_layout"]))
+
+    def _end(self, block: nn.Module, args: Any, options: dict[str, Any], output: Any) -> None:
+        if options.get("tree_layout") is not None:
+            CURRENT.reset(self._tokens.pop())
+
+
+def extend_blocks(model: nn.Module, number: int) -> None:
+    """
+    Lets the `number` blocks of a model tell what is in them which layout they run over. `over_tree` does not reach
+    blocks that FSDP's activation checkpointing runs again.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == number:
+            for block in module:
+                _Carrier(block)
 
 
 @contextmanager
