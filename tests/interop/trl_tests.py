@@ -181,6 +181,7 @@ def main(clone: Path, options: list[str]) -> int:
             make_model(name, Path(cache) / "hub")
         paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "HF_HOME": cache, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths, "TRL_CLONE": str(clone)}
+        env["OMP_NUM_THREADS"] = "1"  # the models are tiny, and threads wait for one another
         file = clone / "tests" / "test_grpo_trainer.py"
         command = [
             sys.executable,
