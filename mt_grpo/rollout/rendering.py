@@ -33,6 +33,7 @@ class ChatRenderer:
     Attributes:
         end_of_turn (`str`), end_id (`int`): The token with which the template ends an assistant's turn.
         end_ids (`tuple[int, ...]`): All tokens that end a turn: this one, and one of its own for turns with calls.
+        calls_shown (`int`): Calls of one assistant message that the template shows: 0, 1, or 2 for any number.
         special_ids (`set[int]`): The tokenizer's special tokens.
 
     Raises:
@@ -55,6 +56,7 @@ class ChatRenderer:
         self._escaped_tools = self.special_tokens.escape_all(tools)
         added = tokenizer.added_tokens_decoder
         self.special_ids = {token for token, content in added.items() if content.special}
+        self.calls_shown = self._template.calls_shown
         self.end_of_turn = self._template.end_of_turn
         ends = dict.fromkeys((self.end_of_turn, self._template.end_of_calls))
         self.end_ids = tuple(tokenizer.convert_tokens_to_ids(end) for end in ends)

@@ -163,8 +163,8 @@ class SanityCheck:
 
 def examine_template(renderer: ChatRenderer) -> str:
     """
-    A short verdict on a chat template: whether it only appends after tool results and after user replies, and what it
-    does to the thinking of earlier turns.
+    A short verdict on a chat template: whether it only appends, over three exchanges with tool results and with user
+    replies; what it does to the thinking of earlier turns; and which calls and tools it does not show.
     """
     thinking = "A thought."
     question: list[Message] = [{"role": "user", "content": "Question."}]
@@ -176,11 +176,8 @@ def examine_template(renderer: ChatRenderer) -> str:
     }
     findings = []
     for name, (turn, reply) in replies.items():
-        plain = {**turn, "content": "Answer."}
         try:
-            appends = renderer.prompt_text([*question, plain, reply]).startswith(
-                renderer.prompt_text(question) + "Answer."
-            )
+            appends = _appends(renderer, question, {**turn, "content": "Answer."}, reply)
             keeps = thinking in renderer.prompt_text([*question, turn, reply])
         except TemplateError as error:
             findings.append(f"refuses {name} ({error.__cause__ or error})")
@@ -189,4 +186,30 @@ def examine_template(renderer: ChatRenderer) -> str:
             f"after {name} it {'appends' if appends else 'rewrites the assistant turn'} and "
             f"{'keeps' if keeps else 'drops'} earlier thinking"
         )
+    if renderer.tools and renderer.calls_shown < 2:
+        findings.append(f"it shows {('no call', 'one call')[renderer.calls_shown]} of an assistant message")
+    if renderer.tools and not _shows_tools(renderer, question):
+        findings.append("it does not show the tools, so describe them in `system_prompt`")
     return f"Chat template: {'; '.join(findings)}."
+
+
+def _shows_tools(renderer: ChatRenderer, question: list[Message]) -> bool:
+    try:
+        shown = renderer.prompt_text(question)
+    except TemplateError:  # found above
+        return True
+    return all(tool.get("function", tool)["name"] in shown for tool in renderer.tools or ())
+
+
+def _appends(renderer: ChatRenderer, question: list[Message], turn: Message, reply: Message) -> bool:
+    """Whether each of three contexts goes on from the one before and the turn that follows it."""
+    messages, begun = question, renderer.prompt_text(question)
+    finished, _, _ = renderer.shown_text([*question, turn], header=False).partition("Answer.")
+    written = finished.removeprefix(begun) if finished.startswith(begun) else ""  # by the model, before its words
+    for _ in range(3):
+        messages = [*messages, turn, reply]
+        after = renderer.prompt_text(messages)
+        if not after.startswith((f"{begun}Answer.", f"{begun}{written}Answer.")):
+            return False
+        begun = after
+    return True

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from support import template_matrix
 from support.template_matrix import FAMILIES, PAGE, WORDS_ONLY, row, tokenizer_of, verdict
 from trl.chat_template_utils import supports_tool_calling
 
-from mt_grpo.rollout import ChatRenderer, TemplateError
+from mt_grpo.envs.protocols import NativeProtocol
+from mt_grpo.rollout import ChatRenderer, RolloutRunner, TemplateError
+from mt_grpo.rollout.token_row import token_row
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
 KINDS = ("qwen3_5_think", "glm4moe", "gptoss", "gemma4", "deepseekv3", "llama3_1", "lfm2", "idefics3")
@@ -40,3 +43,72 @@ def test_more_templates_take_tools_than_trl_says():
     ours = [family for family in FAMILIES if family not in WORDS_ONLY]
     theirs = [family for family in FAMILIES if supports_tool_calling(tokenizer_of(family))]
     assert len(FAMILIES) == 41 and len(ours) == 34 and set(theirs) < set(ours)
+
+
+def conversation(family: str, scenario: str, policy: str = "keep"):
+    """A run's trajectory, runner and requests."""
+    trajectories = []
+
+    class Kept(RolloutRunner):
+        async def run(self, *arguments, **options):
+            trajectories.extend(await super().run(*arguments, **options))
+            return trajectories
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template_matrix, "RolloutRunner", Kept)
+        seen = template_matrix.run(family, scenario, policy)
+    return trajectories[0], seen
+
+
+def test_the_past_ends_in_the_token_of_the_past():
+    trajectory, seen = conversation("gptoss", "replies")
+    assert [turn.fork_cause for turn in trajectory.turns] == [None] + ["end_of_turn"] * 3
+    assert seen.contexts == seen.rendered and all("<|return|>" not in context for context in seen.contexts)
+    row = token_row(trajectory, template_matrix.renderer_of("gptoss", True))
+    sampled = [token for action in trajectory.tree.actions() for token in action]
+    assert sum(row.mask) == len(sampled) == seen.sampled
+    assert row.ids.count(template_matrix.tokenizer_of("gptoss").convert_tokens_to_ids("<|return|>")) == 4
+
+
+def test_only_one_call_a_message_shown_means_one_message_a_call():
+    calls = [
+        {"type": "function", "id": name, "function": {"name": name, "arguments": {"query": f"for {name}"}}}
+        for name in ("look", "find")
+    ]
+    results = [{"role": "tool", "tool_call_id": name, "content": f"By {name}."} for name in ("find", "look")]
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    for family, named in {"gptoss": "functions.look", "llama3_1": '"name": "look"'}.items():
+        text = ChatRenderer(tokenizer_of(family), [TOOL]).prompt_text(messages)
+        parts = [text.rindex(part) for part in (named, "for look", "By look.", "for find", "By find.")]
+        assert parts[1:] == sorted(parts[1:])
+    for family in ("lfm2", "llama3"):
+        text = ChatRenderer(tokenizer_of(family), [TOOL]).prompt_text(messages)
+        assert '<tool_call>\n{"name": "find", "arguments": {"query": "for find"}}\n</tool_call>' in text
+
+
+def test_a_turn_begins_behind_words_that_stand_behind_results():
+    call = {"type": "function", "id": "a", "function": {"name": "look", "arguments": {"query": "x"}}}
+    turn = {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "Rain."}
+    for family in ("gemma4", "gemma4_v5"):
+        text = ChatRenderer(tokenizer_of(family), [TOOL]).prompt_text([{"role": "user", "content": "Q"}, turn, result])
+        assert text.endswith("Let me see.<turn|>\n<|turn>model\n")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_think", "glm4moe", "nemotron_3_nano", "lfm2_2_5"])
+def test_arguments_written_as_text_have_the_types_of_the_schema(family):
+    tools = template_matrix.Exchange("calls").tool_schemas
+    said = template_matrix.Said(calls=(("look", {"city": "75001", "days": 3}),))
+    text = template_matrix.written(family, "", said)
+    renderer = ChatRenderer(tokenizer_of(family), tools)
+    end = renderer.decode(renderer.encode(text)[-1:])
+    (call,) = NativeProtocol().parse(text.removesuffix(end), tokenizer_of(family), (), tools, end).calls
+    assert call.arguments == {"city": "75001", "days": 3}
+
+
+def test_a_call_that_the_end_of_the_turn_closes_is_read():
+    text = '{"name": "look", "parameters": {"city": "Lima"}}'
+    tokenizer = tokenizer_of("llama3_1")
+    assert NativeProtocol().parse(text, tokenizer).error
+    (call,) = NativeProtocol().parse(text, tokenizer, end="<|eot_id|>").calls
+    assert (call.name, call.arguments) == ("look", {"city": "Lima"})

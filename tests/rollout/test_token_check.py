@@ -7,7 +7,7 @@ import logging
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.conversations import converse, user
+from support.conversations import converse, template_tokenizer, user
 from support.models import build_tokenizer
 
 from mt_grpo.rollout import ChatRenderer
@@ -124,4 +124,23 @@ def test_an_unknown_mode_is_refused(tokenizer):
 )
 def test_the_template_is_examined(template, expected):
     verdict = examine_template(ChatRenderer(build_tokenizer(template)))
+    assert all(finding in verdict for finding in expected), verdict
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("glm4moe", ["after tool results it appends", "after user replies it appends"]),
+        ("deepseekv3", ["after tool results it rewrites", "after user replies it rewrites"]),
+        ("diffusion_gemma", ["after tool results it rewrites"]),  # from the second exchange on
+        ("gptoss", ["after tool results it appends", "shows one call of an assistant message"]),
+        ("llama3", ["it shows no call of an assistant message; it does not show the tools, so describe them"]),
+    ],
+)
+def test_the_template_is_examined_over_three_exchanges(template, expected):
+    tool = {
+        "type": "function",
+        "function": {"name": "look_it_up", "description": "", "parameters": {"type": "object"}},
+    }
+    verdict = examine_template(ChatRenderer(template_tokenizer(template), [tool]))
     assert all(finding in verdict for finding in expected), verdict
