@@ -130,7 +130,7 @@ def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor
     replays: AbstractContextManager[None] = nullcontext()
     if routes is not None and replayer is not None:
         replays = replayer.replaying(tree.layout, routes, tree.packed.shared_routes)
-    with packed_row(tree.layout), over_tree(model, tree.layout), replays:
+    with packed_row(tree.layout), replays, over_tree(model, tree.layout):
         return backbone(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **given)
 
 
