@@ -93,11 +93,6 @@ def check_options(
     if options["simulated_user"] is not None:
         parse_user(options["simulated_user"])
     check_history(options["history"], options["compact_every"])
-    if options["history"] != "keep" and options["forward"] == "padded":
-        raise ConfigError(
-            f"`history: {options['history']}` rewrites the past, so a trajectory is several sequences, which "
-            "`forward: padded` cannot train: leave `forward` at `tree`."
-        )
 
 
 def check_trainable(options: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from mt_grpo.errors import ConfigError
@@ -16,6 +16,7 @@ from mt_grpo.forward.model import enable_trees, score_packed
 from mt_grpo.forward.packing import FlatTree, flatten, pack, split
 from mt_grpo.forward.probe import prove
 from mt_grpo.forward.reference import turn_by_turn_logps
+from mt_grpo.forward.rows import score_rows
 from mt_grpo.token_tree import TokenTree
 
 ROW_TOKENS = 65_536
@@ -97,25 +98,12 @@ def _padded(
     temperature: float,
     truncation: Truncation | None,
 ) -> list[list[Tensor]]:
-    paths = [(number, path) for number, tree in enumerate(flat) for path in tree.paths()]
-    lengths = torch.tensor([len(path) for _, path in paths])
-    device = next(model.parameters()).device
-    input_ids = nn.utils.rnn.pad_sequence(
-        [torch.from_numpy(flat[number].tokens[path]) for number, path in paths], batch_first=True
-    ).to(device)
-    mask = (torch.arange(input_ids.size(1)) < lengths[:, None]).long().to(device)
-    logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
-    logps = _gather(logits[:, :-1], input_ids[:, 1:], temperature, truncation)
-    found: list[list[list[Tensor]]] = [[[] for _ in range(count)] for count in num_turns]
-    seen = [np.zeros(len(tree.tokens), dtype=bool) for tree in flat]
-    for row, (number, path) in enumerate(paths):
-        turns = np.where(seen[number][path], -1, flat[number].turns[path])
-        seen[number][path] = True
-        for turn in sorted(set(turns[turns >= 0].tolist())):
-            places = np.flatnonzero(turns == turn)
-            found[number][turn].append(logps[row, torch.from_numpy(places - 1)])
-    empty = logps.new_zeros(0)
-    return [[torch.cat([empty, *pieces]) for pieces in tree] for tree in found]
+    scores = score_rows(model, flat, temperature, truncation)
+    order = torch.from_numpy(np.lexsort((scores.column, scores.turn, scores.tree))).to(scores.logps.device)
+    bases = np.cumsum([0, *num_turns])
+    sizes = np.bincount(bases[scores.tree] + scores.turn, minlength=bases[-1])
+    pieces = iter(scores.logps[order].split(sizes.tolist()))
+    return [[next(pieces) for _ in range(count)] for count in num_turns]
 
 
 def _turn_by_turn(
@@ -137,13 +125,6 @@ def _turn_by_turn(
         )
         found.append([logps[0, turns[0] == turn] for turn in range(count)])
     return found
-
-
-def _gather(logits: Tensor, labels: Tensor, temperature: float, truncation: Truncation | None) -> Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    if truncation is not None:
-        logits = truncation.apply(logits.flatten(0, 1), labels.flatten()).view_as(logits)
-    return logits.log_softmax(dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 FORWARDS = ("tree", "padded", "turn_by_turn")

@@ -25,6 +25,7 @@ from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import FlatTree, flatten, pack
 from mt_grpo.forward.reference import turn_by_turn_logps
+from mt_grpo.forward.rows import score_rows
 from mt_grpo.token_tree import TokenTree
 
 EXACT = 1e-4
@@ -108,6 +109,29 @@ def prove(model: nn.Module, length: int, *, attention: str = "auto", mixed_preci
     proven[way] = max(depth, length)
 
 
+def prove_rows(model: nn.Module, length: int, *, mixed_precision: str = "no") -> None:
+    """
+    As `prove`, for a model whose trees are not packed: each sequence is a row of a batch that is padded on the right.
+
+    Raises:
+        UnsupportedModelError: If the model scores these rows differently from each turn alone.
+    """
+    base = _base(model)
+    proven = vars(base).setdefault("_proven_lengths", {})
+    way = (id(model), "rows", mixed_precision)
+    if length <= proven.get(way, 0):
+        return
+    depth = probe_depth(base.config.get_text_config(), length)
+    proof = measure(model, depth, mixed_precision=mixed_precision, rows=True)
+    if not proof.holds:
+        raise UnsupportedModelError(
+            f"{type(base).__name__} can be trained neither over packed trees nor in padded rows: it scores these "
+            f"{proof.difference:.1e} nats away from one forward for each turn, where its precision explains "
+            f"{proof.allowed:.1e}."
+        )
+    proven[way] = max(depth, length)
+
+
 def probe_depth(config: PreTrainedConfig, length: int) -> int:
     """Depth of a probe for rows of `length` tokens: the next power of two, within the model's positions."""
     depth = max(SHALLOWEST, 1 << (length - 1).bit_length())
@@ -155,7 +179,9 @@ def probe_trees(vocabulary: int, depth: int) -> list[FlatTree]:
 
 
 @torch.no_grad()
-def measure(model: nn.Module, depth: int, *, attention: str = "auto", mixed_precision: str = "no") -> Proof:
+def measure(
+    model: nn.Module, depth: int, *, attention: str = "auto", mixed_precision: str = "no", rows: bool = False
+) -> Proof:
     """
     Scores the probe tree both ways. Turn by turn uses the attention that the model had before `enable_trees`. In
     float32 this costs a forward over `depth` tokens, and turns of 2.5 times as many. Coarser precisions cost two more
@@ -163,6 +189,7 @@ def measure(model: nn.Module, depth: int, *, attention: str = "auto", mixed_prec
 
     Args:
         depth (`int`): Tokens on the longest path, at least 16.
+        rows (`bool`, *optional*, defaults to `False`): Whether each sequence is a row of its own instead.
         As `prove`.
     """
     base = _base(model)
@@ -172,11 +199,16 @@ def measure(model: nn.Module, depth: int, *, attention: str = "auto", mixed_prec
     training = model.training
     model.eval()  # dropout would differ between the two
     try:
-        scores = score_packed(model, packed, attention).logps
+        if rows:
+            found_in_rows = score_rows(model, trees)
+            scores = found_in_rows.logps
+            order = np.lexsort((found_in_rows.column, found_in_rows.turn, found_in_rows.tree))
+        else:
+            scores, order = score_packed(model, packed, attention).logps, packed.turn_order
         step = rounding_step(model, mixed_precision)
         with _own_attention(base):
             expected = torch.cat([_turn_by_turn(model, base, tree, scores.device) for tree in trees])
-            ours = scores[torch.from_numpy(packed.turn_order).to(scores.device)]
+            ours = scores[torch.from_numpy(order).to(scores.device)]
             differences = (ours - expected).abs()
             if not expected.isfinite().all():  # weights that are not finite: the trainer names them
                 found = torch.stack([differences.new_tensor(0.0), differences.new_tensor(torch.inf)])
@@ -236,8 +268,8 @@ def _rounding_noise(
             logits = model(
                 input_ids=nn.functional.pad(ids, (padding, 0)),
                 attention_mask=mask,
-                position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0),
                 use_cache=False,
+                **({"position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)} if _takes(base, "position_ids") else {}),
                 **({"logits_to_keep": size + 1} if _keeps_logits(base) else {}),
             ).logits
         distribution = logits[:, -size - 1 : -1].float().log_softmax(dim=-1)
@@ -273,7 +305,7 @@ def _worst_rank(found: Tensor) -> Tensor:
 def _own_attention(base: PreTrainedModel) -> Iterator[None]:
     """Uses the attention that the model was made with; its replacement for trees may leave something out."""
     ours = base.config._attn_implementation
-    base.config._attn_implementation = base._attention_without_trees
+    base.config._attn_implementation = vars(base).get("_attention_without_trees", ours)
     try:
         yield
     finally:
@@ -281,8 +313,13 @@ def _own_attention(base: PreTrainedModel) -> Iterator[None]:
 
 
 def _base(model: nn.Module) -> PreTrainedModel:
-    return next(module for module in model.modules() if "_forward_without_trees" in vars(module))
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return next((each for each in models if "_forward_without_trees" in vars(each)), models[0])
 
 
 def _keeps_logits(base: PreTrainedModel) -> bool:
-    return "logits_to_keep" in inspect.signature(base.forward).parameters
+    return _takes(base, "logits_to_keep")
+
+
+def _takes(base: PreTrainedModel, name: str) -> bool:
+    return name in inspect.signature(base.forward).parameters

@@ -15,6 +15,7 @@ from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import FlatTree, Packed, pack
 from mt_grpo.forward.routes import NO_ROUTE
+from mt_grpo.forward.rows import score_rows
 from mt_grpo.rollout import TokenRow
 from mt_grpo.token_tree import TokenTree
 
@@ -177,6 +178,33 @@ def batch_logps(
         for values in (outputs.logps, outputs.entropies)
     )
     return logps, entropies, leaf_means(packed, outputs.logps, leaves, len(trees))
+
+
+def rows_logps(
+    model: nn.Module,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+    loss_mask: Tensor,
+    parent: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+) -> tuple[Tensor, Tensor]:
+    """
+    As `batch_logps`, with each sequence of a trajectory in a row of its own: one where its history was kept, else one
+    for each branch. A trained token is scored in the first of them that has it.
+    """
+    trees, lengths = batch_trees(prompt_ids, prompt_mask, completion_ids, loss_mask, completion_mask, parent)
+    scores = score_rows(model, trees, temperature, truncation)
+    device = scores.logps.device
+    place = (scores.tree, scores.column - np.array(lengths)[scores.tree])
+    index = tuple(torch.from_numpy(array).to(device) for array in place)
+    logps, entropies = (
+        values.new_zeros(completion_ids.shape).index_put(index, values) for values in (scores.logps, scores.entropies)
+    )
+    return logps, entropies
 
 
 def leaf_means(packed: Packed, logps: Tensor, leaves: Sequence[TokenTree], first: int = 0) -> list[list[float]]:

@@ -12,14 +12,14 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import enable_trees
-from mt_grpo.forward.probe import prove
+from mt_grpo.forward.probe import prove, prove_rows
 from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.batch import OPTIONAL, TokenColumns, batch_logps
+from mt_grpo.training.batch import OPTIONAL, TokenColumns, batch_logps, rows_logps
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
 
@@ -31,29 +31,39 @@ def prepare_forward(trainer: GRPOTrainer) -> dict[str, Any]:
     Prepares the policy and the reference of a trainer for its `forward`.
 
     Returns:
-        `temperature` and `truncation` of the distribution that is sampled from.
+        `temperature` and `truncation` of the distribution that is trained.
 
     Raises:
         ConfigError: If `forward` cannot train with the other options.
-        UnsupportedModelError: If a model cannot run over packed trees.
     """
     args = trainer.args
     if args.forward == "turn_by_turn" and trainer.accelerator.num_processes > 1:
         raise ConfigError("`forward: turn_by_turn` runs on one process only; set `forward: tree`.")
+    if args.forward == "padded" and args.history != "keep" and trainer.aux_loss_enabled:
+        raise ConfigError(
+            f"`history: {args.history}` rewrites the past, and a loss that balances experts is computed over rows "
+            "that keep it: set `router_aux_loss_coef: 0.0`, or `history: keep`."
+        )
     if args.forward != "padded" and trainer.aux_loss_enabled:
         raise ConfigError(
             f"`forward: {args.forward}` has no loss that balances experts, because that depends on every token of a "
             "batch; set `router_aux_loss_coef: 0.0`, or `forward: padded`."
         )
+    truncation = trained_truncation(args)
+    # TRL's own forward knows of temperature only
+    distribution = {"temperature": args.temperature, "truncation": None if args.forward == "padded" else truncation}
     if args.forward == "tree":
         if args.tree_attention == "flex" and trainer.accelerator.device.type == "cpu":
             raise ConfigError(
                 "`tree_attention: flex` needs a GPU, and this run is on a CPU: leave it out, or set `tree_attention: "
                 "segment`."
             )
-        for policy in filter(None, (trainer.model, trainer.ref_model)):
-            enable_trees(trainer.accelerator.unwrap_model(policy), args.cast_lm_head_to_fp32)
-    return {"temperature": args.temperature, "truncation": trained_truncation(args)}
+        try:
+            for policy in filter(None, (trainer.model, trainer.ref_model)):
+                enable_trees(trainer.accelerator.unwrap_model(policy), args.cast_lm_head_to_fp32)
+        except UnsupportedModelError as error:
+            _give_up_trees(trainer, error)
+    return distribution
 
 
 def completion_logps(
@@ -67,7 +77,7 @@ def completion_logps(
     leaves: Sequence[Sequence[TokenTree]] = (),
 ) -> tuple[Tensor, Tensor, list[list[list[float]]]]:
     """
-    Log-probabilities and entropies of the completions of a TRL batch, by `forward: tree` or `forward: turn_by_turn`.
+    Log-probabilities and entropies of the completions of a TRL batch.
 
     Args:
         model (`nn.Module`): The policy or the reference.
@@ -88,6 +98,15 @@ def completion_logps(
     if args.forward == "turn_by_turn":
         logps, entropies = turn_by_turn_logps(
             model, prompt_ids, prompt_mask, ids, columns.scored, columns.turn_ids, columns.parent, **distribution
+        )
+        return logps, entropies, []
+    if args.forward == "padded":
+        tensors = [prompt_ids, prompt_mask, ids, mask, columns.scored]
+        tensors += [] if columns.parent is None else [columns.parent]
+        pieces = zip(*(tensor.split(batch_size or len(ids)) for tensor in tensors), strict=True)
+        logps, entropies = (
+            torch.cat(values)
+            for values in zip(*(rows_logps(model, *piece, **distribution) for piece in pieces), strict=True)
         )
         return logps, entropies, []
     size = batch_size or len(ids)
@@ -132,22 +151,37 @@ def keep_outputs_exact(accelerator: Accelerator) -> None:
 def prove_forward(trainer: GRPOTrainer, length: int) -> None:
     """
     Proves `forward: tree` for the policy as it is wrapped for training, and for a separate reference model, once for
-    rows of up to `length` tokens. Every rank calls it at the same point. In evaluation it does
-    nothing.
+    rows of up to `length` tokens. If a model scores packed trees differently from each turn alone, the run goes on
+    with padded rows, which are proven too. Every rank calls it at the same point. In evaluation it does nothing.
 
     Raises:
-        UnsupportedModelError: If a model scores packed trees differently from each turn alone.
+        UnsupportedModelError: If a model scores padded rows differently too.
     """
-    if trainer.args.forward != "tree" or not trainer.model.training:
+    args, mixed_precision = trainer.args, trainer.accelerator.mixed_precision
+    if args.forward == "turn_by_turn" or not trainer.model.training:
         return
+    models = list(filter(None, (trainer.model_wrapped, trainer.ref_model)))
     with trainer.accelerator.autocast():
-        for model in filter(None, (trainer.model_wrapped, trainer.ref_model)):
-            prove(
-                model,
-                length,
-                attention=trainer.args.tree_attention,
-                mixed_precision=trainer.accelerator.mixed_precision,
-            )
+        if args.forward == "tree":
+            try:
+                for model in models:
+                    prove(model, length, attention=args.tree_attention, mixed_precision=mixed_precision)
+            except UnsupportedModelError as error:
+                _give_up_trees(trainer, error)
+        if trainer.gave_up_trees:
+            for model in models:
+                prove_rows(model, length, mixed_precision=mixed_precision)
+
+
+def _give_up_trees(trainer: GRPOTrainer, error: UnsupportedModelError) -> None:
+    trainer.args.forward, trainer.gave_up_trees = "padded", True
+    if PartialState().is_main_process:
+        reason = str(error).partition(", so trees cannot be packed")[0]
+        logger.warning(
+            "%s. So trees are not packed in this run: each sequence is a row of its own (`forward: padded`), and "
+            "prefixes that sequences share are computed once for each.",
+            reason,
+        )
 
 
 def warn_without_routes(batch: RolloutBatch) -> bool:

@@ -285,6 +285,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if self.args.disable_dropout:
             disable_dropout(self.model)
         check_reference(self.args, self.accelerator)
+        self.gave_up_trees = False  # for a model that they are wrong for, see `prove_forward`
         self._distribution = prepare_forward(self)
 
     def _prepare_rewards(self, rewards: list[RewardFunc]) -> None:
@@ -598,16 +599,16 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         """
         inputs = self._loss_inputs
         with without_dropout(model, inputs is None):
-            if self.args.forward == "padded":
+            if inputs is None:
+                split = input_ids.size(1) - logits_to_keep
+                columns = TokenColumns.of_rollouts(self.batch.token_rows, input_ids[:, split:], split)
+            else:
+                columns = TokenColumns.of_inputs(inputs)
+            if self.args.forward == "padded" and columns.parent is None and not self.gave_up_trees:
                 results = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
                 )
             else:
-                if inputs is None:
-                    split = input_ids.size(1) - logits_to_keep
-                    columns = TokenColumns.of_rollouts(self.batch.token_rows, input_ids[:, split:], split)
-                else:
-                    columns = TokenColumns.of_inputs(inputs)
                 leaves = self.batch.take_leaves() if inputs is None else {}
                 with self.accelerator.autocast():
                     logps, entropies, means = completion_logps(

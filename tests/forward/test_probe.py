@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.trainers import batch
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
@@ -32,7 +31,7 @@ from transformers import (
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import enable_trees
-from mt_grpo.forward.probe import EXACT, MOST, measure, probe_depth, probe_trees, prove, rounding_step
+from mt_grpo.forward.probe import EXACT, MOST, measure, probe_depth, probe_trees, prove, prove_rows, rounding_step
 from mt_grpo.forward.recurrent.functions import FUNCTIONS
 from mt_grpo.token_tree import TokenTree
 
@@ -247,23 +246,30 @@ def roberta(tokenizer):
     return make(RobertaConfig(**options, eos_token_id=tokenizer.eos_token_id, is_decoder=True))
 
 
-def test_a_run_is_refused_before_its_first_rollouts(build, tokenizer):  # noqa: F811
+def test_a_model_that_trees_are_wrong_for_trains_in_rows(build, tokenizer, caplog):  # noqa: F811
     trainer = build(model=roberta(tokenizer))
-    with pytest.raises(UnsupportedModelError, match="RobertaForCausalLM .* nats"):
+    trainer.train()
+    assert trainer.args.forward == "padded" and trainer.state.global_step == trainer.args.max_steps
+    (said,) = {record.message for record in caplog.records if "not packed in this run" in record.message}
+    assert said.startswith("RobertaForCausalLM scores packed trees") and "`forward: padded`" in said
+
+
+def test_rows_that_are_wrong_too_are_refused(build, tokenizer):  # noqa: F811
+    model = roberta(tokenizer)
+    model.config.is_decoder = model.roberta.config.is_decoder = False  # which reads in both directions
+    trainer = build(model=model)
+    with pytest.raises(UnsupportedModelError, match="neither over packed trees nor in padded rows"):
         trainer.train()
-    assert not trainer.runner.engine.requests
 
 
-def test_other_forwards_and_evaluation_need_no_proof(build, tokenizer):  # noqa: F811
-    build(model=roberta(tokenizer), forward="padded").train()
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "state spaces"])
+def test_padded_rows_are_proven(kind):
+    prove_rows(make(RIGHT[kind]()), 300)
+
+
+def test_an_evaluation_needs_no_proof(build, tokenizer):  # noqa: F811
     trainer = build(model=roberta(tokenizer))
     assert "eval_reward" in trainer.evaluate()
-
-
-def test_a_loss_asked_for_without_a_run_is_refused_too(build, tokenizer):  # noqa: F811
-    trainer = build(model=roberta(tokenizer).train())
-    with pytest.raises(UnsupportedModelError, match="nats"):
-        batch(trainer)
 
 
 def test_policy_and_reference_are_proven_for_the_longest_rows(build, model, tmp_path):  # noqa: F811

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig
+from support.architectures import build_random
 from support.hybrids import ONE_OF_EACH_KIND, build_hybrid
 from support.trainers import LOSS_TYPES, batch, conversation
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -205,6 +206,41 @@ def test_layers_with_a_state_train_as_turn_by_turn(build, tokenizer, tmp_path, k
     torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-6)
 
 
-def test_a_rewritten_history_is_refused_with_the_padded_forward(build):
-    with pytest.raises(ValueError, match="leave `forward` at `tree`"):
-        build(history="strip_thinking", forward="padded")
+@pytest.mark.parametrize("history", ["strip_thinking", "compact"])
+def test_padded_rows_have_the_loss_of_a_forward_a_turn(build, history):
+    """A trajectory whose history was rewritten is a row for each of its sequences."""
+
+    def script(session, turn):
+        return "<think>well</think>" + conversation(session, turn)
+
+    losses, gradients = [], []
+    for forward in ("padded", "turn_by_turn"):
+        trainer = build(script, history=history, compact_every=2, forward=forward)
+        inputs = batch(trainer)
+        assert "parent" in inputs
+        loss = trainer.compute_loss(trainer.model, inputs)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-7)
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "gemma 2", "cohere 2", "granite", "llama 4", "gpt-2", "bloom"])
+@pytest.mark.slow
+def test_every_kind_of_attention_trains_as_turn_by_turn(build, tokenizer, tmp_path, kind):
+    def script(session, turn):
+        return "<think>well</think>" + conversation(session, turn)
+
+    tokens = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    build_random(kind, **tokens, eos_token_id=tokenizer.eos_token_id).save_pretrained(tmp_path / "model")
+    runs = []
+    for forward in ("tree", "turn_by_turn"):
+        options = {"history": "strip_thinking", "beta": 0.1, "optim": "sgd", "max_steps": 3}
+        trainer = build(script, model=str(tmp_path / "model"), forward=forward, router_aux_loss_coef=0.0, **options)
+        trainer.train()
+        assert trainer.args.forward == forward
+        logged = [row for row in trainer.state.log_history if "loss" in row]
+        runs.append(torch.tensor([[row["loss"], row["grad_norm"], row["entropy"], row["kl"]] for row in logged]))
+    assert len(runs[0]) == 3
+    torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,78 @@
+"""Each root-to-leaf sequence a row of its own, padded on the right: for models that cannot run over packed trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mt_grpo.forward.lm_head import Truncation
+from mt_grpo.forward.packing import FlatTree
+
+
+@dataclass(frozen=True, eq=False)
+class RowScores:
+    """
+    Scores of the `M` trained tokens of trees. Each is scored in the first sequence that has it.
+
+    Args:
+        tree, column, turn (`np.ndarray`): `(M,)` a token's tree, its index in that `FlatTree`, and its turn.
+        logps, entropies (`Tensor`): `(M,)`.
+        router_loss (`Tensor`, *optional*): The model's own loss that balances experts, over all rows.
+    """
+
+    tree: np.ndarray
+    column: np.ndarray
+    turn: np.ndarray
+    logps: Tensor
+    entropies: Tensor
+    router_loss: Tensor | None = None
+
+
+def score_rows(
+    model: nn.Module,
+    trees: Sequence[FlatTree],
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+    router_loss: bool = False,
+) -> RowScores:
+    """
+    One forward over all sequences of some trees. What follows a token changes nothing for a model that reads from left
+    to right, so padding on the right needs no position of its own.
+
+    Args:
+        model (`nn.Module`): A causal language model, as it is or wrapped for training.
+        trees (`list[FlatTree]`): The trees.
+        temperature, truncation: As in `chunked_logps`.
+        router_loss (`bool`, *optional*, defaults to `False`): Whether to ask the model for that loss.
+    """
+    paths = [(number, path) for number, tree in enumerate(trees) for path in tree.paths()]
+    device = next(model.parameters()).device
+    rows = [torch.from_numpy(trees[number].tokens[path]) for number, path in paths]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+    lengths = torch.tensor([len(path) for _, path in paths])
+    mask = (torch.arange(ids.size(1)) < lengths[:, None]).long().to(device)
+    asked = {"output_router_logits": True} if router_loss else {}
+    output = model(input_ids=ids, attention_mask=mask, use_cache=False, **asked)
+    seen = [np.zeros(len(tree.tokens), dtype=bool) for tree in trees]
+    places: list[np.ndarray] = []
+    for row, (number, path) in enumerate(paths):
+        tree = trees[number]
+        depth = np.flatnonzero((tree.turns[path] >= 0) & ~seen[number][path])
+        seen[number][path] = True
+        column, same = path[depth], np.ones_like(depth)
+        places.append(np.stack([row * same, depth, number * same, column, tree.turns[column]]))
+    row, depth, number, column, turn = np.concatenate(places, axis=1)
+    at, before = torch.from_numpy(row).to(device), torch.from_numpy(depth - 1).to(device)
+    label = ids[at, before + 1]
+    logits = output.logits[at.to(output.logits.device), before.to(output.logits.device)]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    if truncation is not None:
+        logits = truncation.apply(logits, label)
+    distribution = logits.log_softmax(dim=-1)
+    entropies = -(distribution.exp() * distribution).sum(dim=-1)
+    logps = distribution.gather(1, label[:, None])[:, 0]
+    return RowScores(number, column, turn, logps, entropies, output.aux_loss if router_loss else None)
