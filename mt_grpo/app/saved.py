@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 from mt_grpo.app.audit import audit_conversations
-from mt_grpo.credit import estimate
+from mt_grpo.credit import estimate_parts
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.files import to_json
 from mt_grpo.training.reward_batch import gather_rewards
-from mt_grpo.training.step_log.records import run_line
+from mt_grpo.training.step_log.records import part_rows, run_line
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
 
@@ -35,15 +35,16 @@ def save_conversations(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any], fold
     size = judged.group_size
     batch = Batch("eval", 0, 0, size, list(range(len(judged.trajectories))), judged.trajectories, records.rewards)
     weights = trainer.reward_weights.to(args.device)
-    rewards, _ = gather_rewards(judged.trajectories, judged.scores, weights, size)
-    advantages = estimate(
+    rewards, _ = gather_rewards(judged.trajectories, judged.scores, weights, size, names=trainer.reward_func_names)
+    credit = estimate_parts(
         args.advantage_estimator, rewards, turn_coef=args.turn_advantage_coef, scale_rewards=trainer.scale_rewards
     )
     writer = RunWriter(folder)
     about = {**records.about, "group_size": size, "group_size_eval": size}
     lines = [*writer.save_tokenizer(records.save_tokenizer), run_line(about, records.rewards), *writer.write(batch)]
-    pairs = zip(judged.trajectories, advantages.tolist(), strict=True)
-    writer.append([*lines, *writer.write_credit(batch, [values[: len(each.turns)] for each, values in pairs])])
+    pairs = zip(judged.trajectories, credit.advantages.tolist(), strict=True)
+    advantages = [values[: len(each.turns)] for each, values in pairs]
+    writer.append([*lines, *writer.write_credit(batch, advantages, part_rows(credit, judged.trajectories))])
     config = yaml.safe_dump(resolved, sort_keys=True)
     Path(folder, "config.yaml").write_text(config, encoding="utf-8")
     audit = audit_conversations(trainer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from support.decision_processes import PROCESSES
@@ -169,6 +170,9 @@ def test_conversations_of_a_rollout_are_compared(tmp_path, capsys):
     assert main(["rollout", str(recipe), "--num_prompts", "6", "--num_generations", "4", "--save", str(folder)]) == 0
     assert f"24 conversations in {folder}" in capsys.readouterr().out
     assert yaml.safe_load((folder / "config.yaml").read_text())["num_generations"] == 4
+    (credit,) = folder.rglob("*credit*.parquet")
+    parts = pq.read_table(credit).column("parts").to_pylist()
+    assert {"outcome baseline", "turn baseline"} <= {part["name"] for each in parts for part in each}
     assert main(["credit", str(folder), "--max_groups", "5"]) == 0
     printed, said = capsys.readouterr()
     assert "5 groups of 4 conversations, eval, step 0" in printed and "mt_grpo (this run's)" in printed

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather, gather_object
 
 from mt_grpo.credit import RewardBatch
@@ -301,8 +302,8 @@ def route_metrics(model: Any) -> dict[str, float]:
     if replayer is None:
         return {}
     counts = replayer.take_counts()
-    device = next(model.parameters()).device
-    numbers = torch.tensor([float(value) for value in vars(counts).values()], device=device, dtype=torch.float64)
+    # weights may be elsewhere, where FSDP or DeepSpeed moves them to the CPU
+    numbers = torch.tensor([int(value) for value in vars(counts).values()], device=PartialState().device)
     routed, differing, shared, shared_differing = gather(numbers.unsqueeze(0)).sum(dim=0).tolist()
     found = {}
     if routed:

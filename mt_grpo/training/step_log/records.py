@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from accelerate.utils import gather_object
 
-from mt_grpo.credit import Audit, Uncredited
+from mt_grpo.credit import Audit, Credit, Uncredited
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.files import to_json
@@ -73,7 +73,7 @@ class Records:
             for trajectory, values in zip(step.batch.trajectories, step.advantages.tolist(), strict=True)
             if trajectory.stop_reason is not None
         ]
-        parts = part_rows(step)
+        parts = part_rows(step.batch.credit, step.batch.trajectories, step.rows)
         self._commit(lambda: self.writer.write_credit(batch, advantages, parts))
         return [line for line in lines if line["kind"] == "rollout" and line["mode"] == step.mode]
 
@@ -162,15 +162,21 @@ def _numbers(trajectories: list[Trajectory]) -> list[int]:
     return [int(trajectory.session.rsplit("-", 1)[1]) for trajectory in trajectories]
 
 
-def part_rows(step: Step) -> list[Lines]:
-    """The parts of the advantages of each conversation that was run, as `write_credit` takes them."""
-    credit = step.batch.credit
+def part_rows(credit: Credit, trajectories: Sequence[Trajectory], rows: Any = slice(None)) -> list[Lines]:
+    """
+    The parts of the advantages of each conversation that was run, as `write_credit` takes them.
+
+    Args:
+        credit (`Credit`): Of the conversations of all processes.
+        trajectories (`list[Trajectory]`): Those of this one.
+        rows (*optional*): Their rows in `credit`, as an index; all by default.
+    """
     columns = [
-        (name, part[step.rows].tolist(), credit.scales[name][step.rows].tolist() if name in credit.scales else None)
+        (name, part[rows].tolist(), credit.scales[name][rows].tolist() if name in credit.scales else None)
         for name, part in credit.parts.items()
     ]
     parts = []
-    for row, trajectory in enumerate(step.batch.trajectories):
+    for row, trajectory in enumerate(trajectories):
         if trajectory.stop_reason is None:
             continue
         turns = len(trajectory.turns)
