@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention.layout import TreeLayout
@@ -40,10 +41,12 @@ class TreeScores:
     Args:
         logps (`Tensor`): `(M,)` log-probabilities.
         entropies (`Tensor`): `(M,)` entropies in nats.
+        router_loss (`Tensor`, *optional*): The loss that balances experts, if it was asked for.
     """
 
     logps: Tensor
     entropies: Tensor
+    router_loss: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +58,7 @@ class TreeInput:
     temperature: float
     truncation: Truncation | None = None
     plain: np.ndarray | None = None
+    router_loss: bool = False
 
 
 def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | None = None) -> None:
@@ -115,7 +119,8 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
             for array in (tree.packed.predictor, tree.packed.label)
         )
         sampling = Sampling(tree.temperature, tree.truncation, tree.plain)
-        return score_states(self, outputs, predictor, label, sampling, self._head_in_float32)
+        scores = score_states(self, outputs, predictor, label, sampling, self._head_in_float32)
+        return (*scores, _router_loss(config, outputs.router_logits, tree.packed)) if tree.router_loss else scores
 
     model.forward = types.MethodType(forward, model)
 
@@ -123,6 +128,8 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
 def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor, position_ids: Tensor) -> Any:
     backbone = getattr(model, backbone_name(model) or "")
     given = {"position_ids": position_ids, "tree_layout": tree.layout}
+    if tree.router_loss:
+        given["output_router_logits"] = True
     parameters = inspect.signature(backbone.forward).parameters
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         given = {name: value for name, value in given.items() if name in parameters}
@@ -134,6 +141,13 @@ def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor
         return backbone(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **given)
 
 
+def _router_loss(config: PreTrainedConfig, logits: tuple[Tensor, ...], packed: Packed) -> Tensor:
+    """The loss that TRL adds, over the tokens of a padded batch: each token counts as often as it stands there."""
+    copies = torch.from_numpy(packed.copies).to(logits[0].device)[None]
+    loss: Tensor = load_balancing_loss_func(logits, config.num_experts, config.num_experts_per_tok, copies)
+    return loss
+
+
 def score_packed(
     model: nn.Module,
     packed: Packed,
@@ -141,6 +155,7 @@ def score_packed(
     temperature: float = 1.0,
     truncation: Truncation | None = None,
     plain: np.ndarray | None = None,
+    router_loss: bool = False,
 ) -> TreeScores:
     """
     One forward over a packed row.
@@ -152,13 +167,14 @@ def score_packed(
         temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
         truncation (`Truncation`, *optional*): Which tokens can be drawn.
         plain (`np.ndarray`, *optional*): `(M,)` bool: labels that are scored at temperature 1 and without truncation.
+        router_loss (`bool`, *optional*, defaults to `False`): Whether to compute the loss that balances experts.
     """
     device = next(model.parameters()).device
     layout = TreeLayout(packed, attention)
     input_ids, position_ids = (
         torch.from_numpy(array).to(device)[None] for array in (packed.input_ids, packed.position_ids)
     )
-    tree = TreeInput(packed, layout, temperature, truncation, plain)
+    tree = TreeInput(packed, layout, temperature, truncation, plain, router_loss)
     return TreeScores(*model(input_ids=input_ids, position_ids=position_ids, tree=tree))
 
 

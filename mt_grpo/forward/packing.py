@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -98,6 +98,7 @@ class Packed:
             trees share are the ones of the first tree that has it in the row.
         shared_routes (`tuple[int, int]`): How many tokens of shared prefixes have routes in a second tree too, and how
             many of these are others.
+        ends (`np.ndarray`): Index of the last token of each root-to-leaf sequence of the trees.
     """
 
     input_ids: np.ndarray
@@ -111,6 +112,16 @@ class Packed:
     turn: np.ndarray
     routes: np.ndarray | None = None
     shared_routes: tuple[int, int] = (0, 0)
+    ends: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+    @cached_property
+    def copies(self) -> np.ndarray:
+        """`(N,)` in how many root-to-leaf sequences of the trees each token stands."""
+        ends = np.sort(self.ends)
+        found: np.ndarray = ends.searchsorted(self.subtree_end, "right") - ends.searchsorted(
+            np.arange(len(self.input_ids))
+        )
+        return found
 
     @cached_property
     def turn_order(self) -> np.ndarray:
@@ -176,6 +187,7 @@ def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
         column,
         turns[trained],
         *_pack_routes(sequences, shifts, parent_sequence, shared),
+        locate(np.array(sizes) - 1, np.arange(len(sizes)), shifts, parent_sequence, shared) if sizes else indices,
     )
 
 

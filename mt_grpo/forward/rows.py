@@ -68,7 +68,8 @@ def score_rows(
     row, depth, number, column, turn = np.concatenate(places, axis=1)
     at, before = torch.from_numpy(row).to(device), torch.from_numpy(depth - 1).to(device)
     label = ids[at, before + 1]
-    logits = output.logits[at.to(output.logits.device), before.to(output.logits.device)]
+    learned = output.logits.size(1) - ids.size(1)  # tokens that an adapter puts before every row
+    logits = output.logits[at.to(output.logits.device), before.to(output.logits.device) + learned]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     if truncation is not None:
         logits = truncation.apply(logits, label)

@@ -146,6 +146,7 @@ def batch_logps(
     routes: Tensor | None = None,
     *,
     leaves: Sequence[TokenTree] = (),
+    router_losses: list[Tensor] | None = None,
     attention: str = "auto",
     temperature: float = 1.0,
     truncation: Truncation | None = None,
@@ -159,6 +160,7 @@ def batch_logps(
         Those of `batch_trees`, and `attention`, `temperature` and `truncation` of `score_packed`.
         leaves (`Sequence[TokenTree]`, *optional*): What else to score, by the same forward, at temperature 1 and
             without truncation: contexts of the rows, each followed by a leaf, which is the action of a turn.
+        router_losses (`list`, *optional*): Where the loss that balances experts is put, if it is wanted.
 
     Returns:
         Two `(B, T)` tensors, 0 where `loss_mask` is 0; and the means of the leaves, as `leaf_means` has them.
@@ -168,7 +170,10 @@ def batch_logps(
     )
     packed = pack([*trees, *leaves])
     plain = packed.tree >= len(trees)
-    outputs = score_packed(model, packed, attention, temperature, truncation, plain if leaves else None)
+    wants_loss = router_losses is not None
+    outputs = score_packed(model, packed, attention, temperature, truncation, plain if leaves else None, wants_loss)
+    if router_losses is not None and outputs.router_loss is not None:
+        router_losses.append(outputs.router_loss)
     device = outputs.logps.device
     row, column = packed.tree[~plain], packed.column[~plain]
     place = torch.from_numpy(row).to(device), torch.from_numpy(column - np.array(lengths)[row]).to(device)
@@ -191,13 +196,16 @@ def rows_logps(
     *,
     temperature: float = 1.0,
     truncation: Truncation | None = None,
+    router_losses: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
     As `batch_logps`, with each sequence of a trajectory in a row of its own: one where its history was kept, else one
     for each branch. A trained token is scored in the first of them that has it.
     """
     trees, lengths = batch_trees(prompt_ids, prompt_mask, completion_ids, loss_mask, completion_mask, parent)
-    scores = score_rows(model, trees, temperature, truncation)
+    scores = score_rows(model, trees, temperature, truncation, router_losses is not None)
+    if router_losses is not None and scores.router_loss is not None:
+        router_losses.append(scores.router_loss)
     device = scores.logps.device
     place = (scores.tree, scores.column - np.array(lengths)[scores.tree])
     index = tuple(torch.from_numpy(array).to(device) for array in place)

@@ -39,15 +39,10 @@ def prepare_forward(trainer: GRPOTrainer) -> dict[str, Any]:
     args = trainer.args
     if args.forward == "turn_by_turn" and trainer.accelerator.num_processes > 1:
         raise ConfigError("`forward: turn_by_turn` runs on one process only; set `forward: tree`.")
-    if args.forward == "padded" and args.history != "keep" and trainer.aux_loss_enabled:
+    if args.forward == "turn_by_turn" and trainer.aux_loss_enabled:
         raise ConfigError(
-            f"`history: {args.history}` rewrites the past, and a loss that balances experts is computed over rows "
-            "that keep it: set `router_aux_loss_coef: 0.0`, or `history: keep`."
-        )
-    if args.forward != "padded" and trainer.aux_loss_enabled:
-        raise ConfigError(
-            f"`forward: {args.forward}` has no loss that balances experts, because that depends on every token of a "
-            "batch; set `router_aux_loss_coef: 0.0`, or `forward: padded`."
+            "`forward: turn_by_turn` has no loss that balances experts, because that depends on every token of a "
+            "batch; set `router_aux_loss_coef: 0.0`, or `forward: tree`."
         )
     truncation = trained_truncation(args)
     # TRL's own forward knows of temperature only
@@ -75,6 +70,7 @@ def completion_logps(
     distribution: dict[str, Any],
     batch_size: int | None = None,
     leaves: Sequence[Sequence[TokenTree]] = (),
+    router_losses: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, list[list[list[float]]]]:
     """
     Log-probabilities and entropies of the completions of a TRL batch.
@@ -88,6 +84,7 @@ def completion_logps(
         batch_size (`int`, *optional*): Rows in one forward; all where none is given.
         leaves (`Sequence`, *optional*): For each row what else to score in its forward, see `batch_logps`; with
             `forward: tree` only.
+        router_losses (`list`, *optional*): Where each forward's loss that balances experts is put, if it is wanted.
 
     Returns:
         Two `(B, T)` tensors, 0 where a token is not trained; and for each row the means of each of its `leaves`.
@@ -106,7 +103,10 @@ def completion_logps(
         pieces = zip(*(tensor.split(batch_size or len(ids)) for tensor in tensors), strict=True)
         logps, entropies = (
             torch.cat(values)
-            for values in zip(*(rows_logps(model, *piece, **distribution) for piece in pieces), strict=True)
+            for values in zip(
+                *(rows_logps(model, *piece, router_losses=router_losses, **distribution) for piece in pieces),
+                strict=True,
+            )
         )
         return logps, entropies, []
     size = batch_size or len(ids)
@@ -116,7 +116,9 @@ def completion_logps(
         piece = (None if tensor is None else tensor[start : start + size] for tensor in tensors)
         trees = leaves[start : start + size]
         hung = [tree for of_row in trees for tree in of_row]
-        *result, found = batch_logps(model, *piece, leaves=hung, attention=args.tree_attention, **distribution)
+        *result, found = batch_logps(
+            model, *piece, leaves=hung, router_losses=router_losses, attention=args.tree_attention, **distribution
+        )
         results.append(result)
         rest = iter(found)
         means += [[next(rest) for _ in of_row] for of_row in trees]

@@ -610,6 +610,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 )
             else:
                 leaves = self.batch.take_leaves() if inputs is None else {}
+                router_losses: list[torch.Tensor] | None = [] if kwargs.get("compute_aux_loss") else None
                 with self.accelerator.autocast():
                     logps, entropies, means = completion_logps(
                         model,
@@ -620,10 +621,12 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                         self._distribution,
                         batch_size,
                         trees_of_rows(leaves),
+                        router_losses,
                     )
                 if leaves:
                     fill_in(self.batch, leaves, means)
-                results = logps, entropies if compute_entropy else None, None
+                router_loss = torch.stack(router_losses).mean() if router_losses else None
+                results = logps, entropies if compute_entropy else None, router_loss
         if inputs is not None and self.model.training:
             self.step_log.trained(inputs, *results[:2])
         return results

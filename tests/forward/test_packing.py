@@ -44,6 +44,16 @@ def chain(tokens, trained=()):
 # The layout
 
 
+@settings(max_examples=50, deadline=None)
+@given(forests)
+def test_a_token_stands_in_as_many_sequences_as_it_is_counted(forest):
+    trees = [make_tree(timesteps) for timesteps in forest]
+    packed = pack(trees)
+    sequences = [tuple(tree.tokens[path].tolist()) for tree in map(flatten, trees) for path in tree.paths()]
+    counted = Counter(sequence[: end + 1] for sequence in sequences for end in range(len(sequence)))
+    assert [counted[path_of(packed, index)] for index in range(len(packed.input_ids))] == packed.copies.tolist()
+
+
 def test_a_shared_prompt_is_laid_out_once():
     packed = pack([chain([1, 2, 3, 4], [2, 3]), chain([1, 2, 5], [2])])
     assert packed.input_ids.tolist() == [1, 2, 3, 4, 5]

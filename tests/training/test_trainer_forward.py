@@ -67,19 +67,34 @@ def test_lora_and_gradient_checkpointing_go_through_the_tree(build):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_balancing_experts_is_refused_and_others_train(build, tokenizer, tmp_path):
+@pytest.mark.parametrize("history", ["keep", "strip_thinking"])
+@pytest.mark.parametrize("coefficient", [0.0, 0.5])
+def test_experts_are_balanced_over_the_tokens_of_padded_rows(build, tokenizer, tmp_path, coefficient, history):
+    def script(session, turn):
+        return "<think>well</think>" + conversation(session, turn)
+
     size = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, **size, **heads))
-    with pytest.raises(ConfigError, match="set `router_aux_loss_coef: 0.0`, or `forward: padded`"):
-        build(model=model)
     model.save_pretrained(tmp_path / "model")
-    gradients = []
+    losses, gradients = [], []
     for forward in ("tree", "padded"):
-        trainer = build(model=str(tmp_path / "model"), forward=forward, router_aux_loss_coef=0.0)
+        options = {"forward": forward, "router_aux_loss_coef": coefficient, "history": history}
+        trainer = build(script, model=str(tmp_path / "model"), **options)
         trainer.compute_loss(trainer.model, batch(trainer)).backward()
+        losses += trainer._metrics["eval" if not trainer.model.training else "train"].get("aux_loss", [])
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
+    assert len(losses) == 2 * (coefficient > 0) and losses[:1] == pytest.approx(losses[1:], rel=1e-5)
+
+
+def test_balancing_experts_is_refused_turn_by_turn(build, tokenizer):
+    size = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": len(tokenizer)}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, **size, **heads))
+    with pytest.raises(ConfigError, match="set `router_aux_loss_coef: 0.0`, or `forward: tree`"):
+        build(model=model, forward="turn_by_turn")
 
 
 def test_flex_is_refused_on_a_cpu_before_any_work(build):
