@@ -105,7 +105,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
     def forward(self: PreTrainedModel, *args: Any, tree: TreeInput | None = None, **kwargs: Any) -> Any:
         if tree is None:
             return self._forward_without_trees(*args, **kwargs)
-        outputs = _backbone_outputs(self, tree, **kwargs)
+        outputs = _backbone_outputs(self, tree, kwargs["input_ids"], kwargs["position_ids"])  # PEFT adds others
         config = self.config.get_text_config()
         alone = sum(kind in ("mlp", "moe") for kind in getattr(config, "layer_types", None) or [])  # one token each
         missing = len(set(range(config.num_hidden_layers)) - tree.layout.layers) - alone
