@@ -467,6 +467,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         hang_leaves(self, batch)
         leaves = longest(each.tree for of_reward in batch.leaves.values() for each in of_reward)
         prove_forward(self, max(gather_object([max(batch.longest, leaves)])))
+        if self.args.forward != "tree":  # trees were given up: right answers get a forward of their own
+            batch.leaves = {}
         self._count(batch)
         return batch.generated()
 

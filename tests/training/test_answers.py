@@ -12,7 +12,7 @@ from support.trainers import Answered, batch, conversation
 
 from mt_grpo.concurrency import run
 from mt_grpo.credit import rule_name
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rewards import AnswerLogprob, InformationGain, cut_after, score_cut
@@ -212,6 +212,18 @@ def test_the_policy_scores_answers_and_not_its_reference(build, model, tmp_path,
     output = batch(trainer)
     assert ("old_per_token_logps" in output) == bool(options)
     assert check_against_oracle(trainer, trainer.batch.trajectories) == 5
+
+
+def test_answers_are_scored_where_a_long_batch_gives_up_trees(build, monkeypatch):
+    def prove(model, length, **options):
+        if length > 64:
+            raise UnsupportedModelError("The model is wrong far back, so trees cannot be packed for it.")
+
+    monkeypatch.setattr("mt_grpo.training.forward.prove", prove)
+    trainer = build(rewards=GAIN, num_iterations=2)
+    trainer.model.train()
+    assert "old_per_token_logps" in batch(trainer) and trainer.args.forward == "padded"
+    check_against_oracle(trainer, trainer.batch.trajectories)
 
 
 def test_trl_makes_the_forward_of_the_old_log_probs_as_expected(build):
