@@ -70,6 +70,8 @@ ARMS: dict[str, Rule] = {
     "reward_to_go": "reward_to_go",
     "shuffled": "reward_to_go_shuffled",
     "at_the_end": "reward_to_go_at_the_end",
+    "turn_gae": "turn_gae",
+    "gtpo": {"name": "gtpo", "gamma": 0.5},
 }
 """The credit rule of each arm, with its own defaults."""
 

@@ -18,6 +18,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 BEGIN, END = "<!-- measured -->", "<!-- end of what is measured -->"
 
 BASELINE, PLACED, PLACED_BASELINE = "mt_grpo", ("shuffled", "at_the_end"), "reward_to_go"
+LATER = ("turn_gae", "gtpo")
+"""Arms that were added for the comparison by length, each over its own seeds."""
 LEVEL, COMPARISONS = 0.05, 7
 """Level of an interval, and how many comparisons a measure has: five arms to one, and two to another."""
 
@@ -79,7 +81,7 @@ def quantile(probability: float, freedom: int) -> float:
 
 def table(rows: Sequence[Row], variant: str) -> list[str]:
     """The lines of a variant's tables, in Markdown."""
-    arms = paired(rows, variant)
+    arms = paired([row for row in rows if row["arm"] not in LATER], variant)
     found = {arm: [measures(row) for row in runs] for arm, runs in arms.items()}
     names = list(next(iter(found.values()))[0])
 
@@ -110,6 +112,17 @@ def table(rows: Sequence[Row], variant: str) -> list[str]:
     for arm in PLACED:
         if arm in found:
             lines.append(f"| `{arm}` |" + "".join(f" {against(arm, PLACED_BASELINE, name)} |" for name in names))
+    for arm in LATER:
+        own = paired([row for row in rows if row["arm"] in (arm, BASELINE)], variant)
+        if len(own.get(arm, [])) < 2:
+            continue
+        ours, theirs = ([measures(row) for row in own[name]] for name in (arm, BASELINE))
+        pairs = ([[each[name] for each in side] for side in (ours, theirs)] for name in names)
+        cells = "".join(f" {fmean(one):.3f} | {difference(one, other)} |" for one, other in pairs)
+        if arm == next((name for name in LATER if any(row["arm"] == name for row in rows)), None):
+            heads = "".join(f" {name} | to `{BASELINE}` |" for name in names)
+            lines += ["", f"| added later | seeds |{heads}", "| --- | --- |" + " --- | --- |" * len(names)]
+        lines.append(f"| `{arm}` | {len(ours)} |{cells}")
     return [line.replace("|  |", "| |") for line in lines]
 
 
@@ -131,7 +144,7 @@ def draw(rows: Sequence[Row], path: Path = DOCS / "images" / "ablation.png") -> 
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     figure, panels = pyplot.subplots(1, len(variants), figsize=(5 * len(variants), 3.8), layout="constrained")
     for variant, axes in zip(variants, np.atleast_1d(panels), strict=True):
-        for arm, runs in paired(rows, variant).items():
+        for arm, runs in paired([row for row in rows if row["arm"] not in LATER], variant).items():
             curve = np.mean([row["train"]["exact_match"] for row in runs], axis=0)
             style = "--" if arm in PLACED else "-"
             axes.plot(range(1, len(curve) + 1), curve, style, label=arm, linewidth=1.6)

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 from ablation_report import DOCS
 from common import RESULTS, machine
-from horizon import FOLDER, GROUP, RESULT, SEEDS, Job, Plan, build, finished, jobs, prepare
+from horizon import FOLDER, GROUP, RESULT, SEEDS, Job, Plan, build, jobs
 from horizon_report import behind, paired, share
 from horizon_task import ARMS, SCORES, SETTINGS
+from jobs import finished, prepare
 
 from mt_grpo.app.credit.measure import compare, compute
 from mt_grpo.credit import rule_label
@@ -127,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 head = json.dumps({"machine": machine(), "plan": plan._asdict()}, indent=2)
                 ADVICE.write_text(f'{head[:-2]},\n  "rows": [\n{rows}\n  ]\n}}\n')
     advice = [found[name] for name in SETTINGS if name in found]
-    runs = finished(jobs(list(SETTINGS), list(ARMS), SEEDS), plan, options.folder)
+    runs = finished(jobs(list(SETTINGS), list(ARMS), SEEDS), options.folder, plan=plan._asdict())
     if not runs and RESULT.exists():
         runs = json.loads(RESULT.read_text())["rows"]
     lines = table(advice, runs)

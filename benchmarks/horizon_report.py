@@ -53,7 +53,7 @@ def share(runs: Sequence[Row]) -> list[float]:
 
 def table(rows: Sequence[Row], setting: str, plan: Plan) -> list[str]:
     """The lines of a setting's table, in Markdown."""
-    arms = paired(rows, setting)
+    arms = paired([row for row in rows if row["arm"] not in LATER], setting)
     means = {arm: fmean(share(runs)) for arm, runs in arms.items()}
     best = max(means, key=means.__getitem__)
     lines = [
@@ -74,6 +74,23 @@ def table(rows: Sequence[Row], setting: str, plan: Plan) -> list[str]:
             speed += f" ({len(known)} of {len(reached)})"
         lines.append(f"| `{arm}` | {means[arm]:.3f} | {against} | {last:.3f} | {speed} |")
     return [line.replace("|  |", "| |") for line in lines]
+
+
+def later(rows: Sequence[Row]) -> list[str]:
+    """The lines of the table of arms that were added later, each over its own seeds."""
+    lines = [
+        "| arm | setting | seeds | right, over training | to `gtpo` | to `reward_to_go` |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for arm in LATER:
+        for setting in dict.fromkeys(row["setting"] for row in rows):
+            own = paired([row for row in rows if row["arm"] in (arm, "gtpo", "reward_to_go")], setting)
+            if len(own.get(arm, [])) < 2:
+                continue
+            gaps = [str(difference(share(own[arm]), share(own[other]))) for other in ("gtpo", "reward_to_go")]
+            mean = fmean(share(own[arm]))
+            lines.append(f"| `{arm}` | `{setting}` | {len(own[arm])} | {mean:.3f} | {gaps[0]} | {gaps[1]} |")
+    return lines
 
 
 def behind(rows: Sequence[Row], setting: str, rule: str, other: str | None) -> Difference | None:
@@ -105,7 +122,8 @@ def decision(rows: Sequence[Row]) -> list[str]:
 def text(rows: Sequence[Row], plan: Plan) -> str:
     """All that the page says of the results."""
     settings = dict.fromkeys(row["setting"] for row in rows)
-    return "\n\n".join(["\n".join(table(rows, setting, plan)) for setting in settings] + ["\n".join(decision(rows))])
+    tables = ["\n".join(table(rows, setting, plan)) for setting in settings]
+    return "\n\n".join([*tables, *("\n".join(part) for part in (decision(rows), later(rows)) if len(part) > 2)])
 
 
 def write_page(rows: Sequence[Row], plan: Plan, page: Path = DOCS / "horizon.md") -> None:
@@ -122,8 +140,9 @@ def draw(rows: Sequence[Row], plan: Plan, path: Path = DOCS / "images" / "horizo
     """
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained", sharey=True)
     for axes, (name, title) in zip(panels, (("one", "one skill"), ("two", "two skills")), strict=True):
-        found = {turns: paired(rows, f"{name}-{turns}") for turns in (1, 4, 12)}
-        arms = [arm for arm in next(iter(found.values()), {}) if arm not in LATER]
+        first = [row for row in rows if row["arm"] not in LATER]
+        found = {turns: paired(first, f"{name}-{turns}") for turns in (1, 4, 12)}
+        arms = list(next(iter(found.values()), {}))
         for number, arm in enumerate(arms):
             points = [(turns, share(runs[arm])) for turns, runs in found.items() if len(runs.get(arm, [])) > 1]
             if not points:

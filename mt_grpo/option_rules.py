@@ -76,7 +76,9 @@ def check_options(
     if options["environments"] is None:  # else each may have options of its own
         check_scheduler(options)
         check_agent(options)
-    rule = rule_name(parse_rule(options["advantage_estimator"]))
+    given = options["advantage_estimator"]
+    chosen = chosen_rule(None if given is None else parse_rule(given), bool(options["turn_reward_funcs"]))
+    rule = rule_name(chosen)
     for name, known in registered.items():
         value = rule if name == "advantage_estimator" else options[name]
         if value is not None:  # `call_protocol` may be left to the kind of environment
@@ -356,6 +358,20 @@ def parse_reward(entry: Any) -> tuple[Any, dict[str, Any]]:
             "such as `{name: information_gain, column: answer}`."
         )
     return entry["name"], {name: value for name, value in entry.items() if name != "name"}
+
+
+DEFAULT_RULE: dict[str, Any] = {"name": "gtpo", "gamma": 0.5}
+"""The credit rule where none is chosen. docs/horizon.md says why."""
+
+OUTCOME_RULE = "grpo_or"
+"""The same without turn rewards: TRL's, which gives the outcome to every token of a conversation."""
+
+
+def chosen_rule(rule: str | dict[str, Any] | None, has_turn_rewards: bool) -> str | dict[str, Any]:
+    """The credit rule of a run: the one that was chosen, or a default."""
+    if rule is not None:
+        return rule
+    return dict(DEFAULT_RULE) if has_turn_rewards else OUTCOME_RULE
 
 
 def parse_rule(rule: Any) -> str | dict[str, Any]:

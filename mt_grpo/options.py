@@ -270,10 +270,10 @@ class RunOptions:
         page="credit.md#bias-and-noise",
         executes="path",
     )
-    # `None` is refused; without it transformers' parser would take a mapping only
     advantage_estimator: dict[str, Any] | str | None = option(
-        "mt_grpo",
-        "Credit rule: its name, or its `name` and options. The mapping is JSON on the command line.",
+        None,
+        "Credit rule: its name, or `name` and options (JSON). Unset: `gtpo`, `gamma: 0.5`; `grpo_or` without turn "
+        "rewards, as in TRL.",
         REWARDS,
         page="credit.md",
     )
@@ -338,8 +338,7 @@ class RunOptions:
     )
     router_replay: bool = option(
         True,
-        "Train a mixture through the experts that its tokens went to while they were sampled, where the engine says "
-        "which and `forward` is `tree`.",
+        "Train a mixture through the experts that sampled its tokens, where the engine names them (`forward: tree`).",
         TRAINING,
         page="forward.md",
     )

@@ -14,7 +14,7 @@ from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.layout import KERNELS
 from mt_grpo.imports import import_file
-from mt_grpo.option_rules import check_options, parse_agent, parse_env_config, parse_mapping, parse_user
+from mt_grpo.option_rules import check_options, chosen_rule, parse_agent, parse_env_config, parse_mapping, parse_user
 from mt_grpo.options import OF_LIBRARIES, RunOptions, options_of, with_options_in_docstring
 from mt_grpo.weights.transport import TRANSPORTS
 
@@ -66,7 +66,8 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
             self.env_config = parse_env_config(self.env_config)
         if self.simulated_user is not None:
             self.simulated_user = parse_user(self.simulated_user)
-        self.advantage_estimator = parse_rule(self.advantage_estimator)
+        if self.advantage_estimator is not None:
+            self.advantage_estimator = parse_rule(self.advantage_estimator)
         self.check()
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and has_bfloat16()
@@ -125,8 +126,9 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
             ConfigError: If there is no such rule, it does not take its options, or the loss takes away the credit that
                 it gives to turns.
         """
-        bind_rule(self.advantage_estimator, turn_coef=self.turn_advantage_coef, scale_rewards=self.scale_rewards)
-        name = rule_name(self.advantage_estimator)
+        rule = chosen_rule(self.advantage_estimator, bool(self.turn_reward_funcs))
+        bind_rule(rule, turn_coef=self.turn_advantage_coef, scale_rewards=self.scale_rewards)
+        name = rule_name(rule)
         if self.averages_turns and splits_turns(name):
             another = ", choose another `loss_type`" if self.loss_type == "luspo" else ""
             raise ConfigError(

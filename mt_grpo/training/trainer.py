@@ -24,7 +24,7 @@ from mt_grpo.envs.source import source_of, tool_names
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.integrations.trl import Factory
-from mt_grpo.option_rules import check_eval_batch
+from mt_grpo.option_rules import check_eval_batch, chosen_rule
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.runlog.files import to_json
@@ -218,6 +218,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         check_prompts(train_dataset, eval_dataset, source.writes_prompts)
         turns = args.turn_reward_funcs if turn_reward_funcs is None else as_list(turn_reward_funcs)
         self.turn_reward_funcs = load_rewards(turns or [], "turn")
+        if args.advantage_estimator is None:
+            args.advantage_estimator = chosen_rule(None, bool(self.turn_reward_funcs))
+            args.check_credit()
         outcomes = outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)
         self.outcome_reward_funcs = load_rewards(with_models(outcomes, args), "outcome")
         self.state_scores = load_rewards([args.state_score] if args.state_score else [], "state")

@@ -115,7 +115,7 @@ def test_what_cannot_run_over_trees_is_refused(kind):
 
 
 @pytest.mark.parametrize("layer", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])
-def test_a_layer_that_calls_half_of_what_can_run_over_trees_is_refused(monkeypatch, layer):
+def test_a_layer_of_which_half_can_run_over_trees_is_refused(monkeypatch, layer):
     monkeypatch.delitem(FUNCTIONS, layer)
     model = make(Qwen3_5TextConfig(**TINY, layer_types=["linear_attention", "full_attention"]))
     with pytest.raises(UnsupportedModelError, match="nats"):

@@ -83,7 +83,7 @@ def test_an_adapter_learns_as_one_forward_a_turn(kind):
 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH_KIND)
-def test_a_model_that_runs_over_trees_runs_over_sequences_as_before(kind):
+def test_a_model_for_trees_runs_over_sequences_as_before(kind):
     model, prompt = copy.deepcopy(make(kind)), torch.tensor([[3, 4, 5, 6, 7]])
     plain = build_hybrid(kind)
     enable_trees(model)

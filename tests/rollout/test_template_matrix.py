@@ -22,7 +22,7 @@ def test_what_becomes_of_a_conversation_is_as_the_page_says(family):
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_three_exchanges_with_tools_are_what_the_template_renders(family):
+def test_three_exchanges_with_tools_are_as_the_template_says(family):
     assert verdict(family, "two calls", "template") in ("exact", "fork")
     assert verdict(family, "two calls, thinking", "keep") in ("exact", "kept")
 

@@ -94,6 +94,7 @@ def trainer_builder(folder: Path, tokenizer: Any, questions: Dataset) -> Callabl
             "output_dir": str(folder),
             **CPU_RUN,
             "max_completion_length": 400,
+            "advantage_estimator": "mt_grpo",
             "learning_rate": 1e-2,
             "max_steps": 2,
             **options,
