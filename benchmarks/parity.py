@@ -14,7 +14,6 @@ Needs `.venv-vllm` (`make server-cpu`). Prints a table and writes `benchmarks/re
 from __future__ import annotations
 
 import argparse
-import copy
 import tempfile
 import warnings
 from pathlib import Path
@@ -102,7 +101,7 @@ def run(recipe: Recipe, count: int) -> list[dict[str, Any]]:
     trainer = build_trainer(recipe)
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
-    initial = copy.deepcopy(trainer.model)
+    initial = AutoModelForCausalLM.from_pretrained(trainer.model.config.name_or_path, dtype=torch.float32).eval()
     before = compare(trainer, count, initial)
     trainer.train()
     after = compare(trainer, count, initial)

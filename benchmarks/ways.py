@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.forward.attention.layout import TreeLayout
+from mt_grpo.forward.interface import packed_row
 from mt_grpo.forward.lm_head import chunked_logps
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.packing import pack
@@ -149,13 +150,15 @@ def tree(kind: str) -> Callable[[Qwen3ForCausalLM, Batch], Tensor]:
             for turn in conversation:
                 trees[-1].add_turn(turn.context, turn.action, [0.0] * len(turn.action))
         packed = pack(trees)
-        hidden = _forward(
-            model,
-            packed.input_ids.tolist(),
-            position_ids=torch.from_numpy(packed.position_ids)[None],
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
-            tree_layout=TreeLayout(packed, kind),
-        )
+        layout, ids = TreeLayout(packed, kind), packed.input_ids.tolist()
+        with packed_row(layout):
+            hidden = _forward(
+                model,
+                ids,
+                position_ids=torch.from_numpy(packed.position_ids)[None],
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                tree_layout=layout,
+            )
         return hidden[torch.from_numpy(packed.predictor[packed.turn_order])]
 
     return method

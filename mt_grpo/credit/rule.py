@@ -87,10 +87,6 @@ class RewardBatch:
         rewards = self.turn_rewards if rewards is None else rewards
         return rewards.double().nan_to_num(nan=0.0).masked_fill(self.failed[:, None], torch.nan)
 
-    def at_turns(self, advantages: Tensor) -> Tensor:
-        """Advantages, shape (B, K) or (B, 1), in the dtype of the rewards, rounded once; 0 where there is no turn."""
-        return (advantages * self.turn_mask).to(self.turn_rewards.dtype)
-
     def needed(self, rule: str, field: str) -> Tensor:
         """
         A field that one rule cannot do without.

@@ -364,9 +364,13 @@ class ChatTemplate:
 
     def _frame_beside(self, asked: Message, turn: Message) -> _ThoughtFrame | None:
         """The same where the template shows thinking beside calls only, as Gemma 4 does."""
-        begun, without = self._render([asked]), self._render([asked, turn], header=False)
-        for field in THOUGHTS:
-            before, _, rest = self._render([asked, {**turn, field: _THOUGHT}], header=False).partition(_THOUGHT)
+        try:
+            begun, without = self._render([asked]), self._render([asked, turn], header=False)
+            shown = {field: self._render([asked, {**turn, field: _THOUGHT}], header=False) for field in THOUGHTS}
+        except _REFUSALS:  # it takes no calls without words
+            return None
+        for field, text in shown.items():
+            before, _, rest = text.partition(_THOUGHT)
             between = rest[: len(rest) - len(commonprefix([rest[::-1], without[::-1]]))]
             if rest and before.startswith(begun) and self._special.search(between):
                 return _ThoughtFrame(field, before[len(begun) :].strip(), between.strip())

@@ -172,15 +172,15 @@ def test_conversations_of_a_rollout_are_compared(tmp_path, capsys):
     assert yaml.safe_load((folder / "config.yaml").read_text())["num_generations"] == 4
     (credit,) = folder.rglob("*credit*.parquet")
     parts = pq.read_table(credit).column("parts").to_pylist()
-    assert {"outcome baseline", "turn baseline"} <= {part["name"] for each in parts for part in each}
+    assert {"baseline"} <= {part["name"] for each in parts for part in each}
     assert main(["credit", str(folder), "--max_groups", "5"]) == 0
     printed, said = capsys.readouterr()
-    assert "5 groups of 4 conversations, eval, step 0" in printed and "mt_grpo (this run's)" in printed
+    assert "5 groups of 4 conversations, eval, step 0" in printed and "gtpo (gamma 0.5) (this run's)" in printed
     assert "Not measurable here: state_baseline: the run logged no `state_scores`." in printed
     assert "a forward and a backward for each: about" in said
     assert main(["credit", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["own"] == "mt_grpo" and found["groups"] == 6 and found["mismatch"] < 1e-4
+    assert found["own"] == "gtpo (gamma 0.5)" and found["groups"] == 6 and found["mismatch"] < 1e-4
     assert found["rules"]["leave_one_out"]["signal_to_noise"]["value"] == pytest.approx(1.0)
     assert found["rules"]["gtpo (gamma 0.5)"]["rule"] == {"name": "gtpo", "gamma": 0.5}
     assert len(found["advice"]) >= 1

@@ -15,12 +15,11 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from rich.console import Console
 from torch.distributed.tensor import DTensor
-from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from mt_grpo.app.train import leave_group, run_training
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, RewardBatch, estimate
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.rewards import InformationGain, OutcomeReward, StateScore, TurnReward, reward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
@@ -54,7 +53,7 @@ SCENARIOS = {
         "use_vllm": True,  # the loss corrects for the engine, so there are old log-probs
         "beta": 0.1,
     },
-    "refused": {},
+    "wrong_trees": {},
     "bf16": {"bf16": True, "max_grad_norm": 1e9},  # gradients as they were reduced
     # of the first rank all conversations end before they branch, of the second none
     "branches": {"advantage_estimator": "branch_to_go", "branch_at": 1, "num_branches": 2, "max_steps": 1},
@@ -179,10 +178,9 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     if scenario == "adapter":
         adapter = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
     model = build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None)
-    if scenario == "refused":
-        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = ModernBertDecoderForCausalLM(
-            ModernBertDecoderConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes)
+    if scenario == "wrong_trees":  # it looks at a token's place in the row, which trees change
+        model.get_input_embeddings().register_forward_hook(
+            lambda module, inputs, output: output + 0.01 * torch.arange(output.size(1))[:, None]
         )
     if scenario == "reference":  # is loaded from where the policy came from
         model.config._name_or_path = str(Path(folder) / "model")
@@ -203,10 +201,9 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     )
     watch.trainer = trainer
     assert trainer.accelerator.num_processes == world
-    if scenario == "refused":
-        with pytest.raises(UnsupportedModelError, match="ModernBertDecoderForCausalLM .* nats"):
-            trainer.train()
-        torch.save({"requests": len(trainer.runner.engine.requests)}, Path(folder) / "result.pt")
+    if scenario == "wrong_trees":
+        trainer.train()
+        torch.save({"gave up": trainer.gave_up_trees, "forward": args.forward}, Path(folder) / "result.pt")
         return trainer.accelerator
     if scenario == "spoilt":
         if trainer.accelerator.process_index == 1:

@@ -72,8 +72,8 @@ def test_the_output_layer_learns_from_all_ranks(tmp_path):
     assert_the_same_is_learnt(one, two)
 
 
-def test_all_ranks_refuse_a_model_that_scores_trees_wrong(tmp_path):
-    assert run(tmp_path, 2, "refused", **SHARDED) == {"requests": 0}
+def test_all_ranks_train_padded_rows_where_trees_are_wrong(tmp_path):
+    assert run(tmp_path, 2, "wrong_trees", **SHARDED) == {"gave up": True, "forward": "padded"}
 
 
 @pytest.fixture(scope="module")
