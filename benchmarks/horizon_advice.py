@@ -23,7 +23,7 @@ import numpy as np
 from ablation_report import DOCS
 from common import RESULTS, machine
 from horizon import FOLDER, GROUP, RESULT, SEEDS, Job, Plan, build, jobs
-from horizon_report import behind, paired, share
+from horizon_report import LATER, behind, paired, share
 from horizon_task import ARMS, SCORES, SETTINGS
 from jobs import finished, prepare
 
@@ -71,7 +71,7 @@ def advise(setting: str, plan: Plan, model: Path) -> Row:
 
 def table(advice: Sequence[Row], runs: Sequence[Row]) -> list[str]:
     """The lines of the table, in Markdown."""
-    runs = [run for run in runs if run["arm"] not in SCORES]  # no rule that the advice compares
+    runs = [run for run in runs if run["arm"] not in LATER]
     lines = [
         "| setting | named | a step's cosine | ended | behind the best | order of arms |",
         "| --- | --- | --- | --- | --- | --- |",
