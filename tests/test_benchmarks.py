@@ -91,7 +91,11 @@ def test_a_server_ends_with_its_benchmark(how, tmp_path):
     assert len(started) == 3  # one watches
     for number in how:
         run.send_signal(number)
-    assert run.wait(60) == (128 + signal.SIGTERM if signal.SIGTERM in how else -signal.SIGKILL)
+    # the second signal may come while the process ends by the first
+    assert (
+        run.wait(60)
+        in {1: [128 + signal.SIGTERM, -signal.SIGKILL], 2: [128 + signal.SIGTERM, -signal.SIGTERM]}[len(how)]
+    )
     assert not psutil.wait_procs(started, 60)[1]
 
 
