@@ -31,14 +31,14 @@ def audit_conversations(trainer: MTGRPOEnvTrainer) -> dict[str, Any]:
     args, judged = trainer.args, trainer.batch
     weights = trainer.reward_weights.to(args.device)
     batch, _ = gather_rewards(judged.trajectories, judged.scores, weights, judged.group_size)
-    rule, options = args.advantage_estimator, {"turn_coef": args.turn_advantage_coef}
+    rule, options = trainer.credit_rule, {"turn_coef": args.turn_advantage_coef}
     options["scale_rewards"] = trainer.scale_rewards
     audit = audit_rewards(batch, estimate(rule, batch, **options))
     uncredited = uncredited_turn_rewards(rule, batch, **options)
     names = [reward["name"] for reward in trainer.step_log.records.rewards]
     record = as_record(audit, uncredited, names, trainer.step_log.warnings.causal)
     count, failed = len(judged.trajectories), sum(each.failed for each in judged.trajectories)
-    return {**record, "conversations": count, "failed": failed, "advice": says_uncredited(record, args)}
+    return {**record, "conversations": count, "failed": failed, "advice": says_uncredited(record, rule, args)}
 
 
 def find_in_conversations(trainer: MTGRPOEnvTrainer) -> list[Finding]:

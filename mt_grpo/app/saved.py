@@ -37,7 +37,7 @@ def save_conversations(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any], fold
     weights = trainer.reward_weights.to(args.device)
     rewards, _ = gather_rewards(judged.trajectories, judged.scores, weights, size, names=trainer.reward_func_names)
     credit = estimate_parts(
-        args.advantage_estimator, rewards, turn_coef=args.turn_advantage_coef, scale_rewards=trainer.scale_rewards
+        trainer.credit_rule, rewards, turn_coef=args.turn_advantage_coef, scale_rewards=trainer.scale_rewards
     )
     writer = RunWriter(folder)
     about = {**records.about, "group_size": size, "group_size_eval": size}

@@ -90,7 +90,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     evaluates = trainer.eval_dataset is not None
     summary_path = folder / "summary.json"
     summary = {
-        "advantage_estimator": args.advantage_estimator,
+        "advantage_estimator": trainer.credit_rule,
         "seed": args.seed,
         **({"before": {}, "after": {}} if evaluates else {}),
         "seconds": None,
@@ -153,7 +153,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     summary["findings"] = [finding.sentence for finding in find_in_run(run.rows, run.about)]
     audit = read_audit(folder)
     report.write_json(summary_path, summary if audit is None else {**summary, "audit": audit})
-    title = f"{rule_label(args.advantage_estimator)}, {summary['steps']} steps"
+    title = f"{rule_label(trainer.credit_rule)}, {summary['steps']} steps"
     report.plot(trainer.state.log_history, folder / "learning_curve.png", title)
     if evaluates:
         questions = summary["after"]["questions"]

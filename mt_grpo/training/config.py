@@ -9,7 +9,7 @@ from typing import Any
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 from trl import GRPOConfig
 
-from mt_grpo.credit import ADVANTAGE_ESTIMATORS, bind_rule, parse_rule, rule_name, splits_turns
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, Rule, bind_rule, parse_rule, rule_name, splits_turns
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.layout import KERNELS
@@ -74,7 +74,7 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         self._fill_in()
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # torch warns, since there is nothing to pin it for
-        self.check_credit()
+        self.check_credit(bool(self.turn_reward_funcs))
 
     def _fill_in(self) -> None:
         """
@@ -118,15 +118,22 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         """Whether the loss gives all tokens of a trajectory the mean of their advantages."""
         return self.importance_sampling_level == "sequence" and self.loss_type not in KEEPS_TURNS
 
-    def check_credit(self) -> None:
+    def credit_rule(self, has_turn_rewards: bool) -> Rule:
+        """The rule that a trainer with or without turn rewards follows."""
+        return chosen_rule(self.advantage_estimator, has_turn_rewards)
+
+    def check_credit(self, has_turn_rewards: bool) -> None:
         """
         Looks up the credit rule, and checks it against its options and the loss.
+
+        Args:
+            has_turn_rewards (`bool`): Whether turns are rewarded; this decides the rule where none is chosen.
 
         Raises:
             ConfigError: If there is no such rule, it does not take its options, or the loss takes away the credit that
                 it gives to turns.
         """
-        rule = chosen_rule(self.advantage_estimator, bool(self.turn_reward_funcs))
+        rule = self.credit_rule(has_turn_rewards)
         bind_rule(rule, turn_coef=self.turn_advantage_coef, scale_rewards=self.scale_rewards)
         name = rule_name(rule)
         if self.averages_turns and splits_turns(name):

@@ -17,14 +17,14 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 
-from mt_grpo.credit import estimate_parts, whole_rule
+from mt_grpo.credit import Rule, estimate_parts, whole_rule
 from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import source_of, tool_names
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.integrations.trl import Factory
-from mt_grpo.option_rules import check_eval_batch, chosen_rule
+from mt_grpo.option_rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.runlog.files import to_json
@@ -195,7 +195,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             args = MTGRPOConfig(f"{name}-MT-GRPO")
         args = widened(args)
         check_rollout_func(rollout_func)
-        args.check_credit()
         check_surroundings(args)
         if args.use_vllm:
             check_importance_sampling(args)
@@ -218,9 +217,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         check_prompts(train_dataset, eval_dataset, source.writes_prompts)
         turns = args.turn_reward_funcs if turn_reward_funcs is None else as_list(turn_reward_funcs)
         self.turn_reward_funcs = load_rewards(turns or [], "turn")
-        if args.advantage_estimator is None:
-            args.advantage_estimator = chosen_rule(None, bool(self.turn_reward_funcs))
-            args.check_credit()
+        args.check_credit(bool(self.turn_reward_funcs))
         outcomes = outcomes_of(reward_funcs, outcome_reward_funcs, args.outcome_reward_funcs)
         self.outcome_reward_funcs = load_rewards(with_models(outcomes, args), "outcome")
         self.state_scores = load_rewards([args.state_score] if args.state_score else [], "state")
@@ -268,6 +265,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._evaluation: EvaluationRows | None = None
         self._loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL's forward computes
         self._failed_batches = 0
+
+    @property
+    def credit_rule(self) -> Rule:
+        """The credit rule: that of `args`, or the default for the rewards there are."""
+        return self.args.credit_rule(bool(self.turn_reward_funcs))
 
     # Setting up
 
@@ -320,9 +322,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             "group_size": self.num_generations,
             "group_size_eval": self.num_generations_eval,
             "processes": self.accelerator.num_processes,
-            "estimator": self.args.advantage_estimator,
+            "estimator": self.credit_rule,
             "rule": whole_rule(
-                self.args.advantage_estimator,
+                self.credit_rule,
                 turn_coef=self.args.turn_advantage_coef,
                 scale_rewards=self.scale_rewards,
             ),
@@ -542,7 +544,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             names=self.reward_func_names,
         )
         batch.credit = estimate_parts(
-            self.args.advantage_estimator,
+            self.credit_rule,
             batch.rewards,
             turn_coef=self.args.turn_advantage_coef,
             scale_rewards=self.scale_rewards,

@@ -138,7 +138,7 @@ def test_training_takes_the_gain_as_a_turn_reward(build):
     trainer = build(rewards=GAIN, advantage_estimator="reward_to_go", gradient_checkpointing=True)
     before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
     trainer.train()
-    assert trainer.state.global_step == 2 and rule_name(trainer.args.advantage_estimator) == "reward_to_go"
+    assert trainer.state.global_step == 2 and rule_name(trainer.credit_rule) == "reward_to_go"
     assert any((weight != before[name]).any() for name, weight in trainer.model.named_parameters())
     counted = trainer.batch.rewards.turn_rewards
     assert counted.shape == (4, 3) and counted.isnan().sum() == 12 - 5

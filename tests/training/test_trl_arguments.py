@@ -229,7 +229,7 @@ def test_a_grpo_config_keeps_each_of_its_values(trainer, tmp_path):
     args = {"epsilon": 0.3, "temperature": 0.7, "top_p": None, "logging_steps": 3, "lr_scheduler_type": "cosine"}
     plain = GRPOConfig(str(tmp_path), **{**CPU_RUN, **args}, gradient_accumulation_steps=2)
     one = trainer(config=lambda folder, **options: plain)
-    assert isinstance(one.args, MTGRPOConfig) and one.args.advantage_estimator == "grpo_or"
+    assert isinstance(one.args, MTGRPOConfig) and one.credit_rule == "grpo_or"
     changed = {field.name for field in fields(plain) if getattr(plain, field.name) != getattr(one.args, field.name)}
     assert changed <= {"vllm_mode", "dataloader_pin_memory"}
     batch(one)
@@ -250,14 +250,23 @@ def test_a_grpo_config_is_held_to_the_same_rules(trainer, options, message):
 def test_outcomes_alone_are_credited_as_in_trl(trainer):
     for level in ("token", "sequence"):
         one = trainer(config=GRPOConfig, importance_sampling_level=level)
-        assert one.args.advantage_estimator == "grpo_or"
+        assert one.credit_rule == "grpo_or"
 
 
 def test_turn_rewards_are_credited_to_turns(trainer):
     one = trainer(turn_reward_funcs=["tool_execution_reward_func"])
-    assert one.args.advantage_estimator == {"name": "gtpo", "gamma": 0.5}
+    assert one.credit_rule == {"name": "gtpo", "gamma": 0.5}
     with pytest.raises(ConfigError, match="gtpo` gives to single turns is lost"):
         trainer(turn_reward_funcs=["tool_execution_reward_func"], importance_sampling_level="sequence")
+
+
+def test_options_of_one_run_do_not_decide_the_rule_of_the_next(trainer, tmp_path):
+    args = MTGRPOConfig(str(tmp_path), **CPU_RUN, max_completion_length=200)
+    outcomes = trainer(config=lambda folder, **options: args)
+    turns = trainer(config=lambda folder, **options: args, given={"turn_reward_funcs": ["tool_execution_reward_func"]})
+    assert (outcomes.credit_rule, turns.credit_rule) == ("grpo_or", {"name": "gtpo", "gamma": 0.5})
+    args.advantage_estimator = "leave_one_out"
+    assert outcomes.credit_rule == turns.credit_rule == "leave_one_out"
 
 
 def test_options_that_are_set_later_are_checked_too(trainer):

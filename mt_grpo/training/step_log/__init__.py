@@ -61,6 +61,7 @@ class StepLog(TrainerCallback):
         self.metrics = Metrics(weights, [reward.name for reward in rewards])
         self.table = Table(args, trackers)
         self._args, self._names = args, [reward.name for reward in rewards]
+        self._has_turn_rewards = bool(turn_rewards)
         self._evaluated = (-1, -1)  # step and number of the latest batch of an evaluation
         self.latest = Update()
         """The latest optimiser step, which may not be finished."""
@@ -88,7 +89,7 @@ class StepLog(TrainerCallback):
         if step.mode == "train":
             audit = audit_rewards(step.batch.rewards, step.batch.advantages)
             uncredited = uncredited_turn_rewards(
-                self._args.advantage_estimator,
+                self._args.credit_rule(self._has_turn_rewards),
                 step.batch.rewards,
                 turn_coef=self._args.turn_advantage_coef,
                 scale_rewards=self._args.scale_rewards,

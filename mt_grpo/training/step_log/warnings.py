@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from mt_grpo.credit import RewardBatch, bias_of_turn_coef, bind_rule, mt_grpo, rule_name, sums_turns
+from mt_grpo.credit import RewardBatch, Rule, bias_of_turn_coef, bind_rule, mt_grpo, rule_name, sums_turns
 from mt_grpo.rewards import RewardFunc, StateScore, TurnReward, score_cut
 from mt_grpo.runlog.findings import Counts, find, why_equal
 from mt_grpo.training.config import MTGRPOConfig
@@ -52,7 +52,7 @@ class Warnings:
         self._names = [reward.name for reward in rewards]
         self._about = {"tools": tools}
         self._of_turns = [reward for reward in rewards if isinstance(reward, TurnReward)]
-        needs_causal = not sums_turns(rule_name(args.advantage_estimator))
+        needs_causal = not sums_turns(rule_name(self._rule))
         self._uncut = [*(self._of_turns if needs_causal else []), *state_scores]
         self._to_cut = CUT
         self.causal: dict[str, bool] = {}
@@ -66,6 +66,10 @@ class Warnings:
         self._still = 0
         self._recent: deque[tuple[dict[str, Any], Counts]] = deque(maxlen=STILL)
         """Audits and conversations of the latest training batches."""
+
+    @property
+    def _rule(self) -> Rule:
+        return self._args.credit_rule(bool(self._of_turns))
 
     def begin(self) -> None:
         """Training begins, perhaps after one that was interrupted."""
@@ -120,7 +124,7 @@ class Warnings:
 
     def _find_bias(self, rewards: RewardBatch) -> None:
         rule, options = bind_rule(
-            self._args.advantage_estimator,
+            self._rule,
             turn_coef=self._args.turn_advantage_coef,
             scale_rewards=self._args.scale_rewards,
         )
@@ -135,7 +139,7 @@ class Warnings:
             )
 
     def _find_uncredited(self, audit: dict[str, Any]) -> None:
-        sentence = says_uncredited(audit, self._args)
+        sentence = says_uncredited(audit, self._rule, self._args)
         if sentence is not None and not self._said_uncredited and self._speaks:
             self._said_uncredited = True
             logger.warning(sentence)
@@ -170,7 +174,7 @@ class Warnings:
                 "turn rewards over the trajectory.",
                 name,
                 what,
-                rule_name(self._args.advantage_estimator),
+                rule_name(self._rule),
             )
 
     # Optimiser steps
@@ -210,19 +214,19 @@ class Warnings:
             )
 
 
-def says_uncredited(audit: dict[str, Any], args: MTGRPOConfig) -> str | None:
+def says_uncredited(audit: dict[str, Any], rule: Rule, args: MTGRPOConfig) -> str | None:
     """
     That the credit rule leaves turn rewards away from the turns that earned them, and the rule to take; `None` where
     it is less than a percent of them.
 
     Args:
         audit (`dict`): Of a batch, with the shares of `Uncredited`.
+        rule (`str` or `Mapping`): The credit rule.
         args (`MTGRPOConfig`): The run's options.
     """
     at_turn, up_to_turn = audit["uncredited_at_turn"], audit["uncredited_up_to_turn"]
     if at_turn is None or round(100 * at_turn) < 1:
         return None
-    rule = args.advantage_estimator
     _, options = bind_rule(rule, turn_coef=args.turn_advantage_coef, scale_rewards=args.scale_rewards)
     if options.get("turn_coef") == 0:
         take = "a `turn_advantage_coef` other than 0"
