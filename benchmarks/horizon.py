@@ -113,7 +113,7 @@ def run(job: Job, plan: Plan, model: Path) -> dict[str, Any]:
         history = [row for row in trainer.state.log_history if "reward" in row]
     return {
         **job._asdict(),
-        "right": [round(row["rewards/ShareRight/mean"], 5) for row in history],
+        "right": [round(row["rewards/ShareRight/mean"] or 0.0, 5) for row in history],
         "tokens": history[-1]["num_tokens"],
         "plan": plan._asdict(),
         "seconds": round(time.perf_counter() - began, 1),
