@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import shlex
 import shutil
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from support.agents import END, run_agent, sampled
 from support.conversations import user
 
-from mt_grpo.integrations.openai_api import Command, conversation
+from mt_grpo.integrations.openai_api import AgentClient, Command, conversation
 from mt_grpo.rollout import EngineError
 from mt_grpo.trajectory import StopReason
 
@@ -411,10 +410,6 @@ message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
 """
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
-
-
 def test_a_program_reaches_the_policy():
     program = script(ASK + "print('noise'); print(json.dumps({'answer': message['content'], 'n': row['number']}))")
     trajectories, _ = run_agent(program, answers, rows=[{}] * 3)
@@ -448,6 +443,20 @@ STUBBORN = (
 )
 
 
+def running(marker: str) -> list[psutil.Process]:
+    """Processes with a marker on their command line; this one may have others, which other tests have begun."""
+    found = psutil.process_iter(["cmdline"])
+    return [process for process in found if any(marker in word for word in process.info["cmdline"] or [])]
+
+
+def until_gone(marker: str) -> None:
+    """Waits for the system: it ends a process that is killed in its own time."""
+    deadline = time.monotonic() + 60.0
+    while (left := running(marker)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
+
+
 @pytest.mark.parametrize("end", ["import time; time.sleep(600)", "print(1.0, flush=True)", "raise SystemExit(3)"])
 def test_no_process_outlives_its_conversation(end, tmp_path):
     stubborn = f"{STUBBORN}  # {tmp_path}"  # the same test may run elsewhere on this machine
@@ -457,15 +466,31 @@ def test_no_process_outlives_its_conversation(end, tmp_path):
         f"child = subprocess.Popen([sys.executable, '-c', {stubborn!r}], stdout=subprocess.PIPE)\n"
         "assert child.stdout.readline() == b'up\\n'\n"
     )
-    before = {process.pid for process in psutil.process_iter()}
     (trajectory,), _ = run_agent(script(start + end), answers, idle_timeout=5.0 if "sleep" in end else 60.0)
-    gc.collect()
-    left = [process for process in psutil.process_iter(["pid", "cmdline"]) if process.pid not in before]
-    assert not [process for process in left if stubborn in (process.info["cmdline"] or [])]
     assert (trajectory.stop_reason is StopReason.ENV_DONE) == end.startswith("print")
+    until_gone(str(tmp_path))
 
 
-def test_a_program_that_writes_without_end_is_read_and_ended():
-    program = script("import sys\nwhile True: sys.stdout.write('x' * 10000)")
+def test_a_program_that_is_cancelled_while_it_starts_leaves_nothing(tmp_path):
+    began = tmp_path / "began"
+    program = Command(shlex.join(["bash", "-c", f"(exec -a {tmp_path} sleep 600) & touch {began}; wait"]))
+
+    async def cancelled() -> int:
+        conversation = asyncio.ensure_future(program({}, AgentClient("http://127.0.0.1:1/v1", "key", "s", print)))
+        while not (started := running(str(tmp_path))):
+            await asyncio.sleep(0)
+        while not began.exists():  # this loop stands still, as one does that other conversations keep busy
+            time.sleep(0.01)
+        conversation.cancel()
+        await asyncio.wait([conversation], timeout=60.0)
+        assert conversation.cancelled()
+        return started[0].pid
+
+    assert not psutil.pid_exists(asyncio.run(cancelled()))
+    until_gone(str(tmp_path))
+
+
+def test_a_program_that_writes_without_end_is_read_and_ended(tmp_path):
+    program = script(f"import sys  # {tmp_path}\nwhile True: sys.stdout.write('x' * 10000)")
     (trajectory,), _ = run_agent(program, answers, idle_timeout=0.5)
-    assert trajectory.stop_reason is StopReason.ENV_ERROR and not children()
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and not running(str(tmp_path))

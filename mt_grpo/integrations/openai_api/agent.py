@@ -114,13 +114,17 @@ class Command:
         """
         hosts = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), client.host]))
         variables = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key}
-        transport, process = await asyncio.get_running_loop().subprocess_exec(
-            _Process,
-            *self.arguments,
-            env={**os.environ, **variables, "no_proxy": hosts, "NO_PROXY": hosts},
-            start_new_session=True,
+        starting = asyncio.ensure_future(
+            asyncio.get_running_loop().subprocess_exec(
+                _Process,
+                *self.arguments,
+                env={**os.environ, **variables, "no_proxy": hosts, "NO_PROXY": hosts},
+                start_new_session=True,
+            )
         )
         try:
+            # asyncio ends a start that is cancelled without the processes that the program has begun by then
+            transport, process = await asyncio.shield(starting)
             stdin = transport.get_pipe_transport(0)
             assert isinstance(stdin, asyncio.WriteTransport)
             stdin.write(json.dumps(row, default=str).encode())
@@ -129,13 +133,8 @@ class Command:
             _kill(transport, signal.SIGKILL)  # processes that it left
             await _within(process.closed)
         finally:
-            try:
-                if not process.exited.is_set():
-                    _kill(transport, signal.SIGTERM)
-                    await _within(process.exited)
-            finally:  # even where this is cancelled once more
-                _kill(transport, signal.SIGKILL)
-                transport.close()
+            transport, process = await starting
+            await _end(transport, process)
         if transport.get_returncode() != 0:
             said = process.written[2].decode(errors="replace").strip()[-2000:]
             raise CommandError(f"{self.arguments[0]} ended with exit code {transport.get_returncode()}: {said}")
@@ -157,6 +156,20 @@ class _Process(asyncio.SubprocessProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed.set()
+
+
+async def _end(transport: asyncio.SubprocessTransport, process: _Process) -> None:
+    """Ends a program and what it has begun, and waits until it has ended, so that it is no process any more."""
+    try:
+        if not process.exited.is_set():
+            _kill(transport, signal.SIGTERM)
+            await _within(process.exited)
+    finally:  # even where this is cancelled once more
+        _kill(transport, signal.SIGKILL)
+        try:
+            await process.exited.wait()
+        finally:
+            transport.close()
 
 
 async def _within(event: asyncio.Event) -> None:
