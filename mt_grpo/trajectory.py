@@ -92,6 +92,11 @@ class Turn:
         mask (`list[int]`, *optional*): 1 for each sampled token that is trained, 0 for one that the environment took
             out; `None` where all are trained.
         start (`float`, *optional*): When the engine was asked, in seconds since 1970 (UTC).
+        follows (`int`, *optional*): The turn whose message its context goes on from, -1 for one that was begun anew;
+            `None` if it goes on from the turn before.
+        given (`list[dict]`): Messages of its context that stand behind that turn's and are no replies to it; of a
+            context that was begun anew, all of them.
+        tools (`list[dict]`, *optional*): Schemas of the tools that its context shows; `None` for the trajectory's.
     """
 
     index: int
@@ -110,6 +115,9 @@ class Turn:
     reward: float | None = None
     mask: list[int] | None = None
     start: float | None = None
+    follows: int | None = None
+    given: list[Message] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
 
     @property
     def text(self) -> str:
@@ -160,6 +168,7 @@ class Trajectory:
         start (`float`, *optional*): When it began, in seconds since 1970 (UTC).
         where (`str`, *optional*): Where the user's code raised that ended it, as `FILE, line N, in FUNCTION`.
         traceback (`str`, *optional*): The frames of their code, as Python shows them.
+        tools (`list[dict]`, *optional*): Schemas of the tools that the chat template showed to the model.
         environment (*optional*): The environment, while rewards may look at it; it is written nowhere.
         texts (`tuple[str, str]`, *optional*): Prompt and completion as text, for reward functions in TRL's form, where
             the row's prompt is text; written nowhere.
@@ -183,6 +192,7 @@ class Trajectory:
     start: float | None = None
     where: str | None = None
     traceback: str | None = None
+    tools: list[dict[str, Any]] | None = None
     environment: Any = field(default=None, repr=False, compare=False)
     texts: tuple[str, str] | None = field(default=None, repr=False, compare=False)
 
@@ -215,8 +225,8 @@ class Trajectory:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Trajectory:
-        """The inverse of `to_dict`."""
-        data = {name: value for name, value in data.items() if name != "messages"}  # they are in the turns
+        """The inverse of `to_dict`. Further fields, such as `messages` (they are in the turns), are passed over."""
+        data = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         data["turns"] = [
             Turn(**{**turn, "tool_calls": [ToolCall(**call) for call in turn["tool_calls"]]}) for turn in data["turns"]
         ]

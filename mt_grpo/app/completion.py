@@ -14,7 +14,7 @@ from mt_grpo.app.shipped import accelerate_configs, shipped
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 
-FORMS = ("jsonl", "dataset", "trackio", "openinference")
+FORMS = ("messages", "sharegpt", "dataset", "jsonl", "openinference", "trackio")
 """Those of `mt_grpo.runlog.export`, which takes longer to import than a shell should take to start."""
 
 SHELLS = ("bash", "zsh", "fish")
@@ -103,11 +103,14 @@ def command_line() -> argparse.ArgumentParser:
     for option in ("--port", "--filter"):
         view.add_argument(option)
     _completed(view.add_argument("--export"), shtab.FILE)
-    view.add_argument("--no_browser", action="store_true")
+    for flag in ("--no_browser", "--overwrite"):
+        view.add_argument(flag, action="store_true")
     export = commands.add_parser("export", help="export")
     _completed(export.add_argument("run"), shtab.DIRECTORY)
     export.add_argument("--to", choices=FORMS)
+    export.add_argument("--filter")
     _completed(export.add_argument("--output"), shtab.FILE)
+    export.add_argument("--overwrite", action="store_true")
     credit = commands.add_parser("credit", help="credit")
     _completed(credit.add_argument("run"), shtab.DIRECTORY)
     for option in ("--step", "--max_groups"):

@@ -15,11 +15,11 @@ from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.export import FORMS
 from mt_grpo.runlog.export import export as export_run
 from mt_grpo.viewer.export import export as export_page
-from mt_grpo.viewer.queries import Queries
+from mt_grpo.viewer.queries import Queries, selected
 from mt_grpo.viewer.server import PORT, Server
 
 VIEW = f"""usage: mt-grpo view RUN_DIR [--port N] [--no_browser]
-       mt-grpo view RUN_DIR --export FILE.html [--filter 'stop=timeout reward<0.5']
+       mt-grpo view RUN_DIR --export FILE.html [--filter 'stop=timeout reward<0.5'] [--overwrite]
 
 shows the conversations of a run, finished or not: what the agent did, and which credit it got
 
@@ -27,18 +27,23 @@ shows the conversations of a run, finished or not: what the agent did, and which
   --no_browser    open no browser
   --export FILE   write one file that opens without a server, instead of serving
   --filter TEXT   the conversations that the file gets, in the language of the page's filter
+  --overwrite     replace the file if it is there
 """
 
-EXPORT = """usage: mt-grpo export RUN --to FORM [--output PATH]
+EXPORT = """usage: mt-grpo export RUN --to FORM [--filter TEXT] [--output PATH] [--overwrite]
 
 writes the conversations of the run in the folder RUN (its `output_dir`) as FORM:
 
+  messages       a line per conversation with `messages` and `tools`, as TRL's trainers take them
+  sharegpt       a line per conversation with `conversations`, as LLaMA-Factory takes them
+  dataset        a folder for `datasets.load_dataset`, with `prompt`, `completion` and `tools`
   jsonl          a line per conversation, with its messages, token tree, log-probs and rewards
-  dataset        a folder for `datasets.load_dataset`
-  trackio        metrics and tables of conversations, for `trackio show`
   openinference  a trace per conversation in OTLP's JSON, with OpenInference's attributes
+  trackio        metrics and tables of conversations, for `trackio show`
 
-PATH is a file (jsonl, openinference) or a folder; where none is given, it is a place in RUN, and trackio's own folder
+  --filter TEXT  the conversations to write, in the language of the page's filter: 'mode=train right=1'
+  --output PATH  a file, or a folder for `dataset` and `trackio`; without it a place in RUN, and trackio's own folder
+  --overwrite    replace what is at PATH
 """
 
 
@@ -54,7 +59,7 @@ def view(arguments: list[str]) -> int:
         print(VIEW, end="")
         return 0
     folders, options = read_words(
-        "view", arguments, values=("--port", "--export", "--filter"), flags=("--no_browser",)
+        "view", arguments, values=("--port", "--export", "--filter"), flags=("--no_browser", "--overwrite")
     )
     if len(folders) != 1:
         raise ConfigError("`mt-grpo view` takes one folder, the `output_dir` of a run: `mt-grpo view runs/NAME`.")
@@ -64,7 +69,7 @@ def view(arguments: list[str]) -> int:
     queries = Queries(_opened(folders[0]))
     if "--export" in options:
         path = Path(options["--export"])
-        number = export_page(queries, path, options.get("--filter", ""))
+        number = export_page(queries, path, options.get("--filter", ""), "--overwrite" in options)
         print(f"{path}: {number} conversations, {path.stat().st_size / 1e6:.1f} MB")
         return 0
     with Server(queries, port) as server:
@@ -80,7 +85,7 @@ def view(arguments: list[str]) -> int:
 
 def export(arguments: list[str]) -> int:
     """
-    `mt-grpo export RUN --to FORM [--output PATH]`.
+    `mt-grpo export RUN --to FORM [--filter TEXT] [--output PATH] [--overwrite]`.
 
     Raises:
         UserError: If the arguments are wrong, or as `mt_grpo.runlog.export.export`.
@@ -88,10 +93,12 @@ def export(arguments: list[str]) -> int:
     if {"-h", "--help"}.intersection(arguments):
         print(EXPORT, end="")
         return 0
-    folders, options = read_words("export", arguments, values=("--to", "--output"))
+    folders, options = read_words("export", arguments, values=("--to", "--output", "--filter"), flags=("--overwrite",))
     if len(folders) != 1 or "--to" not in options:
         raise ConfigError(f"Write `mt-grpo export RUN --to FORM`, where FORM is one of {', '.join(FORMS)}.")
-    print(export_run(folders[0], options["--to"], options.get("--output")))
+    run = _opened(folders[0])
+    rows = selected(run, options.get("--filter", ""))
+    print(export_run(run, options["--to"], options.get("--output"), rows, "--overwrite" in options))
     return 0
 
 

@@ -166,6 +166,7 @@ class ConversationPolicy:
         self._most = 0  # tokens that a context may have
         self._cause = sampler.history  # of the next fork
         self._renderers: list[ChatRenderer] = []  # of each turn
+        self._past: tuple[int | None, list[Message]] = None, []  # `follows` and `given` of the next turn
         self.renderer: ChatRenderer
         self.ended: StopReason | None = None
         self.session = trajectory.session
@@ -255,6 +256,7 @@ class ConversationPolicy:
     async def _extended(self, history: History, messages: Sequence[Message], known: int) -> Context:
         """The context where messages go on from the latest turn: the first `known` end with that turn's message."""
         self._trajectory.turns[-1].replies = list(messages[known:])
+        self._past = None, []
         told = messages[known:] if self._sampler.history == "keep" else messages
         extend = partial(history.extend, self._trajectory, self._action, self._most)
         extension = await self._aside(told, extend)
@@ -268,9 +270,11 @@ class ConversationPolicy:
         """The context where messages do not go on from the latest turn: the first turn, or a rewritten past."""
         history = self._history = History(self.renderer, self._sampler.history, self._sampler.compact_every)
         first = not self._prompt_length
-        index, known = (-1, 0) if first or self._sampler.history != "keep" else self._transcript.longest(messages)
+        index, known = (-1, 0) if first else self._transcript.longest(messages)
         replies = messages[known:]
-        path = self._trajectory.tree.path_of_turn(index) if known else []  # empty where the turn is
+        self._past = (None, []) if first else (index, replies)
+        kept = known and self._sampler.history == "keep"
+        path = self._trajectory.tree.path_of_turn(index) if kept else []  # empty where the turn is
         if path and self._renderers[index] is self.renderer and all(reply["role"] != "assistant" for reply in replies):
             calls = messages[known - 1].get("tool_calls") or ()
             suffix = await self._aside(replies, partial(self.renderer.reply_ids, replies, path[-1], calls=calls))
@@ -305,12 +309,14 @@ class ConversationPolicy:
             added, path = words[len(written) :], self._trajectory.tree.path()
             if path[-1] in (*self.renderer.end_ids, self.renderer.tokenizer.eos_token_id):
                 path = path[:-1]
+            self._past = None, []
             if added:
                 self._trajectory.turns[-1].replies = [{**last, "content": added}]
             suffix = await self._encoded({**last, "content": added})
             context = self._rewritten(suffix, path + suffix)
         else:
             begun = await self._begun(before)
+            self._past = self._past[0], [*self._past[1], last]
             context = self._rewritten([], (begun.whole or begun.added) + await self._encoded(last))
         turn = await self._take(context, stop, max_tokens, protocol)
         self._transcript.add(before, 0, turn, {**turn.message, "content": words + turn.text})
@@ -374,7 +380,13 @@ class ConversationPolicy:
             seconds=time.perf_counter() - start,
             weight_version=sample.weight_version,
             start=asked,
+            follows=self._past[0],
+            given=self._past[1],
         )
+        if not index:
+            trajectory.tools = self.renderer.tools
+        elif self.renderer is not self._renderers[0]:
+            turn.tools = self.renderer.tools or []
         self._cause = self._sampler.history
         trajectory.turns.append(turn)
         self._renderers.append(self.renderer)

@@ -168,11 +168,22 @@ def _check_lists(
 
 
 def plain_trajectory(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    """`Trajectory.to_dict()` from a row of a file of conversations and the row of the index. Raises `Damage`."""
+    """
+    `Trajectory.to_dict()` from a row of a file of conversations and the row of the index, whose session it has.
+    Raises `Damage`.
+    """
     record = read_record(rollout, row)
+    record["session"], record["branch_of"] = row["session"], branch_of(record, row)
     whole = {**record, "tree": token_tree(rollout).to_dict()}
     names = [name for name in Trajectory.__dataclass_fields__ if name in whole]
     return {**{name: whole[name] for name in names}, "messages": messages_of(record)}
+
+
+def branch_of(record: dict[str, Any], row: dict[str, Any]) -> str | None:
+    """The session, as the index has it, of the conversation with which one shares its first turns."""
+    parent = record.get("branch_of")
+    # of the same batch: its number in it is the last part of both names
+    return parent and f"{row['session'].rpartition('-')[0]}-{parent.rpartition('-')[2]}"
 
 
 def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -403,6 +414,9 @@ class _Turn(TypedDict):
     observation_length: Whole
     seconds: Number
     start: Number | None
+    follows: NotRequired[Annotated[int, Field(ge=-1)] | None]
+    given: NotRequired[list[_Message]]
+    tools: NotRequired[list[dict[str, Any]] | None]
 
 
 @with_config(STRICT)
@@ -414,6 +428,8 @@ class _Record(TypedDict):
     rewards: dict[str, dict[str, Any]]
     seconds: Number
     start: Number | None
+    tools: NotRequired[list[dict[str, Any]] | None]
+    branch_of: NotRequired[str | None]
 
 
 LINES = {

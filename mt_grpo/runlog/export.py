@@ -1,16 +1,12 @@
-"""
-A run's conversations in the forms that other programs read. A trace is one of OpenTelemetry in OTLP's JSON encoding,
-with the attributes of OpenInference (https://github.com/Arize-ai/openinference/blob/main/spec).
-"""
+"""A run's conversations in the forms that other programs train on and look at."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
-import json
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,148 +17,278 @@ from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog.conversation import messages_of, words
 from mt_grpo.runlog.files import check_target, to_json, whole, written_whole
-from mt_grpo.runlog.reader import Run, open_run
+from mt_grpo.runlog.messages import Said
+from mt_grpo.runlog.reader import Run
 from mt_grpo.runlog.schema import MODES, ROW_GROUP
+from mt_grpo.runlog.traces import trace
 
 ROWS = 256
 """Conversations that are held in memory while a data set is written."""
 
-_MESSAGES = pa.list_(
-    pa.struct(
-        [
-            pa.field("role", pa.string()),
-            pa.field("content", pa.string()),
-            pa.field("tool_calls", pa.string()),
-            pa.field("tool_call_id", pa.string()),
-        ]
-    )
-)
+Row = dict[str, Any]
+
+_LISTS = ("prompt", "completion", "tools")
+"""Columns of a data set that are lists of objects, each with fields of its own."""
 
 
-def export(folder: str | Path, form: str, output: str | Path | None = None) -> str:
+def export(
+    run: Run,
+    form: str,
+    output: str | Path | None = None,
+    rows: Sequence[Row] | None = None,
+    overwrite: bool = False,
+) -> str:
     """
     Writes a run's conversations in another form. See `FORMS`.
 
     Args:
-        folder (`str` or `Path`): The run's `output_dir`.
+        run (`Run`): The run.
         form (`str`): One of `FORMS`.
         output (`str` or `Path`, *optional*): Where to; a place in the run's folder where none is given, and trackio's
             own folder for `trackio`.
+        rows (`list[dict]`, *optional*): The conversations, as rows of the index; all where left out.
+        overwrite (`bool`, *optional*): Whether to replace what stands there.
 
     Returns:
         `str`: What was written and where, in words.
 
     Raises:
-        UserError: If the form is unknown, the folder has no conversations, or the output is there already.
+        UserError: If the form is unknown, the run has no conversations, or the output is there already.
     """
     if form not in FORMS:
         raise UserError(f"The form {form!r} is unknown: give one of {', '.join(FORMS)}{did_you_mean(form, FORMS)}.")
-    run = open_run(folder)
+    rows = run.rows if rows is None else rows
     write, name = FORMS[form]
     if name is None:
-        return write(run, output)
+        return _log_to_trackio(run, output, rows)
     path = run.folder / name if output is None else Path(output)
     try:
         check_target(path)
-        if path.exists():
-            raise UserError(f"{path} is there already: remove it, or give another place with `--output`.")
+        if path.exists() and not overwrite:
+            raise UserError(
+                f"{path} is there already: give another place with `--output`, or `--overwrite` to replace it."
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as partial:
-            write(run, partial)
+            number = write(run, rows, partial)
+            if path.is_dir():
+                _remove_data_set(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
-    return f"{len(run.rows)} conversations in {path}"
+    return f"{number} in {path}"
 
 
-def _write_jsonl(run: Run, path: Path) -> None:
-    _write_lines(path, (to_json(record) for record in run.trajectories()))
+def lines(run: Run, form: str, rows: Sequence[Row]) -> Iterator[str]:
+    """The lines of a form that is a file of lines, of some rows of the index."""
+    for line in LINES[form](run, rows):
+        yield to_json(line) + "\n"
 
 
-def _write_openinference(run: Run, path: Path) -> None:
-    _write_lines(path, (json.dumps(trace(row, record, run)) for row, record in run.records()))
+def _write_lines(form: str) -> Callable[[Run, Sequence[Row], Path], str]:
+    def write(run: Run, rows: Sequence[Row], path: Path) -> str:
+        number = 0
+        # half a character, which an environment may write, as the escape that JSON has for it
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            for line in lines(run, form, rows):
+                file.write(line)
+                number += 1
+        return f"{number} conversation{'s' * (number != 1)}"
+
+    return write
 
 
-def _write_lines(path: Path, lines: Iterator[str]) -> None:
-    # half a character, which an environment may write, as the escape that JSON has for it
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(line + "\n" for line in lines)
+def _remove_data_set(folder: Path) -> None:
+    """Removes a folder that an export wrote, and nothing else."""
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    if not found <= {"data", *(f"data/{mode}-00000-of-00001.parquet" for mode in MODES)}:
+        raise UserError(f"{folder} has other files than an export writes: remove it, or give another place.")
+    shutil.rmtree(folder)
 
 
-def _write_dataset(run: Run, folder: Path) -> None:
+# Each conversation with what it earned
+
+
+def _whole(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
+    by_session = {row["session"]: row for row in rows}
+    weights = _weights(run)
+    for record in run.trajectories(rows):
+        row = by_session[record["session"]]
+        known = {name: row[name] for name in ("k", "member", "reward", "turn_rewards", "advantages")}
+        yield {**record, "group": _group(row), **known, "weights": weights}
+
+
+def _group(row: Row) -> str:
+    """A name that no other group of the run has."""
+    return f"{row['mode']}-{row['step']}-{row['k']}-{row['group']}"
+
+
+def _weights(run: Run) -> dict[str, float]:
+    return {reward["name"]: reward["weight"] for reward in run.about.get("rewards", [])}
+
+
+def _earned(run: Run, row: Row, said: Said, way: int, of: int) -> Row:
+    """What a way through a conversation is, and what was earned in it."""
+    return {
+        "session": row["session"],
+        "sequence": way,
+        "sequences": of,
+        **{name: row[name] for name in ("mode", "step", "member")},
+        "group": _group(row),
+        "stop_reason": row["stop"],
+        "reward": row["reward"],
+        "rewards": row["rewards"],
+        "weights": _weights(run),
+        **{name: row[name] and _of_turns(row[name], said.turns) for name in ("turn_rewards", "advantages")},
+    }
+
+
+def _of_turns(values: list[float | None], turns: list[int]) -> list[float | None]:
+    return [values[turn] for turn in turns if turn < len(values)]
+
+
+def _messages(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
+    kwargs = run.about.get("chat_template_kwargs")
+    for row, _, said in run.ways(rows):
+        for number, way in enumerate(said):
+            line: Row = {"messages": way.messages}
+            if way.tools:
+                line["tools"] = way.tools
+            if kwargs:
+                line["chat_template_kwargs"] = kwargs
+            yield {**line, **_earned(run, row, way, number, len(said))}
+
+
+SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
+
+
+def _sharegpt(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
+    for row, _, said in run.ways(rows):
+        for number, way in enumerate(said):
+            entries: list[dict[str, str]] = []
+            for message in way.messages:
+                _add_entries(entries, message)
+            line: Row = {"conversations": entries}
+            if entries and entries[0]["from"] == "system":
+                line = {"system": entries[0]["value"], "conversations": entries[1:]}
+            if way.tools:
+                line["tools"] = to_json([tool.get("function", tool) for tool in way.tools])
+            yield {**line, **_earned(run, row, way, number, len(said))}
+
+
+def _add_entries(entries: list[dict[str, str]], message: Row) -> None:
+    text = words(message)
+    thoughts = (message.get(name) for name in ("reasoning_content", "thinking", "reasoning"))
+    thought = next(filter(None, thoughts), None)
+    thinking = f"<think>\n{thought}\n</think>\n\n" if thought else ""
+    who = SHAREGPT.get(message["role"], message["role"])
+    calls = [call.get("function", call) for call in message.get("tool_calls", ())]
+    if who == "observation" and entries and entries[-1]["from"] == who:  # one entry for the results of a turn
+        entries[-1]["value"] += f"\n{text}"
+    elif text or not calls:
+        entries.append({"from": who, "value": thinking + text})
+        thinking = ""
+    if calls:
+        written = [{name: call.get(name) for name in ("name", "arguments")} for call in calls]
+        value = to_json(written[0] if len(written) == 1 else written)
+        entries.append({"from": "function_call", "value": thinking + value})
+
+
+def _traces(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
+    return (trace(row, record, run) for row, record in run.records(rows))
+
+
+def _write_dataset(run: Run, rows: Sequence[Row], folder: Path) -> str:
     """A folder that `datasets.load_dataset` reads, with a split for each mode."""
-    names = list(dict.fromkeys(name for row in run.rows for name in row["rewards"]))
+    names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
+    by_name = [pa.field(name, pa.float64()) for name in names]
     schema = pa.schema(
         [
             pa.field("session", pa.string()),
+            pa.field("sequence", pa.int32()),
+            pa.field("sequences", pa.int32()),
             pa.field("step", pa.int32()),
             pa.field("group", pa.string()),
             pa.field("member", pa.int32()),
-            pa.field("prompt", _MESSAGES),
-            pa.field("completion", _MESSAGES),
+            *(pa.field(name, pa.list_(pa.string())) for name in _LISTS),
             pa.field("answer", pa.string()),
             pa.field("stop_reason", pa.string()),
             pa.field("error", pa.string()),
             pa.field("reward", pa.float64()),
-            *([pa.field("rewards", pa.struct([(name, pa.float64()) for name in names]))] if names else []),
+            *([pa.field("rewards", pa.struct(by_name)), pa.field("weights", pa.struct(by_name))] if names else []),
             pa.field("turn_rewards", pa.list_(pa.float64())),
             pa.field("advantages", pa.list_(pa.float64())),
             pa.field("row", pa.string()),
         ]
     )
+    objects = {"feature": {"_type": "Json"}, "_type": "List"}
+    features = dict.fromkeys(_LISTS, objects) | {"row": {"_type": "Json"}}
+    about = {"huggingface": to_json({"info": {"features": features}})}
+    stored = pa.schema([_as_json(field) for field in schema], about)
     (folder / "data").mkdir(parents=True, exist_ok=True)
     writers: dict[str, pq.ParquetWriter] = {}
-    waiting: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    waiting: dict[str, list[Row]] = {mode: [] for mode in MODES}
+    number = 0
 
     def flush(split: str) -> None:
         if waiting[split]:
             if split not in writers:
                 path = folder / "data" / f"{split}-00000-of-00001.parquet"
-                writers[split] = pq.ParquetWriter(path, schema, compression="zstd")
-            writers[split].write_table(pa.Table.from_pylist(waiting[split], schema), row_group_size=ROW_GROUP)
+                writers[split] = pq.ParquetWriter(path, stored, compression="zstd")
+            table = pa.Table.from_pylist(waiting[split], schema)
+            columns = [
+                _json_array(column.combine_chunks(), field) for column, field in zip(table, stored, strict=True)
+            ]
+            writers[split].write_table(pa.table(columns, schema=stored), row_group_size=ROW_GROUP)
             waiting[split] = []
 
     try:
-        for row, record in run.records():
-            waiting[row["mode"]].append(_example(row, record))
-            if len(waiting[row["mode"]]) == ROWS:
-                flush(row["mode"])
+        for row, record, said in run.ways(rows):
+            for place, way in enumerate(said):
+                number += 1
+                waiting[row["mode"]].append(_example(run, row, record, way, place, len(said)))
+                if len(waiting[row["mode"]]) == ROWS:
+                    flush(row["mode"])
         for split in waiting:
             flush(split)
     finally:
         for writer in writers.values():
             writer.close()
+    return f"{number} conversation{'s' * (number != 1)}"
 
 
-def _example(row: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+def _as_json(field: pa.Field) -> pa.Field:
+    """As it is stored, in a type that Arrow cannot make of Python's lists itself."""
+    if field.name == "row":
+        return field.with_type(pa.json_())
+    return field.with_type(pa.list_(pa.json_())) if field.name in _LISTS else field
+
+
+def _json_array(array: pa.Array, field: pa.Field) -> pa.Array:
+    if field.type == pa.json_():
+        return pa.ExtensionArray.from_storage(field.type, array)
+    if field.type == pa.list_(pa.json_()):
+        values = pa.ExtensionArray.from_storage(pa.json_(), array.values)
+        return pa.ListArray.from_arrays(array.offsets, values, mask=array.is_null())
+    return array
+
+
+def _example(run: Run, row: Row, record: Row, said: Said, place: int, of: int) -> Row:
     return {
-        "session": row["session"],
-        "step": row["step"],
-        "group": f"{row['mode']}-{row['step']}-{row['k']}-{row['group']}",
-        "member": row["member"],
-        "prompt": list(map(_message, record["prompt"])),
-        "completion": list(map(_message, messages_of(record)[len(record["prompt"]) :])),
+        **_earned(run, row, said, place, of),
+        "prompt": _objects(said.messages[: said.prompt]),
+        "completion": _objects(said.messages[said.prompt :]),
+        "tools": _objects(said.tools) if said.tools else None,
         "answer": None if record["answer"] is None else whole(str(record["answer"])),
-        "stop_reason": row["stop"],
         "error": record["error"] and whole(record["error"]),
-        "reward": row["reward"],
-        "rewards": row["rewards"],
-        "turn_rewards": row["turn_rewards"],
-        "advantages": row["advantages"],
         "row": whole(to_json(record["row"])),
     }
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    return {
-        "role": message["role"],
-        "content": whole(words(message)),
-        "tool_calls": whole(to_json(calls)) if calls else None,
-        "tool_call_id": message.get("tool_call_id"),
-    }
+def _objects(values: Iterable[Any]) -> list[str]:
+    return [whole(to_json(value)) for value in values]
 
 
-def _log_to_trackio(run: Run, output: str | Path | None) -> str:
+def _log_to_trackio(run: Run, output: str | Path | None, rows: Sequence[Row]) -> str:
     """The metrics of each log step, and a table of each batch's conversations, as `report_to: trackio` sends them."""
     if importlib.util.find_spec("trackio") is None:
         raise UserError("`--to trackio` needs the package trackio: `pip install trackio`.")
@@ -179,11 +305,11 @@ def _log_to_trackio(run: Run, output: str | Path | None) -> str:
     )
     for line in run.metrics():
         trackio.log({_metric(name): value for name, value in line.items() if name != "step"}, step=line["step"])
-    for (step, mode), rows in _by_batch(run):
-        table = trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+    for (step, mode), shown in _by_batch(run, rows):
+        table = trackio.Table(columns=list(shown[0]), data=[list(row.values()) for row in shown])
         trackio.log({f"{mode}/conversations": table}, step=step)
     trackio.finish()
-    return f"{len(run.rows)} conversations in trackio, project mt-grpo, run {tracker.name}"
+    return f"{len(rows)} conversations in trackio, project mt-grpo, run {tracker.name}"
 
 
 def _metric(name: str) -> str:
@@ -191,10 +317,10 @@ def _metric(name: str) -> str:
     return f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"
 
 
-def _by_batch(run: Run) -> Iterator[tuple[tuple[int, str], list[dict[str, Any]]]]:
+def _by_batch(run: Run, rows: Sequence[Row]) -> Iterator[tuple[tuple[int, str], list[dict[str, Any]]]]:
     """Rows of the tables, by the number of steps that were taken and the mode."""
     batches: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for row, record in run.records():
+    for row, record in run.records(rows):
         step = row["step"] + (row["mode"] != "eval")
         shown = {
             "session": row["session"],
@@ -210,161 +336,29 @@ def _by_batch(run: Run) -> Iterator[tuple[tuple[int, str], list[dict[str, Any]]]
     yield from batches.items()
 
 
-FORMS: dict[str, tuple[Callable[..., Any], str | None]] = {
-    "jsonl": (_write_jsonl, "trajectories.jsonl"),
+LINES: dict[str, Callable[[Run, Sequence[Row]], Iterator[Row]]] = {
+    "messages": _messages,
+    "sharegpt": _sharegpt,
+    "jsonl": _whole,
+    "openinference": _traces,
+}
+"""The forms that are a file of lines: what each line holds."""
+
+FORMS: dict[str, tuple[Callable[[Run, Sequence[Row], Path], str], str] | tuple[None, None]] = {
+    "messages": (_write_lines("messages"), "messages.jsonl"),
+    "sharegpt": (_write_lines("sharegpt"), "sharegpt.jsonl"),
     "dataset": (_write_dataset, "dataset"),
-    "trackio": (_log_to_trackio, None),
-    "openinference": (_write_openinference, "openinference.jsonl"),
+    "jsonl": (_write_lines("jsonl"), "trajectories.jsonl"),
+    "openinference": (_write_lines("openinference"), "openinference.jsonl"),
+    "trackio": (None, None),
 }
 """
-Each form: the function that writes it, and its name in the run's folder.
+Each form: the function that writes it and says how many, and its name in the run's folder.
 
-- `jsonl`: a line per conversation, `Trajectory.to_dict()` with `step` and `mode`.
-- `dataset`: a folder for `datasets.load_dataset`.
-- `trackio`: metrics and tables of conversations.
+- `messages`: a line per conversation with `messages` and `tools`, as TRL's trainers take them.
+- `sharegpt`: a line per conversation with `conversations`, as LLaMA-Factory takes them.
+- `dataset`: a folder for `datasets.load_dataset`, with `prompt`, `completion` and `tools`.
+- `jsonl`: a line per conversation, `Trajectory.to_dict()` with what it earned.
 - `openinference`: a trace per conversation in OTLP's JSON, with attributes of OpenInference's conventions.
+- `trackio`: metrics and tables of conversations.
 """
-
-INTERNAL, OK, ERROR = 1, 1, 2
-"""OTLP's kind of a span, and codes of its status."""
-
-
-def trace(row: dict[str, Any], record: dict[str, Any], run: Run) -> dict[str, Any]:
-    """
-    The trace of a conversation: a span of kind `AGENT`, in it one of kind `LLM` per turn and `TOOL` per call.
-
-    Args:
-        row (`dict`): Its row of the index.
-        record (`dict`): Its `record`.
-        run (`Run`): Its run.
-
-    Returns:
-        `dict`: OTLP's `TracesData`; a trace's id depends on the run's folder name and the session alone.
-    """
-    spans = _Spans(f"{run.folder.resolve().name}/{row['session']}", record["start"] or 0.0)
-    known = {name: row[name] for name in ("mode", "step", "k", "group", "member", "reward", "rewards", "turn_rewards")}
-    agent = spans.add(
-        "conversation",
-        "AGENT",
-        record["start"],
-        record["seconds"],
-        record["error"],
-        {
-            "session.id": row["session"],
-            "input.value": row["prompt"],
-            "output.value": record["answer"],
-            "metadata": to_json(
-                {**known, "stop_reason": row["stop"], "advantages": row["advantages"], "row": record["row"]}
-            ),
-        },
-    )
-    model = run.about.get("model")
-    past = [_flat(message) for message in record["prompt"]]
-    for turn in record["turns"]:
-        message = _flat(turn["message"], turn["tool_calls"])
-        end = None if turn["start"] is None else turn["start"] + turn["seconds"]
-        spans.add(
-            f"turn {turn['index'] + 1}",
-            "LLM",
-            turn["start"],
-            turn["seconds"],
-            turn["error"],
-            {
-                "session.id": row["session"],
-                "llm.model_name": model,
-                "llm.token_count.prompt": turn["context_length"],
-                "llm.token_count.completion": turn["num_tokens"],
-                "llm.token_count.total": turn["context_length"] + turn["num_tokens"],
-                "metadata": to_json(
-                    {"advantage": row["advantages"] and row["advantages"][turn["index"]], "reward": turn["reward"]}
-                ),
-                **_numbered("llm.input_messages", past),
-                **_numbered("llm.output_messages", [message]),
-            },
-            agent,
-        )
-        for call in turn["tool_calls"]:
-            spans.add(
-                call["name"],
-                "TOOL",
-                call["start"] if call["start"] is not None else end,
-                call["seconds"],
-                call["error"],
-                {
-                    "session.id": row["session"],
-                    "tool.name": call["name"],
-                    "tool.parameters": to_json(call["arguments"]),
-                    "input.value": to_json(call["arguments"]),
-                    "input.mime_type": "application/json",
-                    "output.value": call["result"],
-                },
-                agent,
-            )
-        past += [message, *map(_flat, turn["replies"])]
-    resource = {"attributes": _attributes({"service.name": "mt-grpo", "openinference.project.name": "mt-grpo"})}
-    return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": {"name": "mt_grpo"}, "spans": spans}]}]}
-
-
-class _Spans(list[dict[str, Any]]):
-    """The spans of one trace."""
-
-    def __init__(self, name: str, start: float) -> None:
-        super().__init__()
-        self._name, self._start = name, start
-
-    def add(
-        self,
-        name: str,
-        kind: str,
-        start: float | None,
-        seconds: float,
-        error: str | None,
-        attributes: dict[str, Any],
-        parent: str | None = None,
-    ) -> str:
-        """Adds a span. Returns its id."""
-        start = self._start if start is None else start
-        identity = _hash(f"{self._name}/{len(self)}", 8)
-        span = {
-            "traceId": _hash(self._name, 16),
-            "spanId": identity,
-            "name": name,
-            "kind": INTERNAL,
-            "startTimeUnixNano": str(int(start * 1e9)),
-            "endTimeUnixNano": str(int((start + seconds) * 1e9)),
-            "attributes": _attributes({"openinference.span.kind": kind, **attributes}),
-            "status": {"code": OK} if error is None else {"code": ERROR, "message": whole(error)},
-        }
-        self.append(span if parent is None else {**span, "parentSpanId": parent})
-        return identity
-
-
-def _hash(text: str, size: int) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
-
-
-def _flat(message: dict[str, Any], calls: list[dict[str, Any]] | None = None) -> dict[str, str]:
-    flat = {"message.role": message["role"], "message.content": words(message)}
-    if message.get("tool_call_id"):
-        flat["message.tool_call_id"] = message["tool_call_id"]
-    for number, call in enumerate(calls or []):
-        prefix = f"message.tool_calls.{number}.tool_call"
-        flat[f"{prefix}.function.name"] = call["name"]
-        flat[f"{prefix}.function.arguments"] = to_json(call["arguments"])
-        if call["id"]:
-            flat[f"{prefix}.id"] = call["id"]
-    return flat
-
-
-def _numbered(prefix: str, messages: list[dict[str, str]]) -> dict[str, str]:
-    return {
-        f"{prefix}.{number}.{key}": value for number, message in enumerate(messages) for key, value in message.items()
-    }
-
-
-def _attributes(values: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _value(value)} for key, value in values.items() if value is not None]
-
-
-def _value(value: Any) -> dict[str, Any]:
-    return {"intValue": str(value)} if isinstance(value, int) else {"stringValue": whole(str(value))}

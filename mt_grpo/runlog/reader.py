@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import files, schema
 from mt_grpo.runlog.conversation import Damage, conversation, messages_of, misfit, plain_trajectory, read_record, words
 from mt_grpo.runlog.index import Index
+from mt_grpo.runlog.messages import Said, turn_texts, ways
 
 NUMBERS = {
     "step": np.int32,
@@ -189,28 +190,45 @@ class Run:
 
     def texts(self, start: int = 0) -> Iterator[tuple[str, str]]:
         """The session and the words of each conversation from `rows[start]` on, to search in; file by file."""
-        for row, record in self.records(start):
+        for row, record in self.records(self.rows[start:]):
             yield row["session"], "\n".join(words(message) for message in messages_of(record))
 
-    def records(self, start: int = 0) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """The rows from `rows[start]` on, each with its `record`: the conversation without its tokens."""
-        for row, data in self._in_files(self.rows[start:], ["session", "record"]):
+    def records(self, rows: Sequence[dict[str, Any]] | None = None) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each row, or each of some, with its `record`: the conversation without its tokens."""
+        for row, data in self._in_files(self.rows if rows is None else rows, ["session", "record"]):
             with self._naming_damage(row["file"]):
                 record = read_record(data, row)
             yield row, record
 
-    def trajectories(self, rows: list[dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
+    def trajectories(self, rows: Sequence[dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
         """
         Every conversation as `Trajectory.to_dict()` has it, with `step` and `mode` before, ordered as in the index; or
-        those of some of its rows, in their order.
+        those of some of its rows, in their order. `session` is the row's, which no other of the run has.
         """
         for row, data in self._in_files(self.rows if rows is None else rows, schema.ROLLOUTS.names):
             with self._naming_damage(row["file"]):
                 whole = plain_trajectory(data, row)
             yield {"step": row["step"], "mode": row["mode"], **whole}
 
+    def ways(
+        self, rows: Sequence[dict[str, Any]] | None = None
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any], list[Said]]]:
+        """
+        Each row, or each of some, with its `record` and each way through the conversation, as messages that the chat
+        template renders as the model saw them. See `mt_grpo.runlog.messages`.
+        """
+        template = files.read(self.folder, schema.TEMPLATE_FILE)
+        shows_calls = template is None or b"tool_calls" in template
+        tokenizer = None if shows_calls else self.tokenizer
+        columns = ["session", "record"] if tokenizer is None else schema.ROLLOUTS.names
+        for row, data in self._in_files(self.rows if rows is None else rows, columns):
+            with self._naming_damage(row["file"]):
+                record = read_record(data, row)
+                texts = None if tokenizer is None else turn_texts(data, tokenizer)
+            yield row, record, list(ways(record, texts))
+
     def _in_files(
-        self, rows: list[dict[str, Any]], columns: list[str]
+        self, rows: Sequence[dict[str, Any]], columns: list[str]
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Rows of the index with theirs of the files; rows of one row group lie next to each other."""
         at, table = None, []

@@ -30,6 +30,7 @@ FOLDER = "rollouts"
 INDEX = "index.jsonl"
 TOKENIZER = "tokenizer"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
+TEMPLATE_FILE = "tokenizer/chat_template.jinja"
 MODES = ("train", "eval", "discarded")
 VERSION = 1
 ROW_GROUP = 16

@@ -330,6 +330,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             ),
             "model": str(Path(self.model.config.name_or_path)),
             "tools": tool_names(self.env),
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
         self.step_log = StepLog(
             self.args,

@@ -24,7 +24,7 @@ class ExportError(UserError, ValueError):
     """The file cannot be written. The message is one sentence fit for the user."""
 
 
-def export(queries: Queries, path: Path, filter: str) -> int:
+def export(queries: Queries, path: Path, filter: str, overwrite: bool = False) -> int:
     """
     Writes the file. It has the overview of the whole run, the conversations that the filter lets through, the groups
     that these are of, and the comparison of the first and the last evaluation.
@@ -33,6 +33,7 @@ def export(queries: Queries, path: Path, filter: str) -> int:
         queries (`Queries`): The run.
         path (`Path`): The file.
         filter (`str`): In the language of `parse_filter`; empty for all conversations.
+        overwrite (`bool`, *optional*): Whether to replace a file.
 
     Returns:
         `int`: the number of conversations.
@@ -40,6 +41,9 @@ def export(queries: Queries, path: Path, filter: str) -> int:
     Raises:
         UserError: If the filter cannot be read, lets through none or too many, or the file cannot be written.
     """
+    check_target(path)
+    if path.exists() and not overwrite:
+        raise ExportError(f"{path} is there already: give another name, or `--overwrite` to replace it.")
     queries.answer("run", {})
     places = queries.select(filter).tolist()
     if not places:
@@ -50,7 +54,6 @@ def export(queries: Queries, path: Path, filter: str) -> int:
             "`--filter 'step>=40 reward<0.5'`."
         )
     data = _data(queries, places, filter)
-    check_target(path)
     try:
         with written_whole(path) as partial:
             partial.write_text(page(data), encoding="utf-8", errors="replace")

@@ -178,6 +178,23 @@ class Queries:
         return compare(self.columns, before, after)
 
 
+def selected(run: Run, text: str) -> list[dict[str, Any]]:
+    """
+    The rows of a run that a filter selects.
+
+    Raises:
+        UserError: If the filter cannot be read, or selects none.
+    """
+    if not text.strip():
+        return run.rows
+    columns = Columns()
+    columns.put(run.rows)
+    rows = [run.rows[place] for place in np.flatnonzero(columns.where(parse_filter(text))).tolist()]
+    if not rows:
+        raise BadQuestion(f"No conversation fulfils the filter {text!r}, so that there is nothing to write.")
+    return rows
+
+
 def as_json(answer: dict[str, Any]) -> bytes:
     """An answer as JSON, in ASCII where it has half a character or a number that 64 bits do not hold."""
     try:

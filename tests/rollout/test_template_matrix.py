@@ -8,7 +8,7 @@ from support.template_matrix import FAMILIES, PAGE, WORDS_ONLY, row, tokenizer_o
 from trl.chat_template_utils import supports_tool_calling
 
 from mt_grpo.envs.protocols import NativeProtocol
-from mt_grpo.rollout import ChatRenderer, RolloutRunner, TemplateError
+from mt_grpo.rollout import ChatRenderer, TemplateError
 from mt_grpo.rollout.token_row import token_row
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
@@ -46,18 +46,8 @@ def test_more_templates_take_tools_than_trl_says():
 
 
 def conversation(family: str, scenario: str, policy: str = "keep"):
-    """A run's trajectory, runner and requests."""
-    trajectories = []
-
-    class Kept(RolloutRunner):
-        async def run(self, *arguments, **options):
-            trajectories.extend(await super().run(*arguments, **options))
-            return trajectories
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template_matrix, "RolloutRunner", Kept)
-        seen = template_matrix.run(family, scenario, policy)
-    return trajectories[0], seen
+    """A conversation, and what the model saw in it."""
+    return template_matrix.sampled(family, scenario, policy)[0], template_matrix.run(family, scenario, policy)
 
 
 def test_the_past_ends_in_the_token_of_the_past():

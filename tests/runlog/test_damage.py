@@ -68,7 +68,7 @@ def everything(folder: Path, output: Path | None = None) -> list[Any]:
     take(lambda: list(run.trajectories()))
     take(lambda: list(run.texts()))
     take(lambda: [run.column(name).tolist() for name in ("reward", "row")])
-    for form in ("jsonl", "openinference", "dataset") if output else ():
+    for form in ("jsonl", "openinference", "messages", "dataset") if output else ():
         take(lambda form=form: exported(folder, form, output))
     return found
 
@@ -82,7 +82,7 @@ def exported(folder: Path, form: str, output: Path) -> Any:
 
     target = output / f"{form}-{random.getrandbits(64)}"
     try:
-        export(folder, form, target)
+        export(open_run(folder), form, target)
         return sorted(path.read_bytes() for path in [target, *target.rglob("*")] if path.is_file())
     finally:
         assert not [path for path in output.iterdir() if path.name.endswith(".partial")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from base64 import b64encode
@@ -16,7 +17,8 @@ from support.runs import HOSTILE, REWARDS, write_run
 
 from mt_grpo.cli import main
 from mt_grpo.runlog import Batch, RunWriter, open_run
-from mt_grpo.trajectory import StopReason, Trajectory
+from mt_grpo.runlog.export import FORMS
+from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 TRACKIO = """
 import sys
@@ -44,10 +46,15 @@ def export(folder: Path, form: str, output: Path) -> Path:
 def test_jsonl_holds_whole_trajectories(folder, tmp_path, capsys):
     lines = export(folder, "jsonl", tmp_path / "a" / "all.jsonl").read_text().splitlines()
     assert capsys.readouterr().out == f"56 conversations in {tmp_path}/a/all.jsonl\n"
-    assert [json.loads(line) for line in lines] == list(open_run(folder).trajectories())
-    record = json.loads(lines[-1])
-    assert (record.pop("step"), record.pop("mode")) == (3, "eval")
-    assert Trajectory.from_dict(record).to_dict() == record
+    run, records = open_run(folder), [json.loads(line) for line in lines]
+    for row, record, whole in zip(run.rows, records, run.trajectories(), strict=True):
+        assert {name: record[name] for name in whole} == whole
+        assert Trajectory.from_dict(record).to_dict().items() <= record.items()
+        for name in ("session", "mode", "step", "k", "member", "reward", "turn_rewards", "advantages"):
+            assert record[name] == row[name], name
+        assert record["weights"] == {reward["name"]: reward["weight"] for reward in REWARDS}
+    assert len({record["session"] for record in records}) == 56
+    assert len({record["group"] for record in records}) == 4 * (3 + 1 + 1)
 
 
 def test_datasets_loads_a_data_set_of_it(folder, tmp_path):
@@ -62,7 +69,7 @@ def test_datasets_loads_a_data_set_of_it(folder, tmp_path):
         whole = run.trajectory(row["session"])
         said = [message["content"] for message in (*example["prompt"], *example["completion"])]
         assert said == [message["content"] for message in (*whole["prompt"], *_after(whole))]
-        assert json.loads(example["row"]) == whole["row"] and example["stop_reason"] == whole["stop_reason"]
+        assert example["row"] == whole["row"] and example["stop_reason"] == whole["stop_reason"]
     assert len({example["group"] for example in loaded["train"]}) == 12
 
 
@@ -155,7 +162,10 @@ def test_trackio_has_metrics_and_conversations(folder, tmp_path):
 
 
 def test_words_that_no_file_can_hold_do_not_end_an_export(tmp_path):
-    made = Trajectory([{"role": "user", "content": "half \ud800"}], stop_reason=StopReason.ENV_ERROR, error="\udc00")
+    said = Turn(0, {"role": "assistant", "content": "half \ud800"})
+    made = Trajectory(
+        [{"role": "user", "content": "half \ud800"}], [said], stop_reason=StopReason.ENV_ERROR, error="\udc00"
+    )
     writer = RunWriter(tmp_path)
     writer.append(writer.write(Batch("train", 0, 0, 1, [0], [made], REWARDS)))
     assert json.loads(export(tmp_path, "jsonl", tmp_path / "a.jsonl").read_text())["error"] == "\udc00"
@@ -169,13 +179,16 @@ def test_words_that_no_file_can_hold_do_not_end_an_export(tmp_path):
     [
         (
             "RUN --to jsnl",
-            "The form 'jsnl' is unknown: give one of jsonl, dataset, trackio, openinference; the nearest",
+            "The form 'jsnl' is unknown: give one of messages, sharegpt, dataset, jsonl, openinference, trackio; the",
         ),
         ("RUN --too jsonl", "`mt-grpo export` has no option --too; the nearest is '--to'."),
         ("RUN --to", "`mt-grpo export` needs a value after `--to`."),
-        ("RUN", "Write `mt-grpo export RUN --to FORM`, where FORM is one of jsonl, dataset, trackio, openinference."),
+        ("RUN", "Write `mt-grpo export RUN --to FORM`, where FORM is one of messages, sharegpt, dataset, jsonl,"),
         ("RUN RUN --to jsonl", "Write `mt-grpo export RUN --to FORM`"),
-        ("RUN --to jsonl --output RUN", "is there already: remove it, or give another place with `--output`."),
+        ("RUN --to jsonl --output RUN", "is there already: give another place with `--output`, or `--overwrite` to"),
+        ("RUN --to dataset --output RUN --overwrite", "has other files than an export writes: remove it, or give"),
+        ("RUN --to jsonl --filter rewrd<1", "There is no column 'rewrd'; the nearest is 'reward'."),
+        ("RUN --to jsonl --filter reward>99", "No conversation fulfils the filter 'reward>99', so that there is"),
         ("nowhere --to jsonl", "There is no folder nowhere: name the `output_dir` of a run."),
         (". --to jsonl", ". is not the folder of a run: name its `output_dir`, which has `metrics.jsonl`."),
         ("RUN --to jsonl --output /dev/null/a", "/dev/null/a cannot be written: "),
@@ -196,7 +209,7 @@ def test_what_cannot_be_exported_is_refused(folder, tmp_path, monkeypatch, capsy
 def test_help_names_every_form(capsys):
     assert main(["export", "--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"\n  {form}" in printed for form in ("jsonl", "dataset", "trackio", "openinference"))
+    assert all(f"\n  {form}" in printed for form in FORMS)
 
 
 RECORDS = (Path(__file__).parents[2] / "docs" / "records.md").read_text()
@@ -206,9 +219,9 @@ def test_documented_commands_work(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "runs" / "NAME", steps=1)
     monkeypatch.chdir(tmp_path)
     commands = [line.strip() for line in RECORDS.splitlines() if line.startswith("    mt-grpo export ")]
-    assert [command.split()[4] for command in commands] == ["jsonl", "dataset", "openinference", "trackio"]
-    for command in commands[:3]:  # trackio's has a test of its own
-        assert main(command.split()[1:]) == 0
+    assert [command.split()[4] for command in commands] == [*FORMS, "messages"]
+    for command in (*commands[:5], commands[-1]):  # trackio's has a test of its own
+        assert main(shlex.split(command)[1:]) == 0
         assert Path(capsys.readouterr().out.split(" in ")[1].strip()).exists()
 
 

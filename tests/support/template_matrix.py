@@ -21,7 +21,7 @@ from trl import chat_template_utils as trl
 
 from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rollout import ChatRenderer, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.trajectory import StopReason
+from mt_grpo.trajectory import StopReason, Trajectory
 from support.conversations import template_tokenizer
 from support.models import TEMPLATES
 
@@ -319,8 +319,8 @@ class Seen(NamedTuple):
     """Contents of the replies to each turn."""
 
 
-def run(family: str, scenario: str, policy: str) -> Seen:
-    """One conversation, sampled by script; which the template can hold."""
+def sampled(family: str, scenario: str, policy: str) -> tuple[Trajectory, ScriptedEngine]:
+    """One conversation, sampled by script, and the engine that was asked for it."""
     tokenizer, env, turns = tokenizer_of(family), Exchange(scenario), turns_of(scenario, family)
     renderer = renderer_of(family, env.words)
     header = ""
@@ -335,6 +335,14 @@ def run(family: str, scenario: str, policy: str) -> Seen:
     runner = RolloutRunner(env, engine, history=policy, compact_every=2 if policy == "compact" else None)
     (trajectory,) = asyncio.run(runner.run([RolloutRequest(ASKED, "0")], SamplingParams()))
     assert trajectory.error is None, trajectory.error
+    return trajectory, engine
+
+
+def run(family: str, scenario: str, policy: str) -> Seen:
+    """What the model saw in one conversation, which the template can hold."""
+    tokenizer, env, turns = tokenizer_of(family), Exchange(scenario), turns_of(scenario, family)
+    renderer = renderer_of(family, env.words)
+    trajectory, engine = sampled(family, scenario, policy)
     samples = [sample.ids for _, _, sample in engine.requests]
     assert len(samples) == 4, [turn.message for turn in trajectory.turns]
     for turn, ids in zip(trajectory.turns, samples, strict=True):
