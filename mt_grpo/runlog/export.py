@@ -59,7 +59,7 @@ def export(
         raise UserError(f"The form {form!r} is unknown: give one of {', '.join(FORMS)}{did_you_mean(form, FORMS)}.")
     rows = run.rows if rows is None else rows
     write, name = FORMS[form]
-    if name is None:
+    if write is None or name is None:
         return _log_to_trackio(run, output, rows)
     path = run.folder / name if output is None else Path(output)
     try:
@@ -180,7 +180,7 @@ def _add_entries(entries: list[dict[str, str]], message: Row) -> None:
     thoughts = (message.get(name) for name in ("reasoning_content", "thinking", "reasoning"))
     thought = next(filter(None, thoughts), None)
     thinking = f"<think>\n{thought}\n</think>\n\n" if thought else ""
-    who = SHAREGPT.get(message["role"], message["role"])
+    who: str = SHAREGPT.get(message["role"]) or message["role"]
     calls = [call.get("function", call) for call in message.get("tool_calls", ())]
     if who == "observation" and entries and entries[-1]["from"] == who:  # one entry for the results of a turn
         entries[-1]["value"] += f"\n{text}"
@@ -344,7 +344,7 @@ LINES: dict[str, Callable[[Run, Sequence[Row]], Iterator[Row]]] = {
 }
 """The forms that are a file of lines: what each line holds."""
 
-FORMS: dict[str, tuple[Callable[[Run, Sequence[Row], Path], str], str] | tuple[None, None]] = {
+FORMS: dict[str, tuple[Callable[[Run, Sequence[Row], Path], str] | None, str | None]] = {
     "messages": (_write_lines("messages"), "messages.jsonl"),
     "sharegpt": (_write_lines("sharegpt"), "sharegpt.jsonl"),
     "dataset": (_write_dataset, "dataset"),

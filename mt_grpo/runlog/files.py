@@ -121,7 +121,7 @@ def _reason(error: Exception) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
-def to_json(record: dict[str, Any], **options: Any) -> str:
+def to_json(record: dict[str, Any] | list[Any], **options: Any) -> str:
     """
     A record as JSON. NaN and infinity become `null`, since JSON lacks them. A value without a JSON form becomes its
     text.
