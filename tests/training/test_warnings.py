@@ -149,6 +149,10 @@ def test_turn_rewards_without_credit_are_said_once(build, caplog, tmp_path):
             ": take a `turn_advantage_coef` other th",
         ),
         (
+            {"advantage_estimator": {"name": "reward_to_go", "turn_coef": 0.0}},
+            ": take a `turn_coef` other than 0.",
+        ),
+        (
             {"advantage_estimator": "grpo_or", "importance_sampling_level": "sequence"},
             ": take `advantage_estimator: leave_one_out`.",
         ),

@@ -229,7 +229,8 @@ def says_uncredited(audit: dict[str, Any], rule: Rule, args: MTGRPOConfig) -> st
         return None
     _, options = bind_rule(rule, turn_coef=args.turn_advantage_coef, scale_rewards=args.scale_rewards)
     if options.get("turn_coef") == 0:
-        take = "a `turn_advantage_coef` other than 0"
+        field = "turn_advantage_coef" if args.turn_advantage_coef == 0 else "turn_coef"
+        take = f"a `{field}` other than 0"
     elif args.averages_turns:
         take = "`advantage_estimator: leave_one_out`"
     else:
