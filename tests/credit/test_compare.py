@@ -80,6 +80,15 @@ def test_what_is_shown_behind_is_behind(name):
     assert found.behind("grpo_or", found.best)
 
 
+def test_what_noise_tells_apart_is_not_shown_behind():
+    """Each of two rules is the truth and noise of its own, and neither points better."""
+    draws = torch.Generator().manual_seed(0)
+    truth = torch.ones(40, 8)
+    rules = {name: truth + torch.randn(40, 8, generator=draws) for name in ("one", "other")}
+    found = compare_rules(rules, truth, groups_per_step=8)
+    assert not found.behind("one", "other") and not found.behind("other", "one")
+
+
 def test_intervals_of_few_groups_hold_the_truth():
     """95 % intervals from 24 groups, over 60 batches of them; those of cosines near 1 end at 1."""
     exact, reference = enumerated("skills", "mt_grpo"), enumerated("skills", "leave_one_out")
