@@ -15,6 +15,7 @@ from mt_grpo.credit.rule import (
     get_estimator,
     in_parts,
     rule_label,
+    rule_says,
     splits_turns,
     sums_turns,
     whole_rule,
@@ -71,6 +72,7 @@ __all__ = [
     "sums_turns",
     "turn_gae",
     "uncredited_turn_rewards",
+    "rule_says",
     "whole_rule",
     "without_signal",
 ]

@@ -193,6 +193,12 @@ def whole_rule(rule: Rule, *, turn_coef: float | None, scale_rewards: str) -> di
     return {"name": rule_name(rule), **defaults, **given}
 
 
+def rule_says(rule: Rule) -> str | None:
+    """The first paragraph of a rule's docstring on one line; `None` where it has none."""
+    text = inspect.getdoc(get_estimator(rule_name(rule)))
+    return None if not text else " ".join(text.split("\n\n")[0].split())
+
+
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 

@@ -100,7 +100,7 @@ def conversation(
     return {
         "index": row,
         **record,
-        "weights": _json("weights", rollout["weights"]),
+        "weights": read_weights(rollout),
         "nodes": nodes,
         "tokens": tokens,
         "updates": shown,
@@ -134,6 +134,12 @@ def read_record(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
+def read_weights(rollout: dict[str, Any]) -> dict[str, float]:
+    """The weight of each reward, of a row of a file of conversations. Raises `Damage` if it has none."""
+    weights: dict[str, float] = _json("weights", rollout["weights"])
+    return weights
+
+
 def _json(name: str, text: Any) -> Any:
     try:
         value = json.loads(text)
@@ -152,19 +158,26 @@ def _check_lists(
     updates: list[dict[str, Any]],
 ) -> None:
     turns = max([len(record["turns"]), *(node.turn + 1 for node in tree.nodes)])
-    advantages = [values for values in (credit and credit["advantages"], row["advantages"]) if values is not None]
-    if any(len(values) < turns for values in advantages):
+    if row["advantages"] is not None and len(row["advantages"]) < turns:
         raise Damage("there are fewer advantages than turns")
-    for part in (credit or {}).get("parts") or []:
+    if credit is not None:
+        check_credit(credit, turns)
+    for update in updates:
+        lists = [update[name] for name in ("columns", "difference", "entropies", "ratios", "clipped")]
+        if any(values is None or None in values or len(values) != len(lists[0]) for values in lists):
+            raise Damage("the numbers of an update are not one per token")
+
+
+def check_credit(credit: dict[str, Any], turns: int) -> None:
+    """Raises `Damage` if a row of a file of credit has fewer numbers than a conversation has turns."""
+    if credit["advantages"] is None or len(credit["advantages"]) < turns:
+        raise Damage("there are fewer advantages than turns")
+    for part in credit.get("parts") or []:
         if part is None or part["name"] is None or part["values"] is None or None in part["values"]:
             raise Damage("the parts of its advantages have gaps")
         scales = part["values"] if part["scales"] is None else part["scales"]
         if min(len(part["values"]), len(scales)) < turns:
             raise Damage("there are fewer parts of advantages than turns")
-    for update in updates:
-        lists = [update[name] for name in ("columns", "difference", "entropies", "ratios", "clipped")]
-        if any(values is None or None in values or len(values) != len(lists[0]) for values in lists):
-            raise Damage("the numbers of an update are not one per token")
 
 
 def plain_trajectory(rollout: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ is the CRC-32 of the line's bytes before `,"crc":`, as eight hexadecimal digits.
 | | `rewards` | list | of `{"name", "kind": "turn" or "outcome", "weight", "maximum"}` |
 | | `estimator` | str or dict | the credit rule, as it was given |
 | | `rule` | dict | its `name` and every option that it is called with; old indices lack it |
+| | `rule_says` | str or null | the first paragraph of its docstring; old indices lack it |
 | | `model` | str | name or folder of the model |
 | | `tools` | list of str | names of the tools that are known at the start; old indices lack it |
 | | `chat_template_kwargs` | dict | variables of the chat template; old indices lack it |

@@ -19,7 +19,17 @@ from tokenizers import Tokenizer
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import files, schema
-from mt_grpo.runlog.conversation import Damage, conversation, messages_of, misfit, plain_trajectory, read_record, words
+from mt_grpo.runlog.conversation import (
+    Damage,
+    check_credit,
+    conversation,
+    messages_of,
+    misfit,
+    plain_trajectory,
+    read_record,
+    read_weights,
+    words,
+)
 from mt_grpo.runlog.index import Index
 from mt_grpo.runlog.messages import Said, turn_texts, ways
 
@@ -227,18 +237,41 @@ class Run:
                 texts = None if tokenizer is None else turn_texts(data, tokenizer)
             yield row, record, list(ways(record, texts))
 
+    def credited(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """
+        What the credit rule had and gave, of some rows of the index, without tokens.
+
+        Args:
+            rows (`list[dict]`): The rows, with credit.
+
+        Returns:
+            `list[dict]`: Of each row `record`, `weights` of rewards by name, and `advantages` and `parts` of `CREDIT`.
+        """
+        rollouts = self._in_files(rows, ["session", "weights", "record"])
+        credits = self._in_files(rows, schema.CREDIT.names, schema.CREDIT)
+        found = []
+        for (row, rollout), (_, credit) in zip(rollouts, credits, strict=True):
+            with self._naming_damage(row["file"]):
+                record, weights = read_record(rollout, row), read_weights(rollout)
+            with self._naming_damage(row["credit_file"]):
+                check_credit(credit, len(record["turns"]))
+            parts = credit.get("parts") or []
+            found.append({"record": record, "weights": weights, "advantages": credit["advantages"], "parts": parts})
+        return found
+
     def _in_files(
-        self, rows: Sequence[dict[str, Any]], columns: list[str]
+        self, rows: Sequence[dict[str, Any]], columns: list[str], known: pa.Schema = schema.ROLLOUTS
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Rows of the index with theirs of the files; rows of one row group lie next to each other."""
+        of_file, of_row = ("credit_file", "credit_row") if known is schema.CREDIT else ("file", "row")
         at, table = None, []
         for row in rows:
-            group, place = divmod(row["row"], schema.ROW_GROUP)
-            if (row["file"], group) != at:
-                at = row["file"], group
-                with self._naming_damage(row["file"]):
-                    table = self._read_group(row["file"], group, schema.ROLLOUTS, columns).to_pylist()
-            yield row, self._of_session(table, place, row["file"], row["session"])
+            file, (group, place) = row[of_file], divmod(row[of_row], schema.ROW_GROUP)
+            if (file, group) != at:
+                at = file, group
+                with self._naming_damage(file):
+                    table = self._read_group(file, group, known, columns).to_pylist()
+            yield row, self._of_session(table, place, file, row["session"])
 
     def _read(self, name: str, row: int, session: str, columns: pa.Schema) -> dict[str, Any]:
         group, place = divmod(row, schema.ROW_GROUP)

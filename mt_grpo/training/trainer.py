@@ -17,7 +17,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 
-from mt_grpo.credit import Rule, estimate_parts, whole_rule
+from mt_grpo.credit import Rule, estimate_parts, rule_says, whole_rule
 from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import source_of, tool_names
@@ -328,6 +328,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 turn_coef=self.args.turn_advantage_coef,
                 scale_rewards=self.scale_rewards,
             ),
+            "rule_says": rule_says(self.credit_rule),
             "model": str(Path(self.model.config.name_or_path)),
             "tools": tool_names(self.env),
             "chat_template_kwargs": self.chat_template_kwargs,

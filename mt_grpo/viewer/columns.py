@@ -32,7 +32,7 @@ TEXTS = ("mode", "stop", "prompt", "answer", "error", "session")
 """Columns of text."""
 
 SPREAD = "spread"
-"""Standard deviation of the reward within the group. A group with 0 teaches nothing."""
+"""Standard deviation (n − 1, as credit rules have it) of the reward in the group. A group with 0 teaches nothing."""
 
 REWARD = "rewards/"
 """Comes before the name of a reward, to make the name of its column."""
@@ -195,7 +195,7 @@ class Columns:
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = total / count
             square = np.bincount(groups, np.where(there, (reward - mean[groups]) ** 2, 0.0))
-            spread = np.sqrt(square / count)
+            spread = np.sqrt(square / (count - 1))
         spread = np.where(spread < 1e-9, 0.0, spread)
         return np.where(count < 2, np.nan, spread)[groups]  # one reward has nothing to differ from
 

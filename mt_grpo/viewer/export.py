@@ -127,7 +127,7 @@ def _data(queries: Queries, places: list[int], filter: str) -> dict[str, Any]:
     answers: dict[str, dict[str, Any]] = {"run": {"": queries.answer("run", {})}}
     for name in ("overview", "lost"):
         answers[name] = {"": queries.answer(name, {})}
-    for name, keys in (("trajectory", ("session",)), ("group", ("mode", "step", "k", "group"))):
+    for name, keys in (("trajectory", ("session",)), ("why", ("session",)), ("group", ("mode", "step", "k", "group"))):
         answers[name] = {}
         for row in rows:
             asked = {key: str(row[key]) for key in keys}

@@ -17,6 +17,7 @@ from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.viewer import conversations
 from mt_grpo.viewer.columns import SPREAD, Columns, parse_filter, short_name
 from mt_grpo.viewer.overview import findings, limits, overview
+from mt_grpo.viewer.why import why
 
 MOST_ROWS = 500
 """Rows of one answer."""
@@ -70,6 +71,7 @@ class Queries:
             "find": self._find,
             "group": self._group,
             "trajectory": self._trajectory,
+            "why": self._why,
             "compare": self._compare,
             "lost": lambda asked: conversations.lost_answers(self.run, self.columns),
         }
@@ -159,6 +161,9 @@ class Queries:
     def _trajectory(self, asked: Parameters) -> dict[str, Any]:
         session = asked.get("session") or self._first()["session"]
         return conversations.trajectory(self.run, self.columns, session)
+
+    def _why(self, asked: Parameters) -> dict[str, Any]:
+        return why(self.run, self.columns, asked.get("session") or self._first()["session"])
 
     def _first(self) -> dict[str, Any]:
         """The row to show if the question names none: the first of training."""

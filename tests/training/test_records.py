@@ -106,6 +106,7 @@ def test_the_parts_of_each_advantage_are_kept_with_the_rule(build, tmp_path):
     run = open_run(tmp_path)
     assert run.about["estimator"] == rule
     assert run.about["rule"] == {**rule, "turn_coef": 2.0, "gamma": 1.0, "scale_rewards": "batch"}
+    assert run.about["rule_says"].startswith("Generalised advantage estimation over turns")
     turns = [turn for row in run.rows for turn in run.trajectory(row["session"])["turns"]]
     assert any(turn["advantage"] for turn in turns)
     for turn in turns:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
 from mt_grpo.viewer.columns import Condition, FilterError, parse_filter
@@ -47,6 +49,9 @@ def test_groups_without_signal_are_found(queries):
         place for rows in groups.values() if len(rows) > 1 == len({reward for _, reward in rows}) for place, _ in rows
     ]
     assert queries.select("spread=0").tolist() == sorted(dead) and dead
+    several = next(rows for rows in groups.values() if len({reward for _, reward in rows}) > 1)
+    deviation = statistics.stdev(reward for _, reward in several)  # n - 1, as credit rules have it
+    assert queries.columns.numbers("spread")[several[0][0]] == pytest.approx(deviation)
 
 
 @pytest.mark.parametrize(

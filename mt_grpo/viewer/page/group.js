@@ -31,7 +31,7 @@ export async function group(main, asked) {
 function head(view, chosen, show) {
   const rewards = view.members.map(member => member.row.reward).filter(reward => reward !== null)
   const mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1)
-  const spread = Math.sqrt(rewards.reduce((sum, x) => sum + (x - mean) ** 2, 0) / (rewards.length || 1))
+  const spread = Math.sqrt(rewards.reduce((sum, x) => sum + (x - mean) ** 2, 0) / Math.max(1, rewards.length - 1))  // as credit rules have it
   const answers = new Set(view.members.map(member => member.row.answer)).size
   const set = name => value => { chosen[name] = value; show() }
   const step = (key, text) => key ? h('a', { href: groupLink(key) }, text) : h('span', { class: 'dim' }, text)

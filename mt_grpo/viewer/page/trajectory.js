@@ -5,6 +5,7 @@ import { chip, choice, facts, groupLink, h, link, number, signed } from './dom.j
 import { large, shadesOf } from './shades.js'
 import { treeCard } from './tree.js'
 import { placesByTurn, promptCard, turnCard } from './turns.js'
+import { whyPanel } from './why.js'
 
 const NAMES = ['advantage', 'log-prob', 'engine − trainer', 'ratio', 'entropy']
 
@@ -13,11 +14,13 @@ export async function trajectory(main, asked) {
   const shades = shadesOf(whole.tokens, whole.updates)
   const places = placesByTurn(whole)
   const spans = []
-  const state = { shade: NAMES.includes(asked.get('shade')) ? asked.get('shade') : 'advantage', at: null, pinned: false }
+  const state = { shade: NAMES.includes(asked.get('shade')) ? asked.get('shade') : 'advantage', at: null, pinned: false, why: null }
   const tokenCard = h('section', { class: 'card' })
   const bar = h('div', { class: 'choices' })
   const session = whole.index.session
 
+  const keepAddress = () => history.replaceState(null, '', link('trajectory',
+    { session, shade: state.shade === 'advantage' ? '' : state.shade, why: state.why === null ? '' : state.why + 1 }))
   const paint = () => {
     const shade = shades[state.shade]
     performance.mark('shade')
@@ -30,7 +33,7 @@ export async function trajectory(main, asked) {
     if (state.at !== null) spans[state.at].classList.add('at')
     bar.replaceChildren(choice('shade tokens by', NAMES.map(name => [name, name]), state.shade, name => {
       state.shade = name
-      history.replaceState(null, '', link('trajectory', { session, shade: name === 'advantage' ? '' : name }))
+      keepAddress()
       paint()
     }), legend(shade))
   }
@@ -50,12 +53,45 @@ export async function trajectory(main, asked) {
     point(next, true)
     spans[next].scrollIntoView({ block: 'center' })
   }
+  let reasons = null
+  const openWhy = async (n, keep = false) => {
+    const close = state.why === n && !keep
+    state.why = close ? null : n
+    keepAddress()
+    main.querySelector('.talk .why')?.remove()
+    for (const button of main.querySelectorAll('.talk .open')) {
+      const open = !close && button.closest('article').id === `turn-${n + 1}`
+      button.setAttribute('aria-expanded', String(open))
+      if (open) button.setAttribute('aria-controls', `why-${n + 1}`)
+      else button.removeAttribute('aria-controls')
+    }
+    if (close) return
+    const head = main.querySelector(`#turn-${n + 1} h4`)
+    let panel
+    try {
+      reasons ??= await ask('why', { session })
+      panel = whyPanel(whole, reasons, n)
+    } catch (error) {
+      panel = h('section', { class: 'why wrong' }, error.message)
+    }
+    if (state.why !== n) return
+    main.querySelector('.talk .why')?.remove()
+    head.after(panel)
+    performance.mark('why')
+  }
+  /** The turn that a key is about: that of the token that is kept, the one that is open, or the first in sight. */
+  const current = () => {
+    if (state.at !== null && whole.tokens.turn[state.at] >= 0) return whole.tokens.turn[state.at]
+    if (state.why !== null) return state.why
+    const cards = [...main.querySelectorAll('.talk .turn')]
+    return Math.max(0, cards.findIndex(card => card.getBoundingClientRect().bottom > 90))
+  }
   const go = number => {
     const card = main.querySelector(`#turn-${number + 1}`)
     card.scrollIntoView({ block: 'start' })
   }
 
-  const cards = h('div', { class: 'talk' }, promptCard(whole), whole.turns.map((_, n) => turnCard(whole, n, places[n], spans)),
+  const cards = h('div', { class: 'talk' }, promptCard(whole), whole.turns.map((_, n) => turnCard(whole, n, places[n], spans, openWhy)),
     whole.error && h('div', { class: 'said wrong' }, whole.error),
     whole.where && h('pre', { class: 'said wrong' }, whole.traceback))
   cards.addEventListener('mouseover', event => {
@@ -70,12 +106,17 @@ export async function trajectory(main, asked) {
     h('aside', {}, outcome(whole), tokenCard, turnList(whole, go)), cards))
   point(null, false)
   paint()
+  const first = Number(asked.get('why')) - 1
+  if (whole.turns[first]?.advantage !== undefined && whole.turns[first]?.advantage !== null) {
+    await openWhy(first, true)
+    if (first) setTimeout(() => go(first))
+  }
   const refresh = async () => {
     const now = await ask('trajectory', { session })
     if (JSON.stringify(now.index) !== JSON.stringify(whole.index)) dispatchEvent(new Event('hashchange'))
   }
   return { title: session, refresh, keys: {
-    n: () => jump(1), p: () => jump(-1), Escape: () => point(null, false),
+    w: () => whole.turns.length && whole.index.mode !== 'eval' && openWhy(current()), n: () => jump(1), p: () => jump(-1), Escape: () => point(null, false),
     ArrowRight: () => step(1), ArrowLeft: () => step(-1) } }
 
   function step(by) {

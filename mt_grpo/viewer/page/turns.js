@@ -15,15 +15,18 @@ export function promptCard(whole) {
     h('p', {}, h('b', {}, message.role), ' ', words(message))))
 }
 
-/** The card of a turn, and what followed it; `spans` gets the element of each token. */
-export function turnCard(whole, number_, places, spans) {
+/**
+ * The card of a turn, and what followed it; `spans` gets the element of each token. With `open` the advantage is a
+ * button that calls it.
+ */
+export function turnCard(whole, number_, places, spans, open = null) {
   const turn = whole.turns[number_]
   const advantage = whole.index.mode === 'eval' ? null : turn.advantage  // nothing is trained there
   const side = advantage === null || advantage === undefined ? '' : advantage > 0 ? 'above' : advantage < 0 ? 'below' : ''
   const reward = whole.index.turn_rewards[number_]
   const bit = (name, value) => h('span', {}, name + ' ', h('b', {}, value))
   const head = h('h4', {}, h('b', {}, `turn ${number_ + 1}`),
-    side || advantage === 0 ? bit('advantage', signed(advantage)) : null,
+    side || advantage === 0 ? (open ? opener(number_, advantage, open) : bit('advantage', signed(advantage))) : null,
     h('span', { title: byName(whole, number_) }, 'turn reward ', h('b', {}, number(reward))),
     h('span', {}, `${plural(turn.num_tokens, 'token')} after ${turn.context_length.toLocaleString('en')}`),
     h('span', {}, `${number(turn.seconds)} s`),
@@ -32,6 +35,11 @@ export function turnCard(whole, number_, places, spans) {
     turn.weight_version !== null && h('span', { class: 'right-end' }, `weights of step ${turn.weight_version}`))
   return [h('article', { class: `turn ${side}`, id: `turn-${number_ + 1}`, 'aria-label': `turn ${number_ + 1}` },
     head, text(whole, turn, places, spans)), reply(turn)]
+}
+
+function opener(number_, advantage, open) {
+  return h('button', { type: 'button', class: 'open', 'aria-expanded': 'false', title: 'Why this advantage (w)', onclick: () => open(number_) },
+    'advantage ', h('b', {}, signed(advantage)))
 }
 
 /** The turn rewards of a turn, unweighted. */
