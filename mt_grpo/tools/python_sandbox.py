@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -148,6 +149,7 @@ class RemotePython:
         self._url, self._time_limit = url, time_limit
         self._limits = {"memory_limit_MB": memory_limit}
         self._client = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None))
+        weakref.finalize(self, self._client.close)
 
     def python(self, code: str) -> tuple[str, dict[str, Any]]:
         """

@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -136,6 +137,7 @@ class RetrievalSearch:
         self.url = url
         self.top_k = top_k
         self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
+        weakref.finalize(self, self._client.close)
 
     def search(self, query: str) -> tuple[str, dict[str, Any]]:
         """Search the corpus.
@@ -188,6 +190,7 @@ class WikipediaSearch:
         self.base_url = base_url
         headers = {"User-Agent": "mt-grpo (research; httpx)"}
         self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
+        weakref.finalize(self, self._client.close)
         self._pause = Pause()
 
     @tool(concurrency=WIKIPEDIA_CONCURRENCY)
