@@ -227,7 +227,7 @@ def test_every_environment_that_is_made_is_closed(monkeypatch):
 
     async def all_closed():
         ended = await asyncio.gather(*map(hold, kinds))
-        for _ in range(100):
+        for _ in range(1200):
             if Loop.closed == 5:
                 break
             await asyncio.sleep(0.05)

@@ -186,7 +186,7 @@ def test_an_instance_made_too_late_is_kept_for_others():
         await asyncio.sleep(0.1)
         making.cancel()
         await asyncio.wait([making])
-        for _ in range(100):
+        for _ in range(1200):
             if len(env.pool):
                 return True
             await asyncio.sleep(0.05)

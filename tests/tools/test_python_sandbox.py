@@ -57,7 +57,7 @@ def processes_of(marker: str) -> list[str]:
 
 def nothing_is_left(folder: Path) -> bool:
     """Polls until no process works in a folder and it is empty."""
-    for _ in range(200):
+    for _ in range(1200):
         if not processes_of(str(folder)) and not list(folder.iterdir()):
             return True
         time.sleep(0.05)
