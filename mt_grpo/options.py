@@ -374,6 +374,13 @@ class RunOptions:
         "effect on a run that is resumed.",
         RUN,
     )
+    replay: str | None = option(
+        None,
+        "Folder of a run, to train on the conversations that it logged. Nothing is sampled, scored or evaluated, and "
+        "no server is used; the first step is the one that the run took.",
+        RUN,
+        page="runs.md#training-on-what-a-run-logged",
+    )
     logging_steps: float = option(
         1, "Steps between two lines of metrics. Below 1, a share of all steps. TRL's default is 10.", RUN
     )

@@ -74,7 +74,8 @@ SMALL = {
 
 SERVE = [command for command in starting("mt-grpo") if words(command)[1] == "serve"]
 LAUNCHED = [each for each in starting("mt-grpo") if "--accelerate_config" in each and words(each)[1] == "train"]
-RUN = [each for each in starting("mt-grpo") if words(each)[1] in SMALL and each not in LAUNCHED]
+REPLAY = [each for each in starting("mt-grpo") if "--replay" in each]
+RUN = [each for each in starting("mt-grpo") if words(each)[1] in SMALL and each not in (*LAUNCHED, *REPLAY)]
 DOCTOR = [command for command in starting("mt-grpo") if words(command)[1] == "doctor"]
 VIEW = [command for command in starting("mt-grpo") if words(command)[1] == "view"]
 QUICK = [command for command in starting("mt-grpo") if words(command)[1] not in (*SMALL, "serve", "doctor", "view")]
@@ -136,6 +137,21 @@ def test_mt_grpo_command_works(command, tmp_path, monkeypatch):
     assert main([name, *arguments]) == 0
     trains = name == "train" and "--dry_run" not in arguments
     assert (tmp_path / "run" / "summary.json").exists() == trains
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", REPLAY)
+def test_replay_command_trains_on_a_run(command, tmp_path, monkeypatch):
+    recipe = str(ROOT / "recipes" / "quickstart.yaml")
+    monkeypatch.chdir(tmp_path)
+    folder = Path(words(command)[words(command).index("--replay") + 1])
+    assert main(["train", recipe, *shlex.split(SMALL["train"]), "--output_dir", str(folder)]) == 0
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert main(words(command)[1:]) == 0
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    again = Path(words(command)[words(command).index("--output_dir") + 1])
+    assert json.loads((again / "summary.json").read_text())["steps"] == 1
+    assert [row["mode"] for row in open_run(again).rows] == ["train"] * 8
 
 
 @pytest.mark.parametrize("command", DOCTOR)

@@ -142,8 +142,10 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
     args, model = recipe.training, recipe.model
     if trains:
         check_batch_sizes(args)
+    replays = trains and args.replay is not None  # rows come with the conversations
     args = changed(
         args,
+        replay=args.replay if trains else None,
         push_to_hub=args.push_to_hub and trains,
         report_to=args.report_to if trains else [],
         resume_from_checkpoint=find_checkpoint(args.resume_from_checkpoint, args.output_dir),
@@ -161,9 +163,10 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
     if trains:
         check_folder(args, model.model_name_or_path)
     datasets.disable_progress_bars()
-    train_dataset, eval_dataset = load_datasets(recipe)
+    train_dataset, eval_dataset = (None, None) if replays else load_datasets(recipe)
     source = source_of(build_env(args))
-    train_dataset = source.rows("train") if train_dataset is None else train_dataset
+    if train_dataset is None and not replays:
+        train_dataset = source.rows("train")
     if trains and train_dataset is not None:
         check_rows_suffice(args, train_dataset)
     name = resolve_model(model.model_name_or_path, model.model_revision)

@@ -143,8 +143,8 @@ class Request:
 
 def read_request(arguments: list[str], command: str = "serve") -> Request:
     """
-    Reads `R.yaml --field value ...`; the recipe may also stand behind `--config`. The variables of an `env:` block are
-    set in this process, as TRL does.
+    Reads `R.yaml --field value ...`; the recipe may also stand behind `--config`, and `--replay` without one takes
+    that of the run. The variables of an `env:` block are set in this process, as TRL does.
 
     Args:
         arguments (`list[str]`): The command line, program and command left out.
@@ -156,11 +156,16 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     schema = load_schema()
     request = Request(own={name: option["default"] for name, option in OWN_OPTIONS[command].items()})
     given = _read_command_line(list(arguments), schema, command, request)
+    of_run = request.path is None and command == "train" and given.get("replay")
+    if of_run:
+        request.path = _recipe_of_run(given["replay"])
     if command == "train" and request.own["num_processes"] is not None and request.own["accelerate_config"] is None:
         raise ConfigError("`--num_processes` needs `--accelerate_config` beside it, e.g. `--accelerate_config zero3`.")
     variables: dict[str, Any] = {}
     if request.path is not None:
         request.recipe, lines = read_file(request.path)
+        if of_run:
+            request.recipe.pop("resume_from_checkpoint", None)  # the replay begins where the run began
         if isinstance(request.recipe.get("env"), dict):
             variables = request.recipe.pop("env")
         _check_recipe(request, lines, schema)
@@ -172,6 +177,18 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     _check_whole(request, schema, command)
     os.environ.update({name: str(value) for name, value in variables.items()})
     return request
+
+
+def _recipe_of_run(folder: str) -> str:
+    path = Path(folder, "config.yaml")
+    if not Path(folder).is_dir():
+        raise ConfigError(f"There is no folder {folder} to replay: name the `output_dir` of a run.")
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} has no `config.yaml`, which `mt-grpo train` writes: give the recipe of the run, as `mt-grpo "
+            f"train RECIPE.yaml --replay {folder}`."
+        )
+    return str(path)
 
 
 def refuse_unknown(name: str, written: str, known: Iterable[str]) -> None:
@@ -286,7 +303,9 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
             "`--dataset_name`."
         )
     for name, what in (("model_name_or_path", "model"), ("dataset_name", "dataset")):
-        own = name == "dataset_name" and (given.get("environment_factory") or verifiers_name(given.get("env")))
+        own = name == "dataset_name" and (
+            given.get("environment_factory") or verifiers_name(given.get("env")) or given.get("replay")
+        )
         if not given.get(name) and not own:
             raise ConfigError(f"The recipe names no {what}: set `{name}`.")
     if not schema.exact:  # the defaults of the installed libraries may be others
@@ -341,7 +360,8 @@ def check_places(values: Mapping[str, Any], command: str) -> None:
     _check_model(values["model_name_or_path"])
     if command == "serve":
         return
-    if values.get("dataset_name"):  # classes of `environment_factory` may need none
+    replays = command == "train" and values.get("replay")  # whose rows come with the conversations
+    if values.get("dataset_name") and not replays:  # classes of `environment_factory` may need none
         _check_dataset(values["dataset_name"])
     if values.get("external_plugins"):  # a plugin may change where modules are found
         return

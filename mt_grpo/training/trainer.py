@@ -82,6 +82,7 @@ from mt_grpo.training.preflight import (
     tell_device,
 )
 from mt_grpo.training.processes import everywhere, run_here
+from mt_grpo.training.replay import NoEngine, Replay
 from mt_grpo.training.reward_batch import (
     gather_rewards,
     has_signal,
@@ -198,14 +199,16 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         check_surroundings(args)
         if args.use_vllm:
             check_importance_sampling(args)
+        self.replay = None if args.replay is None else Replay(args)
+        if self.replay is not None:
+            train_dataset, eval_dataset = self.replay.rows(), None
         train_dataset, eval_dataset = as_rows(train_dataset, "train_dataset"), as_rows(eval_dataset, "eval_dataset")
         check_one(train_dataset)
         check_no_images(train_dataset, eval_dataset)
         self.env = check_env(
             env,
             args,
-            train_dataset,
-            eval_dataset,
+            *(() if self.replay is not None else (train_dataset, eval_dataset)),
             factory=environment_factory,
             tools=tools,
             plain=reward_funcs is not None,
@@ -227,8 +230,11 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         rewards = [*listed, *own]
         tokenizers = tokenizers_of(reward_processing_classes, outcomes, rewards, self.turn_reward_funcs)
         weights = weights_of(args, listed, own)
-        check_scorers([*rewards, *self.state_scores], args, engine)
-        check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
+        if self.replay is not None:
+            self.replay.check_rewards(rewards)
+        else:
+            check_scorers([*rewards, *self.state_scores], args, engine)
+            check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
         if processing_class is not None:  # before a model is loaded
             has_tokenizer = isinstance(processing_class, ProcessorMixin)
             prepare_tokenizer(processing_class.tokenizer if has_tokenizer else processing_class, source)
@@ -308,6 +314,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self.use_vllm = args.use_vllm  # TRL's loss then corrects for the engine's different log-probs
         self.weight_sync: WeightTransport | None = None
         self._synced_step = -1  # whose weights the servers have
+        if self.replay is not None:
+            self.replay.check_tokenizer(self._tokenizer)
+            engine = NoEngine(self._tokenizer, self.model.config.get_text_config().max_position_embeddings)
         if args.use_vllm and engine is None:
             engine = server_client(args, self._tokenizer, self.model.config.name_or_path)
             self._run_on_all_ranks(engine.connect)
@@ -463,7 +472,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         """Replaces TRL's generation and its tool loop. `prompts` are for people; the batch's rows are sampled."""
         batch = self.batch
         self._rollout(batch)
-        if batch.mode == "train" and self.args.groups_without_signal == "resample":
+        if batch.mode == "train" and self.args.groups_without_signal == "resample" and self.replay is None:
             sample_again(batch, self.args.max_resample_times, self._rollout, self._score, self._judge)
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
         if not replays_routes(self.args):
@@ -481,6 +490,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def _rollout(self, batch: RolloutBatch) -> None:
         step, first = self.state.global_step, self.accelerator.process_index * len(batch.rows)
+        if self.replay is not None:
+            self._fill_in(batch, first)
+            return
         # generation can happen more than once in an optimiser step; evaluation draws the same numbers every time
         moment = (step, self._step % self.args.gradient_accumulation_steps) if batch.mode == "train" else ()
         requests = batch.requests(first, moment, self.args.seed)
@@ -502,6 +514,14 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if self.weight_sync is not None:
             self.weight_sync.check()
         batch.trajectories = fill_up(run, batch.fills, lambda index: Trajectory(batch.rows[index]["prompt"]))
+
+    def _fill_in(self, batch: RolloutBatch, first: int) -> None:
+        """Takes the conversations and scores of a batch from the run that is replayed."""
+        number = self._step // (self.args.steps_per_generation * self.num_iterations)
+        rewards = {"turn": self.turn_reward_funcs, "outcome": self.outcome_reward_funcs, "state": self.state_scores}
+        vocabulary = self.model.config.get_text_config().vocab_size
+        names = {kind: [reward.name for reward in of_kind] for kind, of_kind in rewards.items()}
+        everywhere(lambda: self.replay.fill_in(batch, number, first, names, vocabulary))
 
     def _run_on_all_ranks(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Runs a coroutine in the background; a failure of one process ends all."""

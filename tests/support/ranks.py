@@ -31,7 +31,7 @@ from mt_grpo.weights.weight_file import FullParameters
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 
 BATCH = 8
-INFORMED = ("plain", "measured", "adapter")
+INFORMED = ("plain", "measured", "adapter", "replay")
 """Scenarios with `information_gain`."""
 SEARCH = '<tool>{"name": "lookup", "args": {"query": "Lima"}}</tool>'
 SCENARIOS = {
@@ -53,6 +53,7 @@ SCENARIOS = {
         "use_vllm": True,  # the loss corrects for the engine, so there are old log-probs
         "beta": 0.1,
     },
+    "replay": {},  # of a run of one process
     "wrong_trees": {},
     "bf16": {"bf16": True, "max_grad_norm": 1e9},  # gradients as they were reduced
     # of the first rank all conversations end before they branch, of the second none
@@ -164,6 +165,8 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     options["per_device_train_batch_size"] = BATCH // world // options.get("steps_per_generation", 1)
     if scenario == "uneven":
         options["per_device_eval_batch_size"] = BATCH // world
+    if scenario == "replay":
+        options["replay"] = os.environ["REPLAYED"]
     args = MTGRPOConfig(
         folder,
         learning_rate=0.1,

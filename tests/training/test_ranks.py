@@ -41,8 +41,13 @@ def assert_the_same_is_learnt(one: dict, two: dict) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("alone"), 1)
+def folder_alone(tmp_path_factory):
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.fixture(scope="module")
+def alone(folder_alone):
+    return run(folder_alone, 1)
 
 
 def test_two_ranks_learn_what_one_learns(tmp_path, alone):
@@ -50,6 +55,11 @@ def test_two_ranks_learn_what_one_learns(tmp_path, alone):
     run_log = open_run(tmp_path)
     assert set(run_log.column("rank")) == {0, 1}
     assert all((tmp_path / "rollouts" / name).exists() for name in run_log.column("file"))
+
+
+def test_two_ranks_replay_the_run_of_one(tmp_path, alone, folder_alone):
+    assert_the_same_is_learnt(alone, run(tmp_path, 2, "replay", REPLAYED=str(folder_alone)))
+    assert set(open_run(tmp_path).column("rank")) == {0, 1}
 
 
 def test_two_ranks_with_sharded_weights_learn_what_one_learns(tmp_path, alone):

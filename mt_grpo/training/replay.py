@@ -1,0 +1,232 @@
+"""
+Training on the conversations that a run logged, without an engine. Apart from the trainer, since it alone reads a
+run's files, and holds them against the options.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import groupby, takewhile
+from math import ceil, isnan
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import IntervalStrategy, PreTrainedTokenizerBase
+
+from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.imports import did_you_mean
+from mt_grpo.rewards import RewardFunc, Scores, StateScore
+from mt_grpo.rollout import Sample, SamplingParams
+from mt_grpo.runlog import Run, open_run
+from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.rollout_batch import RolloutBatch
+from mt_grpo.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class NoEngine:
+    """
+    What stands in an engine's place where nothing is sampled.
+
+    Args:
+        tokenizer: The trainer's tokenizer.
+        context_length (`int`): Of the model.
+    """
+
+    def __init__(self, tokenizer: Any, context_length: int) -> None:
+        self.tokenizer, self.context_length = tokenizer, context_length
+
+    async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
+        raise ConfigError("`replay` trains on what a run logged, so nothing can be sampled: leave `replay` out.")
+
+    def release(self, session: str) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class Replay:
+    """
+    The generation batches of a run, as its folder has them. The n-th batch that a trainer asks for is the n-th that
+    the run sampled, whatever was learnt in between.
+
+    Args:
+        args (`MTGRPOConfig`): With `replay`, the run's folder. Options that ask for an evaluation are turned off,
+            since nothing can be sampled, and where `max_steps` is unset it is what the run's batches suffice for.
+
+    Raises:
+        ConfigError: If there is no run with whole batches, if their size or their groups are others than those of the
+            options, if they do not suffice for the steps, or if the run would be written over.
+    """
+
+    def __init__(self, args: MTGRPOConfig) -> None:
+        assert args.replay is not None
+        self.folder = Path(args.replay)
+        if self.folder.resolve() == Path(args.output_dir).resolve():
+            raise ConfigError(
+                f"`output_dir: {args.output_dir}` is the run that is replayed: give another `--output_dir`."
+            )
+        try:
+            self._run: Run = open_run(self.folder)
+        except UserError as error:
+            raise ConfigError(f"`replay: {args.replay}` cannot be replayed. {error}") from None
+        self._batches = self._whole_batches()
+        if not self._batches:
+            raise ConfigError(
+                f"`replay: {args.replay}` has no whole batch that was sampled to train on, and scored: name the "
+                "folder of a run that has trained."
+            )
+        self._check_sizes(args)
+        self._check_steps(args)
+        vars(args).update(do_eval=False, eval_strategy=IntervalStrategy.NO, load_best_model_at_end=False)
+        if args.process_index == 0:
+            logger.warning(
+                "Replays %s: nothing is sampled, scored or evaluated. The first step is the one that the run took; "
+                "later ones train on what the run sampled then, not on what this model would.",
+                self.folder,
+            )
+
+    def _whole_batches(self) -> list[list[dict[str, Any]]]:
+        """Rows of the index of each batch, up to the first that a run which was ended has left unfinished."""
+        sampled = [row for row in self._run.rows if row["mode"] == "train"]
+        sampled.sort(key=lambda row: (row["step"], row["k"], row["session"]))
+        batches = [list(rows) for _, rows in groupby(sampled, key=lambda row: (row["step"], row["k"]))]
+        size = max(map(len, batches), default=0)
+        return list(takewhile(lambda rows: len(rows) == size and all(row["rewards"] for row in rows), batches))
+
+    def _check_sizes(self, args: MTGRPOConfig) -> None:
+        size, group = len(self._batches[0]), self._run.about.get("group_size")
+        if group != args.num_generations:
+            raise ConfigError(
+                f"The run {self.folder} has {group} conversations for each prompt, and `num_generations` is "
+                f"{args.num_generations}: set `num_generations: {group}`."
+            )
+        if size != args.generation_batch_size:
+            raise ConfigError(
+                f"The run {self.folder} sampled {size} conversations at a time, and these options take "
+                f"{args.generation_batch_size}: let `per_device_train_batch_size` × `steps_per_generation` × "
+                f"processes ({args.per_device_train_batch_size} × {args.steps_per_generation} × {args.world_size} "
+                f"here) be {size}."
+            )
+
+    def _check_steps(self, args: MTGRPOConfig) -> None:
+        """Optimiser steps that the batches suffice for."""
+        micro = len(self._batches) * args.steps_per_generation * args.num_iterations
+        steps = micro // args.gradient_accumulation_steps
+        if steps == 0:
+            raise ConfigError(
+                f"The run {self.folder} has {len(self._batches)} whole batches, which do not suffice for one step "
+                f"with `gradient_accumulation_steps: {args.gradient_accumulation_steps}`: set a smaller number."
+            )
+        if args.max_steps <= 0:
+            args.max_steps = steps
+        if args.max_steps > steps:
+            needed = args.max_steps * args.gradient_accumulation_steps
+            needed = ceil(needed / (args.steps_per_generation * args.num_iterations))
+            raise ConfigError(
+                f"The run {self.folder} has {len(self._batches)} whole batches, and `max_steps: {args.max_steps}` "
+                f"takes {needed}: set `max_steps` to {steps} at most."
+            )
+
+    def check_rewards(self, rewards: list[RewardFunc | StateScore]) -> None:
+        """
+        Whether the run scored its conversations by all these rewards.
+
+        Raises:
+            ConfigError: If it did not.
+        """
+        known = list(self._batches[0][0]["rewards"])
+        for reward in rewards:
+            if not isinstance(reward, StateScore) and reward.name not in known:
+                near = did_you_mean(reward.name, known)
+                raise ConfigError(
+                    f"The run {self.folder} has no scores of the reward {reward.name!r}{near}: it has those of "
+                    f"{', '.join(known)}, and a replay scores nothing."
+                )
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """
+        Whether the run's tokens are those of a tokenizer.
+
+        Raises:
+            ConfigError: If the run saved another.
+        """
+        saved = self._run.tokenizer
+        if saved is not None and saved.get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(
+                f"The run {self.folder} has another tokenizer than {tokenizer.name_or_path!r}, so its token ids mean "
+                "something else there: replay it with the model that it trained (`model_name_or_path`)."
+            )
+
+    def rows(self) -> Dataset:
+        """A row for each prompt, in the order of the batches; what was asked is in the conversations themselves."""
+        prompts = [
+            [{"role": "user", "content": row["prompt"]}] for rows in self._batches for row in rows if not row["member"]
+        ]
+        return Dataset.from_dict({"prompt": prompts})
+
+    def fill_in(
+        self, batch: RolloutBatch, number: int, first: int, rewards: dict[str, list[str]], vocabulary: int
+    ) -> None:
+        """
+        Gives a batch its trajectories and their scores.
+
+        Args:
+            batch (`RolloutBatch`): This process's part of a generation batch.
+            number (`int`): How many generation batches came before.
+            first (`int`): Number of its first row among those of all processes.
+            rewards (`dict[str, list[str]]`): Names of the `turn`, `outcome` and `state` rewards.
+            vocabulary (`int`): Token ids that the model has.
+
+        Raises:
+            ConfigError: If a record is damaged, has no sampled log-probs, or tokens that the model lacks.
+        """
+        rows = self._batches[number][first : first + len(batch.rows)]
+        try:
+            records = list(self._run.trajectories(rows))
+        except UserError as error:
+            raise ConfigError(str(error)) from None
+        batch.trajectories = [
+            Trajectory.from_dict({name: value for name, value in record.items() if name not in ("step", "mode")})
+            for record in records
+        ]
+        for trajectory in batch.trajectories:
+            self._check(trajectory, batch, vocabulary)
+        turns, outcomes, states = (
+            [[self._scores(each, kind, name) for each in batch.trajectories] for name in rewards[kind]]
+            for kind in ("turn", "outcome", "state")
+        )
+        batch.scores = Scores(turns, outcomes, states)
+
+    def _scores(self, trajectory: Trajectory, kind: str, name: str) -> Any:
+        of_kind = trajectory.rewards.get(kind, {})
+        if name not in of_kind:
+            raise ConfigError(
+                f"The conversation {trajectory.session} of the run {self.folder} has no score of the {kind} reward "
+                f"{name!r}: leave the reward out, or replay a run that has it."
+            )
+        return of_kind[name]
+
+    def _check(self, trajectory: Trajectory, batch: RolloutBatch, vocabulary: int) -> None:
+        where = f"The conversation {trajectory.session} of the run {self.folder}"
+        for node in trajectory.tree.nodes:
+            if any(map(isnan, node.logprobs)):
+                raise ConfigError(
+                    f"{where} lacks log-probs of sampled tokens, with which the loss compares the model's: replay a "
+                    "run whose engine gave them."
+                )
+            if max(node.tokens, default=0) >= vocabulary:
+                raise ConfigError(
+                    f"{where} has the token {max(node.tokens)}, and the model knows {vocabulary}: replay it with the "
+                    "model that it trained (`model_name_or_path`)."
+                )
+        if batch.branching is not None and len(trajectory.turns) and trajectory.branch_of is None:
+            first = int(trajectory.session.rsplit("-", 1)[1]) % batch.branching.number
+            if first:
+                raise ConfigError(
+                    f"{where} did not branch, and `branch_at` is set: leave it out, or set `num_branches` as the run "
+                    "had it."
+                )
