@@ -11,6 +11,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +147,21 @@ def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, tor
     """
     iterator, checksum = iter(tensors), Checksum()
     try:
-        for name, tensor in iterator:
-            place = file.place(name)
-            if tensor.device.type == "cpu":
-                checksum.add(name, tensor, copy=place)
-            else:
-                place.copy_(tensor)
-                checksum.add(name, tensor)
+        with ThreadPoolExecutor(1) as other:
+            for name, tensor in iterator:
+                place = file.place(name)
+                if (tensor.shape, tensor.dtype) != (place.shape, place.dtype):
+                    raise ValueError(
+                        f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; its place has the size "
+                        f"{tuple(place.shape)} and holds {place.dtype}."
+                    )
+                if tensor.device.type == "cpu":
+                    summed = other.submit(checksum.add, name, tensor)
+                    place.copy_(tensor)
+                    summed.result()  # the tensor may change when the walk goes on
+                else:
+                    place.copy_(tensor)
+                    checksum.add(name, tensor)
         file.publish(path)
     finally:
         exhaust(iterator)

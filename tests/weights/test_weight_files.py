@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum
+from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum, read_tensors
 from mt_grpo.weights.weight_file import WeightFile, make_folder, write_weights
 
 TENSORS = {
@@ -71,9 +71,36 @@ def test_the_tensors_of_a_file_begin_at_a_cache_line(tmp_path):
 def test_an_error_of_the_thread_that_sums_is_raised(tmp_path, monkeypatch):
     path = tmp_path / "w.safetensors"
     save_file({"a": torch.ones(2), "b": torch.ones(3)}, path)
-    monkeypatch.setattr(Checksum, "add", lambda *given: 1 / 0)
+    monkeypatch.setattr("mt_grpo.vllm_plugin.checksum.line_of", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         file_checksum(path)
+
+
+def test_tensors_that_nobody_read_are_not_in_the_checksum(tmp_path):
+    tensors = {name: TENSORS[name].contiguous() for name in ("odd", "wide", "matrix")}
+    save_file(tensors, tmp_path / "w.safetensors")
+    read, all_of_them, alone = Checksum(), Checksum(), Checksum()
+    some = read_tensors(tmp_path / "w.safetensors", read)
+    alone.add(*next(some))
+    some.close()
+    assert read.hexdigest() == alone.hexdigest()
+    for name, tensor in read_tensors(tmp_path / "w.safetensors", all_of_them):
+        assert torch.equal(tensor, tensors[name])
+    assert all_of_them.hexdigest() == file_checksum(tmp_path / "w.safetensors") != read.hexdigest()
+
+
+def test_a_tensor_is_summed_before_the_walk_goes_on(tmp_path):
+    """A gathered or merged tensor is another one then."""
+    large = torch.arange(1 << 18)
+    file = WeightFile(tmp_path / "0.partial", [(name, large.dtype, tuple(large.shape)) for name in "ab"])
+
+    def walk():
+        for name in "ab":
+            shared = large.clone()
+            yield name, shared
+            shared.zero_()
+
+    assert write_weights(file, tmp_path / "w.safetensors", walk()) == file_checksum(file.path)
 
 
 def test_a_failed_write_leaves_no_file_and_finishes_the_walk(tmp_path):
