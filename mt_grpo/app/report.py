@@ -5,7 +5,6 @@ to go on with. Apart from `train`, which says in which order things happen, not 
 
 from __future__ import annotations
 
-import platform
 import shlex
 import shutil
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from fnmatch import fnmatch
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +31,6 @@ from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.folder import LOCK
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
-
-PACKAGES = ("mt-grpo", "trl", "transformers", "accelerate", "torch", "datasets", "peft")
 
 
 def measure(trajectory: Trajectory, rewards: Sequence[RewardFunc]) -> dict[str, float]:
@@ -62,11 +58,6 @@ def summarise(measures: list[dict[str, float]]) -> dict[str, float]:
     """The mean of each measure over trajectories, and their number as `questions`."""
     means = {name: sum(row[name] for row in measures) / len(measures) for name in measures[0]}
     return {**means, "questions": len(measures)}
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that the numbers depend on."""
-    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from mt_grpo.runlog.findings import find_in_run
 from mt_grpo.training.checkpoint import says_what_cannot_be_written
 from mt_grpo.training.folder import clear_folder, locked
 from mt_grpo.training.nonfinite import NonFiniteError
-from mt_grpo.training.step_log.records import read_audit
+from mt_grpo.training.step_log.records import read_audit, versions
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
 from mt_grpo.viewer import render_trajectory
@@ -95,7 +95,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         **({"before": {}, "after": {}} if evaluates else {}),
         "seconds": None,
         "steps": 0,
-        "versions": report.versions(),
+        "versions": versions(),
     }
     examples: list[Trajectory] = []
     model_saved = False

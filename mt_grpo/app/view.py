@@ -14,11 +14,14 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.export import FORMS
 from mt_grpo.runlog.export import export as export_run
+from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.viewer.export import export as export_page
 from mt_grpo.viewer.queries import Queries, selected
-from mt_grpo.viewer.server import PORT, Server
+from mt_grpo.viewer.runs import Runs
+from mt_grpo.viewer.server import PORT, Answers, Server
 
 VIEW = f"""usage: mt-grpo view RUN_DIR [--port N] [--no_browser]
+       mt-grpo view FOLDER                        of several runs: a list, and one run against another
        mt-grpo view RUN_DIR --export FILE.html [--filter 'stop=timeout reward<0.5'] [--overwrite]
 
 shows the conversations of a run, finished or not: what the agent did, and which credit it got
@@ -62,18 +65,33 @@ def view(arguments: list[str]) -> int:
         "view", arguments, values=("--port", "--export", "--filter"), flags=("--no_browser", "--overwrite")
     )
     if len(folders) != 1:
-        raise ConfigError("`mt-grpo view` takes one folder, the `output_dir` of a run: `mt-grpo view runs/NAME`.")
+        raise ConfigError(
+            "`mt-grpo view` takes one folder, the `output_dir` of a run or one with several: `mt-grpo view runs/NAME`."
+        )
     if "--filter" in options and "--export" not in options:
         raise ConfigError("`--filter` belongs to `--export FILE`; in the page, write it into the field of Find.")
     port = _port(options["--port"]) if "--port" in options else None
+    folder = Path(folders[0])
+    if folder.is_dir() and not _is_run(folder):
+        if "--export" in options:
+            raise ConfigError(f"`--export` takes the folder of one run, and {folder} is none: name one in it.")
+        return _serve(Runs(folder), folders[0], port, options)
     queries = Queries(_opened(folders[0]))
     if "--export" in options:
         path = Path(options["--export"])
         number = export_page(queries, path, options.get("--filter", ""), "--overwrite" in options)
         print(f"{path}: {number} conversations, {path.stat().st_size / 1e6:.1f} MB")
         return 0
-    with Server(queries, port) as server:
-        print(f"{folders[0]} is at {server.url} (Ctrl-C ends this)", flush=True)
+    return _serve(queries, folders[0], port, options)
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (FOLDER, "metrics.jsonl"))
+
+
+def _serve(answers: Answers, folder: str, port: int | None, options: dict[str, str]) -> int:
+    with Server(answers, port) as server:
+        print(f"{folder} is at {server.url} (Ctrl-C ends this)", flush=True)
         if "--no_browser" not in options and _has_a_screen():
             webbrowser.open(server.url)
         try:

@@ -399,6 +399,31 @@ class _Metrics(TypedDict):
 
 
 @with_config(STRICT)
+class _UnderWay(TypedDict):
+    session: str
+    prompt: str
+    turns: Whole
+    tokens: Whole
+    start: Number | None
+    waits_for: Literal["tools", "sampling"]
+
+
+@with_config(STRICT)
+class _State(TypedDict):
+    state: Literal["running", "finished", "stopped", "failed"]
+    reason: str | None
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
+    host: str
+    process_started: Number
+    started: Number
+    beat: Number
+    step: Whole
+    of: Whole
+    waits_for: str
+    under_way: list[_UnderWay]
+
+
+@with_config(STRICT)
 class _Message(TypedDict):
     role: str
     content: NotRequired[str | list[Any] | None]
@@ -453,6 +478,7 @@ LINES = {
     "file": _File,
     "run": dict[str, Any],
     "metrics": _Metrics,
+    "state": _State,
     "record": _Record,
     "weights": dict[str, Number],
 }

@@ -17,6 +17,8 @@ is the CRC-32 of the line's bytes before `,"crc":`, as eight hexadecimal digits.
 | | `model` | str | name or folder of the model |
 | | `tools` | list of str | names of the tools that are known at the start; old indices lack it |
 | | `chat_template_kwargs` | dict | variables of the chat template; old indices lack it |
+| | `command`, `versions` | str, dict | what was called; versions of packages; old indices lack them |
+| | `options` | dict | those that differ from their defaults; old indices lack it |
 | `rollout` | `session` | str | unique in the run; a later line replaces this one and its credit and updates |
 | | `mode`, `step`, `k`, `rank` | | see `schema` |
 | | `group`, `member` | int | group in the batch (unique with `mode`, `step`, `k`), place in the group |

@@ -148,7 +148,12 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`; a line's `step` is the number of steps that were taken."""
-        data = files.read(self.folder, "metrics.jsonl") or b""
+        return self.metrics_of(self.folder)
+
+    @staticmethod
+    def metrics_of(folder: Path) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` in a folder whose index need not be read."""
+        data = files.read(folder, "metrics.jsonl") or b""
         lines = []
         for raw in data[: data.rfind(b"\n") + 1].splitlines():
             try:
@@ -157,7 +162,7 @@ class Run:
             except orjson.JSONDecodeError as error:
                 wrong = str(error)
             if wrong is not None:
-                path = self.folder / "metrics.jsonl"
+                path = folder / "metrics.jsonl"
                 raise UserError(f"{path} has a line that is not JSON of metrics ({wrong}): remove that line.")
             lines.append(line)
         return lines

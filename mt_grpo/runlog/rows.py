@@ -163,7 +163,7 @@ def rollout_lines(batch: Batch, rank: int) -> list[dict[str, Any]]:
                 "rank": rank,
                 "group": number // batch.group_size,
                 "member": number % batch.group_size,
-                "prompt": _short(_question(trajectory)),
+                "prompt": question_of(trajectory),
                 "stop": trajectory.stop_reason and trajectory.stop_reason.value,
                 "error": trajectory.error and _short(trajectory.error, SHOWN_OF_ERRORS),
                 "where": trajectory.where,
@@ -219,13 +219,14 @@ def _right(batch: Batch, weighted: Weighted) -> bool | None:
     return None
 
 
-def _question(trajectory: Trajectory) -> str:
+def question_of(trajectory: Trajectory) -> str:
+    """The last message of the user in a prompt, shortened."""
     messages = trajectory.prompt if isinstance(trajectory.prompt, list) else [{"content": trajectory.prompt}]
     asked = [message for message in messages if message.get("role", "user") == "user"] or messages
     content = asked[-1].get("content") if asked else ""
     if isinstance(content, list):  # content in parts
         content = " ".join(part.get("text") or "" for part in content if isinstance(part, dict))
-    return str(content or "")
+    return _short(str(content or ""))
 
 
 def _short(text: str, size: int = SHOWN) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
@@ -42,6 +42,17 @@ def changed(args: GRPOConfig, **values: Any) -> Any:
     args = copy.copy(args)
     vars(args).update(values)
     return args
+
+
+def options_given(args: GRPOConfig) -> dict[str, Any]:
+    """Options that differ from their defaults, without what is secret in them."""
+    known = args.to_dict()  # which hides tokens
+    defaults = {field.name: field.default for field in fields(args) if field.default is not MISSING}
+    return {
+        name: known[name]
+        for name, default in defaults.items()
+        if known.get(name) is not None and known[name] != default and getattr(args, name) != default
+    }
 
 
 @with_options_in_docstring

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from mt_grpo.option_rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.runlog.files import to_json
+from mt_grpo.runlog.state import Pulse
 from mt_grpo.training.answers import check_scorers, fill_in, hang_leaves, longest, score_answers, trees_of_rows
 from mt_grpo.training.batch import OPTIONAL, TokenColumns
 from mt_grpo.training.checkpoint import (
@@ -44,7 +46,7 @@ from mt_grpo.training.checkpoint import (
     says_what_cannot_be_written,
     warn_of_differences,
 )
-from mt_grpo.training.config import MTGRPOConfig, changed
+from mt_grpo.training.config import MTGRPOConfig, changed, options_given
 from mt_grpo.training.environment import (
     build_runner,
     check_env,
@@ -341,6 +343,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             "model": str(Path(self.model.config.name_or_path)),
             "tools": tool_names(self.env),
             "chat_template_kwargs": self.chat_template_kwargs,
+            "options": options_given(self.args),
         }
         self.step_log = StepLog(
             self.args,
@@ -384,7 +387,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._earlier = []
         # a run that begins again keeps nothing of one that was interrupted in this process
         self._step, self._buffered_inputs, self._synced_step, self._failed_batches = 0, None, -1, 0
-        result = super().train(checkpoint, *args, **kwargs)
+        with self._pulse():
+            result = super().train(checkpoint, *args, **kwargs)
         if self._initial_global_step == self.state.global_step < self.state.max_steps:
             raise ConfigError(
                 f"The dataset ended before step {self.state.global_step + 1} of {self.state.max_steps}, so nothing "
@@ -392,6 +396,21 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             )
         check_weights(self.model, self.accelerator, self.state.global_step)
         return result
+
+    def _pulse(self) -> AbstractContextManager[None]:
+        """Signs of life of the run, while it trains."""
+        if not self.is_world_process_zero():
+            return nullcontext()
+
+        def look() -> dict[str, Any]:
+            return {
+                "step": self.state.global_step,
+                "of": self.state.max_steps,
+                "waits_for": self.step_log.activity.waits_for,
+                "under_way": self.step_log.activity.conversations(),
+            }
+
+        return Pulse(self.args.output_dir, look).beating()
 
     def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *args: Any) -> tuple[int, int]:
         """Stops a resumed run that has taken all its steps; TRL's trainer would take one more."""

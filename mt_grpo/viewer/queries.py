@@ -252,13 +252,13 @@ def compare(columns: Columns, before: int | None = None, after: int | None = Non
     for step in (before, after):
         if step not in steps:
             raise UserError(f"There is no evaluation at step {step}: there are some at {', '.join(map(str, steps))}.")
-    sides = [_questions(columns, step) for step in (before, after)]
+    sides = [questions(columns, step) for step in (before, after)]
     enough = 0.5 * max((np.nanmax(rewards) for side in sides for *_, rewards in side.values() if rewards), default=0)
     rows = []
     for key, (session, right, rewards) in sides[0].items():
         if key in sides[1]:
             session_after, right_after, rewards_after = sides[1][key]
-            was, is_ = _is_right(right, rewards, enough), _is_right(right_after, rewards_after, enough)
+            was, is_ = is_right(right, rewards, enough), is_right(right_after, rewards_after, enough)
             kind = KINDS[{(False, True): 0, (True, True): 1, (False, False): 2, (True, False): 3}[was, is_]]
             row: dict[str, Any] = {"prompt": key[0], "kind": kind, "sessions": [session, session_after]}
             rows.append({**row, "before": _mean(rewards), "after": _mean(rewards_after)})
@@ -273,7 +273,7 @@ def compare(columns: Columns, before: int | None = None, after: int | None = Non
     }
 
 
-def _questions(columns: Columns, step: int) -> dict[tuple[str, int], tuple[str, list[float], list[float]]]:
+def questions(columns: Columns, step: int) -> dict[tuple[str, int], tuple[str, list[float], list[float]]]:
     """
     The questions of an evaluation, in order: a session of each, which of its conversations are right, their rewards.
     The index has only the beginning of a question, so questions with one beginning are numbered in their order.
@@ -294,7 +294,7 @@ def _questions(columns: Columns, step: int) -> dict[tuple[str, int], tuple[str, 
     return questions
 
 
-def _is_right(right: list[float], rewards: list[float], enough: float) -> bool:
+def is_right(right: list[float], rewards: list[float], enough: float) -> bool:
     if right:
         return bool(np.mean(right) >= 0.5)
     return bool(rewards) and bool(np.mean(rewards) >= enough > 0)

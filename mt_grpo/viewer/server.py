@@ -7,11 +7,11 @@ import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 from mt_grpo.errors import UserError
-from mt_grpo.viewer.queries import Queries, as_json
+from mt_grpo.viewer.queries import as_json
 
 HOST = "127.0.0.1"
 
@@ -51,12 +51,18 @@ def page_files() -> dict[str, bytes]:
     return {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.name.endswith(tuple(TYPES))}
 
 
+class Answers(Protocol):
+    """What answers the page's questions: about one run, or about several."""
+
+    def answer(self, question: str, asked: dict[str, str]) -> dict[str, Any]: ...
+
+
 class Server(ThreadingHTTPServer):
     """
-    Serves the page of a run.
+    Serves the page of a run, or of several.
 
     Args:
-        queries (`Queries`): Answers its questions.
+        queries (`Answers`): Answers its questions.
         port (`int`, *optional*): The port; where it is left out, the first free one from `PORT` on.
 
     Raises:
@@ -67,7 +73,7 @@ class Server(ThreadingHTTPServer):
     block_on_close = False
     allow_reuse_address = True
 
-    def __init__(self, queries: Queries, port: int | None = None) -> None:
+    def __init__(self, queries: Answers, port: int | None = None) -> None:
         self.queries = queries
         self.files = page_files()
         ports = [port] if port is not None else range(PORT, PORT + TRIES)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import platform
+import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,11 @@ from mt_grpo.training.step_log.step import Outputs, Step, Update, split_number
 from mt_grpo.trajectory import Trajectory
 
 Lines = list[dict[str, Any]]
+
+SECRET = ("token", "key", "secret", "password")
+"""Ends of the names of options whose values are written nowhere."""
+
+PACKAGES = ("mt-grpo", "trl", "transformers", "accelerate", "torch", "datasets", "peft")
 
 
 def describe_rewards(turn: Sequence[RewardFunc], outcome: Sequence[RewardFunc], weights: Sequence[float]) -> Lines:
@@ -154,7 +163,33 @@ class Records:
 
 def run_line(about: dict[str, Any], rewards: Lines) -> dict[str, Any]:
     """The index's line of kind `run`."""
-    return {"kind": "run", "version": VERSION, "started": round(time.time(), 3), **about, "rewards": rewards}
+    return {
+        "kind": "run",
+        "version": VERSION,
+        "started": round(time.time(), 3),
+        "command": command(),
+        "versions": versions(),
+        **about,
+        "rewards": rewards,
+    }
+
+
+def command() -> str:
+    """What was called, with stars for what is secret."""
+    words = list(sys.argv)
+    for place, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if name.startswith("--") and name.endswith(SECRET):
+            if equals:
+                words[place] = f"{name}=***"
+            elif place + 1 < len(words):
+                words[place + 1] = "***"
+    return shlex.join(words)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that the numbers depend on."""
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
 def _numbers(trajectories: list[Trajectory]) -> list[int]:

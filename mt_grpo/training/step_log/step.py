@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_grpo.runlog.rows import question_of
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.trajectory import Trajectory
@@ -171,24 +172,25 @@ class Activity:
     What the trainer waits for: `forward and backward` unless it says otherwise.
 
     Attributes:
+        waits_for (`str`): What is waited for.
         seconds (`dict[str, float]`): Time that was waited for each thing since somebody cleared it.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._waits_for = "forward and backward"
+        self.waits_for = "forward and backward"
         self._batch: RolloutBatch | None = None
         self._under_way: Mapping[str, Trajectory] = {}
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
         """`what` is waited for in the block."""
-        before, self._waits_for = self._waits_for, what
+        before, self.waits_for = self.waits_for, what
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._waits_for = before
+            self.waits_for = before
             self.seconds[what] += time.perf_counter() - start
 
     @contextmanager
@@ -207,11 +209,27 @@ class Activity:
         finally:
             self._batch, self._under_way = None, {}
 
+    def conversations(self) -> list[dict[str, Any]]:
+        """Those under way on this process, the oldest first, as `state.json` has them."""
+        under_way = list(self._under_way.values())  # a copy, since another thread goes on
+        shown = [
+            {
+                "session": trajectory.session,
+                "prompt": question_of(trajectory),
+                "turns": len(trajectory.turns),
+                "tokens": sum(turn.num_tokens for turn in trajectory.turns),
+                "start": trajectory.start,
+                "waits_for": "tools" if _waits_for_tools(trajectory) else "sampling",
+            }
+            for trajectory in under_way
+        ]
+        return sorted(shown, key=lambda each: each["start"] or 0.0)
+
     def describe(self) -> str:
         """What is waited for, and while conversations are sampled, how many are finished and their turns so far."""
         batch, under_way = self._batch, list(self._under_way.values())  # copies, since another thread goes on
         if batch is None:
-            return f"waiting for {self._waits_for}"
+            return f"waiting for {self.waits_for}"
         finished = list(batch.trajectories)
         asked = batch.fills.count(False)
         turns = sum(len(trajectory.turns) for trajectory in (*finished, *under_way))

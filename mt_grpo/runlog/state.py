@@ -1,0 +1,123 @@
+"""
+`state.json`: what a run is at, written every few seconds while it goes on. So a run that was killed is told from one
+that goes on, and conversations under way are seen before they are in the index.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+
+from mt_grpo.errors import UserError
+from mt_grpo.runlog import files
+from mt_grpo.runlog.conversation import misfit
+from mt_grpo.runlog.files import to_json, written_whole
+
+FILE = "state.json"
+BEAT = 5.0
+"""Seconds between two signs of life."""
+SILENT = 60.0
+"""Seconds without a sign of life after which a run on another machine counts as dead."""
+RUNNING, FINISHED, STOPPED, FAILED, DIED = "running", "finished", "stopped", "failed", "died"
+
+
+class Pulse:
+    """
+    Writes a run's state while it goes on.
+
+    Args:
+        folder (`str` or `Path`): The run's `output_dir`.
+        look (`Callable`): What the run is at: `step`, `of` and `under_way`. It is called from another thread.
+    """
+
+    def __init__(self, folder: str | Path, look: Callable[[], dict[str, Any]]) -> None:
+        self._path, self._look = Path(folder, FILE), look
+        process = psutil.Process()
+        self._about = {
+            "pid": process.pid,
+            "host": socket.gethostname(),
+            "process_started": round(process.create_time(), 2),
+            "started": round(time.time(), 3),
+        }
+        self._ended = threading.Event()
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """
+        Writes the state every `BEAT` seconds within the block, and how it ended: finished if all steps were taken,
+        else stopped; stopped too by Ctrl-C and SIGTERM; failed by what else it raises.
+        """
+        self._write(RUNNING)
+        thread = threading.Thread(target=self._beat, name="mt-grpo-pulse", daemon=True)
+        thread.start()
+        state, reason = STOPPED, None
+        try:
+            yield
+            at = self._look()
+            state = FINISHED if at["step"] >= at["of"] else STOPPED
+        except KeyboardInterrupt as error:
+            reason = "SIGTERM" if error.args[:1] == (15,) else "Ctrl-C"
+            raise
+        except BaseException as error:
+            state, reason = FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+            raise
+        finally:
+            self._ended.set()
+            thread.join()
+            self._write(state, reason)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT):
+            self._write(RUNNING)
+
+    def _write(self, state: str, reason: str | None = None) -> None:
+        record = {"state": state, "reason": reason, **self._about, "beat": round(time.time(), 3), **self._look()}
+        with suppress(OSError):  # a full disk ends the run where it writes conversations, with a sentence
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with written_whole(self._path) as partial:
+                partial.write_text(to_json(record), encoding="utf-8", errors="replace")
+
+
+def read_state(folder: Path) -> dict[str, Any] | None:
+    """
+    What a run is at, as it was last written, with `state` `"died"` where its process is gone; `None` where it has
+    written nothing.
+
+    Raises:
+        UserError: If the file is damaged.
+    """
+    data = files.read(folder, FILE)
+    if data is None:
+        return None
+    try:
+        state = orjson.loads(data)
+        wrong = misfit("state", state)
+    except orjson.JSONDecodeError as error:
+        wrong = str(error)
+    if wrong is not None:
+        raise UserError(f"{folder / FILE} is damaged ({wrong}): remove it; a run that goes on writes it again.")
+    if state["state"] == RUNNING and not _lives(state):
+        state["state"] = DIED
+    return state
+
+
+def _lives(state: dict[str, Any]) -> bool:
+    if state["host"] != socket.gethostname():
+        return time.time() - state["beat"] < SILENT
+    if state["pid"] == os.getpid():
+        return True
+    try:
+        process = psutil.Process(state["pid"])
+        same = abs(process.create_time() - state["process_started"]) < 2.0  # or another has its number
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

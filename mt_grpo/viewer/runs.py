@@ -1,0 +1,303 @@
+"""Several runs in one folder: a list of them, their curves over each other, and the questions that they all were asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from mt_grpo.errors import UserError
+from mt_grpo.imports import did_you_mean
+from mt_grpo.runlog import Run, files, open_run
+from mt_grpo.runlog.schema import FOLDER, INDEX
+from mt_grpo.runlog.state import read_state
+from mt_grpo.viewer.columns import Columns
+from mt_grpo.viewer.queries import BadQuestion, Parameters, Queries, evaluations, is_right, questions
+
+DEEP = 3
+"""Folders below the one that is named in which runs are looked for."""
+
+HEAD = 2**20
+"""Bytes at the beginning of an index in which a run is described."""
+
+POINTS = 60
+"""Points of the small curve beside a run."""
+
+LAST = 5
+"""Steps that the last reward is the mean of."""
+
+MOST = 8
+"""Runs that are compared at once."""
+
+AXES = ("step", "time", "tokens")
+
+_STEP = re.compile(rb'^\{"kind":"step".*$', re.MULTILINE)
+_RUN = re.compile(rb'^\{"kind":"run".*$', re.MULTILINE)
+
+
+def find_runs(folder: Path) -> dict[str, Path]:
+    """The runs in a folder, by their path in it. A run's own folders are not looked into, and links are not followed."""
+    found: dict[str, Path] = {}
+    for root, folders, names in os.walk(folder):
+        here = Path(root)
+        if "metrics.jsonl" in names or (here / FOLDER / INDEX).is_file() or "state.json" in names:
+            found[here.relative_to(folder).as_posix()] = here
+            folders.clear()
+        depth = len(here.relative_to(folder).parts)
+        folders[:] = sorted(name for name in folders if depth < DEEP and not name.startswith("."))
+    return found
+
+
+class Runs:
+    """
+    Answers questions about the runs in a folder. A run is opened when somebody asks about its conversations.
+
+    Args:
+        folder (`str` or `Path`): The folder.
+
+    Raises:
+        UserError: If there is no run in it.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._opened: dict[str, Queries] = {}
+        self._lock = threading.Lock()
+        if not find_runs(self.folder):
+            raise UserError(
+                f"{self.folder} is not the folder of a run and has none in it: name the `output_dir` of a run, or a "
+                "folder with several."
+            )
+
+    def answer(self, question: str, asked: Parameters) -> dict[str, Any]:
+        """
+        Answers a question about a run, which `run` names, or one about several: `runs`, `curves` or `questions`.
+
+        Raises:
+            UserError: If it cannot be answered; says why.
+        """
+        asked = dict(asked)
+        if question == "runs":
+            return {"folder": self.folder.name, "runs": [self._summary(*each) for each in self._found().items()]}
+        if question == "curves":
+            return self._curves(_names(asked), asked.get("metric") or "reward", asked.get("by") or "step")
+        if question == "questions":
+            return self._questions(_names(asked))
+        name = asked.pop("run", "")
+        answer = self.queries(name).answer(question, asked)
+        return {**answer, "name": name} if question == "run" else answer
+
+    def queries(self, name: str) -> Queries:
+        """The questions of one run. Raises `UserError` if there is no such run, or its folder is damaged."""
+        with self._lock:
+            if name not in self._opened:
+                self._opened[name] = Queries(self._open(name))
+            return self._opened[name]
+
+    def _found(self) -> dict[str, Path]:
+        return find_runs(self.folder)
+
+    def _folder(self, name: str) -> Path:
+        found = self._found()
+        if name not in found:
+            raise BadQuestion(f"There is no run {name!r} in {self.folder}{did_you_mean(name, list(found))}.")
+        return found[name]
+
+    def _open(self, name: str) -> Run:
+        return open_run(self._folder(name))
+
+    def _summary(self, name: str, folder: Path) -> dict[str, Any]:
+        try:
+            return {"name": name, **summary(folder)}
+        except UserError as error:
+            return {"name": name, "error": str(error)}
+
+    def _curves(self, names: list[str], metric: str, by: str) -> dict[str, Any]:
+        if by not in AXES:
+            raise BadQuestion(f"`by` is one of {', '.join(AXES)}; {by[:40]!r} is none.")
+        curves, known = {}, {"reward": None}
+        for name in names:
+            folder = self._folder(name)
+            metrics = Run.metrics_of(folder)
+            known |= dict.fromkeys(key for row in metrics for key, value in row.items() if _is_number(value))
+            axis = _axis(folder, metrics, by)
+            curves[name] = [
+                [x, row[metric]]
+                for row, x in zip(metrics, axis, strict=True)
+                if x is not None and _is_number(row.get(metric))
+            ]
+        return {"metric": metric, "by": by, "metrics": sorted(known.keys() - {"step"}), "curves": curves}
+
+    def _questions(self, names: list[str]) -> dict[str, Any]:
+        """The questions of the last evaluation of each run that all were asked, and how each run fared."""
+        sides, steps = {}, {}
+        for name in names:
+            queries = self.queries(name)
+            queries.answer("run", {})
+            columns = queries.columns
+            asked = evaluations(columns)
+            if not asked:
+                raise BadQuestion(f"{name} has no evaluation, so that its held-out questions cannot be compared.")
+            steps[name] = asked[-1]
+            sides[name] = (questions(columns, asked[-1]), columns)
+        return {"steps": steps, **_compared(sides)}
+
+
+def _names(asked: Parameters) -> list[str]:
+    names = list(dict.fromkeys(filter(None, asked.get("runs", "").split("\n"))))
+    if not 1 <= len(names) <= MOST:
+        raise BadQuestion(f"`runs` names 1 to {MOST} runs, a line each.")
+    return names
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _compared(sides: dict[str, tuple[dict[tuple[str, int], Any], Columns]]) -> dict[str, Any]:
+    common = set.intersection(*(set(found) for found, _ in sides.values()))
+    first = next(iter(sides.values()))[0]
+    enough = 0.5 * max(
+        (max(rewards) for found, _ in sides.values() for _, _, rewards in found.values() if rewards), default=0
+    )
+    counts: Counter[str] = Counter()
+    rows = []
+    for key in first:
+        if key not in common:
+            continue
+        cells = []
+        for found, columns in sides.values():
+            session, right, rewards = found[key]
+            row = columns.rows[columns.positions[session]]
+            reward = float(np.mean(rewards)) if rewards else None
+            cells.append(
+                {
+                    "session": session,
+                    "right": is_right(right, rewards, enough),
+                    "answer": row["answer"],
+                    "reward": reward,
+                }
+            )
+        rights = [cell["right"] for cell in cells]
+        kind = "all" if all(rights) else "none" if not any(rights) else "some"
+        counts[kind] += 1
+        for name, right in zip(sides, rights, strict=True):
+            counts[f"only {name}"] += right and sum(rights) == 1 and len(rights) > 1
+        rows.append({"prompt": key[0], "kind": kind, "cells": cells})
+    order = ("some", "none", "all")
+    rows.sort(key=lambda row: order.index(row["kind"]))
+    return {"counts": dict(counts), "asked": len(rows), "rows": rows}
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """
+    A run at a glance, from the ends of its files: its index is not read as a whole.
+
+    Returns:
+        `dict`: `state` (`status`), `rule`, `model`, `step`, `of`, `started`, `seconds`, `left` (seconds, estimated),
+        `reward` (a curve of at most `POINTS` points), `last` (mean of the last steps) and `written`.
+
+    Raises:
+        UserError: If a file is damaged.
+    """
+    metrics, state, about = Run.metrics_of(folder), read_state(folder), about_run(folder)
+    rewards = [row["reward"] for row in metrics if _is_number(row.get("reward"))]
+    seconds = next((row["train_runtime"] for row in reversed(metrics) if _is_number(row.get("train_runtime"))), None)
+    step = max((row["step"] for row in metrics), default=0)
+    options = about.get("options") or {}
+    rule = about.get("rule") or about.get("estimator")
+    return {
+        **status(state, seconds, folder),
+        "step": max(step, (state or {}).get("step", 0)),
+        "rule": rule.get("name") if isinstance(rule, dict) else rule,
+        "model": model_name(about.get("model"), options),
+        "reward": _thinned(rewards),
+        "last": float(np.mean(rewards[-LAST:])) if rewards else None,
+    }
+
+
+def model_name(model: Any, options: dict[str, Any]) -> str | None:
+    """The last part of a model's name, with LoRA where an adapter is trained."""
+    if not isinstance(model, str):
+        return None
+    return model.rstrip("/").rpartition("/")[2] + (", LoRA" if options.get("use_peft") else "")
+
+
+def status(state: dict[str, Any] | None, seconds: float | None, folder: Path) -> dict[str, Any]:
+    """
+    How a run is.
+
+    Args:
+        state (`dict`, *optional*): Of `read_state`.
+        seconds (`float`, *optional*): That training took, where it is finished.
+        folder (`Path`): The run's.
+
+    Returns:
+        `dict`: `status` (`"running"`, `"finished"`, `"stopped"`, `"failed"`, `"died"`, or `"unknown"` for a run of an
+        earlier version that is not finished), `reason`, `of` (steps), `started`, `seconds`, `left` (to go, estimated)
+        and `beat` (the last sign of life).
+    """
+    if state is None:
+        written = max((path.stat().st_mtime for path in _written(folder)), default=None)
+        done = "unknown" if seconds is None else "finished"
+        return {
+            "status": done,
+            "reason": None,
+            "of": None,
+            "started": None,
+            "seconds": seconds,
+            "left": None,
+            "beat": written,
+        }
+    running = state["state"] == "running"
+    took = (time.time() if running else state["beat"]) - state["started"]
+    left = took / state["step"] * (state["of"] - state["step"]) if running and state["step"] else None
+    known = {name: state[name] for name in ("reason", "of", "started", "beat")}
+    return {"status": state["state"], **known, "seconds": took, "left": left}
+
+
+def _written(folder: Path) -> list[Path]:
+    return [path for path in (folder / "metrics.jsonl", folder / FOLDER / INDEX) if path.is_file()]
+
+
+def about_run(folder: Path) -> dict[str, Any]:
+    """The line of kind `run` at the beginning of a run's index; empty where there is none yet."""
+    path = files.find(folder, f"{FOLDER}/{INDEX}")
+    if path is None:
+        return {}
+    with path.open("rb") as file:
+        found = _RUN.findall(file.read(HEAD))
+    try:
+        return orjson.loads(found[0]) if found else {}
+    except orjson.JSONDecodeError:  # opening the run names the line
+        return {}
+
+
+def _axis(folder: Path, metrics: list[dict[str, Any]], by: str) -> list[float | None]:
+    """The x of each line of metrics."""
+    if by == "step":
+        return [row["step"] for row in metrics]
+    if by == "tokens":
+        return [row.get("num_tokens") for row in metrics]
+    ends = {}
+    for raw in _STEP.findall(files.read(folder, f"{FOLDER}/{INDEX}") or b""):
+        try:
+            line = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            continue  # opening the run names the line
+        ends[line["step"] + 1] = line["start"] + line["seconds"]
+    begin = min(ends.values(), default=0.0)
+    return [ends[row["step"]] - begin if row["step"] in ends else None for row in metrics]
+
+
+def _thinned(values: list[float]) -> list[float]:
+    if len(values) <= POINTS:
+        return values
+    return [float(part.mean()) for part in np.array_split(np.array(values), POINTS)]
