@@ -67,6 +67,7 @@ class Queries:
         self._rows: list[dict[str, Any]] | None = None
         self._questions: dict[str, Callable[[Parameters], dict[str, Any]]] = {
             "run": self._about,
+            "runs": lambda asked: {"runs": []},  # it is one run alone, see `mt_grpo.viewer.runs`
             "overview": self._overview,
             "find": self._find,
             "group": self._group,

@@ -1,4 +1,4 @@
-"""Several runs in one folder: a list of them, their curves over each other, and the questions that they all were asked."""
+"""Several runs in one folder: a list, their curves over each other, and the questions that all of them were asked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _RUN = re.compile(rb'^\{"kind":"run".*$', re.MULTILINE)
 
 
 def find_runs(folder: Path) -> dict[str, Path]:
-    """The runs in a folder, by their path in it. A run's own folders are not looked into, and links are not followed."""
+    """The runs in a folder, by their path in it. It looks into no folder of a run, and follows no links."""
     found: dict[str, Path] = {}
     for root, folders, names in os.walk(folder):
         here = Path(root)
@@ -227,7 +227,9 @@ def model_name(model: Any, options: dict[str, Any]) -> str | None:
     """The last part of a model's name, with LoRA where an adapter is trained."""
     if not isinstance(model, str):
         return None
-    return model.rstrip("/").rpartition("/")[2] + (", LoRA" if options.get("use_peft") else "")
+    parts = model.rstrip("/").split("/")
+    name = "/".join(parts[-2:] if parts[-1] == "model" else parts[-1:])  # the embedded model's folder says little
+    return name + (", LoRA" if options.get("use_peft") else "")
 
 
 def status(state: dict[str, Any] | None, seconds: float | None, folder: Path) -> dict[str, Any]:

@@ -6,9 +6,12 @@ const data = inside ? JSON.parse(inside.textContent) : null
 /** Whether the page is an exported file: what it has of the run, or null. */
 export const exported = data && { filter: data.filter, conversations: data.rows.length }
 
+/** The run that the page is at, where it has several. */
+export const current = { run: null }
+
 /** The answer to a question; throws an Error whose message is a sentence for people. */
 export async function ask(question, parameters = {}) {
-  const known = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== '')
+  const known = Object.entries({ run: current.run, ...parameters }).filter(([, value]) => value !== null && value !== undefined && value !== '')
   if (data) return fromFile(question, Object.fromEntries(known))
   let response
   try {

@@ -1,14 +1,16 @@
 // The frame: which view is shown, the run's state above it, and what the run has written since.
 
-import { ask, exported } from './api.js'
+import { ask, current, exported } from './api.js'
 import { compare } from './compare.js'
 import { h, link, nothing, number, plural } from './dom.js'
 import { find } from './find.js'
 import { group } from './group.js'
 import { overview } from './overview.js'
+import { runs } from './runs.js'
 import { trajectory } from './trajectory.js'
 
 const VIEWS = {
+  runs: ['Runs', runs],
   overview: ['Overview', overview],
   find: ['Find', find],
   group: ['Groups', group],
@@ -19,24 +21,28 @@ const POLL = 2000
 
 const main = document.querySelector('main')
 const nav = document.querySelector('nav')
-const seen = {}
+let seen = {}
+let several = []
 let shown = { keys: {} }
 let version = null
 let turn = 0
 
 async function show() {
   const [path, text = ''] = location.hash.replace(/^#\/?/, '').split('?')
-  const name = path in VIEWS ? path : 'overview'
+  const parameters = new URLSearchParams(text)
+  const name = path in VIEWS && (path !== 'runs' || several.length) ? path : several.length ? 'runs' : 'overview'
   const mine = ++turn
   shown = { keys: {} }
-  nav.replaceChildren(...Object.entries(VIEWS).map(([each, [title]]) =>
+  choose(name, parameters.get('run'))
+  const views = Object.entries(VIEWS).filter(([each]) => (each === 'runs' ? several.length : !several.length || current.run))
+  nav.replaceChildren(...views.map(([each, [title]]) =>
     h('a', { href: seen[each] ?? link(each), 'aria-current': each === name ? 'page' : null }, title)))
   main.setAttribute('aria-busy', 'true')
   const here = h('div')  // of this view alone: one that is late writes into what is no longer shown
   main.replaceChildren(here)
   let found
   try {
-    found = await VIEWS[name][1](here, new URLSearchParams(text))
+    found = await VIEWS[name][1](here, parameters)
   } catch (error) {
     here.replaceChildren(nothing(error.message))
     found = { title: VIEWS[name][0] }
@@ -51,16 +57,37 @@ async function show() {
   performance.mark(`shown ${name}`)
 }
 
+/** The run that the views are of, where there are several: the one that the address names. */
+function choose(view, run) {
+  if (!several.length) return
+  const chosen = run ?? (view === 'runs' ? current.run : several[0])
+  if (chosen === current.run) return
+  seen = {}
+  version = null
+  current.run = chosen
+  const names = several.includes(chosen) ? several : [chosen, ...several]
+  document.querySelector('#name').replaceChildren(h('select', { 'aria-label': 'Run', onchange: event => {
+    const [path, text = ''] = location.hash.replace(/^#\/?/, '').split('?')
+    const kept = new URLSearchParams(text)
+    const view = ['find', 'compare'].includes(path) ? path : 'overview'  // a conversation is of one run alone
+    location.hash = link(view, { run: event.target.value, q: kept.get('q'), sort: kept.get('sort') })
+  } }, names.map(each => h('option', { value: each, selected: each === chosen }, each))))
+  if (view !== 'runs') look()
+}
+
 async function look() {
   try {
-    await follow(await ask('run'))
+    if (several.length && (!current.run || location.hash.startsWith('#/runs') || !location.hash)) {
+      document.querySelector('#state').textContent = plural(several.length, 'run')
+      await shown.refresh?.()
+    } else await follow(await ask('run'))
   } catch (error) {
     document.querySelector('#state').textContent = error.message
   }
 }
 
 async function follow(run) {
-  document.querySelector('#name').textContent = run.name
+  if (!several.length) document.querySelector('#name').textContent = run.name
   const state = run.seconds === null ? `last written at ${new Date(1000 * run.written).toLocaleTimeString()}` : `finished in ${number(run.seconds, 0)} s`
   document.querySelector('#state').textContent = [`step ${run.steps}`, plural(run.conversations, 'conversation'), state].join(' · ')
   if (version !== null && run.version !== version) await shown.refresh?.()
@@ -80,6 +107,11 @@ addEventListener('keydown', event => {
   if (event.key.startsWith('Arrow')) event.preventDefault()
   act()
 })
-show()
-if (exported) look()
-else poll()
+
+async function begin() {
+  if (!exported) several = (await ask('runs').catch(() => ({ runs: [] }))).runs.map(run => run.name)
+  show()
+  if (exported) look()
+  else poll()
+}
+begin()

@@ -1,5 +1,7 @@
 // Elements, and numbers as text. All text goes through text nodes: nothing that a model or a tool wrote is ever markup.
 
+import { current } from './api.js'
+
 const SVG = 'http://www.w3.org/2000/svg'
 
 /** An element: attributes, `class`, `on...` listeners and `css` (properties set one by one), then children. */
@@ -25,7 +27,7 @@ function fill(element, options, children) {
 
 /** Where a view is: `#/find?q=...`; parameters without a value are left out. */
 export function link(view, parameters = {}) {
-  const known = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== '')
+  const known = Object.entries({ run: current.run, ...parameters }).filter(([, value]) => value !== null && value !== undefined && value !== '')
   const text = new URLSearchParams(known).toString()
   return `#/${view}${text ? '?' + text : ''}`
 }

@@ -1,0 +1,123 @@
+"""Several runs in one folder: their list, their curves, and the questions that all were asked."""
+
+from __future__ import annotations
+
+import pytest
+from support.browser import missing, open_browser, serving, watched
+from support.runs import write_run
+
+from mt_grpo.cli import main
+from mt_grpo.errors import UserError
+from mt_grpo.runlog import open_run
+from mt_grpo.runlog.state import Pulse
+from mt_grpo.viewer.runs import Runs, find_runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("several") / "runs"
+    for seed, (name, step) in enumerate((("first", 4), ("sweep/second", 2))):
+        run = write_run(folder / name, steps=4, seed=seed)
+        with Pulse(run, lambda step=step: {"step": step, "of": 4, "waits_for": "", "under_way": []}).beating():
+            pass
+    broken = write_run(folder / "broken", steps=1)
+    (broken / "metrics.jsonl").write_text("{}\n")
+    (folder / "notes").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    return Runs(folder)
+
+
+def test_runs_are_found_below_the_folder_and_not_in_each_other(folder):
+    assert list(find_runs(folder)) == ["broken", "first", "sweep/second"]
+
+
+def test_the_list_says_how_each_run_is(runs, folder):
+    answer = {run["name"]: run for run in runs.answer("runs", {})["runs"]}
+    assert answer["first"]["status"] == "finished" and answer["sweep/second"]["status"] == "stopped"
+    assert (answer["sweep/second"]["of"], answer["first"]["rule"], answer["first"]["model"]) == (
+        4,
+        "mt_grpo",
+        "embedded",
+    )
+    rewards = [row["reward"] for row in open_run(folder / "first").metrics()]
+    assert answer["first"]["reward"] == rewards and answer["first"]["last"] == pytest.approx(sum(rewards) / 4)
+    assert "metrics.jsonl has a line that is not JSON of metrics" in answer["broken"]["error"]
+
+
+def test_curves_are_of_each_run_by_step_and_time(runs):
+    asked = {"runs": "first\nsweep/second", "metric": "loss"}
+    by_step = runs.answer("curves", asked)
+    assert by_step["curves"]["first"] == [[step, 0.01] for step in (1, 2, 3, 4)] and "entropy" in by_step["metrics"]
+    by_time = runs.answer("curves", {**asked, "by": "time"})
+    assert [x for x, _ in by_time["curves"]["first"]] == sorted(x for x, _ in by_time["curves"]["first"])
+    assert by_time["curves"]["first"][0][0] == 0.0
+
+
+def test_questions_are_those_that_all_were_asked(runs, folder):
+    answer = runs.answer("questions", {"runs": "first\nsweep/second"})
+    assert (
+        answer["asked"] == 4
+        and sum(answer["counts"][kind] for kind in ("all", "some", "none") if kind in answer["counts"]) == 4
+    )
+    for row in answer["rows"]:
+        for name, cell in zip(("first", "sweep/second"), row["cells"], strict=True):
+            whole = open_run(folder / name).trajectory(cell["session"])
+            assert whole["index"]["prompt"] == row["prompt"] and cell["answer"] == whole["answer"]
+            assert cell["right"] == (whole["rewards"]["outcome"]["exact_match"] == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("question", "asked", "words"),
+    [
+        ("find", {"run": "frist"}, "There is no run 'frist' in .*; the nearest is 'first'"),
+        ("curves", {"runs": ""}, "`runs` names 1 to 8 runs, a line each"),
+        ("curves", {"runs": "first", "by": "luck"}, "`by` is one of step, time, tokens; 'luck' is none"),
+    ],
+)
+def test_what_is_not_there_is_said(runs, question, asked, words):
+    with pytest.raises(UserError, match=words):
+        runs.answer(question, asked)
+
+
+def test_a_folder_without_runs_is_refused_in_a_sentence(tmp_path, capsys):
+    assert main(["view", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "is not the folder of a run and has none in it" in said and said.count("\n") == 1
+
+
+def test_a_file_is_of_one_run(folder, tmp_path, capsys):
+    assert main(["view", str(folder), "--export", str(tmp_path / "x.html")]) == 1
+    assert "`--export` takes the folder of one run" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(missing() is not None, reason=missing() or "")
+def test_runs_are_compared_and_opened(runs):
+    with open_browser() as browser, serving(runs) as server, watched(browser) as page:
+        page.goto(server.url)
+        page.wait_for_selector(".overlaid .line")
+        assert page.locator(".run:not(.th)").count() == 3 and page.locator(".overlaid .line:not(.faint)").count() == 2
+        assert page.locator(".asked thead th").all_inner_texts()[1:] == ["first", "sweep/second"]
+        page.click("button:has-text('finished')")
+        assert page.locator(".run:not(.th)").count() == 1
+        page.uncheck(".run input")
+        page.wait_for_function("() => document.querySelectorAll('.overlaid .line:not(.faint)').length === 1")
+        page.click(".run a:has-text('first')")
+        page.wait_for_function("() => performance.getEntriesByName('shown overview').length")
+        assert "run=first" in page.url and page.locator("header select").input_value() == "first"
+        page.click("nav a:has-text('Find')")
+        page.fill("#filter", "mode=eval")
+        page.wait_for_function("() => document.querySelector('#said').textContent.startsWith('8 of')")
+        page.reload()
+        page.wait_for_function("() => document.querySelector('#said')?.textContent.startsWith('8 of')")
+        page.select_option("header select", "sweep/second")
+        page.wait_for_function(
+            "location.hash.includes('second') && document.querySelector('#filter')?.value === 'mode=eval'"
+        )
+        page.goto(f"{server.url}#/find?run=nowhere")
+        page.wait_for_selector("#said.wrong")
+        page.wrong.clear()  # the browser notes the status 400
+        assert "There is no run 'nowhere'" in page.inner_text("#said")
