@@ -37,6 +37,9 @@ def passes(tmp_path_factory, tokenizer, questions):
 
 def test_every_update_of_a_conversation_is_kept(passes):
     run, *_ = passes
+    state = read_state(run.folder)
+    assert (state["state"], state["step"], state["of"], state["under_way"]) == ("finished", 4, 4, [])
+    assert run.about["versions"].keys() >= {"trl", "torch"} and run.about["options"]["num_iterations"] == 2
     assert [row["step"] for row in run.rows] == [0] * 4 + [2] * 4
     for row in run.rows:
         assert [update["step"] for update in row["updates"]] == [row["step"], row["step"] + 1]
