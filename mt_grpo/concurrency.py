@@ -413,7 +413,10 @@ def in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
 
 def begin(work: Awaitable[Any], name: str) -> asyncio.Task[Any]:
     """Begins a task of the user's code. Where it does not let itself be ended, it is known by its name."""
-    return asyncio.create_task(guarded(work), name=name)
+    task = asyncio.create_task(guarded(work), name=name)
+    if inspect.iscoroutine(work):  # a task that is cancelled before it begins does not close it
+        task.add_done_callback(lambda done: work.close())
+    return task
 
 
 async def guarded(work: Awaitable[Any]) -> Any:

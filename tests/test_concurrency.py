@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 
 import pytest
 from support.models import CPU_RUN, build_model, lookup
@@ -17,7 +18,7 @@ from support.own_process import TERMINAL
 from support.scoring import score
 
 from mt_grpo import concurrency
-from mt_grpo.concurrency import run
+from mt_grpo.concurrency import begin, run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
@@ -255,7 +256,7 @@ def test_rollouts_go_on_after_whatever_ended_the_last_ones(tokenizer, error):
 STUBBORN = """
 import asyncio, threading
 from mt_grpo import concurrency
-from mt_grpo.concurrency import run
+from mt_grpo.concurrency import begin, run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from support.scoring import score
@@ -312,6 +313,25 @@ def test_a_task_that_swallows_cancellation_lets_the_process_end(how, says, warns
     command = [sys.executable, "-c", TERMINAL + STUBBORN, *how.split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert says in ended.stdout and warns in ended.stderr and ended.returncode == 0
+
+
+def test_work_that_is_cancelled_before_it_begins_is_closed():
+    """Python warns of a coroutine that was never awaited."""
+    begun = []
+
+    async def work():
+        begun.append(True)
+
+    async def cancelled():
+        task = begin(work(), "work")
+        task.cancel()
+        await asyncio.wait([task])
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        asyncio.run(cancelled())
+        gc.collect()
+    assert not begun and not [one.message for one in warned if "work" in str(one.message)]
 
 
 def test_a_function_in_a_thread_sees_the_callers_variables():
