@@ -169,11 +169,12 @@ class Index:
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     _places: dict[str, int] = field(default_factory=dict)
     _offsets: dict[str, int] = field(default_factory=dict)
+    _inodes: dict[str, int] = field(default_factory=dict)
 
     def read(self, folder: Path) -> list[int]:
         """
-        Reads what was added to the index files of a folder. If a file has become shorter, another run has replaced
-        this one, and everything is read again.
+        Reads what was added to the index files of a folder. If a file is gone, another or shorter, a run has replaced
+        this one or has trimmed it, and everything is read again.
 
         Args:
             folder (`Path`): The run's `output_dir`.
@@ -186,9 +187,13 @@ class Index:
         """
         changed: set[int] = set()
         names = [f"{FOLDER}/{path.name}" for path in sorted((folder / FOLDER).glob("index*.jsonl"))]
-        sizes = {name: path.stat().st_size for name in names if (path := files.find(folder, name)) is not None}
-        if any(sizes.get(name, -1) < offset for name, offset in self._offsets.items()):
+        found = {name: path.stat() for name in names if (path := files.find(folder, name)) is not None}
+        sizes = {name: about.st_size for name, about in found.items()}
+        inodes = {name: about.st_ino for name, about in found.items()}
+        others = [name for name, inode in self._inodes.items() if inodes.get(name) != inode]
+        if others or any(sizes[name] < offset for name, offset in self._offsets.items()):
             self.rows, self.steps, self.run, self.files, self._places, self._offsets = [], [], {}, {}, {}, {}
+        self._inodes = inodes
         for name, size in sizes.items():
             offset = self._offsets.get(name, 0)
             if size > offset:

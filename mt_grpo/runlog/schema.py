@@ -16,8 +16,9 @@ the step at which it was sampled, for `eval` the batch of the evaluation; for `d
 `gradient_accumulation_steps` for each earlier attempt. `r` is the process.
 
 A session, `{mode}-{step:06d}-{k:06d}-{number:06d}`, names a conversation in all of these files; `number` is its row in
-the batch of all processes. `number // group_size` is its group, `number % group_size` its place in the group. Where a
-session occurs again, as when a resumed run repeats a step, the last one counts.
+the batch of all processes. `number // group_size` is its group, `number % group_size` its place in the group. A
+resumed run removes what was recorded after its checkpoint, see `trim`. Where a session occurs again all the same, as
+when `trainer.train()` is called twice, the last one counts.
 
 Pages of the Parquet files have checksums, and the index has one of each file and of each of its own lines.
 """

@@ -295,6 +295,11 @@ def _checkpoints(output_dir: str | Path) -> list[Path]:
     return sorted(folders, key=lambda folder: int(folder.name.rsplit("-", 1)[1]))
 
 
+def later_checkpoints(output_dir: str | Path, step: int) -> list[Path]:
+    """Whole checkpoints of an output folder that were written after a step."""
+    return [path for path in _checkpoints(output_dir) if int(path.name.rsplit("-", 1)[1]) > step and is_whole(path)]
+
+
 def is_whole(folder: Path) -> bool:
     """Whether every process had finished writing a checkpoint, and what they wrote can be read."""
     if not _path(folder, 0).exists() or _damage(folder) is not None:

@@ -387,6 +387,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._earlier = []
         # a run that begins again keeps nothing of one that was interrupted in this process
         self._step, self._buffered_inputs, self._synced_step, self._failed_batches = 0, None, -1, 0
+        folder = Path(self.args.output_dir).resolve()
+        self.step_log.records.resumes = checkpoint is not None and Path(checkpoint).resolve().parent == folder
         with self._pulse():
             result = super().train(checkpoint, *args, **kwargs)
         if self._initial_global_step == self.state.global_step < self.state.max_steps:

@@ -108,7 +108,7 @@ class StepLog(TrainerCallback):
     # TRL calls
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.records.begin()
+        self.records.begin(state.global_step)
         self.warnings.begin()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import shlex
 import sys
@@ -22,7 +23,9 @@ from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog import Batch, RunWriter
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import VERSION, session_id
+from mt_grpo.runlog.trim import trim
 from mt_grpo.runlog.writer import end_with_a_line, finite
+from mt_grpo.training.checkpoint import later_checkpoints
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.processes import everywhere
 from mt_grpo.training.step_log.step import Outputs, Step, Update, split_number
@@ -34,6 +37,8 @@ SECRET = ("token", "key", "secret", "password")
 """Ends of the names of options whose values are written nowhere."""
 
 PACKAGES = ("mt-grpo", "trl", "transformers", "accelerate", "torch", "datasets", "peft")
+
+logger = logging.getLogger(__name__)
 
 
 def describe_rewards(turn: Sequence[RewardFunc], outcome: Sequence[RewardFunc], weights: Sequence[float]) -> Lines:
@@ -68,6 +73,8 @@ class Records:
         self._args = args
         self._main = args.process_index == 0
         self._described = False
+        self.resumes = False
+        """Whether the run goes on from a checkpoint in its folder."""
         self.audits: Lines = []
         """Of the batches since the latest line of `audit.jsonl`."""
 
@@ -126,9 +133,25 @@ class Records:
 
     # Optimiser steps and logs
 
-    def begin(self) -> None:
-        """Training begins, perhaps after one that was interrupted."""
+    def begin(self, number: int = 0) -> None:
+        """
+        Training begins, perhaps after one that was interrupted. Where it goes on from a checkpoint in `output_dir`,
+        after `number` optimiser steps, the records of later steps are removed: they are taken again. Collective.
+        """
         self.audits = []
+        if not self.resumes:
+            return
+        folder = Path(self._args.output_dir)
+        last = everywhere(lambda: trim(folder, number) if self._main else number)
+        later = later_checkpoints(folder, number)
+        if self._main and later:
+            logger.warning(
+                "The run goes on from step %d, and the records of steps up to %d were removed, since they are taken "
+                "again. Checkpoints of such steps stay (%s) until the run comes to them.",
+                number,
+                last,
+                ", ".join(path.name for path in later),
+            )
 
     def update(self, update: Update) -> None:
         """Writes what an optimiser step computed and how long it took. Collective."""
