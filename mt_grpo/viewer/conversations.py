@@ -28,7 +28,8 @@ def trajectory(run: Run, columns: Columns, session: str) -> dict[str, Any]:
 
     Returns:
         `dict`: The fields of `Run.trajectory`, and `question`, `accepted` (the column `answer` of the dataset's row),
-        `group` (mean reward, sessions of all members, and the key of the group) and `short` (rewards' short names).
+        `group` (mean reward, sessions of all members, and the key of the group), `special` (ids of special tokens) and
+        `short` (rewards' short names).
 
     Raises:
         UserError: If there is no such conversation.
@@ -47,8 +48,17 @@ def trajectory(run: Run, columns: Columns, session: str) -> dict[str, Any]:
             "sessions": [member["session"] for member in members],
             **{name: row[name] for name in ("mode", "step", "k", "group")},
         },
+        "special": special_tokens(run, set(whole["tokens"]["ids"])),
         "short": {name: short_name(name) for kind in whole["rewards"].values() for name in kind},
     }
+
+
+def special_tokens(run: Run, ids: set[int]) -> list[int]:
+    """Those of the ids that are special tokens of the run's tokenizer."""
+    if run.tokenizer is None:
+        return []
+    added = run.tokenizer.get_added_tokens_decoder()
+    return sorted(number for number, token in added.items() if token.special and number in ids)
 
 
 def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import { ask, current, exported } from './api.js'
 import { compare } from './compare.js'
+import { context } from './context.js'
 import { h, link, nothing, number, plural } from './dom.js'
 import { find } from './find.js'
 import { group } from './group.js'
@@ -16,6 +17,7 @@ const VIEWS = {
   group: ['Groups', group],
   trajectory: ['Trajectory', trajectory],
   compare: ['Before / after', compare],
+  context: [null, context, 'trajectory'],  // opened from a view, which stays the current one above
 }
 const POLL = 2000
 
@@ -34,9 +36,11 @@ async function show() {
   const mine = ++turn
   shown = { keys: {} }
   choose(name, parameters.get('run'))
-  const views = Object.entries(VIEWS).filter(([each]) => (each === 'runs' ? several.length : !several.length || current.run))
+  const above = VIEWS[name][2] ?? name
+  const views = Object.entries(VIEWS).filter(([each, [title]]) =>
+    title && (each === 'runs' ? several.length : !several.length || current.run))
   nav.replaceChildren(...views.map(([each, [title]]) =>
-    h('a', { href: seen[each] ?? link(each), 'aria-current': each === name ? 'page' : null }, title)))
+    h('a', { href: seen[each] ?? link(each), 'aria-current': each === above ? 'page' : null }, title)))
   main.setAttribute('aria-busy', 'true')
   const here = h('div')  // of this view alone: one that is late writes into what is no longer shown
   main.replaceChildren(here)
@@ -45,7 +49,7 @@ async function show() {
     found = await VIEWS[name][1](here, parameters)
   } catch (error) {
     here.replaceChildren(nothing(error.message))
-    found = { title: VIEWS[name][0] }
+    found = { title: VIEWS[above][0] }
     if (error.name !== 'Error') console.error(error)  // a mistake of ours, and no answer of the server
   }
   if (mine !== turn) return

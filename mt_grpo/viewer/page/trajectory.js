@@ -111,12 +111,15 @@ export async function trajectory(main, asked) {
     await openWhy(first, true)
     if (first) setTimeout(() => go(first))
   }
+  const turn = Number(asked.get('turn')) - 1
+  if (whole.turns[turn]) setTimeout(() => go(turn))
   const refresh = async () => {
     const now = await ask('trajectory', { session })
     if (JSON.stringify(now.index) !== JSON.stringify(whole.index)) dispatchEvent(new Event('hashchange'))
   }
   return { title: session, refresh, keys: {
-    w: () => whole.turns.length && whole.index.mode !== 'eval' && openWhy(current()), n: () => jump(1), p: () => jump(-1), Escape: () => point(null, false),
+    w: () => whole.turns.length && whole.index.mode !== 'eval' && openWhy(current()),
+    c: () => { if (whole.turns.length) location.hash = link('context', { session, turn: current() + 1 }) }, n: () => jump(1), p: () => jump(-1), Escape: () => point(null, false),
     ArrowRight: () => step(1), ArrowLeft: () => step(-1) } }
 
   function step(by) {

@@ -1,6 +1,7 @@
 // A conversation as cards: what the model wrote, token by token, and what it was answered.
 
-import { h, number, plural, signed } from './dom.js'
+import { words } from './context_tokens.js'
+import { h, link, number, plural, signed } from './dom.js'
 
 /** Places of the tokens of each turn in the list of all tokens. */
 export function placesByTurn(whole) {
@@ -32,6 +33,7 @@ export function turnCard(whole, number_, places, spans, open = null) {
     h('span', {}, `${number(turn.seconds)} s`),
     turn.finish_reason === 'length' && h('span', { class: 'chip cut' }, 'length'),
     turn.fork_cause && h('span', { class: 'chip cut', title: 'why its context does not extend the one before' }, turn.fork_cause),
+    open && h('a', { class: 'saw', href: link('context', { session: whole.index.session, turn: number_ + 1 }), title: 'The context of this turn (c)' }, 'what it saw'),
     turn.weight_version !== null && h('span', { class: 'right-end' }, `weights of step ${turn.weight_version}`))
   return [h('article', { class: `turn ${side}`, id: `turn-${number_ + 1}`, 'aria-label': `turn ${number_ + 1}` },
     head, text(whole, turn, places, spans)), reply(turn)]
@@ -49,12 +51,16 @@ function text(whole, turn, places, spans) {
   const block = document.createElement('div')
   block.className = 'tokens'
   const { texts, ids } = whole.tokens
-  for (const i of places) {
+  for (const [k, i] of places.entries()) {
     const span = document.createElement('span')
     const words_ = texts ? texts[i] : `⟨${ids[i]}⟩`
     if (words_.includes('\n')) span.append(...withBreaks(words_))
     else span.textContent = words_ === '' ? '·' : words_
     span.place = i
+    if (whole.turns[turn.index].mask?.[k] === 0) {
+      span.dataset.masked = ''
+      span.title = 'sampled, and taken out of training by the environment'
+    }
     spans[i] = span
     block.append(span)
   }
@@ -79,10 +85,3 @@ function reply(turn) {
 }
 
 const milliseconds = seconds => (seconds < 1 ? `${(1000 * seconds).toFixed(0)} ms` : `${number(seconds)} s`)
-
-/** The words of a message; of content in parts, its text. */
-function words(message) {
-  const content = message.content ?? ''
-  if (typeof content === 'string') return content
-  return content.map(part => (typeof part === 'string' ? part : part.text ?? `[${part.type}]`)).join('\n')
-}
