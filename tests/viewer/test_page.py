@@ -294,6 +294,8 @@ def test_the_exported_file_opens_offline_and_says_the_same(browser, run_folder, 
             go(page, view)
             texts[view] = page.text_content("main")  # whatever of it is drawn
         assert page.title() != "broken" and page.locator("main script, main img").count() == 0
+        go(page, "trajectory?session=train-000001-000000-000000&why=1")
+        assert page.locator("#why-1 .part").count()  # a rule that records no parts: the group's values
         go(page, "find?sort=-reward")
         counted(page, 48)
         best = page.inner_text(".rows .col-reward >> nth=0")
