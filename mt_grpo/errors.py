@@ -26,6 +26,20 @@ class ConfigError(UserError, ValueError):
     """An option is wrong. The message is one sentence fit for the user."""
 
 
+class RemoteError(Exception):
+    """
+    What a function raised in another process.
+
+    Args:
+        said (`str`): Its kind and what it says, as `describe_error` has it there.
+        where (`str`, *optional*), traceback (`str`): As in `Fault`.
+    """
+
+    def __init__(self, said: str, where: str | None, traceback: str) -> None:
+        super().__init__(said)
+        self.said, self.fault = said, Fault(where, traceback)
+
+
 MOST_FRAMES = 20
 """Frames that are kept: the innermost ones."""
 
@@ -55,6 +69,8 @@ def find_fault(error: BaseException) -> Fault:
     packages where any other is there. An exception without a frame of the user's is asked for its cause, and a group
     of exceptions for its members.
     """
+    if isinstance(error, RemoteError):
+        return error.fault
     frames: list[traceback.FrameSummary] = []
     for one in _causes(error):
         raised = traceback.extract_tb(one.__traceback__)
@@ -104,6 +120,8 @@ def defined_at(function: Callable[..., Any]) -> str:
 
 def describe_error(error: BaseException) -> str:
     """The kind of an exception and what it says, as far as it can say it; of a group also its first member's."""
+    if isinstance(error, RemoteError):
+        return error.said
     try:
         said = f"{type(error).__name__}: {error}"
         return f"{said}: {describe_error(error.exceptions[0])}" if isinstance(error, BaseExceptionGroup) else said

@@ -214,6 +214,15 @@ class RunOptions:
         rule=ABOVE_ZERO,
         of_environment=True,
     )
+    tool_processes: int = option(
+        0,
+        "Processes that call the tools that are plain functions, so that those which compute do not wait for each "
+        "other. 0 calls them in threads.",
+        AGENT,
+        rule=Rule(lambda value: value >= 0, "set 0 or more"),
+        page="tools.md",
+        of_environment=True,
+    )
     rollout_timeout: float | None = option(
         None, "Seconds one conversation may take. No bound where unset.", AGENT, rule=ABOVE_ZERO
     )

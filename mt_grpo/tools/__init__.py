@@ -2,7 +2,7 @@
 
 from mt_grpo.tools.calculator import calculator
 from mt_grpo.tools.function import Tool, ToolDefinitionError
-from mt_grpo.tools.loading import load_tools, load_tools_file, tool
+from mt_grpo.tools.loading import in_processes, load_tools, load_tools_file, tool
 from mt_grpo.tools.mcp.tools import MCPBaseTool
 from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolResponse, ToolSession
 
@@ -15,6 +15,7 @@ __all__ = [
     "ToolResponse",
     "ToolSession",
     "calculator",
+    "in_processes",
     "load_tools",
     "load_tools_file",
     "tool",

@@ -6,7 +6,8 @@ Tools as a recipe names them: by registered name, dotted path or callable (`tool
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import UserError
 from mt_grpo.imports import Registry, did_you_mean, import_object
 from mt_grpo.option_rules import is_bare, unknown_tool
+from mt_grpo.processes import Processes
 from mt_grpo.tools.function import Tool, ToolDefinitionError, ToolOptions
 from mt_grpo.tools.mcp.tools import MCPBaseTool, mcp_tools, remote_tools
 from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, StatefulTool
@@ -77,6 +79,40 @@ def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
             raise ToolDefinitionError(f"Two tools are named {tool.name!r}: rename one, since the model calls by name.")
         tools[tool.name] = tool
     return list(tools.values())
+
+
+def in_processes(entries: Sequence[str | Callable[..., Any] | Tool], size: int) -> list[Tool]:
+    """
+    Tools whose calls run in processes of their own. What is no plain function is left as it is: `async` functions,
+    methods, tools with a state, tools of a server.
+
+    Args:
+        entries (`Sequence`): As `load_tools` takes them.
+        size (`int`): Processes, and so calls that run at once, of all tools together. Further ones wait, which counts
+            toward no timeout.
+
+    Raises:
+        ToolDefinitionError: If none is a plain function, and as `load_tools`.
+        ConfigError: If the processes cannot load them.
+    """
+    tools = load_tools(list(entries))
+    plain = [tool for tool in tools if inspect.isfunction(tool.function) and not tool.is_async]
+    if not plain:
+        raise ToolDefinitionError(
+            f"`tool_processes` is {size}, and no tool is a plain function that a process can call (the tools are: "
+            f"{', '.join(tool.name for tool in tools) or 'none'}): leave it out."
+        )
+    processes, limit = Processes(size), ConcurrencyLimit(size)
+    processes.start([tool.function for tool in plain])
+    return [_in(processes, limit, tool) if tool in plain else tool for tool in tools]
+
+
+def _in(processes: Processes, limit: ConcurrencyLimit, tool: Tool) -> Tool:
+    async def call(**arguments: Any) -> Any:
+        return await processes.call(tool.function, arguments)
+
+    own = limit if tool.limit is None or tool.limit.size > limit.size else tool.limit
+    return replace(tool, function=call, is_async=True, limit=own, concurrency=own.size)
 
 
 def _named(entry: str) -> Any:

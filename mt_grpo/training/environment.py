@@ -30,7 +30,7 @@ from mt_grpo.options import OF_ENVIRONMENT
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner, TemplateError
 from mt_grpo.rollout.chat_template import ChatTemplate
-from mt_grpo.tools import load_tools, load_tools_file
+from mt_grpo.tools import in_processes, load_tools, load_tools_file
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.preflight import Rows
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -111,6 +111,8 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvLike:
 
 def _build(options: dict[str, Any], key: str) -> EnvLike:
     check_partner(options, "" if key == "env" else f"In `{key}`, ")
+    if options["tool_processes"] and not (options["tools"] or options["tools_config_file"]):
+        raise ConfigError(f"`tool_processes` is {options['tool_processes']}, and no tool is named: leave it out.")
     if options["multi_turn_scheduler"] is not None:
         return SchedulerSource.from_options(options)
     check_agent(options, "" if key == "env" else key)
@@ -122,7 +124,7 @@ def _build(options: dict[str, Any], key: str) -> EnvLike:
     if options["environment_factory"] is not None:
         return environments_of(
             options["environment_factory"],
-            tools=_tools(options["tools"], options["tools_config_file"]),
+            tools=_tools(options),
             system_prompt=options["system_prompt"],
             max_steps=options["max_env_steps"],
             protocol=options["call_protocol"] or "native",
@@ -141,7 +143,7 @@ def _build(options: dict[str, Any], key: str) -> EnvLike:
         found, partner = InteractionEnv, {"interactions": load_interactions(options["interaction_config_file"])}
     return found(
         **partner,
-        tools=_tools(options["tools"], options["tools_config_file"]),
+        tools=_tools(options),
         system_prompt=options["system_prompt"],
         max_steps=5 if options["max_env_steps"] is None else options["max_env_steps"],
         protocol=options["call_protocol"] or "tags",
@@ -150,7 +152,12 @@ def _build(options: dict[str, Any], key: str) -> EnvLike:
     )
 
 
-def _tools(named: list[Any] | None, file: str | None) -> list[Any]:
+def _tools(options: dict[str, Any]) -> list[Any]:
+    tools = _named_tools(options["tools"], options["tools_config_file"])
+    return in_processes(tools, options["tool_processes"]) if options["tool_processes"] else tools
+
+
+def _named_tools(named: list[Any] | None, file: str | None) -> list[Any]:
     return [*(named or []), *([] if file is None else load_tools_file(file))]
 
 
@@ -183,6 +190,11 @@ def check_env(
         raise ConfigError(
             "The second argument of the trainer is `env`, not a list of rewards as in TRL: pass rewards by name, as "
             "`reward_funcs=...`."
+        )
+    if env is not None and args.tool_processes:
+        raise ConfigError(
+            f"`tool_processes` is {args.tool_processes}, and the trainer was given an `env`: give the environment "
+            f"`in_processes(tools, {args.tool_processes})` (of `mt_grpo.tools`) as its tools."
         )
     if isinstance(env, MultiTurnToolEnv):
         _check_options(env, args)
@@ -234,7 +246,7 @@ def _check_options(env: MultiTurnToolEnv, args: MTGRPOConfig) -> None:
     defaults = {field.name: field.default for field in fields(args)}
     for name, value in of_env.items():
         asked = getattr(args, name)
-        if name == "tools" and (tools := _tools(asked, args.tools_config_file)):
+        if name == "tools" and (tools := _named_tools(asked, args.tools_config_file)):
             asked = sorted(tool.name for tool in load_tools(tools))
         if asked == defaults[name]:
             continue

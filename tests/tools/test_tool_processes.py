@@ -1,0 +1,160 @@
+"""Tools that are plain functions, called in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+
+import psutil
+import pytest
+from support import computing_tools
+from support.computing_tools import end, fail, leave, spin, unsendable, where
+
+from mt_grpo.concurrency import run
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs.tool_env import execute_calls
+from mt_grpo.errors import ConfigError
+from mt_grpo.tools import Tool, ToolDefinitionError, in_processes
+from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.environment import build_env, check_env
+from mt_grpo.trajectory import ToolCall
+
+FUNCTIONS = [where, fail, end, leave, spin, unsendable]
+
+
+@pytest.fixture(scope="module")
+def tools():
+    return {tool.name: tool for tool in in_processes(FUNCTIONS, 2)}
+
+
+def called(tools, *calls, timeout=60.0):
+    made = [ToolCall(name, arguments) for name, arguments in calls]
+    run(execute_calls(made, tools, timeout))
+    return made
+
+
+def test_calls_run_in_as_many_processes_as_there_are(tools):
+    calls = called(tools, *[("where", {})] * 12)
+    processes = {call.result for call in calls}
+    assert 1 <= len(processes) <= 2 and str(os.getpid()) not in processes
+
+
+def test_an_error_is_told_with_its_line_in_the_tool(tools):
+    (call,) = called(tools, ("fail", {"code": 5}))
+    assert call.result == "Error: NoNumber: 5: odd"
+    assert computing_tools.__file__ in call.where and "in fail" in call.where
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("end", {"code": 3}, "The process that ran it ended."),
+        ("leave", {}, "SystemExit: done"),
+        ("unsendable", {}, "TypeError: cannot pickle '_thread.lock' object"),
+    ],
+)
+def test_what_ends_a_call_ends_no_other(tools, name, arguments, error):
+    one, other = called(tools, (name, arguments), ("where", {}))
+    assert one.error == error and other.error is None
+
+
+def test_a_call_that_is_given_up_ends_its_process(tools, tmp_path):
+    file, call = tmp_path / "process", ToolCall("spin", {"file": str(tmp_path / "process")})
+
+    async def give_up():
+        running = asyncio.create_task(execute_calls([call], tools))
+        while not (file.exists() and file.read_text()):
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait([running])
+
+    run(give_up())
+    assert call.error == "spin did not finish before the conversation ended."
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(file.read_text())).wait(timeout=60)
+    assert called(tools, ("where", {}))[0].error is None
+
+
+def test_only_plain_functions_are_called_there():
+    async def waits() -> str:
+        """Waits."""
+
+    class Counter:
+        def count(self) -> str:
+            """Counts."""
+
+    functions = [where, waits, Counter().count]
+    inside, *others = in_processes(functions, 1)
+    assert inside.function is not where and [each.function for each in others] == functions[1:]
+    with pytest.raises(ToolDefinitionError, match=r"no tool is a plain function .*tools are: waits, count"):
+        in_processes(functions[1:], 2)
+
+
+def test_a_smaller_limit_of_a_tool_is_kept():
+    limited = replace(Tool.from_function(where), concurrency=1)
+    one, other = in_processes([limited, replace(limited, name="other", concurrency=9)], 2)
+    assert (one.concurrency, other.concurrency) == (1, 2) and one.limit is limited.limit
+
+
+def test_what_processes_cannot_load_is_refused():
+    def nested() -> str:
+        """Is not at the top of a module."""
+
+    with pytest.raises(ConfigError, match=r"nested \(.*test_tool_processes.py, line \d+\) cannot be called .* top of"):
+        in_processes([nested], 2)
+
+
+SCRIPT = """
+from mt_grpo.concurrency import run
+from mt_grpo.processes import Processes
+
+def own(word):
+    return word + "led"
+
+def main():
+    processes = Processes(1)
+    processes.start([own])
+    print(run(processes.call(own, {"word": "cal"})))
+"""
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_script_needs_a_guard(tmp_path, guarded):
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT + ("\nif __name__ == '__main__':\n    main()\n" if guarded else "\nmain()\n"))
+    ended = subprocess.run([sys.executable, str(file)], capture_output=True, text=True)
+    if guarded:
+        assert ended.stdout == "called\n"
+    else:
+        assert "put what that does under `if __name__ == '__main__':`" in ended.stderr.splitlines()[-1]
+
+
+def test_processes_end_with_the_one_that_made_them(tmp_path):
+    file, spun = tmp_path / "script.py", tmp_path / "process"
+    file.write_text(
+        "from support.computing_tools import spin\nfrom mt_grpo.processes import Processes\n"
+        "from mt_grpo.concurrency import run\n"
+        f"if __name__ == '__main__':\n    run(Processes(1).call(spin, {{'file': {str(spun)!r}}}))\n"
+    )
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, str(file)], env=os.environ | path) as made:
+        while not (spun.exists() and spun.read_text()):
+            assert made.poll() is None
+        made.kill()
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(spun.read_text())).wait(timeout=60)
+
+
+def test_a_recipe_names_their_number(tmp_path):
+    args = MTGRPOConfig(str(tmp_path), tools=["support.computing_tools.where"], tool_processes=1, use_cpu=True)
+    (call,) = called(build_env(args).tools, ("where", {}))
+    assert call.error is None and call.result != str(os.getpid())
+    with pytest.raises(ConfigError, match="`tool_processes` is 1, and the trainer was given an `env`"):
+        check_env(MultiTurnToolEnv([where]), args)
+    args.tools = None
+    with pytest.raises(ConfigError, match="`tool_processes` is 1, and no tool is named: leave it out"):
+        build_env(args)
