@@ -471,7 +471,7 @@ def test_no_process_outlives_its_conversation(end, tmp_path):
     until_gone(str(tmp_path))
 
 
-def test_a_program_that_is_cancelled_while_it_starts_leaves_nothing(tmp_path):
+def test_a_program_cancelled_while_it_starts_leaves_nothing(tmp_path):
     began = tmp_path / "began"
     program = Command(shlex.join(["bash", "-c", f"(exec -a {tmp_path} sleep 600) & touch {began}; wait"]))
 
