@@ -127,15 +127,15 @@ def test_an_agent_that_hangs_is_ended():
     cancelled = threading.Event()
 
     async def agent(row, client):
-        await once(None)(row, client)
         try:
+            await once(None)(row, client)
             await asyncio.Event().wait()
         finally:
             cancelled.set()
 
     (trajectory,), runner = run_agent(agent, answers, idle_timeout=1.0)
     assert trajectory.stop_reason is StopReason.ENV_ERROR and "between two turns" in trajectory.error
-    assert cancelled.wait(10.0)
+    assert cancelled.wait(60.0)
     check_whole(trajectory, runner)
 
 

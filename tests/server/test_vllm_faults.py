@@ -62,7 +62,7 @@ def weight_folders(pid: int) -> list[Path]:
     return list(Path("/dev/shm").glob(f"mt-grpo-weights-*-{pid}-*"))
 
 
-def until(condition: Callable[[], object], limit: float = 120.0) -> None:
+def until(condition: Callable[[], object], limit: float = 300.0) -> None:
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline
@@ -96,7 +96,7 @@ class Run:
 
         until(met)
 
-    def wait(self, limit: float = 120.0) -> int:
+    def wait(self, limit: float = 300.0) -> int:
         return self.process.wait(limit)
 
 
