@@ -18,6 +18,7 @@ from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.viewer.export import export as export_page
 from mt_grpo.viewer.queries import Queries, selected
 from mt_grpo.viewer.runs import Runs
+from mt_grpo.viewer.search import cached
 from mt_grpo.viewer.server import PORT, Answers, Server
 
 VIEW = f"""usage: mt-grpo view RUN_DIR [--port N] [--no_browser]
@@ -76,8 +77,9 @@ def view(arguments: list[str]) -> int:
         if "--export" in options:
             raise ConfigError(f"`--export` takes the folder of one run, and {folder} is none: name one in it.")
         return _serve(Runs(folder), folders[0], port, options)
-    queries = Queries(_opened(folders[0]))
-    if "--export" in options:
+    exports = "--export" in options
+    queries = Queries(_opened(folders[0]), None if exports else cached(folder))
+    if exports:
         path = Path(options["--export"])
         number = export_page(queries, path, options.get("--filter", ""), "--overwrite" in options)
         print(f"{path}: {number} conversations, {path.stat().st_size / 1e6:.1f} MB")

@@ -142,6 +142,10 @@ class Run:
         """All fields of all rows, by name."""
         return {name: self.column(name) for name in (self.rows[0] if self.rows else {})}
 
+    def checksum(self, name: str) -> tuple[int, int] | None:
+        """Size and CRC-32 of a file in `rollouts/`, as the index has them."""
+        return self._index.files.get(name)
+
     def steps(self) -> list[dict[str, Any]]:
         """Where the time of each optimiser step went: the index's lines of kind `step`, in order."""
         return self._index.steps

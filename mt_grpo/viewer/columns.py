@@ -34,6 +34,12 @@ TEXTS = ("mode", "stop", "prompt", "answer", "error", "session")
 SPREAD = "spread"
 """Standard deviation (n − 1, as credit rules have it) of the reward in the group. A group with 0 teaches nothing."""
 
+TOOL = "tool"
+"""The tools that a conversation called."""
+
+PER_TURN = {"turn_reward": "turn_rewards", "advantage": "advantages"}
+"""Columns with a number per turn: a comparison holds where it holds for one of them."""
+
 REWARD = "rewards/"
 """Comes before the name of a reward, to make the name of its column."""
 
@@ -54,6 +60,9 @@ class Columns:
         self._texts: dict[str, list[str]] = {name: [] for name in TEXTS}
         self._searched: list[str] = []
         self._made: dict[str, np.ndarray] = {}
+        self._turns: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self.said: Callable[[str, str, int], np.ndarray] | None = None
+        """Which of the first rows have a text in what was said, in the tools called, or in errors."""
 
     def put(self, rows: list[Row]) -> None:
         """Adds rows. A row replaces the one that its session has already."""
@@ -81,6 +90,7 @@ class Columns:
             column[places] = np.array([np.nan if value is None else value for value in values], dtype=float)
             self._numbers[name] = column
         self._made.clear()
+        self._turns.clear()
 
     @property
     def rewards(self) -> list[str]:
@@ -125,12 +135,13 @@ class Columns:
         Raises:
             FilterError: If there is none.
         """
-        if name in NUMBERS or name in TEXTS or name in self._numbers or name == SPREAD:
+        if name in NUMBERS or name in TEXTS or name in self._numbers or name in (SPREAD, TOOL, *PER_TURN):
             return name
+        name = name.removeprefix("reward.")
         for known in self.rewards:
             if name in (known, short_name(known)):
                 return REWARD + known
-        names = [*NUMBERS, SPREAD, *TEXTS, *map(short_name, self.rewards)]
+        names = [*NUMBERS, SPREAD, *TEXTS, TOOL, *PER_TURN, *map(short_name, self.rewards)]
         near = did_you_mean(name, names)
         raise FilterError(f"There is no column {name!r}{near or ': there are ' + ', '.join(names)}.")
 
@@ -158,11 +169,41 @@ class Columns:
     def _holds(self, condition: Condition) -> np.ndarray:
         if not condition.name:
             wanted = condition.value.casefold()
-            return np.fromiter((wanted in text for text in self._searched), bool, len(self.rows))
+            there = np.fromiter((wanted in text for text in self._searched), bool, len(self.rows))
+            return there | self._said(condition.value, "said")
         name = self.resolve(condition.name)
+        if name == TOOL:
+            return self._of_tools(condition)
         if name in TEXTS:
             return self._is_text(name, condition)
-        values = self.numbers(name)
+        if name in PER_TURN:
+            return self._of_turns(name, condition)
+        return self._compared(condition, self.numbers(name))
+
+    def _said(self, text: str, column: str) -> np.ndarray:
+        return np.zeros(len(self.rows), bool) if self.said is None else self.said(text, column, len(self.rows))
+
+    def _of_tools(self, condition: Condition) -> np.ndarray:
+        if condition.sign not in ("=", "!="):
+            raise FilterError(f"`{condition.written}` makes no sense: compare {TOOL} with `=` or `!=`.")
+        called = np.zeros(len(self.rows), bool)
+        for part in condition.value.split(","):
+            called |= self._said(part, TOOL)
+        return called if condition.sign == "=" else ~called
+
+    def _of_turns(self, name: str, condition: Condition) -> np.ndarray:
+        """Which rows have a turn of which a condition holds."""
+        if name not in self._turns:
+            sizes = [len(row[PER_TURN[name]] or ()) for row in self.rows]
+            flat = [value for row in self.rows for value in row[PER_TURN[name]] or ()]
+            known = np.array([np.nan if value is None else value for value in flat], dtype=float)
+            self._turns[name] = np.repeat(np.arange(len(self.rows)), sizes), known
+        places, values = self._turns[name]
+        mask = np.zeros(len(self.rows), bool)
+        mask[places[self._compared(condition, values)]] = True
+        return mask
+
+    def _compared(self, condition: Condition, values: np.ndarray) -> np.ndarray:
         try:
             asked = [float(part) for part in condition.value.split(",")]
         except ValueError:
@@ -182,6 +223,8 @@ class Columns:
         whole = condition.value.casefold()
         texts = self._texts[name]
         equal = np.fromiter(((low := text.casefold()) in values or low == whole for text in texts), bool, len(texts))
+        if name == "error":  # the index has the conversation's own alone
+            equal |= self._said(condition.value, "error")
         return equal if condition.sign == "=" else ~equal
 
     def _spread(self) -> np.ndarray:

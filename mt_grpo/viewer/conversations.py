@@ -111,19 +111,22 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
     }
 
 
-def lost_answers(run: Run, columns: Columns) -> dict[str, Any]:
+def may_be_lost(columns: Columns) -> list[dict[str, Any]]:
+    """Rows of the latest `MOST_READ` training conversations with a failed call and a wrong answer."""
+    places = np.flatnonzero(columns.where(parse_filter("mode=train right=0 errors>0")))[-MOST_READ:]
+    return [columns.rows[place] for place in places.tolist()]
+
+
+def lost_answers(run: Run, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """
-    Training conversations that had the right answer in a turn that could not be parsed, and ended with another one.
-    Only the latest `MOST_READ` candidates are read.
+    Those conversations that had the right answer in a turn that could not be parsed, and ended with another one.
 
     Returns:
         `dict`: `sessions`, and `read`, how many were read.
     """
-    places = np.flatnonzero(columns.where(parse_filter("mode=train right=0 errors>0")))[-MOST_READ:]
-    sessions = [columns.rows[place]["session"] for place in places]
-    wholes = map(run.trajectory, sessions)
+    wholes = ({**record, "index": row} for row, record in run.records(rows))
     lost = [whole["index"]["session"] for whole in wholes if _notes(whole, _accepted(whole["row"].get("answer")))]
-    return {"sessions": lost, "read": len(sessions)}
+    return {"sessions": lost, "read": len(rows)}
 
 
 def question(prompt: list[dict[str, Any]]) -> str:

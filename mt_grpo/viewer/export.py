@@ -10,7 +10,7 @@ from typing import Any
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog.files import check_target, written_whole
-from mt_grpo.viewer.queries import Queries, as_json
+from mt_grpo.viewer.queries import Queries, as_json, searched
 from mt_grpo.viewer.server import page_files
 
 MOST = 2000
@@ -45,6 +45,8 @@ def export(queries: Queries, path: Path, filter: str, overwrite: bool = False) -
     if path.exists() and not overwrite:
         raise ExportError(f"{path} is there already: give another name, or `--overwrite` to replace it.")
     queries.answer("run", {})
+    if searched(filter):
+        queries.words.read_all(queries.run.rows)
     places = queries.select(filter).tolist()
     if not places:
         raise ExportError(f"No conversation fulfils the filter {filter!r}, so that there is nothing to write.")

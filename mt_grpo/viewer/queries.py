@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,20 @@ import orjson
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
+from mt_grpo.runlog.export import LINES, lines
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.viewer import conversations
 from mt_grpo.viewer.columns import SPREAD, Columns, parse_filter, short_name
 from mt_grpo.viewer.overview import findings, limits, overview
+from mt_grpo.viewer.search import SearchIndex, cached, hits
 from mt_grpo.viewer.why import why
 
 MOST_ROWS = 500
 """Rows of one answer."""
+
+MOST_HITS = 60
+"""Conversations of one answer in which hits are shown."""
 
 DIGITS = 15
 """Most digits of a number in a question. A browser does not hold longer ones exactly."""
@@ -55,16 +61,19 @@ class Queries:
 
     Args:
         run (`Run`): The run.
+        cache (`Path`, *optional*): Where the index of its words is kept; nowhere where left out.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, cache: Path | None = None) -> None:
         self.run = run
         self.columns = Columns()
+        self.words = SearchIndex(run, cache)
         self.version = 1
         """Grows with what the run writes."""
         self._lock = threading.Lock()
         self._metrics = self._written()
         self._rows: list[dict[str, Any]] | None = None
+        self._lost_at: tuple[int, dict[str, Any]] = 0, {}
         self._questions: dict[str, Callable[[Parameters], dict[str, Any]]] = {
             "run": self._about,
             "runs": lambda asked: {"runs": []},  # it is one run alone, see `mt_grpo.viewer.runs`
@@ -74,7 +83,8 @@ class Queries:
             "trajectory": self._trajectory,
             "why": self._why,
             "compare": self._compare,
-            "lost": lambda asked: conversations.lost_answers(self.run, self.columns),
+            "hits": self._hits,
+            "lost": lambda asked: self._lost(),
         }
 
     def answer(self, question: str, asked: Parameters) -> dict[str, Any]:
@@ -88,6 +98,8 @@ class Queries:
         Raises:
             UserError: If it cannot be answered; says why.
         """
+        if question == "lost":  # reads conversations: nothing else waits for it
+            return self._lost()
         if question not in self._questions:
             raise BadQuestion(f"There is nothing at {question!r}: ask for one of {', '.join(self._questions)}.")
         with self._lock:
@@ -102,8 +114,10 @@ class Queries:
         changed, written = self.run.refresh(), self._written()
         if self._rows is not self.run.rows:  # the first question, or another run in the same folder
             self.columns, self._rows = Columns(), self.run.rows
+            self.columns.said = self.words.where
             changed = list(range(len(self._rows)))
         if changed or written != self._metrics:
+            self.words.follow(self.run.rows)
             self.columns.put([self.run.rows[place] for place in changed])
             self._metrics = written
             self.version += 1
@@ -144,7 +158,42 @@ class Queries:
             places = self.columns.order(places, sort.removeprefix("-"), sort.startswith("-"))
         offset, limit = _whole(asked, "offset", 0), min(_whole(asked, "limit", 100), MOST_ROWS)
         rows = [self.table_row(place) for place in places[offset : offset + limit].tolist()]
-        return {"total": len(self.columns.rows), "matched": len(places), "offset": offset, "rows": rows}
+        total, texts = len(self.columns.rows), searched(asked.get("q", ""))
+        answer = {"total": total, "matched": len(places), "offset": offset, "rows": rows, "texts": texts}
+        return {**answer, "read": self.words.read, "problem": self.words.problem}
+
+    def _hits(self, asked: Parameters) -> dict[str, Any]:
+        """Where the texts of a filter stand in some conversations."""
+        texts = searched(asked.get("q", ""))
+        sessions = asked.get("sessions", "").split(",")[:MOST_HITS]
+        places = [place for name in sessions if (place := self.columns.positions.get(name)) is not None]
+        rows = [self.columns.rows[place] for place in places]
+        return {"hits": {row["session"]: hits(record, texts) for row, record in self.run.records(rows)}}
+
+    def _lost(self) -> dict[str, Any]:
+        with self._lock:
+            self._refresh()
+            rows, version = conversations.may_be_lost(self.columns), self.version
+        if self._lost_at[0] != version:
+            self._lost_at = version, conversations.lost_answers(self.run, rows)
+        return self._lost_at[1]
+
+    def export(self, form: str, asked: Parameters) -> Iterator[str]:
+        """
+        The conversations that the filter `q` selects, as lines of a form that `mt-grpo export` writes.
+
+        Raises:
+            UserError: If the form is unknown, the filter cannot be read, or it selects none.
+        """
+        text = asked.get("q", "")
+        if form not in LINES:
+            raise BadQuestion(f"The form {form[:40]!r} is unknown: give one of {', '.join(LINES)}.")
+        with self._lock:
+            self._refresh()
+            rows = [self.columns.rows[place] for place in self.select(text).tolist()]
+        if not rows:
+            raise BadQuestion(f"No conversation fulfils the filter {text!r}, so that there is nothing to write.")
+        return lines(self.run, form, rows)
 
     def table_row(self, place: int) -> dict[str, Any]:
         """A row of the table."""
@@ -195,10 +244,21 @@ def selected(run: Run, text: str) -> list[dict[str, Any]]:
         return run.rows
     columns = Columns()
     columns.put(run.rows)
+    if searched(text):
+        index = SearchIndex(run, cached(run.folder))
+        index.read_all(run.rows)
+        columns.said = index.where
     rows = [run.rows[place] for place in np.flatnonzero(columns.where(parse_filter(text))).tolist()]
     if not rows:
         raise BadQuestion(f"No conversation fulfils the filter {text!r}, so that there is nothing to write.")
     return rows
+
+
+def searched(text: str) -> list[str]:
+    """The texts that a filter looks for in what was said; where it has none, names of tools and errors."""
+    conditions = parse_filter(text)
+    named = [each.value for each in conditions if each.name in ("tool", "error") and each.sign == "="]
+    return [each.value for each in conditions if not each.name] or named
 
 
 def as_json(answer: dict[str, Any]) -> bytes:

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.runlog.state import read_state
 from mt_grpo.viewer.columns import Columns
 from mt_grpo.viewer.queries import BadQuestion, Parameters, Queries, evaluations, is_right, questions
+from mt_grpo.viewer.search import cached
 
 DEEP = 3
 """Folders below the one that is named in which runs are looked for."""
@@ -94,11 +96,17 @@ class Runs:
         answer = self.queries(name).answer(question, asked)
         return {**answer, "name": name} if question == "run" else answer
 
+    def export(self, form: str, asked: Parameters) -> Iterator[str]:
+        """As `Queries.export`, of the run that `run` names."""
+        asked = dict(asked)
+        return self.queries(asked.pop("run", "")).export(form, asked)
+
     def queries(self, name: str) -> Queries:
         """The questions of one run. Raises `UserError` if there is no such run, or its folder is damaged."""
         with self._lock:
             if name not in self._opened:
-                self._opened[name] = Queries(self._open(name))
+                run = self._open(name)
+                self._opened[name] = Queries(run, cached(run.folder))
             return self._opened[name]
 
     def _found(self) -> dict[str, Path]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import sys
+from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from itertools import chain
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
@@ -55,6 +57,8 @@ class Answers(Protocol):
     """What answers the page's questions: about one run, or about several."""
 
     def answer(self, question: str, asked: dict[str, str]) -> dict[str, Any]: ...
+
+    def export(self, form: str, asked: dict[str, str]) -> Iterator[str]: ...
 
 
 class Server(ThreadingHTTPServer):
@@ -115,6 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", words.encode(errors="replace"))
         if asked.path.startswith("/api/"):
             return self._answer(asked.path.removeprefix("/api/"), dict(parse_qsl(asked.query, True)))
+        if asked.path.startswith("/export/"):
+            return self._export(asked.path.removeprefix("/export/"), dict(parse_qsl(asked.query, True)))
         name = asked.path.removeprefix("/") or "index.html"
         if name not in self.server.files:
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"There is nothing here.")
@@ -127,6 +133,24 @@ class _Handler(BaseHTTPRequestHandler):
         except UserError as error:
             status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         self._send(status, "application/json", as_json(answer))
+
+    def _export(self, form: str, asked: dict[str, str]) -> None:
+        """A file of lines, sent as it is made."""
+        try:
+            lines = self.server.queries.export(form, asked)
+            first = next(lines, "")
+        except UserError as error:
+            return self._send(HTTPStatus.BAD_REQUEST, "text/plain", str(error).encode(errors="replace"))
+        self.send_response(HTTPStatus.OK)
+        name = {"Content-Disposition": f'attachment; filename="{form}.jsonl"', "Transfer-Encoding": "chunked"}
+        for key, value in {**HEADERS, **name, "Content-Type": "application/jsonl; charset=utf-8"}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        for line in chain([first], lines):
+            data = line.encode("utf-8", "backslashreplace")
+            if data:
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.wfile.write(b"0\r\n\r\n")
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from mt_grpo.viewer.columns import Condition, FilterError, parse_filter
+from mt_grpo.viewer.columns import Columns, FilterError, parse_filter
 
 
 def reward(row):
@@ -37,7 +37,9 @@ FILTERS = {
 @pytest.mark.parametrize("text", FILTERS)
 def test_a_filter_counts_what_a_loop_counts(queries, text):
     wanted = [place for place, row in enumerate(queries.run.rows) if FILTERS[text](row)]
-    assert queries.select(text).tolist() == wanted
+    columns = Columns()  # of the index alone, without the words of the conversations
+    columns.put(queries.run.rows)
+    assert np.flatnonzero(columns.where(parse_filter(text))).tolist() == wanted
     assert text in ("turns=2 errors>0",) or wanted
 
 

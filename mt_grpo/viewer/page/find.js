@@ -1,9 +1,12 @@
 // Every conversation in a table that draws only the rows in sight. The URL holds filter and order.
 
-import { ask, exported } from './api.js'
-import { chip, h, link, number, short } from './dom.js'
+import { ask, current, exported } from './api.js'
+import { chip, h, link, number, plural, short } from './dom.js'
 
 const ROW = 30
+const HIT = 18
+const MOST_HITS = 2
+const AGAIN = 1000
 const BLOCK = 200
 const WAIT = 120
 const COLUMNS = [
@@ -19,23 +22,25 @@ const COLUMNS = [
   ['answer', 'final answer', row => [mark(row.right), row.answer ?? '–'], 'words mono'],
   ['prompt', 'question', row => row.prompt, 'words'],
 ]
-const EXAMPLES = ['mode=eval right=0', 'stop=length,timeout', 'errors>0 reward<0.5', 'spread=0']
+const EXAMPLES = ['mode=eval right=0', 'stop=length,timeout', 'errors>0 reward<0.5', 'spread=0', 'advantage<-1', 'tool=search']
+const FORMS = ['messages', 'sharegpt', 'jsonl', 'openinference']
 
 const mark = right => (right === null ? '' : right ? '✓ ' : '✗ ')
 
 export async function find(main, asked) {
-  const state = { q: asked.get('q') ?? '', sort: asked.get('sort') ?? '', blocks: new Map(), matched: 0, turn: 0 }
+  const state = { q: asked.get('q') ?? '', sort: asked.get('sort') ?? '', blocks: new Map(), matched: 0, turn: 0, row: ROW, hits: new Map(), asked: new Set() }
   const input = h('input', { type: 'search', id: 'filter', spellcheck: 'false', autocomplete: 'off', disabled: !!exported,
-    placeholder: 'stop=timeout reward<0.5 mismatch>.1 "text"', 'aria-describedby': 'said' })
+    placeholder: 'text, tool=, error=, stop=, reward<, turn_reward<, advantage<', 'aria-describedby': 'said' })
   input.value = exported ? exported.filter : state.q
   const said = h('p', { id: 'said', role: 'status', class: 'dim' })
+  const written = h('p', { class: 'written dim' })
   const head = h('div', { class: 'tr th', role: 'row' })
   const body = h('div', { class: 'rows', role: 'rowgroup' })
   const scroll = h('div', { class: 'table', tabindex: '0', role: 'table', 'aria-label': 'Conversations' }, head, body)
   const examples = h('p', { class: 'examples dim' }, 'for example ', EXAMPLES.map(text =>
     h('a', { href: link('find', { q: text, sort: state.sort }) }, text)))
   main.replaceChildren(h('form', { class: 'filter', role: 'search', onsubmit: event => event.preventDefault() },
-    h('label', { for: 'filter' }, 'Filter'), input), said, exported ? '' : examples, scroll)
+    h('label', { for: 'filter' }, 'Filter'), input), h('div', { class: 'bar tight' }, said, written), exported ? '' : examples, scroll)
 
   const url = () => link('find', { q: state.q, sort: state.sort })
   const block = async number => {
@@ -46,19 +51,38 @@ export async function find(main, asked) {
     if (turn !== state.turn) return
     state.blocks.set(number, answer.rows)
     state.matched = answer.matched
+    state.row = answer.texts?.length ? ROW + MOST_HITS * HIT : ROW
     const words = `${answer.matched.toLocaleString('en')} of ${answer.total.toLocaleString('en')} conversations`
-    said.textContent = exported ? `${words}: those that the filter of this file lets through` : words
+    said.textContent = exported ? `${words}: those that the filter of this file lets through` : words + read(answer)
     said.className = 'dim'
+    clearTimeout(state.later)
+    if (answer.texts?.length && answer.read < answer.total && !answer.problem) state.later = setTimeout(() => said.isConnected && load(), AGAIN)
+    if (!exported) written.replaceChildren(answer.matched ? `export ${answer.matched === 1 ? 'it' : 'these'} as ` : '', ...FORMS.filter(() => answer.matched).map(form =>
+      h('a', { href: `export/${form}?${new URLSearchParams(Object.entries({ run: current.run, q: state.q }).filter(([, value]) => value))}`, download: `${form}.jsonl` }, form)))
+  }
+  /** Where the text stands, of the rows in sight; they come after the rows. */
+  const showHits = async rows => {
+    const missing = rows.map(row => row.session).filter(session => !state.asked.has(session))
+    if (!missing.length || state.row === ROW) return
+    const turn = state.turn
+    missing.forEach(session => state.asked.add(session))
+    const answer = await ask('hits', { q: state.q, sessions: missing.join(',') })
+    if (turn !== state.turn) return
+    for (const [session, each] of Object.entries(answer.hits)) state.hits.set(session, each)
+    draw()
   }
   const draw = () => {
-    body.style.height = `${state.matched * ROW}px`
-    const first = Math.max(0, Math.floor(scroll.scrollTop / ROW) - 5)
-    const last = Math.min(state.matched, Math.ceil((scroll.scrollTop + scroll.clientHeight) / ROW) + 5)
+    body.style.height = `${state.matched * state.row}px`
+    const first = Math.max(0, Math.floor(scroll.scrollTop / state.row) - 5)
+    const last = Math.min(state.matched, Math.ceil((scroll.scrollTop + scroll.clientHeight) / state.row) + 5)
     const rows = []
+    const there = []
     for (let i = first; i < last; i++) {
       const row = state.blocks.get(Math.floor(i / BLOCK))?.[i % BLOCK]
-      rows.push(row ? drawn(row, i) : h('div', { class: 'tr', css: { top: `${i * ROW}px` } }, '…'))
+      if (row) there.push(row)
+      rows.push(row ? drawn(row, i, state) : h('div', { class: 'tr', css: { top: `${i * state.row}px` } }, '…'))
     }
+    if (!exported) showHits(there).catch(() => {})  // where the server has ended, the line above says so
     body.replaceChildren(...rows)
     return [Math.floor(first / BLOCK), Math.floor(Math.max(first, last - 1) / BLOCK)]
   }
@@ -73,9 +97,11 @@ export async function find(main, asked) {
   const load = async () => {
     state.turn += 1
     state.blocks = new Map()
+    state.hits = new Map()
+    state.asked = new Set()
     drawHead()
     try {
-      await block(Math.max(0, Math.floor(scroll.scrollTop / ROW / BLOCK)))
+      await block(Math.max(0, Math.floor(scroll.scrollTop / state.row / BLOCK)))
       await inSight()
     } catch (error) {
       said.textContent = error.message
@@ -114,8 +140,20 @@ export async function find(main, asked) {
   return { title: 'Find', refresh: load }
 }
 
-function drawn(row, i) {
-  return h('a', { class: 'tr', role: 'row', 'aria-rowindex': String(i + 2), css: { top: `${i * ROW}px` },
-    href: link('trajectory', { session: row.session }) }, COLUMNS.map(([name, , text, kind]) =>
-    h('span', { class: `td ${kind ?? ''} col-${name}`, role: 'cell' }, text(row))))
+function drawn(row, i, state) {
+  const found = state.hits.get(row.session) ?? []
+  const cells = COLUMNS.map(([name, , text, kind]) => h('span', { class: `td ${kind ?? ''} col-${name}`, role: 'cell' }, text(row)))
+  const lines = state.row > ROW && h('span', { class: 'hits', role: 'cell' }, found.map(each => h('span', { class: 'hit' },
+    h('span', { class: 'dim' }, each.turn === null ? each.part : `turn ${each.turn} · ${each.part}`),
+    h('span', { class: 'mono', dir: 'auto' }, each.before && `…${each.before}`, h('mark', {}, each.hit), `${each.after}…`))))
+  return h('a', { class: `tr ${lines ? 'tall' : ''}`, role: 'row', 'aria-rowindex': String(i + 2),
+    css: { top: `${i * state.row}px`, height: `${state.row}px` }, href: link('trajectory', { session: row.session }) }, cells, lines)
+}
+
+/** How far the index of words has read, where it is asked and has not read all. */
+function read(answer) {
+  if (!answer.texts.length) return ''
+  if (answer.problem) return ` · not every word is read: ${answer.problem}`
+  if (answer.read >= answer.total) return ' · every word read'
+  return ` · words of ${plural(answer.read, 'conversation')} read so far`
 }
