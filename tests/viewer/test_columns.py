@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 
+import numpy as np
 import pytest
 
-from mt_grpo.viewer.columns import Columns, FilterError, parse_filter
+from mt_grpo.viewer.columns import Columns, Condition, FilterError, parse_filter
 
 
 def reward(row):
