@@ -23,6 +23,8 @@ from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
 from mt_grpo.trajectory import Trajectory
 
+NOTHING_SAMPLED = "`replay` trains on what a run logged, and samples nothing: leave it out, or evaluate nothing."
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,7 +41,7 @@ class NoEngine:
         self.tokenizer, self.context_length = tokenizer, context_length
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
-        raise ConfigError("`replay` trains on what a run logged, so nothing can be sampled: leave `replay` out.")
+        raise ConfigError(NOTHING_SAMPLED)
 
     def release(self, session: str) -> None:
         pass
@@ -81,7 +83,10 @@ class Replay:
             )
         self._check_sizes(args)
         self._check_steps(args)
-        vars(args).update(do_eval=False, eval_strategy=IntervalStrategy.NO, load_best_model_at_end=False)
+        # prompts come in the order in which the run's conversations are read
+        vars(args).update(
+            do_eval=False, eval_strategy=IntervalStrategy.NO, load_best_model_at_end=False, shuffle_dataset=False
+        )
         if args.process_index == 0:
             logger.warning(
                 "Replays %s: nothing is sampled, scored or evaluated. The first step is the one that the run took; "
@@ -182,8 +187,11 @@ class Replay:
             vocabulary (`int`): Token ids that the model has.
 
         Raises:
-            ConfigError: If a record is damaged, has no sampled log-probs, or tokens that the model lacks.
+            ConfigError: If a record is damaged, has no sampled log-probs, or tokens that the model lacks, and if the
+                batch is of an evaluation.
         """
+        if batch.mode != "train":
+            raise ConfigError(NOTHING_SAMPLED)
         rows = self._batches[number][first : first + len(batch.rows)]
         try:
             records = list(self._run.trajectories(rows))

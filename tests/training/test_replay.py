@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.trainers import Answered, Calls, Letters
+from support.trainers import Answered, Calls, Letters, conversation
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.runlog import open_run, read_trajectories
@@ -85,6 +85,26 @@ def test_smaller_micro_batches_train_on_the_same_batch(build, replay, tmp_path):
         assert halves[name] == pytest.approx(whole[name], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"use_vllm": True}, {"history": "strip_thinking"}],
+    ids=["corrected for an engine", "rewritten histories"],
+)
+def test_what_an_engine_sampled_is_trained_as_it_was(build, replay, tmp_path, options):
+    """Scripted: its log-probs are not the model's, and rewritten histories are trees that fork."""
+
+    def script(session, turn):
+        return f"<think>well</think>{conversation(session, turn)}"
+
+    trainer = build(script, output_dir=str(tmp_path / "run"), **options)
+    trainer.train()
+    again = replay(**options)
+    again.train()
+    assert same(weights(trainer), weights(again))
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "again")
+    assert (metrics(tmp_path / "run")[0]["sequences/mean"] > 1) == ("history" in options)
+
+
 def test_another_rule_is_credited_on_the_logged_scores(run, replay, tmp_path):
     folder, before = run
     trainer = replay(advantage_estimator="grpo_or", loss_type="grpo")
@@ -117,6 +137,18 @@ def test_steps_that_are_unset_are_those_that_were_logged(run, replay):
     trainer = replay(max_steps=-1, num_train_epochs=3)
     trainer.train()
     assert trainer.state.global_step == 2
+
+
+def test_prompts_are_those_of_the_conversations(run, replay, questions):
+    trainer = replay()
+    trainer.train()
+    asked = [words[-1]["content"] for words in trainer._logs["prompt"]]
+    assert asked == [each.prompt[-1]["content"] for each in trainer.batch.trajectories]
+
+
+def test_an_evaluation_of_a_replay_is_refused(run, replay, questions):
+    with pytest.raises(ConfigError, match="`replay` trains on what a run logged, and samples nothing"):
+        replay().evaluate(questions)
 
 
 @pytest.mark.parametrize(
