@@ -148,6 +148,8 @@ def rollout_lines(batch: Batch, rank: int) -> list[dict[str, Any]]:
     """The index's lines of a batch."""
     file = rollouts_file(batch.mode, batch.step, batch.k, rank)
     lines = []
+    names = zip(batch.trajectories, batch.sessions, strict=True)
+    by_session = {trajectory.session: (trajectory, session) for trajectory, session in names}
     for row, (session, number, trajectory) in enumerate(
         zip(batch.sessions, batch.numbers, batch.trajectories, strict=True)
     ):
@@ -181,6 +183,7 @@ def rollout_lines(batch: Batch, rank: int) -> list[dict[str, Any]]:
                 "calls": sum(len(turn.tool_calls) for turn in turns),
                 "errors": [turn.num_failures for turn in turns],
                 **_raised(trajectory),
+                **_branch(trajectory, by_session),
                 "start": _rounded(trajectory.start, 3),
                 "seconds": _rounded(trajectory.seconds, 3),
                 "turn_seconds": [_rounded(turn.seconds, 3) for turn in turns],
@@ -201,6 +204,15 @@ def _digest(trajectory: Trajectory) -> int:
         if node.turn >= 0:
             digest = crc32(np.array(node.tokens, np.int64).tobytes(), digest)
     return digest
+
+
+def _branch(trajectory: Trajectory, by_session: dict[str, tuple[Trajectory, str]]) -> dict[str, Any]:
+    """Of a branch, the conversation that it is one of, and how many turns it shares with it."""
+    if trajectory.branch_of not in by_session:
+        return {}
+    trunk, session = by_session[trajectory.branch_of]
+    same = [own.start == other.start for own, other in zip(trajectory.turns, trunk.turns, strict=False)]
+    return {"branch_of": session, "shared_turns": [*same, False].index(False)}
 
 
 def _raised(trajectory: Trajectory) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
 from mt_grpo.runlog.conversation import words
 from mt_grpo.viewer.columns import REWARD, Columns, parse_filter, short_name
+from mt_grpo.viewer.groups import member_rows, moments
 
 MOST_READ = 200
 """Most conversations that are read to find lost answers."""
@@ -72,10 +73,11 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
 
     Returns:
         `dict`: `question`, `accepted`, `members`, `previous` and `next` (keys of the neighbouring groups, or `None`),
-        `number` and `of` (its place among the groups of its step), `rewards` (names in the order of the columns, and
-        the largest value of each), `notes`. A member has its row of the index, and `turns`, each with `label`,
-        `text`, `tokens`, `seconds`, `advantage`, `reward`, `entropy`, `error`, and `reply`: what the environment did
-        until the next turn, as `tokens`, `seconds`, `error` and `text`.
+        `number` and `of` (its place among the groups of its step), `mean` and `deviation` (n − 1) of the members that
+        are no copies, `rewards` (names in the order of the columns, and the largest value of each), `notes`. A member
+        has its row of the index, `branch` (see `mt_grpo.viewer.groups`) and `turns`, each with `label`, `text`,
+        `tokens`, `seconds`, `advantage`, `reward`, `entropy`, `error`, and `reply`: what the environment did until the
+        next turn, as `tokens`, `seconds`, `error` and `text`.
 
     Raises:
         UserError: If there is no such group.
@@ -87,6 +89,9 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
     wholes.sort(
         key=lambda whole: -np.inf if whole["index"]["reward"] is None else whole["index"]["reward"], reverse=True
     )
+    branches = {each["session"]: each for each in member_rows([columns.rows[place] for place in places])}
+    counted = [each["reward"] for each in branches.values() if not each["copy"] and each["reward"] is not None]
+    mean, deviation = moments(counted)
     accepted = _accepted(wholes[0]["row"].get("answer"))
     numbers, firsts = np.unique(columns.groups, return_index=True)
     first = columns.rows[places[0]]
@@ -106,7 +111,12 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
         "previous": around[0],
         "next": around[1],
         "rewards": [{"name": name, "short": short_name(name), "largest": largest[name]} for name in names],
-        "members": [{"row": whole["index"], "turns": _turns(whole)} for whole in wholes],
+        "mean": mean,
+        "deviation": deviation,
+        "members": [
+            {"row": whole["index"], "branch": branches[whole["index"]["session"]], "turns": _turns(whole)}
+            for whole in wholes
+        ],
         "notes": [note for whole in wholes for note in _notes(whole, accepted)],
     }
 

@@ -136,6 +136,13 @@ def _data(queries: Queries, places: list[int], filter: str) -> dict[str, Any]:
             key = " ".join(asked.values())
             if key not in answers[name]:
                 answers[name][key] = queries.answer(name, asked)
+    answers["groups"] = {}
+    for row in rows:
+        key = f"{row['mode']} {row['step']}"
+        if key not in answers["groups"]:
+            view = queries.answer("groups", {"mode": row["mode"], "step": str(row["step"])})
+            inside = [each for each in view["groups"] if " ".join(map(str, each["key"].values())) in answers["group"]]
+            answers["groups"][key] = {**view, "groups": inside}
     answers["compare"] = {"": _compare(queries)}
     return {"filter": filter, "total": len(queries.columns.rows), "rows": rows, "answers": answers}
 

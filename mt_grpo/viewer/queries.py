@@ -18,6 +18,7 @@ from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.viewer import conversations
 from mt_grpo.viewer.columns import SPREAD, Columns, parse_filter, short_name
+from mt_grpo.viewer.groups import groups
 from mt_grpo.viewer.overview import findings, limits, overview
 from mt_grpo.viewer.search import SearchIndex, cached, hits
 from mt_grpo.viewer.why import why
@@ -79,6 +80,7 @@ class Queries:
             "runs": lambda asked: {"runs": []},  # it is one run alone, see `mt_grpo.viewer.runs`
             "overview": self._overview,
             "find": self._find,
+            "groups": self._groups,
             "group": self._group,
             "trajectory": self._trajectory,
             "why": self._why,
@@ -220,6 +222,9 @@ class Queries:
         if not self.columns.rows:
             raise BadQuestion("No conversation is written yet.")
         return self.columns.rows[next(iter(self.select("mode=train").tolist()), 0)]
+
+    def _groups(self, asked: Parameters) -> dict[str, Any]:
+        return groups(self.columns, asked.get("mode", "train"), _whole(asked, "step") if "step" in asked else None)
 
     def _group(self, asked: Parameters) -> dict[str, Any]:
         if "step" not in asked:

@@ -75,6 +75,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128  # a browser asks for all files of the page at once, on several connections
     allow_reuse_address = True
 
     def __init__(self, queries: Answers, port: int | None = None) -> None:

@@ -17,7 +17,7 @@ from mt_grpo.viewer.queries import Queries
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
-VIEWS = ("overview", "find", "group", "trajectory", "compare")
+VIEWS = ("overview", "find", "groups", "group", "trajectory", "compare", "context")
 
 
 @pytest.fixture(scope="module")

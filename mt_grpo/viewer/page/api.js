@@ -26,7 +26,7 @@ export async function ask(question, parameters = {}) {
 
 function fromFile(question, asked) {
   if (question === 'find') return findInFile(asked)
-  const keys = { group: ['mode', 'step', 'k', 'group'], trajectory: ['session'], why: ['session'], compare: ['from', 'to'] }[question] ?? []
+  const keys = { groups: ['mode', 'step'], group: ['mode', 'step', 'k', 'group'], trajectory: ['session'], why: ['session'], compare: ['from', 'to'] }[question] ?? []
   const key = keys.map(name => asked[name] ?? '').join(' ').trim()
   const answers = data.answers[question] ?? {}
   const answer = key in answers ? answers[key] : key ? undefined : Object.values(answers)[0]

@@ -6,18 +6,21 @@ import { context } from './context.js'
 import { h, link, nothing, number, plural } from './dom.js'
 import { find } from './find.js'
 import { group } from './group.js'
+import { groups } from './groups.js'
 import { overview } from './overview.js'
 import { runs } from './runs.js'
 import { trajectory } from './trajectory.js'
 
+/** Name and function; those without a name are opened from a view, which stays the current one above. */
 const VIEWS = {
   runs: ['Runs', runs],
   overview: ['Overview', overview],
   find: ['Find', find],
-  group: ['Groups', group],
+  groups: ['Groups', groups],
+  group: [null, group, 'groups'],
   trajectory: ['Trajectory', trajectory],
   compare: ['Before / after', compare],
-  context: [null, context, 'trajectory'],  // opened from a view, which stays the current one above
+  context: [null, context, 'trajectory'],
 }
 const POLL = 2000
 
@@ -54,7 +57,7 @@ async function show() {
   }
   if (mine !== turn) return
   shown = found
-  if (name === 'group' || name === 'trajectory') seen[name] = location.hash || link(name)
+  if (name === 'groups' || name === 'trajectory') seen[name] = location.hash || link(name)
   document.title = `${found.title} · mt-grpo view`
   main.removeAttribute('aria-busy')
   window.scrollTo(0, 0)

@@ -61,10 +61,10 @@ export function many(x) {
 const FINE = ['answered', 'env_done']
 const FAILED = ['engine_error', 'env_error']
 
-/** Why a conversation ended. */
-export function chip(stop) {
+/** Why a conversation ended; with a count, how many did. */
+export function chip(stop, count = null) {
   const kind = FINE.includes(stop) ? 'fine' : FAILED.includes(stop) ? 'failed' : 'cut'
-  return h('span', { class: `chip ${kind}` }, stop ?? 'unfinished')
+  return h('span', { class: `chip ${kind}` }, count === null ? null : `${count} `, stop ?? 'unfinished')
 }
 
 /** Buttons of which one is chosen. */

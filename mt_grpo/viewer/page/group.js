@@ -2,6 +2,7 @@
 
 import { ask } from './api.js'
 import { diverging, growing } from './colours.js'
+import { branches } from './groups.js'
 import { chip, choice, groupLink, h, link, number, plural, signed } from './dom.js'
 
 const COLOURS = [['advantage', 'advantage'], ['reward', 'turn reward'], ['entropy', 'entropy']]
@@ -18,33 +19,49 @@ export async function group(main, asked) {
   const show = () => {
     const extra = { colour: chosen.colour === 'advantage' ? '' : chosen.colour, width: chosen.width === 'tokens' ? '' : chosen.width }
     history.replaceState(null, '', link('group', { ...view.key, ...extra }))
-    main.replaceChildren(head(view, chosen, show), table(view, chosen), ...notes(view.notes))
+    const branched = view.members.some(member => member.branch.root !== member.row.member + 1)
+    main.replaceChildren(head(view, chosen, show), branched ? tree(view) : '', table(view, chosen), ...notes(view.notes))
   }
   show()
   const refresh = async () => {
     const now = await ask('group', view.key)
     if (JSON.stringify(now.members) !== JSON.stringify(view.members)) dispatchEvent(new Event('hashchange'))
   }
-  return { title: `Group ${view.number} of step ${view.key.step}`, refresh }
+  const to = key => { if (key) location.hash = groupLink(key) }
+  const move = by => {
+    const links = [...main.querySelectorAll('a.member')]
+    const next = links[links.indexOf(document.activeElement) + by] ?? links[by > 0 ? 0 : links.length - 1]
+    next?.focus()
+  }
+  return { title: `Group ${view.number} of step ${view.key.step}`, refresh, keys: {
+    ArrowLeft: () => to(view.previous), ArrowRight: () => to(view.next), j: () => move(1), k: () => move(-1) } }
 }
 
 function head(view, chosen, show) {
-  const rewards = view.members.map(member => member.row.reward).filter(reward => reward !== null)
-  const mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1)
-  const spread = Math.sqrt(rewards.reduce((sum, x) => sum + (x - mean) ** 2, 0) / Math.max(1, rewards.length - 1))  // as credit rules have it
+  const copies = view.members.filter(member => member.branch.copy).length
+  const earned = view.mean === null ? 'no reward' : `reward ${number(view.mean)} ± ${number(view.deviation)}`
   const answers = new Set(view.members.map(member => member.row.answer)).size
   const set = name => value => { chosen[name] = value; show() }
   const step = (key, text) => key ? h('a', { href: groupLink(key) }, text) : h('span', { class: 'dim' }, text)
   const where = { train: '', eval: 'evaluation at ', discarded: 'sampled again, at ' }[view.key.mode]
   return h('div', { class: 'bar' },
     h('div', { class: 'words' },
-      h('p', { class: 'dim' }, `${where}step ${view.key.step} · group ${view.number} of ${view.of} · `,
+      h('p', { class: 'dim' }, h('a', { href: link('groups', { mode: view.key.mode === 'train' ? '' : view.key.mode, step: view.key.step }) }, `${where}step ${view.key.step}`), ` · group ${view.number} of ${view.of} · `,
         step(view.previous, '◀ previous'), ' ', step(view.next, 'next ▶')),
       h('h2', {}, view.question),
       h('p', { class: 'dim' }, view.accepted.length > 0 && ['accepted: ', h('b', { class: 'mono ink' }, view.accepted.join(' · ')), ' · '],
-        `${plural(view.members.length, 'conversation')}, ${rewards.length ? `reward ${number(mean)} ± ${number(spread)}` : 'no reward'}, ${plural(answers, 'answer')}`)),
+        `${plural(view.members.length - copies, 'conversation')}${copies ? ` and ${plural(copies, 'copy', 'copies')}` : ''}, ${earned}, ${plural(answers, 'answer')}`)),
     h('div', { class: 'choices' }, choice('colour', COLOURS, chosen.colour, set('colour')),
       choice('width', WIDTHS, chosen.width, set('width'))))
+}
+
+/** How the members of the group branched. */
+function tree(view) {
+  const members = view.members.map(member => member.branch)
+  const roots = new Set(members.map(each => each.root)).size
+  return h('section', { class: 'card of-branches' }, h('h3', {}, 'Branches', h('span', { class: 'dim' },
+    ` · ${plural(roots, 'conversation')}, ${plural(members.length - roots, 'branch', 'branches')} and copies of them; first turns are shared`)),
+  branches({ members, mean: view.mean, signal: view.deviation > 0 }))
 }
 
 function table(view, chosen) {
@@ -60,7 +77,25 @@ function table(view, chosen) {
   return h('section', { class: 'card group', css: { '--heat': `${Math.max(60, columns * 42)}px` } },
     h('div', { class: 'member th' }, h('span', {}, ''), h('span', {}, 'reward · stop'), legend, h('span', {}, 'answer'), heat,
       h('span', { class: 'n' }, 'time')),
-    view.members.map(member => line(view, member, { size, longest, highest, colour: chosen.colour })))
+    folded(view.members).map(same => line(view, same, { size, longest, highest, colour: chosen.colour })))
+}
+
+/** Members in a line each, those that sampled the same tokens in one. */
+function folded(members) {
+  const lines = new Map()
+  for (const member of members) {
+    const key = member.row.sampled === undefined ? member.row.session : `${member.row.sampled} ${member.row.turns} ${member.row.reward}`
+    lines.set(key, [...(lines.get(key) ?? []), member])
+  }
+  return [...lines.values()]
+}
+
+/** Who stands in a line: copies of one conversation, or several that sampled the same. */
+function same(members) {
+  const copies = members.filter(member => member.branch.copy).length
+  const equal = members.length - copies - 1
+  const words = [copies && plural(copies, 'copy', 'copies'), equal && `${equal} the same`].filter(Boolean)
+  return words.length ? h('small', { class: 'dim same', title: `members ${members.map(member => member.row.member + 1).join(', ')}` }, `+ ${words.join(', ')}`) : null
 }
 
 /** The first words of a name, as many as tell it apart from the others. */
@@ -79,13 +114,15 @@ function meanings(colour) {
   return [h('span', { class: 'key p6' }, name[0]), h('span', { class: 'key m6' }, name[1])]
 }
 
-function line(view, member, { size, longest, highest, colour }) {
+function line(view, members, { size, longest, highest, colour }) {
+  const member = members[0]
   const { row, turns } = member
+  const of = member.branch.root === row.member + 1 ? '' : ` of ${member.branch.root}`
   const kind = { true: 'right', false: 'wrong' }[row.right] ?? ''
   const mark = { true: '✓ ', false: '✗ ' }[row.right] ?? ''
   return h('a', { class: 'member', href: link('trajectory', { session: row.session }) },
-    h('span', { class: 'dim' }, String(row.member + 1)),
-    h('span', {}, h('b', { class: 'reward' }, number(row.reward)), ' ', chip(row.stop),
+    h('span', { class: 'dim', title: of && `branch${of}, which shares ${plural(member.branch.shared, 'turn')}` }, String(row.member + 1), of && h('small', {}, of)),
+    h('span', {}, h('b', { class: 'reward' }, number(row.reward)), ' ', chip(row.stop), same(members),
       h('span', { class: 'gauge' }, h('span', { css: { width: `${Math.max(0, (row.reward ?? 0) / highest) * 100}%` } }))),
     h('span', { class: 'turns' }, turns.flatMap(turn => segments(turn, size, longest, colour, turns.length))),
     h('span', { class: `mono answer ${kind}`, title: row.answer ?? '' }, mark + (row.answer ?? '–')),
