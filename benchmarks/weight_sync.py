@@ -4,7 +4,8 @@ Weight sync by file, against a memory copy of the same bytes, into a real vLLM s
 1. The trainer's write into shared memory, against a copy into memory that is there already.
 2. The server's load of that file, against what its CPU build cannot do without: one copy, and packing every matrix for
    oneDNN. Both are measured in the server's own worker process.
-3. The whole sync as the trainer waits for it (write, pause, load, cache reset, resume), against the sum of these.
+3. The calls around the load, one by one, each a request to the server.
+4. The whole sync as the trainer waits for it, against the sum of what cannot be done without.
 
     python benchmarks/weight_sync.py [--quick] [--threads 1]
 
@@ -40,7 +41,16 @@ from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.weights.transports.files import SafetensorsTransport
 
 TARGET = 0.7
-HANDSHAKE = "pause, start, finish, cache reset, resume"
+CALLS = {
+    "/weight_info": "call: whose weights it holds",
+    "/sleep": "call: pause",
+    "/start_weight_update": "call: begin the update",
+    "/init_weight_transfer_engine": "call: confirm the checksum",
+    "/finish_weight_update": "call: end the update",
+    "/reset_prefix_cache": "call: empty the prefix cache",
+    "/wake_up": "call: resume",
+}
+REST = "the rest"
 WARM = 3  # both weight files exist, and have been written and read, from the third sync on
 Times = dict[str, list[tuple[float, float]]]
 """Of each part, in each repeat: seconds that passed, and seconds of processors."""
@@ -60,6 +70,10 @@ class Timed(SafetensorsTransport):
         sync = self
 
         class Control(ServerControl):
+            def get(self, path, **params):
+                with clock(sync.times, path):
+                    return super().get(path, **params)
+
             def post(self, path, body=None, **params):
                 # reading the worker's time takes as long as a short call
                 with clock(sync.times, path, sync.worker if path == "/update_weights" else None):
@@ -132,8 +146,9 @@ def run(model: Qwen3ForCausalLM, folder: str, url: str, repeats: int) -> tuple[T
     finally:
         sync.close()
     times["load"] = times.pop("/update_weights")
-    handshake = [times.pop(path) for path in list(times) if path.startswith("/")]
-    times["handshake"] = [(sum(wall for wall, _ in repeat), 0.0) for repeat in zip(*handshake, strict=True)]
+    parts = zip(*(times[part] for part in ("write", "load", *CALLS)), strict=True)
+    spent = [sum(wall for wall, _ in repeat) for repeat in parts]
+    times["rest"] = [(whole - known, 0.0) for (whole, _), known in zip(times["whole"], spent, strict=True)]
     both = zip(times["whole"], times["load"], strict=True)
     times["whole"] = [(wall, trainer + worker) for (wall, trainer), (_, worker) in both]
     return times, int(bounds["threads"])
@@ -149,7 +164,8 @@ def table(times: Times, size: int) -> list[dict[str, object]]:
         ("server copy", "memory copy, in the server", None, None),
         ("server pack", "packing for oneDNN, in the server", None, None),
         ("load", "server: load the file (a copy and packing)", packing, TARGET),
-        ("handshake", HANDSHAKE, None, None),
+        *((path, label, None, None) for path, label in CALLS.items()),
+        ("rest", REST, None, None),
         ("whole", "whole sync (two copies and packing)", ["trainer copy", *packing], TARGET),
         ("whole", "whole sync (of one copy)", ["trainer copy"], None),
     ):
@@ -180,7 +196,8 @@ def show(rows: list[dict[str, object]], title: str) -> None:
     for row in rows:
         wall, cpu = (statistics.median(row[kind]) for kind in ("wall", "cpu"))
         cells = [f"{wall * 1e3:.1f} ({min(row['wall']) * 1e3:.1f})"]
-        cells += ["", ""] if row["part"] == HANDSHAKE else [f"{cpu * 1e3:.1f}", f"{row['bytes'] / cpu / 1e9:.2f}"]
+        waits = row["part"] in (*CALLS.values(), REST)  # for the server's answer
+        cells += ["", ""] if waits else [f"{cpu * 1e3:.1f}", f"{row['bytes'] / cpu / 1e9:.2f}"]
         if "wall ratio" in row:
             of_wall = row["wall ratio"]
             cells.append(f"{row['cpu ratio']['median']:.2f}")

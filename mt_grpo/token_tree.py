@@ -146,6 +146,8 @@ class TokenTree:
     @property
     def routed(self) -> int:
         """Number of the first tokens of the latest path that have routes."""
+        if not any(self.nodes[root].routes for root in self._children[-1]):
+            return 0  # it is asked for at each turn, and most models have none
         count = 0
         for node in self._ancestry(self._tip):
             width = len(node.routes) // len(node.tokens)
