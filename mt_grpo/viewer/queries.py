@@ -16,10 +16,12 @@ from mt_grpo.runlog import Run
 from mt_grpo.runlog.export import LINES, lines
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import FOLDER, INDEX
+from mt_grpo.runlog.state import read_state
 from mt_grpo.viewer import conversations
 from mt_grpo.viewer.columns import SPREAD, Columns, parse_filter, short_name
 from mt_grpo.viewer.groups import groups
 from mt_grpo.viewer.overview import findings, limits, overview
+from mt_grpo.viewer.panel import panel, status, waterfall
 from mt_grpo.viewer.search import SearchIndex, cached, hits
 from mt_grpo.viewer.why import why
 
@@ -86,6 +88,8 @@ class Queries:
             "why": self._why,
             "compare": self._compare,
             "hits": self._hits,
+            "panel": lambda asked: panel(self.run, self.columns, self._seconds()),
+            "waterfall": self._waterfall,
             "lost": lambda asked: self._lost(),
         }
 
@@ -130,19 +134,28 @@ class Queries:
         return path.stat().st_size if path.is_file() else 0, len(self.run.steps())
 
     def _about(self, asked: Parameters) -> dict[str, Any]:
-        metrics = self.run.metrics()
-        seconds = next((row["train_runtime"] for row in reversed(metrics) if "train_runtime" in row), None)
+        metrics, state = self.run.metrics(), read_state(self.run.folder)
         steps = [row["step"] for row in metrics]
         return {
             "name": self.run.folder.resolve().name,
             "version": self.version,
             "conversations": len(self.columns.rows),
             "steps": max(steps, default=0),
-            "seconds": seconds,
+            **status(state, self._seconds(), self.run.folder),
             "written": (self.run.folder / FOLDER / INDEX).stat().st_mtime,
             "evaluations": evaluations(self.columns),
             "rewards": [short_name(name) for name in self.columns.rewards],
         }
+
+    def _seconds(self) -> float | None:
+        """That training took, where it is finished."""
+        metrics = self.run.metrics()
+        return next((row["train_runtime"] for row in reversed(metrics) if "train_runtime" in row), None)
+
+    def _waterfall(self, asked: Parameters) -> dict[str, Any]:
+        steps = self.columns.numbers("step")[self.columns.is_text("mode", asked.get("mode", "train"))]
+        step = _whole(asked, "step") if "step" in asked else int(steps.max(initial=0))
+        return waterfall(self.run, self.columns, step, asked.get("mode", "train"))
 
     def _overview(self, asked: Parameters) -> dict[str, Any]:
         view = overview(self.columns, self.run.steps(), self.run.metrics())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from mt_grpo.runlog import Run, files, open_run
 from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.runlog.state import read_state
 from mt_grpo.viewer.columns import Columns
+from mt_grpo.viewer.panel import status
 from mt_grpo.viewer.queries import BadQuestion, Parameters, Queries, evaluations, is_right, questions
 from mt_grpo.viewer.search import cached
 
@@ -238,43 +238,6 @@ def model_name(model: Any, options: dict[str, Any]) -> str | None:
     parts = model.rstrip("/").split("/")
     name = "/".join(parts[-2:] if parts[-1] == "model" else parts[-1:])  # the embedded model's folder says little
     return name + (", LoRA" if options.get("use_peft") else "")
-
-
-def status(state: dict[str, Any] | None, seconds: float | None, folder: Path) -> dict[str, Any]:
-    """
-    How a run is.
-
-    Args:
-        state (`dict`, *optional*): Of `read_state`.
-        seconds (`float`, *optional*): That training took, where it is finished.
-        folder (`Path`): The run's.
-
-    Returns:
-        `dict`: `status` (`"running"`, `"finished"`, `"stopped"`, `"failed"`, `"died"`, or `"unknown"` for a run of an
-        earlier version that is not finished), `reason`, `of` (steps), `started`, `seconds`, `left` (to go, estimated)
-        and `beat` (the last sign of life).
-    """
-    if state is None:
-        written = max((path.stat().st_mtime for path in _written(folder)), default=None)
-        done = "unknown" if seconds is None else "finished"
-        return {
-            "status": done,
-            "reason": None,
-            "of": None,
-            "started": None,
-            "seconds": seconds,
-            "left": None,
-            "beat": written,
-        }
-    running = state["state"] == "running"
-    took = (time.time() if running else state["beat"]) - state["started"]
-    left = took / state["step"] * (state["of"] - state["step"]) if running and state["step"] else None
-    known = {name: state[name] for name in ("reason", "of", "started", "beat")}
-    return {"status": state["state"], **known, "seconds": took, "left": left}
-
-
-def _written(folder: Path) -> list[Path]:
-    return [path for path in (folder / "metrics.jsonl", folder / FOLDER / INDEX) if path.is_file()]
 
 
 def about_run(folder: Path) -> dict[str, Any]:

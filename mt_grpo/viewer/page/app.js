@@ -8,7 +8,8 @@ import { find } from './find.js'
 import { group } from './group.js'
 import { groups } from './groups.js'
 import { overview } from './overview.js'
-import { runs } from './runs.js'
+import { DOTS, expect, runs } from './runs.js'
+import { run } from './run.js'
 import { trajectory } from './trajectory.js'
 
 /** Name and function; those without a name are opened from a view, which stays the current one above. */
@@ -20,6 +21,7 @@ const VIEWS = {
   group: [null, group, 'groups'],
   trajectory: ['Trajectory', trajectory],
   compare: ['Before / after', compare],
+  run: ['Run', run],
   context: [null, context, 'trajectory'],
 }
 const POLL = 2000
@@ -87,7 +89,10 @@ async function look() {
     if (several.length && (!current.run || location.hash.startsWith('#/runs') || !location.hash)) {
       document.querySelector('#state').textContent = plural(several.length, 'run')
       await shown.refresh?.()
-    } else await follow(await ask('run'))
+    } else {
+      await follow(await ask('run'))
+      await shown.beat?.()
+    }
   } catch (error) {
     document.querySelector('#state').textContent = error.message
   }
@@ -95,8 +100,10 @@ async function look() {
 
 async function follow(run) {
   if (!several.length) document.querySelector('#name').textContent = run.name
-  const state = run.seconds === null ? `last written at ${new Date(1000 * run.written).toLocaleTimeString()}` : `finished in ${number(run.seconds, 0)} s`
-  document.querySelector('#state').textContent = [`step ${run.steps}`, plural(run.conversations, 'conversation'), state].join(' · ')
+  const step = run.of ? `step ${run.steps} of ${run.of}` : `step ${run.steps}`
+  const words = { unknown: expect(run), finished: `finished in ${number(run.seconds, 0)} s`, running: `running, ${expect(run)}` }
+  document.querySelector('#state').replaceChildren(h('span', { class: `dot ${DOTS[run.status]}` }),
+    h('a', { href: link('run') }, [step, plural(run.conversations, 'conversation'), words[run.status] ?? `${run.status}: ${expect(run)}`].join(' · ')))
   if (version !== null && run.version !== version) await shown.refresh?.()
   version = run.version
 }

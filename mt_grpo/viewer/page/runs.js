@@ -4,7 +4,8 @@ import { ask } from './api.js'
 import { h, link, nothing, number, percent, plural, s, short } from './dom.js'
 
 const MOST = 7
-const DOTS = { running: 'run', finished: 'ok', stopped: 'off', failed: 'bad', died: 'bad', unknown: 'off' }
+/** The colour of each state. */
+export const DOTS = { running: 'run', finished: 'ok', stopped: 'off', failed: 'bad', died: 'bad', unknown: 'off' }
 const STATES = ['running', 'finished', 'stopped', 'failed', 'died']
 const HEIGHT = 260
 
