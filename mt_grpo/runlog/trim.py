@@ -54,6 +54,8 @@ def trim(folder: Path, steps: int) -> int:
                 path.unlink()
         for name in LOGS:
             _keep(folder / name, logged)
+        for path in folder.glob(".*.partial"):  # of a process that was killed while it wrote one of these
+            path.unlink()
     except OSError as error:
         raise RunLogError(
             f"The records of {folder} after step {steps}, from which the run goes on, cannot be removed: "

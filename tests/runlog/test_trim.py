@@ -46,6 +46,7 @@ def test_a_trim_that_was_interrupted_is_finished(tmp_path):
     for name in ("whole", "cut"):
         write_run(tmp_path / name, steps=3)
         (tmp_path / name / "rollouts" / "train-2-1.rank0.partial").write_bytes(b"half")
+    (tmp_path / "cut" / ".0123456789abcdef.partial").write_bytes(b"half")
     old = content(tmp_path / "cut")
     trim(tmp_path / "whole", 1)
     (tmp_path / "cut/rollouts/index.jsonl").write_bytes((tmp_path / "whole/rollouts/index.jsonl").read_bytes())

@@ -143,8 +143,8 @@ class Records:
             return
         folder = Path(self._args.output_dir)
         last = everywhere(lambda: trim(folder, number) if self._main else number)
-        later = later_checkpoints(folder, number)
-        if self._main and later:
+        later = later_checkpoints(folder, number) if self._main else []
+        if later:
             logger.warning(
                 "The run goes on from step %d, and the records of steps up to %d were removed, since they are taken "
                 "again. Checkpoints of such steps stay (%s) until the run comes to them.",
