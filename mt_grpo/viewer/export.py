@@ -127,7 +127,7 @@ def as_data(data: dict[str, Any]) -> str:
 def _data(queries: Queries, places: list[int], filter: str) -> dict[str, Any]:
     rows = [queries.table_row(place) for place in places]
     answers: dict[str, dict[str, Any]] = {"run": {"": queries.answer("run", {})}}
-    for name in ("overview", "lost"):
+    for name in ("overview", "metrics", "lost"):
         answers[name] = {"": queries.answer(name, {})}
     for name, keys in (("trajectory", ("session",)), ("why", ("session",)), ("group", ("mode", "step", "k", "group"))):
         answers[name] = {}

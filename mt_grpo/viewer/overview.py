@@ -37,7 +37,8 @@ def overview(columns: Columns, steps: list[dict[str, Any]], metrics: list[dict[s
         metrics (`list[dict]`): Lines of `metrics.jsonl`.
 
     Returns:
-        `dict`: `step`, the optimiser steps taken before; curves with a value per step, `None` where there is none:
+        `dict`: `step`, the optimiser steps taken before; `last`, the last step of each point, where a point is of
+        several; curves with a value per point, `None` where there is none: `distribution` (`QUANTILES` of the reward),
         `reward`, `rewards` by name, `stops` (shares of the conversations that were cut off, by reason), `health` by
         name, `turns`; `time` with its own `step` and `PARTS` in seconds; `held_out`, a point per evaluation; `tokens`,
         counts of the whole run.
@@ -63,8 +64,11 @@ def overview(columns: Columns, steps: list[dict[str, Any]], metrics: list[dict[s
         "gradient norm": _of_metrics(metrics, "grad_norm", axis),
         "with a failed call": mean((number["errors"] > 0).astype(float)),
     }
+    first, last = _bins(axis)
     return {
-        "step": _points(axis),
+        "step": first,
+        "last": last,
+        "distribution": _quantiles(number["reward"], step, first, last),
         "reward": _points(mean(number["reward"])),
         "rewards": {
             short_name(name): _points(mean(columns.numbers(REWARD + name)[train])) for name in columns.rewards
@@ -72,7 +76,10 @@ def overview(columns: Columns, steps: list[dict[str, Any]], metrics: list[dict[s
         "turns": _points(mean(number["turns"])),
         "stops": {name: _points(share) for name, share in stops.items()},
         "health": {name: _points(values) for name, values in health.items()},
-        "time": {name: _points(np.array([each[name] for each in steps], float)) for name in ("step", *PARTS)},
+        "time": {
+            "step": _bins(np.array([each["step"] for each in steps], float))[0],
+            **{name: _points(np.array([each[name] for each in steps], float)) for name in PARTS},
+        },
         "held_out": _held_out(columns),
         "tokens": _tokens(columns, train),
     }
@@ -125,6 +132,50 @@ def _mean(values: np.ndarray) -> float | None:
 def _tokens(columns: Columns, train: np.ndarray) -> dict[str, int]:
     """Sampled in training, and computed for it: those of the token trees."""
     return {name: int(columns.numbers(name)[train].sum()) for name in ("tokens", "unique")}
+
+
+def metric_curves(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """
+    Every number of `metrics.jsonl` as a curve.
+
+    Returns:
+        `dict`: `curves`, by name `step` and `values`. Steps are counted as those of conversations: `metrics.jsonl`
+        counts a step of training itself, from 1, and here it has the number of those before, from 0. What an
+        evaluation logs has the number of steps that were taken before it.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for line in metrics:
+        for name, value in line.items():
+            if name not in ("step", "epoch") and isinstance(value, int | float) and np.isfinite(value):
+                before = line["step"] if name.startswith("eval_") else max(0, line["step"] - 1)
+                found.setdefault(name, {})[before] = float(value)
+    curves = {}
+    for name, points in found.items():
+        axis, values = (np.array(part, float) for part in zip(*sorted(points.items()), strict=True))
+        curves[name] = {"step": _bins(axis)[0], "values": _points(values)}
+    return {"curves": curves}
+
+
+QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+"""Of the rewards of a step: the lowest, the middle and the highest among them."""
+
+
+def _quantiles(values: np.ndarray, step: np.ndarray, first: list[int], last: list[int]) -> list[list[float | None]]:
+    """A list per quantile, with a value per point."""
+    known = ~np.isnan(values)
+    order = np.argsort(step[known], kind="stable")
+    values, step = values[known][order], step[known][order]
+    begins, ends = np.searchsorted(step, first), np.searchsorted(step, last, side="right")
+    rows = [np.quantile(values[i:j], QUANTILES).tolist() if j > i else None for i, j in zip(begins, ends, strict=True)]
+    return [[None if row is None else row[place] for row in rows] for place in range(len(QUANTILES))]
+
+
+def _bins(axis: np.ndarray) -> tuple[list[int], list[int]]:
+    """The first and the last step of each point, see `_points`."""
+    if len(axis) <= POINTS:
+        return axis.astype(int).tolist(), axis.astype(int).tolist()
+    edges = np.linspace(0, len(axis), POINTS + 1).astype(int)
+    return axis[edges[:-1]].astype(int).tolist(), axis[edges[1:] - 1].astype(int).tolist()
 
 
 def _points(values: np.ndarray) -> list[float | None]:
@@ -248,7 +299,7 @@ def _bursts(view: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
     high = np.flatnonzero(values > TIMES_USUAL * usual)
     runs = np.split(high, np.flatnonzero(np.diff(high) > 1) + 1) if len(high) else []
     for run in sorted(runs, key=lambda run: -float(values[run].max()))[:2]:
-        first, last = int(view["step"][run[0]]), int(view["step"][run[-1]])
+        first, last = view["step"][run[0]], view["last"][run[-1]]
         where = f"step={first}" if first == last else f"step>={first} step<={last}"
         asked = f"mode=train {where} mismatch>{TIMES_USUAL * usual:.2g}"
         number = int(columns.where(parse_filter(asked)).sum())

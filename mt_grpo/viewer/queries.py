@@ -20,7 +20,7 @@ from mt_grpo.runlog.state import read_state
 from mt_grpo.viewer import conversations
 from mt_grpo.viewer.columns import SPREAD, Columns, parse_filter, short_name
 from mt_grpo.viewer.groups import groups
-from mt_grpo.viewer.overview import findings, limits, overview
+from mt_grpo.viewer.overview import findings, limits, metric_curves, overview
 from mt_grpo.viewer.panel import panel, status, waterfall
 from mt_grpo.viewer.search import SearchIndex, cached, hits
 from mt_grpo.viewer.why import why
@@ -81,6 +81,7 @@ class Queries:
             "run": self._about,
             "runs": lambda asked: {"runs": []},  # it is one run alone, see `mt_grpo.viewer.runs`
             "overview": self._overview,
+            "metrics": lambda asked: metric_curves(self.run.metrics()),
             "find": self._find,
             "groups": self._groups,
             "group": self._group,

@@ -82,6 +82,33 @@ def test_a_narrow_window_is_not_too_narrow(browser, server):
             assert wide <= 0, view
 
 
+def test_charts_show_values_and_lead_to_groups(page, queries):
+    go(page, "overview")
+    box = page.locator(".chart svg").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 80)
+    step = int(page.inner_text(".tip.on b").split()[1])
+    rewards = [row["reward"] for row in queries.run.rows if row["mode"] == "train" and row["step"] == step]
+    assert page.inner_text(".tip.on tr:has-text('training batch') td") == f"{sum(rewards) / len(rewards):.2f}"
+    page.click("button:text-is('log')")
+    assert "axis=log" in page.url
+    page.click("text=every metric that was logged")
+    page.fill("input[aria-label='Filter metrics by name']", "exact_match")
+    assert page.locator("h3:text-is('rewards/exact_match/mean')").count() == 1 and "metric=exact_match" in page.url
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 80)
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 80)
+    page.wait_for_selector("a.grow")
+    assert f"step={step}" in page.url and page.inner_text("h2").startswith(f"Step {step}:")
+
+
+def test_after_one_step_charts_are_not_blank(browser, tmp_path):
+    with serving(Queries(open_run(write_run(tmp_path / "one", steps=1)))) as server, watched(browser) as page:
+        page.goto(f"{server.url}#/overview?metric=loss")
+        shown(page, "overview")
+        page.wait_for_selector(".single")
+        titles = page.locator(".chart:has(.single)").locator("xpath=..").locator("h3").all_inner_texts()
+        assert titles[0].startswith("Reward") and titles[1].startswith("Reward components") and "loss" in titles
+
+
 def test_a_finding_leads_to_its_conversations(page):
     go(page, "overview")
     page.click("text=compare")

@@ -16,7 +16,7 @@ from mt_grpo.runlog import Batch, RunWriter, open_run
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 from mt_grpo.viewer.columns import Columns
-from mt_grpo.viewer.overview import POINTS, findings, overview
+from mt_grpo.viewer.overview import POINTS, findings, metric_curves, overview
 from mt_grpo.viewer.queries import Queries
 
 
@@ -50,7 +50,24 @@ def test_long_runs_have_fewer_points():
     columns.put([{**run, **rest, **more, "session": f"s{i}", "step": i, "reward": i} for i in range(steps)])
     view = overview(columns, [], [])
     assert len(view["reward"]) == len(view["step"]) == POINTS
-    assert view["reward"] == view["step"] and view["reward"][-1] > steps - 4
+    assert all(isinstance(step, int) for step in view["step"]) and view["step"][0] == 0
+    assert [last + 1 for last in view["last"]] == [*view["step"][1:], steps]
+    means = [(first + last) / 2 for first, last in zip(view["step"], view["last"], strict=True)]
+    assert view["reward"] == pytest.approx(means)
+    assert [view["distribution"][place][0] for place in (0, 3, 6)] == [0, 1, 2]
+
+
+def test_metrics_and_conversations_count_steps_alike():
+    lines = [
+        {"step": 1, "loss": 0.5, "epoch": 0.1, "note": "x"},
+        {"step": 2, "loss": 0.25},
+        {"step": 2, "eval_loss": 3},
+    ]
+    curves = metric_curves([*lines, {"step": 3, "loss": float("nan")}])["curves"]
+    assert curves == {
+        "loss": {"step": [0, 1], "values": [0.5, 0.25]},
+        "eval_loss": {"step": [2], "values": [3.0]},
+    }
 
 
 def test_the_table_is_sorted_with_missing_values_last(queries):

@@ -2,10 +2,12 @@
 
 import { ask } from './api.js'
 import { chart, spark } from './charts.js'
-import { h, link, many, nothing, number, percent, plural, short } from './dom.js'
+import { choice, h, link, many, nothing, number, percent, plural, short } from './dom.js'
 
 const FEW = 5
 const MOST_LINKED = 40
+const MOST_METRICS = 60
+const QUANTILES = ['lowest', '10 %', '25 %', 'median', '75 %', '90 %', 'highest']
 const LEVELS = { bad: 'bad', warn: 'worth a look', ok: 'fine' }
 
 /** Means of the first and of the last steps. */
@@ -17,15 +19,52 @@ function ends(values) {
   return { first: mean(known.slice(0, few)), last: mean(known.slice(-few)), few }
 }
 
-export async function overview(main) {
+export async function overview(main, asked) {
+  const state = { log: asked.get('axis') === 'log', metric: asked.get('metric') }
+  const keep = () => history.replaceState(null, '', link('overview', { axis: state.log ? 'log' : '', metric: state.metric }))
+  const metrics = h('div', {})
   const show = async () => {
     const view = await ask('overview')
     if (!view.step.length && !view.held_out.length) return main.replaceChildren(nothing('No conversation is written yet.'))
-    main.replaceChildren(h('div', { class: 'tiles' }, tiles(view)), h('div', { class: 'charts' }, cards(view)))
+    const charts = h('div', { class: 'charts' })
+    const draw = () => charts.replaceChildren(...cards(view, state.log))
+    const set = value => { state.log = value === 'log'; keep(); bar.replaceWith(bar = axes(state, set)); draw(); if (state.metric !== null) showMetrics(metrics, state, keep) }
+    let bar = axes(state, set)
+    draw()
+    main.replaceChildren(h('div', { class: 'tiles' }, tiles(view)), bar, charts, metrics)
+    if (state.metric === null) metrics.replaceChildren(h('p', { class: 'note' }, h('button', { type: 'button', class: 'as-link', onclick: () => {
+      state.metric = ''
+      keep()
+      showMetrics(metrics, state, keep)
+    } }, 'every metric that was logged')))
+    else await showMetrics(metrics, state, keep)
     showLost(main).catch(() => {})  // where the server has ended, the line above says so
   }
   await show()
   return { title: 'Overview', refresh: show }
+}
+
+const axes = (state, set) => h('div', { class: 'bar tight axes' }, choice('axis', [['linear', 'linear'], ['log', 'log']], state.log ? 'log' : 'linear', set))
+
+const toGroups = step => { location.hash = link('groups', { step }) }
+
+/** Every metric of `metrics.jsonl` whose name contains the words of the filter. */
+async function showMetrics(main, state, keep) {
+  const { curves } = await ask('metrics')
+  const names = Object.keys(curves).sort()
+  const said = h('span', { class: 'dim', role: 'status' })
+  const list = h('div', { class: 'charts' })
+  const input = h('input', { type: 'search', placeholder: 'loss, grad_norm, rewards/, ...', 'aria-label': 'Filter metrics by name', spellcheck: 'false' })
+  input.value = state.metric ?? ''
+  const draw = () => {
+    const words = input.value.toLowerCase().split(/\s+/).filter(Boolean)
+    const found = names.filter(name => words.every(word => name.toLowerCase().includes(word)))
+    said.textContent = `${found.length} of ${plural(names.length, 'metric')}${found.length > MOST_METRICS ? `, the first ${MOST_METRICS} shown` : ''}`
+    list.replaceChildren(...found.slice(0, MOST_METRICS).map(name => chart(name, '', { steps: curves[name].step, curves: [[name.split('/').at(-1), curves[name].values]], log: state.log, go: toGroups })))
+  }
+  input.addEventListener('input', () => { state.metric = input.value.trim(); keep(); draw() })
+  main.replaceChildren(h('div', { class: 'bar metrics' }, h('h3', {}, 'Every metric'), h('div', { class: 'words' }, input), said), list)
+  draw()
 }
 
 function tile(name, value, note, change = null) {
@@ -68,22 +107,25 @@ function tiles(view) {
 
 const total = values => values.reduce((a, b) => a + (b ?? 0), 0)
 
-function cards(view) {
+function cards(view, log) {
   const found = []
   const steps = view.step
+  const common = { steps, last: view.last, log, go: toGroups }
   if (steps.length) {
     const points = view.held_out.filter(each => each.reward !== null).map(each => [each.step, each.reward])
-    found.push(chart('Reward', points.length ? '○ held-out' : '', { steps, curves: [['training batch', view.reward]], points }))
-    found.push(chart('Reward components', 'unweighted', { steps, curves: Object.entries(view.rewards) }))
+    found.push(chart('Reward', points.length ? '○ held-out' : '', { ...common, curves: [['training batch', view.reward]], points }))
+    found.push(chart('Reward components', 'unweighted', { ...common, curves: Object.entries(view.rewards) }))
+    found.push(chart('Distribution of the reward', 'from the lowest to the highest; dark: the middle half', { ...common, bands: true,
+      curves: QUANTILES.map((name, i) => [name, view.distribution[i]]) }))
     const stops = Object.entries(view.stops)
     const early = stops.length ? steps.map((_, i) => total(stops.map(([, shares]) => shares[i]))) : [0]
     const words = `${percent(early[0])} at step ${steps[0]}, ${percent(early.at(-1))} at step ${steps.at(-1)}`
-    found.push(chart('Cut off or failed', words, { steps, curves: stops, stacked: true,
+    found.push(chart('Cut off or failed', words, { ...common, curves: stops, stacked: true,
       text: x => percent(x, 1), top: stops.length ? null : 0.1 }))
   }
   if (view.time.step.length) {
     const { step, ...parts } = view.time
-    found.push(chart('Where a step’s time goes, s', '', { steps: step, stacked: true, curves: Object.entries(parts)
+    found.push(chart('Where a step’s time goes, s', '', { steps: step, stacked: true, go: toGroups, curves: Object.entries(parts)
       .map(([name, values]) => [name === 'sync' ? 'weight sync' : name, values]) }))
   }
   found.push(health(view), lookAt(view.findings))
@@ -126,6 +168,6 @@ function item(finding) {
 
 function lookAt(findings) {
   const items = findings.map(item)
-  return h('section', { class: 'card' }, h('h3', {}, 'Look at'),
+  return h('section', { class: 'card look' }, h('h3', {}, 'Look at'),
     h('ul', { class: 'findings' }, items), h('p', { class: 'dim quiet' }, 'Nothing stands out.'))
 }
