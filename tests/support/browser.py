@@ -46,7 +46,7 @@ def watched(browser, **options) -> Iterator:
     page.on("console", lambda said: said.type in ("error", "warning") and page.wrong.append(said.text))
     page.on("dialog", lambda dialog: (page.wrong.append(f"dialog: {dialog.message}"), dialog.dismiss()))
     page.on("request", lambda asked: _is_elsewhere(asked.url) and page.wrong.append(f"request: {asked.url}"))
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(60_000)
     yield page
     wrong = page.wrong
     page.close()
