@@ -141,7 +141,8 @@ def test_a_file_has_its_name_only_when_it_is_complete(tmp_path):
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_a_killed_process_left_is_removed(shared, tmp_path):
     root = str(tmp_path) if shared else None
-    code = f"import os; from mt_grpo.weights.weight_file import make_folder as m; print(m({root!r}), flush=True); os._exit(9)"
+    makes = f"from mt_grpo.weights.weight_file import make_folder as m; print(m({root!r}), flush=True)"
+    code = f"import os; {makes}; os._exit(9)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     left = Path(run.stdout.strip())
     (left / "weights.partial").write_bytes(b"half")
