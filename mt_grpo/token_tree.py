@@ -72,7 +72,8 @@ class TokenTree:
 
     A context that extends the path of an earlier timestep adds only its new tokens. Any other context forks the tree
     at the longest common prefix. Every action is a node of its own, so each action token is trained exactly once, with
-    the log-probability that it was sampled with. A copy of an action inside a later context is context.
+    the log-probability that it was sampled with. A copy of an action inside a later context is context. The tokens of
+    an image have an id of their own below 0, so that other images fork the tree as other words do.
 
         tree = TokenTree()
         tree.add_turn(context=[1, 2], action=[3], logprobs=[-0.1])        # one sequence: 1 2 [3]

@@ -55,6 +55,8 @@ class ToolCall:
         data (`dict`, *optional*): What the tool returned beside its text, for rewards; JSON, never shown to the model.
         start (`float`, *optional*): When the tool was called, in seconds since 1970 (UTC); `None` if it did not run.
         where (`str`, *optional*): Where the tool's code raised, as `FILE, line N, in FUNCTION`.
+        parts (`list[dict]`, *optional*): What the model gets in place of `result`, where it is shown images: the parts
+            of a content, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`.
     """
 
     name: str
@@ -67,6 +69,7 @@ class ToolCall:
     data: dict[str, Any] | None = None
     start: float | None = None
     where: str | None = None
+    parts: list[dict[str, Any]] | None = None
 
 
 @dataclass
@@ -172,6 +175,8 @@ class Trajectory:
         environment (*optional*): The environment, while rewards may look at it; it is written nowhere.
         texts (`tuple[str, str]`, *optional*): Prompt and completion as text, for reward functions in TRL's form, where
             the row's prompt is text; written nowhere.
+        images (`dict[int, EncodedImage]`): The images of its contexts by the id of their tokens; the images themselves
+            are in the messages.
     """
 
     prompt: list[Message]
@@ -195,6 +200,7 @@ class Trajectory:
     tools: list[dict[str, Any]] | None = None
     environment: Any = field(default=None, repr=False, compare=False)
     texts: tuple[str, str] | None = field(default=None, repr=False, compare=False)
+    images: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def failed(self) -> bool:
@@ -235,7 +241,7 @@ class Trajectory:
         return cls(**data)
 
 
-UNWRITTEN = ("environment", "texts")
+UNWRITTEN = ("environment", "texts", "images")
 """Fields of a trajectory that are in no record."""
 
 _MARKS = "\u061c\u200e\u200f"

@@ -127,7 +127,19 @@ class TagProtocol:
     def replies(self, turn: Turn) -> list[Message]:
         if turn.error:
             return [{"role": "user", "content": f"<result>Error: {turn.error}</result>"}]
-        return [{"role": "user", "content": "\n".join(f"<result>{call.result}</result>" for call in turn.tool_calls)}]
+        if all(call.parts is None for call in turn.tool_calls):
+            results = "\n".join(f"<result>{call.result}</result>" for call in turn.tool_calls)
+            return [{"role": "user", "content": results}]
+        parts: list[Any] = []
+        for number, call in enumerate(turn.tool_calls):
+            before = "\n<result>" if number else "<result>"
+            shown = [_text_part(call.result)] if call.parts is None else call.parts
+            parts += [_text_part(before), *shown, _text_part("</result>")]
+        return [{"role": "user", "content": parts}]
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 _TAG_CALL = 'Write <tool>{"name": ..., "args": {...}}</tool>.'
@@ -215,7 +227,7 @@ class NativeProtocol:
         if turn.error:
             return [{"role": "user", "content": f"Error: {turn.error}"}]
         return [
-            {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": call.result}
+            {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": call.parts or call.result}
             for call in turn.tool_calls
         ]
 

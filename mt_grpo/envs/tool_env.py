@@ -243,7 +243,7 @@ def _read(tool: Tool, call: ToolCall, future: asyncio.Future[Any]) -> None:
         _fail(call, f"{call.name} was cancelled.")
     else:
         try:
-            call.result, call.data = future.result()
+            call.result, call.data, call.parts = future.result()
         except Exception as error:  # whatever a user's tool raises is the model's to read
             _fail(call, cut(describe_error(error), tool.max_result_size))
             call.where = find_fault(error).where

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention.layout import KERNELS
+from mt_grpo.forward.images import Images
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import enable_trees, score_packed
 from mt_grpo.forward.packing import FlatTree, flatten, pack, split
@@ -31,6 +32,7 @@ def token_logps(
     attention: str = "auto",
     temperature: float = 1.0,
     truncation: Truncation | None = None,
+    images: Images | None = None,
 ) -> list[list[Tensor]]:
     """
     Log-probabilities of the sampled tokens, differentiable.
@@ -43,6 +45,7 @@ def token_logps(
         attention (`str`, *optional*, defaults to `"auto"`): Attention of `"tree"`: `"segment"`, `"flex"` or `"dense"`.
         temperature (`float`, *optional*, defaults to `1.0`): Divides the logits.
         truncation (`Truncation`, *optional*): The `top_k`, `top_p` and `min_p` that tokens were sampled with.
+        images (`Images`, *optional*): The images of the trees, by the id of their tokens.
 
     Returns:
         `list[list[Tensor]]`: per tree and turn a float32 tensor with one entry per action token.
@@ -61,8 +64,8 @@ def token_logps(
     if not any(len(tree.tokens) for tree in flat):
         return [[torch.empty(0)] * count for count in turns]
     if forward == "tree":
-        return _tree(model, flat, turns, attention, temperature, truncation)
-    return (_padded if forward == "padded" else _turn_by_turn)(model, flat, turns, temperature, truncation)
+        return _tree(model, flat, turns, attention, temperature, truncation, images)
+    return (_padded if forward == "padded" else _turn_by_turn)(model, flat, turns, temperature, truncation, images)
 
 
 def _tree(
@@ -72,6 +75,7 @@ def _tree(
     attention: str,
     temperature: float,
     truncation: Truncation | None,
+    images: Images | None,
 ) -> list[list[Tensor]]:
     enable_trees(model)
     prove(model, max(len(path) for tree in flat for path in tree.paths()), attention=attention)
@@ -80,7 +84,7 @@ def _tree(
     for part in split([flat[index] for index in full], ROW_TOKENS):
         row = [full[place] for place in part]
         packed = pack([flat[index] for index in row])
-        logps = score_packed(model, packed, attention, temperature, truncation).logps
+        logps = score_packed(model, packed, attention, temperature, truncation, images=images).logps
         order = packed.turn_order
         logps = logps[torch.from_numpy(order).to(logps.device)]
         bases = np.cumsum([0, *(num_turns[index] for index in row)])
@@ -97,8 +101,9 @@ def _padded(
     num_turns: list[int],
     temperature: float,
     truncation: Truncation | None,
+    images: Images | None,
 ) -> list[list[Tensor]]:
-    scores = score_rows(model, flat, temperature, truncation)
+    scores = score_rows(model, flat, temperature, truncation, images=images)
     order = torch.from_numpy(np.lexsort((scores.column, scores.turn, scores.tree))).to(scores.logps.device)
     bases = np.cumsum([0, *num_turns])
     sizes = np.bincount(bases[scores.tree] + scores.turn, minlength=bases[-1])
@@ -112,6 +117,7 @@ def _turn_by_turn(
     num_turns: list[int],
     temperature: float,
     truncation: Truncation | None,
+    images: Images | None,
 ) -> list[list[Tensor]]:
     device = next(model.parameters()).device
     found = []
@@ -121,7 +127,7 @@ def _turn_by_turn(
         )
         prompt = tokens[:, :0]
         logps, _ = turn_by_turn_logps(
-            model, prompt, prompt, tokens, turns >= 0, turns, parent, temperature, truncation
+            model, prompt, prompt, tokens, turns >= 0, turns, parent, temperature, truncation, images=images
         )
         found.append([logps[0, turns[0] == turn] for turn in range(count)])
     return found

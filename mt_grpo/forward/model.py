@@ -19,6 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention.layout import TreeLayout
+from mt_grpo.forward.images import Images, image_token, packed_features, packed_positions, real_ids, takes_features
 from mt_grpo.forward.interface import PREFIX, own_attention, packed_row, register
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.output import Sampling, backbone_name, output_layer, score_states
@@ -59,6 +60,7 @@ class TreeInput:
     truncation: Truncation | None = None
     plain: np.ndarray | None = None
     router_loss: bool = False
+    images: Images | None = None
 
 
 def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | None = None) -> None:
@@ -127,7 +129,14 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
 
 def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor, position_ids: Tensor) -> Any:
     backbone = getattr(model, backbone_name(model) or "")
-    given = {"position_ids": position_ids, "tree_layout": tree.layout}
+    seen: dict[str, Any] = {}
+    if tree.images and (input_ids < 0).any():
+        # before anything runs over the tree: the vision tower has no trees
+        seen = packed_features(backbone, tree.packed, tree.images, input_ids.device)
+        places = packed_positions(backbone, tree.packed, tree.images, input_ids.device)
+        position_ids = position_ids if places is None else places
+        input_ids = real_ids(input_ids, model.config)
+    given = {"position_ids": position_ids, "tree_layout": tree.layout, **seen}
     if tree.router_loss:
         given["output_router_logits"] = True
     parameters = inspect.signature(backbone.forward).parameters
@@ -156,6 +165,7 @@ def score_packed(
     truncation: Truncation | None = None,
     plain: np.ndarray | None = None,
     router_loss: bool = False,
+    images: Images | None = None,
 ) -> TreeScores:
     """
     One forward over a packed row.
@@ -168,13 +178,14 @@ def score_packed(
         truncation (`Truncation`, *optional*): Which tokens can be drawn.
         plain (`np.ndarray`, *optional*): `(M,)` bool: labels that are scored at temperature 1 and without truncation.
         router_loss (`bool`, *optional*, defaults to `False`): Whether to compute the loss that balances experts.
+        images (`Images`, *optional*): The images in the row.
     """
     device = next(model.parameters()).device
     layout = TreeLayout(packed, attention)
     input_ids, position_ids = (
         torch.from_numpy(array).to(device)[None] for array in (packed.input_ids, packed.position_ids)
     )
-    tree = TreeInput(packed, layout, temperature, truncation, plain, router_loss)
+    tree = TreeInput(packed, layout, temperature, truncation, plain, router_loss, images)
     return TreeScores(*model(input_ids=input_ids, position_ids=position_ids, tree=tree))
 
 
@@ -202,8 +213,14 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     if backbone_name(model) is None or output_layer(model) is None:
         return "has no linear output layer apart from the rest"
     # the probe has no images and no other sequence to attend to
-    if config.is_encoder_decoder or model.config is not config:
+    if config.is_encoder_decoder or (model.config is not config and image_token(model.config) is None):
         return "is more than a text decoder"
+    if model.config is not config:
+        backbone = getattr(model, backbone_name(model) or "")
+        if not takes_features(backbone):
+            return "takes no features of images"
+        if "token_type_ids" in inspect.signature(backbone.forward).parameters:
+            return "attends among the tokens of an image in both directions"
     # the probe is too small to fill an expert
     if getattr(config, "expert_capacity", None):
         return "routes by the batch"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward.images import Images
 from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import FlatTree, flatten, pack
 from mt_grpo.forward.reference import turn_by_turn_logps
@@ -132,6 +133,42 @@ def prove_rows(model: nn.Module, length: int, *, mixed_precision: str = "no") ->
     proven[way] = max(depth, length)
 
 
+def prove_images(
+    model: nn.Module,
+    tree: FlatTree,
+    images: Images,
+    *,
+    attention: str = "auto",
+    mixed_precision: str = "no",
+    rows: bool,
+) -> None:
+    """
+    As `prove` and `prove_rows`, on a tree of a run that shows images, which the tree of the probe does not. It does not
+    remember what it has proven.
+
+    Args:
+        tree (`FlatTree`): The tree. All ranks bring the same.
+        images (`Images`): Its images.
+        rows (`bool`): Whether each sequence is a row of its own instead.
+        model, attention, mixed_precision: As in `prove`.
+
+    Raises:
+        UnsupportedModelError: If the model scores the tree differently from each turn alone.
+    """
+    proof = measure(model, attention=attention, mixed_precision=mixed_precision, rows=rows, shown=(tree, images))
+    if not proof.holds:
+        name = type(_base(model)).__name__
+        difference = f"{proof.difference:.1e} nats away from one forward for each turn, where its precision explains "
+        if rows:
+            raise UnsupportedModelError(
+                f"{name} cannot be trained with images: it scores padded rows of them {difference}{proof.allowed:.1e}."
+            )
+        raise UnsupportedModelError(
+            f"{name} scores packed trees with images {difference}{proof.allowed:.1e}, so trees cannot be packed for "
+            "it; set `forward: padded`."
+        )
+
+
 def probe_depth(config: PreTrainedConfig, length: int) -> int:
     """Depth of a probe for rows of `length` tokens: the next power of two, within the model's positions."""
     depth = max(SHALLOWEST, 1 << (length - 1).bit_length())
@@ -180,7 +217,13 @@ def probe_trees(vocabulary: int, depth: int) -> list[FlatTree]:
 
 @torch.no_grad()
 def measure(
-    model: nn.Module, depth: int, *, attention: str = "auto", mixed_precision: str = "no", rows: bool = False
+    model: nn.Module,
+    depth: int = SHALLOWEST,
+    *,
+    attention: str = "auto",
+    mixed_precision: str = "no",
+    rows: bool = False,
+    shown: tuple[FlatTree, Images] | None = None,
 ) -> Proof:
     """
     Scores the probe tree both ways. Turn by turn uses the attention that the model had before `enable_trees`. In
@@ -190,24 +233,25 @@ def measure(
     Args:
         depth (`int`): Tokens on the longest path, at least 16.
         rows (`bool`, *optional*, defaults to `False`): Whether each sequence is a row of its own instead.
+        shown (`tuple`, *optional*): A tree with images in place of the probe's, and the images.
         As `prove`.
     """
     base = _base(model)
     vocabulary = base.config.get_text_config().vocab_size
-    trees = probe_trees(vocabulary, depth)
+    trees, images = (probe_trees(vocabulary, depth), None) if shown is None else ([shown[0]], shown[1])
     packed = pack(trees)
     training = model.training
     model.eval()  # dropout would differ between the two
     try:
         if rows:
-            found_in_rows = score_rows(model, trees)
+            found_in_rows = score_rows(model, trees, images=images)
             scores = found_in_rows.logps
             order = np.lexsort((found_in_rows.column, found_in_rows.turn, found_in_rows.tree))
         else:
-            scores, order = score_packed(model, packed, attention).logps, packed.turn_order
+            scores, order = score_packed(model, packed, attention, images=images).logps, packed.turn_order
         step = rounding_step(model, mixed_precision)
         with _own_attention(base):
-            expected = torch.cat([_turn_by_turn(model, base, tree, scores.device) for tree in trees])
+            expected = torch.cat([_turn_by_turn(model, base, tree, scores.device, images) for tree in trees])
             ours = scores[torch.from_numpy(order).to(scores.device)]
             differences = (ours - expected).abs()
             if not expected.isfinite().all():  # weights that are not finite: the trainer names them
@@ -217,7 +261,8 @@ def measure(
             else:
                 noise = _rounding_noise(model, base, min(depth, NOISE_LENGTH), vocabulary, scores.device, step)
                 allowed = (FACTOR * noise.clamp(min=step)).clamp(max=MOST)
-                found = torch.stack([differences.view(-1, min(TURN, depth // 8)).mean(dim=1).max(), allowed])
+                size = min(TURN, depth // 8) if shown is None else len(differences)
+                found = torch.stack([differences.view(-1, size).mean(dim=1).max(), allowed])
     finally:
         model.train(training)
     difference, allowed = _worst_rank(found).tolist()
@@ -239,14 +284,25 @@ def rounding_step(model: nn.Module, mixed_precision: str = "no") -> float:
     return max(0.5**kept, *(torch.finfo(dtype).eps for dtype in types))
 
 
-def _turn_by_turn(model: nn.Module, base: PreTrainedModel, tree: FlatTree, device: torch.device) -> Tensor:
+def _turn_by_turn(
+    model: nn.Module, base: PreTrainedModel, tree: FlatTree, device: torch.device, images: Images | None
+) -> Tensor:
     """Log-probs of a tree's trained tokens, turn after turn."""
     tokens, turns, parent = (
         torch.from_numpy(array).to(device)[None] for array in (tree.tokens, tree.turns, tree.parent)
     )
     prompt = tokens[:, :0]
     logps, _ = turn_by_turn_logps(
-        model, prompt, prompt, tokens, turns >= 0, turns, parent, 1.0, logits_to_keep=_keeps_logits(base)
+        model,
+        prompt,
+        prompt,
+        tokens,
+        turns >= 0,
+        turns,
+        parent,
+        1.0,
+        logits_to_keep=_keeps_logits(base),
+        images=images,
     )
     return torch.cat([logps[0, turns[0] == turn] for turn in turns[turns >= 0].unique()])
 

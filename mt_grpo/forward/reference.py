@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_grpo.forward.images import Images, row_inputs
 from mt_grpo.forward.lm_head import Truncation
 
 
@@ -21,6 +22,7 @@ def turn_by_turn_logps(
     temperature: float,
     truncation: Truncation | None = None,
     logits_to_keep: bool = False,
+    images: Images | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
     Log-probabilities and entropies of a TRL batch, with one forward per turn of each row.
@@ -35,6 +37,7 @@ def turn_by_turn_logps(
         truncation (`Truncation`, *optional*): Which tokens can be drawn.
         logits_to_keep (`bool`, *optional*, defaults to `False`): Whether the model computes only the logits of the
             turn. Its forward must take `logits_to_keep`.
+        images (`Images`, *optional*): The images in the rows.
 
     Returns:
         Two `(B, T)` float32 tensors, 0 where `loss_mask` is 0.
@@ -54,7 +57,7 @@ def turn_by_turn_logps(
                 ids = torch.cat([kept, completion_ids[row, path]])
                 places = [path.index(column) - 1 - len(path) for column in action]  # from the end
                 keep = {"logits_to_keep": -places[0]} if logits_to_keep else {}
-                logits = model(input_ids=ids[None], use_cache=False, **keep).logits[0]
+                logits = model(**row_inputs(model, ids[None], images or {}), use_cache=False, **keep).logits[0]
                 labels = completion_ids[row, action]
                 logits = logits[places].float() / temperature
                 if truncation is not None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mt_grpo.forward.images import Images, row_inputs
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.packing import FlatTree
 
@@ -38,6 +39,7 @@ def score_rows(
     temperature: float = 1.0,
     truncation: Truncation | None = None,
     router_loss: bool = False,
+    images: Images | None = None,
 ) -> RowScores:
     """
     One forward over all sequences of some trees. What follows a token changes nothing for a model that reads from left
@@ -48,6 +50,7 @@ def score_rows(
         trees (`list[FlatTree]`): The trees.
         temperature, truncation: As in `chunked_logps`.
         router_loss (`bool`, *optional*, defaults to `False`): Whether to ask the model for that loss.
+        images (`Images`, *optional*): The images in the trees. Each is looked at as often as rows show it.
     """
     paths = [(number, path) for number, tree in enumerate(trees) for path in tree.paths()]
     device = next(model.parameters()).device
@@ -56,7 +59,7 @@ def score_rows(
     lengths = torch.tensor([len(path) for _, path in paths])
     mask = (torch.arange(ids.size(1)) < lengths[:, None]).long().to(device)
     asked = {"output_router_logits": True} if router_loss else {}
-    output = model(input_ids=ids, attention_mask=mask, use_cache=False, **asked)
+    output = model(**row_inputs(model, ids, images or {}), attention_mask=mask, use_cache=False, **asked)
     seen = [np.zeros(len(tree.tokens), dtype=bool) for tree in trees]
     places: list[np.ndarray] = []
     for row, (number, path) in enumerate(paths):

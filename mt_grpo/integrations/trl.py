@@ -23,6 +23,7 @@ from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, Prototype, source_of
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, describe_error
+from mt_grpo.images import is_image_part, read_parts, shows_images
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.rewards import EnvReward, RewardFunc
 from mt_grpo.tools import Tool
@@ -42,7 +43,7 @@ class MethodError(Exception):
 
 
 class PartError(Exception):
-    """`reset` or a method returned a content part that is no text. The conversation ends with this."""
+    """`reset` or a method returned a content part that is neither text nor image. The conversation ends with this."""
 
 
 class FactoryError(Exception):
@@ -152,7 +153,10 @@ class TRLEnv(MultiTurnToolEnv):
         if observation is None:
             return messages
         *before, last = messages
-        return [*before, {**last, "content": _text(last["content"]) + _text(observation)}]
+        said, seen = _text(last["content"]), _text(observation)
+        if not (isinstance(said, str) and isinstance(seen, str)):
+            said, seen = _parts(said), _parts(seen)
+        return [*before, {**last, "content": said + seen}]
 
     async def execute(self, calls: list[ToolCall]) -> None:
         """Runs calls in TRL's order: plain methods one after another, then all `async` ones concurrently."""
@@ -210,11 +214,11 @@ class TRLEnv(MultiTurnToolEnv):
             finally:
                 calls.remove(tool.name)
 
-        def answer(**arguments: Any) -> str:
+        def answer(**arguments: Any) -> Any:
             with under_way():
                 return _text(function(**arguments))
 
-        async def answer_later(**arguments: Any) -> str:
+        async def answer_later(**arguments: Any) -> Any:
             with under_way():
                 return _text(await function(**arguments))
 
@@ -322,14 +326,23 @@ def _taken(reset: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name in names}
 
 
-def _text(said: Any) -> str:
-    """A result as text: `str(said)`, as in TRL; the joined texts if it is a list of content parts."""
+def _text(said: Any) -> Any:
+    """
+    A result as text: `str(said)`, as in TRL; the joined texts if it is a list of content parts. What shows images is
+    returned as it is.
+    """
     if isinstance(said, list) and said and all(isinstance(part, dict) and "type" in part for part in said):
         for part in said:
-            if part["type"] != "text":
-                raise PartError(f"A part of type {part['type']!r} cannot be shown: the model reads text only.")
-        return "".join(part["text"] for part in said)
-    return str(said)
+            if part["type"] != "text" and not is_image_part(part):
+                raise PartError(f"A part of type {part['type']!r} cannot be shown: models read text and images.")
+        return said if shows_images(said) else "".join(part["text"] for part in said)
+    return said if shows_images(said) else str(said)
+
+
+def _parts(said: Any) -> list[Any]:
+    if isinstance(said, str):
+        return [{"type": "text", "text": said}] if said else []
+    return read_parts(said if isinstance(said, list) else [said])
 
 
 class InstancePool:

@@ -197,8 +197,11 @@ async def _counted(rewards: Any, number: int) -> list[float | None]:
 
 
 def completion_ids(trajectory: Trajectory) -> list[int]:
-    """Token ids after the first context, in the trajectory's first token sequence; tool results are included."""
+    """
+    Token ids after the first context, in the trajectory's first token sequence; tool results are included, without
+    their images.
+    """
     for sequence in trajectory.tree.sequences()[:1]:
         start = next((t for t, turn in enumerate(sequence.turns) if turn >= 0), len(sequence.turns))
-        return sequence.tokens[start:]
+        return [token for token in sequence.tokens[start:] if token >= 0]
     return []

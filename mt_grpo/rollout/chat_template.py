@@ -231,14 +231,14 @@ class ChatTemplate:
 
     def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, header: bool = True) -> str:
         return self._tokenizer.apply_chat_template(
-            [self._fitted(message) for message in self._arranged(messages)],
+            [self._fitted(message) for message in self.arranged(messages)],
             tools=tools,
             add_generation_prompt=header,
             tokenize=False,
             **self._variables,
         )
 
-    def _arranged(self, messages: list[Message]) -> list[Message]:
+    def arranged(self, messages: list[Message]) -> list[Message]:
         """
         Messages in which the template shows every call: as text where it shows none, one to a message where it shows
         one. Results follow the calls of their function, as such templates name a result after the call before it.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from mt_grpo.errors import UserError
+from mt_grpo.forward.images import Images
 from mt_grpo.token_tree import Routes
 
 
@@ -97,6 +98,17 @@ class PlacingEngine(Protocol):
 
     def join(self, session: str, other: str) -> None:
         """Places a new conversation on the server of `other`, whose context it begins with."""
+        ...
+
+
+@runtime_checkable
+class ImageEngine(Protocol):
+    """An engine whose model takes images."""
+
+    async def generate_with_images(
+        self, context: list[int], images: Images, sampling: SamplingParams, session: str
+    ) -> Sample:
+        """As `generate`, after a context in which the tokens of `images` have ids below 0."""
         ...
 
 

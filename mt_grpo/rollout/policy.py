@@ -16,7 +16,9 @@ from weakref import WeakValueDictionary
 from mt_grpo.concurrency import ConcurrencyLimit, in_thread
 from mt_grpo.envs.env import ConversationEnded, check_messages
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
-from mt_grpo.rollout.engine import Engine, EngineError, LocalEngine, Sample, SamplingParams
+from mt_grpo.images import is_image, is_image_part, read_parts
+from mt_grpo.rollout.engine import Engine, EngineError, ImageEngine, LocalEngine, Sample, SamplingParams
+from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.rollout.transcript import Context, History, Transcript
 from mt_grpo.token_tree import common_prefix
@@ -66,6 +68,7 @@ class Sampler:
         limits (`RolloutLimits`): Bounds.
         template_kwargs (`dict`): Variables for the chat template.
         history (`str`), compact_every (`int`, *optional*): See `History`.
+        images (`ImageEncoder`, *optional*): Encodes images, where the engine's model takes some.
     """
 
     def __init__(
@@ -75,8 +78,9 @@ class Sampler:
         template_kwargs: dict[str, Any],
         history: str,
         compact_every: int | None,
+        images: ImageEncoder | None = None,
     ) -> None:
-        self.engine, self.limits = engine, limits
+        self.engine, self.limits, self.images = engine, limits, images
         self.history, self.compact_every = history, compact_every
         self._template_kwargs = template_kwargs
         self._renderers: WeakValueDictionary[tuple[str, tuple[str, ...]], ChatRenderer] = WeakValueDictionary()
@@ -88,7 +92,8 @@ class Sampler:
         key = json.dumps(tools, sort_keys=True), tags
         renderer = self._renderers.get(key)  # as long as a conversation uses it, it is the same
         if renderer is None:
-            renderer = self._renderers[key] = ChatRenderer(self.engine.tokenizer, tools, self._template_kwargs, tags)
+            renderer = ChatRenderer(self.engine.tokenizer, tools, self._template_kwargs, tags, self.images)
+            self._renderers[key] = renderer
         self._latest.pop(key, None)
         self._latest[key] = renderer
         if len(self._latest) > RENDERERS_KEPT:
@@ -206,6 +211,11 @@ class ConversationPolicy:
                 raise ConversationEnded(self.ended)
             if self.before_turn is not None:
                 await self.before_turn(messages)
+            if any(map(_unread, messages)):
+                messages = [
+                    {**message, "content": read_parts(message["content"])} if _unread(message) else message
+                    for message in messages
+                ]
             if protocol is None and tools:
                 protocol = _NATIVE
             self._choose_renderer(tools, protocol.tags if protocol is not None else ())
@@ -359,6 +369,9 @@ class ConversationPolicy:
             seed=derive_seed(self._seed, index),
             routes_from=trajectory.tree.routed if context.whole is None else 0,
         )
+        if self._sampler.images is not None:
+            ids = {token for token in (context.added if context.whole is None else self._context) if token < 0}
+            trajectory.images |= {image: self._sampler.images[image] for image in ids - trajectory.images.keys()}
         sample = await self._sample(self._context, drawing)
         if self.ended is not None:  # while it was sampled: the trajectory is no longer this conversation's to change
             raise ConversationEnded(self.ended)
@@ -396,8 +409,12 @@ class ConversationPolicy:
         return turn
 
     async def _sample(self, context: list[int], drawing: SamplingParams) -> Sample:
+        engine, images = self._sampler.engine, self._trajectory.images
         try:
-            return await self._sampler.engine.generate(context, drawing, self.session)
+            if images and isinstance(engine, ImageEngine):
+                inputs = {number: image.inputs for number, image in images.items()}
+                return await engine.generate_with_images(context, inputs, drawing, self.session)
+            return await engine.generate(context, drawing, self.session)
         except EngineError:
             raise
         except Exception as error:
@@ -413,7 +430,7 @@ class ConversationPolicy:
         if turn.index and turn.fork_cause != REWRITTEN:  # not the turn before: it would be read as this one's
             size = min(size, turn.observation_length)
         tail = self._trajectory.tree.tail(turn.num_tokens + size)
-        header = tail[: len(tail) - turn.num_tokens]
+        header = [token for token in tail[: len(tail) - turn.num_tokens] if token >= 0]
         renderer = self.renderer
         if isinstance(protocol, NativeProtocol):
             end = renderer.end_of(self._action)
@@ -422,6 +439,17 @@ class ConversationPolicy:
             parsed = protocol.parse(turn.text, renderer.tokenizer, header)
         turn.message, turn.tool_calls, turn.error = parsed.message, parsed.calls, parsed.error
         turn.answer = parsed.answer
+
+
+def _unread(message: Message) -> bool:
+    """Whether a message has parts that are not in the form that templates take."""
+    content = message.get("content")
+    return isinstance(content, list) and any(
+        is_image(part)
+        or (isinstance(part, dict) and None in part.values())
+        or (is_image_part(part) and not (part["type"] == "image" and is_image(part.get("image"))))
+        for part in content
+    )
 
 
 def _size(message: Message) -> int:

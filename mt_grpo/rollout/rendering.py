@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, overload
 
+from mt_grpo.images import image_parts, in_words, is_image_part
 from mt_grpo.rollout.chat_template import ChatTemplate, TemplateError
+from mt_grpo.rollout.images import EncodedImage, ImageEncoder
 from mt_grpo.rollout.special_tokens import SpecialTokens, template_constants
 from mt_grpo.trajectory import Message
 
@@ -29,6 +31,7 @@ class ChatRenderer:
         tools (`list[dict]`, *optional*): Tool schemas for the template to show.
         template_kwargs (`dict`, *optional*): Further variables of the template, e.g. `enable_thinking`.
         tags (`tuple[str, ...]`, *optional*): Added tokens that contents may hold, such as a call protocol's own.
+        images (`ImageEncoder`, *optional*): Encodes images, for a model and an engine that take them.
 
     Attributes:
         end_of_turn (`str`), end_id (`int`): The token with which the template ends an assistant's turn.
@@ -47,8 +50,10 @@ class ChatRenderer:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         tags: tuple[str, ...] = (),
+        images: ImageEncoder | None = None,
     ) -> None:
         self._template = ChatTemplate(tokenizer, template_kwargs or {}, calls=bool(tools))
+        self.images = images
         self.tokenizer = tokenizer
         self.tools = tools
         source = tokenizer.get_chat_template()
@@ -92,12 +97,26 @@ class ChatRenderer:
         return self._text_ids(self.prompt_text([dict(message) for message in messages]))
 
     def prompt_text(self, messages: list[Message]) -> str:
-        """The prompt as escaped text. Raises `TemplateError` where the text of a message is not in it."""
-        return self.special_tokens.tidy(self._template.prompt(self.escaped(messages), self._escaped_tools))
+        """The prompt as escaped text. Raises `TemplateError` where the text or an image of a message is not in it."""
+        text = self.special_tokens.tidy(self._template.prompt(self.escaped(messages), self._escaped_tools))
+        return self._with_images(text, messages)
 
     def escaped(self, messages: list[Message]) -> list[Message]:
-        """Messages with escaped contents, for the template."""
+        """Messages with escaped contents, for the template. A model of text reads the `alt` of images."""
+        if self.images is None:
+            messages = list(map(self._in_words, messages))
         return [self.special_tokens.escape(self._template.with_arguments(message)) for message in messages]
+
+    def _in_words(self, message: Message) -> Message:
+        content = message.get("content")
+        if not isinstance(content, list) or not any(map(is_image_part, content)):
+            return message
+        if any(is_image_part(part) and "alt" not in part for part in content):
+            raise TemplateError(
+                f"A message of {message['role']!r} shows an image, and this run gives its model text only: use a "
+                "model that takes images, with its processor, and sample with `use_vllm: false`."
+            )
+        return {**message, "content": [{"type": "text", "text": in_words(part)} for part in content]}
 
     def past_message(self, message: Message, ids: list[int]) -> Message:
         """
@@ -112,7 +131,21 @@ class ChatRenderer:
 
     def shown_text(self, messages: list[Message], header: bool = True) -> str:
         """Renders escaped messages to escaped text. Without `header` the conversation is finished."""
-        return self.special_tokens.tidy(self._template.render(messages, self._escaped_tools, header))
+        text = self.special_tokens.tidy(self._template.render(messages, self._escaped_tools, header))
+        return self._with_images(text, messages)
+
+    def _with_images(self, text: str, messages: Sequence[Message]) -> str:
+        """Rendered text with the images of its messages."""
+        if self.images is None:
+            return text
+        parts = list(image_parts(self._template.arranged(list(messages))))
+        placed = self.images.place(text, parts)
+        if placed is None:
+            raise TemplateError(
+                f"The chat template does not show the model {len(parts)} images of these messages, as it leaves some "
+                "out: use a model whose template shows images of every role that has some."
+            )
+        return placed
 
     @overload
     def reply_ids(
@@ -149,10 +182,12 @@ class ChatRenderer:
 
     def _reply_ids(self, replies: list[Message], called: tuple[str, ...]) -> list[int]:
         text = self._suffixes.text(self.escaped(replies), self.special_tokens.escape_all(called))
-        return self.encode(self.special_tokens.tidy(text))
+        return self.encode(self._with_images(self.special_tokens.tidy(text), replies))
 
     def _exceed(self, messages: list[Message], room: int, encode: Callable[[list[Message]], list[int]]) -> bool:
         """Whether messages have more than twice `room` tokens; encodes no more of them than is needed to know."""
+        if any(isinstance(message.get("content"), list) for message in messages):
+            return False  # parts are not cut
         longest = max(len(message.get("content") or "") for message in messages)
         size = _CHARACTERS * (room + 100) // len(messages)
         while size < longest:
@@ -176,11 +211,23 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of escaped text."""
-        return self.special_tokens.encode(text)
+        if self.images is None:
+            return self.special_tokens.encode(text)
+        ids: list[int] = []
+        for section in self.images.sections(text):
+            ids += section.tokens if isinstance(section, EncodedImage) else self.special_tokens.encode(section)
+        return ids
+
+    def escaped_text(self, ids: list[int]) -> str:
+        """The escaped text of ids: `encode` makes it ids again."""
+        if self.images is None:
+            return self.special_tokens.decode(ids)
+        runs = self.images.runs(ids)
+        return "".join(run if isinstance(run, str) else self.special_tokens.decode(run) for run in runs)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, with special tokens."""
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        """Text of ids, with special tokens and without images."""
+        return self.tokenizer.decode([token for token in ids if token >= 0], skip_special_tokens=False)
 
 
 def _called(replies: list[Message], calls: Sequence[dict[str, Any]]) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from mt_grpo.envs.tool_env import fail_unanswered
 from mt_grpo.errors import describe_error, find_fault
 from mt_grpo.option_rules import check_history
 from mt_grpo.rollout.engine import Engine, EngineError, PlacingEngine, SamplingParams
+from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, Sampler, derive_seed
 from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row
@@ -65,6 +66,7 @@ class RolloutRunner:
         template_kwargs (`dict`, *optional*): Variables for the chat template.
         history (`str`, *optional*, defaults to `"keep"`), compact_every (`int`, *optional*): See `History`.
         sanity_check_mode (`str`, *optional*, defaults to `"disable"`): See `SanityCheck`.
+        images (`ImageEncoder`, *optional*): Encodes the images of conversations. The engine must be an `ImageEngine`.
     """
 
     def __init__(
@@ -76,12 +78,13 @@ class RolloutRunner:
         history: str = "keep",
         compact_every: int | None = None,
         sanity_check_mode: str = "disable",
+        images: ImageEncoder | None = None,
     ) -> None:
         check_history(history, compact_every)
         check_source(env)
         self.history, self.env, self.engine = history, env, engine
         self.limits = limits or RolloutLimits()
-        self.sampler = Sampler(engine, self.limits, template_kwargs or {}, history, compact_every)
+        self.sampler = Sampler(engine, self.limits, template_kwargs or {}, history, compact_every, images)
         first = next(iter(source_of(env).prototypes()), None)
         tools, protocol = (None, None) if first is None else (first.tool_schemas, first.protocol)
         self.renderer = self.sampler.renderer(tools, protocol.tags if protocol is not None else ())
@@ -423,6 +426,7 @@ def _copied(trajectory: Trajectory, request: RolloutRequest, env: Any) -> Trajec
     return replace(
         trajectory,
         turns=copy.deepcopy(trajectory.turns),
+        images=dict(trajectory.images),
         tree=trajectory.tree.fork(),
         session=request.session,
         row=request.row,

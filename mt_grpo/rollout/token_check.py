@@ -93,16 +93,16 @@ class SanityCheck:
             return None
         # The latest turn is compared as it is sampled, behind the assistant's header: what a template writes into a
         # finished last turn (an empty thought, say) is nothing the model was ever asked for.
-        escapes = self._renderer.special_tokens
+        escaped = self._renderer.escaped_text
         *actions, action = trajectory.tree.actions()
         messages = self._renderer.escaped(trajectory.prompt)
         for turn, sampled in zip(trajectory.turns[:-1], actions, strict=True):
             messages += [self._renderer.past_message(turn.message, sampled), *self._renderer.escaped(turn.replies)]
         ids = trajectory.tree.path()
-        rendered = self._renderer.shown_text(messages) + escapes.decode(action)
+        rendered = self._renderer.shown_text(messages) + escaped(action)
         known, begin = self._known(trajectory, ids, rendered)
         ids, rest = ids[known:], rendered[begin:]
-        trained = escapes.decode(ids)
+        trained = escaped(ids)
         if self._mode == "strict" and rest.startswith(trained):
             if self._renderer.encode(rest)[: len(ids)] == ids or self._renderer.encode(trained) == ids:
                 return None
@@ -140,7 +140,7 @@ class SanityCheck:
         prompt, text = self._renderer.prompt_ids(trajectory.prompt), self._renderer.prompt_text(trajectory.prompt)
         special = self._renderer.special_ids
         last = next((index for index in reversed(range(len(prompt))) if prompt[index] in special), 0)
-        piece = self._renderer.special_tokens.decode(prompt[last:])
+        piece = self._renderer.escaped_text(prompt[last:])
         if ids[: len(prompt)] == prompt and rendered.startswith(text) and text.endswith(piece):
             return last, len(text) - len(piece)
         return 0, 0

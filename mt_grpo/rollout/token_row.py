@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mt_grpo.forward.images import Images
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.token_tree import NO_ROUTE, TokenTree, common_prefix
 from mt_grpo.trajectory import StopReason, Trajectory
@@ -28,6 +29,7 @@ class TokenRow:
         parent (`list[int]`): Position of the token that each token follows. It is the one before, except where the
             history was rewritten. -1 is the last token of the prompt, -2 the one before, and so on.
         prompt_routes, routes (`bytes`): The routes of both parts, see `Routes`; empty where no token has one.
+        images (`Images`): The images of both parts. Their tokens have ids below 0.
     """
 
     prompt_ids: list[int]
@@ -38,6 +40,7 @@ class TokenRow:
     parent: list[int]
     prompt_routes: bytes = b""
     routes: bytes = b""
+    images: Images = field(default_factory=dict)
 
 
 def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0) -> TokenRow:
@@ -56,13 +59,15 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
     if not sampled:
         began = trajectory.stop_reason not in (None, StopReason.ENV_ERROR)  # else the prompt may have no rendering
         ids = renderer.prompt_ids(trajectory.prompt) if began else [renderer.end_id]
-        return TokenRow(list(ids), [], [], [], [], [])
+        # no token of it is trained, so nobody looks at its images
+        return TokenRow([token for token in ids if token >= 0], [], [], [], [], [])
     prompt = _first_context(trajectory) if first is None else tree.ancestors(first)[:-1]
     prompt_ids = [token for index in prompt for token in tree.nodes[index].tokens]
     ends = {-1: -len(prompt_ids) - 1}  # column of each node's last token; the prompt's are below 0
     for index in prompt:
         ends[index] = ends[tree.nodes[index].parent] + len(tree.nodes[index].tokens)
     row = TokenRow(prompt_ids, [], [], [], [], [])
+    row.images = {number: image.inputs for number, image in trajectory.images.items()}
     replied = _observations(trajectory)
     answered = {-1: 0} | dict.fromkeys(prompt, 0)  # latest turn on the path to each node
     masks = {turn.index: list(turn.mask) for turn in trajectory.turns if turn.mask is not None}

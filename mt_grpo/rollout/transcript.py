@@ -11,6 +11,7 @@ import re
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
+from mt_grpo.images import image_digest, is_image
 from mt_grpo.option_rules import check_history
 from mt_grpo.rollout.chat_template import THOUGHTS
 from mt_grpo.rollout.rendering import ChatRenderer
@@ -72,7 +73,7 @@ class History:
         if ids is None:
             return None
         if self._policy != "keep":
-            self._pieces = [(self._renderer.special_tokens.decode(ids), ids)]
+            self._pieces = [(self._renderer.escaped_text(ids), ids)]
             self._messages = self._renderer.escaped(messages)
         return ids
 
@@ -96,7 +97,7 @@ class History:
             appended = Context(suffix, trajectory.tree.path()[:-1] + suffix)
         if self._policy == "keep":
             return appended
-        self._pieces += [(renderer.special_tokens.decode(ids), ids) for ids in (kept_action, suffix)]
+        self._pieces += [(renderer.escaped_text(ids), ids) for ids in (kept_action, suffix)]
         self._messages += [renderer.past_message(turn.message, action), *renderer.escaped(turn.replies)]
         if self._compact_every is not None and len(trajectory.turns) % self._compact_every:
             return appended
@@ -231,4 +232,8 @@ def _parsed(arguments: Any) -> Any:
 def _text(value: Any) -> str:
     if value is None:
         return ""
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=_named)
+
+
+def _named(value: Any) -> str:
+    return image_digest(value) if is_image(value) else str(value)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from typing_extensions import TypedDict
 
+from mt_grpo.images import IN_TEXT, in_words
 from mt_grpo.token_tree import Node, TokenTree
 from mt_grpo.trajectory import Trajectory
 
@@ -209,7 +210,7 @@ def words(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    return "\n".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
+    return "\n".join(in_words(part) for part in content)
 
 
 def token_tree(rollout: dict[str, Any]) -> TokenTree:
@@ -227,13 +228,14 @@ def token_tree(rollout: dict[str, Any]) -> TokenTree:
         or any(not -1 <= turn < turns for turn in of_turns)
         or not -1 <= tip < len(parents)
         or min(sizes, default=0) < 0
-        or min(tokens, default=0) < 0
     ):
         raise Damage("its token tree is none")
     nodes, at, sampled = [], 0, 0
     for parent, turn, size in zip(parents, of_turns, sizes, strict=True):
         values = [] if turn < 0 else logprobs[sampled : sampled + size]
         nodes.append(vars(Node(parent, tokens[at : at + size], turn, values)))
+        if turn >= 0 and min(nodes[-1]["tokens"], default=0) < 0:  # an image's, which no turn samples
+            raise Damage("its token tree is none")
         at, sampled = at + size, sampled + len(values)
     tree = TokenTree.from_dict({"num_turns": turns, "tip": tip, "nodes": nodes})
     if len(tree.depth_first()) < len(nodes):
@@ -300,7 +302,7 @@ def _without_nan(values: list[float]) -> list[float | None]:
 def token_texts(ids: list[int], nodes: list[dict[str, Any]], tokenizer: Tokenizer) -> list[str]:
     """
     The text of each token, of special tokens too. Joined along a path they are the path's text. A character of several
-    tokens stands with the last of them.
+    tokens stands with the last of them, and the mark of an image with the first.
 
     Args:
         ids (`list[int]`): Tokens of the tree, depth first.
@@ -311,7 +313,12 @@ def token_texts(ids: list[int], nodes: list[dict[str, Any]], tokenizer: Tokenize
     for number, node in enumerate(nodes):
         if number == 0 or node["parent"] != number - 1:  # another branch begins
             stream = DecodeStream(skip_special_tokens=False)
-        texts += [stream.step(tokenizer, token) or "" for token in ids[node["begin"] : node["end"]]]
+        for place in range(node["begin"], node["end"]):
+            token = ids[place]
+            if token >= 0:
+                texts.append(stream.step(tokenizer, token) or "")
+            else:
+                texts.append("" if place and ids[place - 1] == token else IN_TEXT)
     return texts
 
 

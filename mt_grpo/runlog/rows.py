@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -11,6 +11,7 @@ from zlib import crc32
 import numpy as np
 import pyarrow as pa
 
+from mt_grpo.images import is_image
 from mt_grpo.runlog.files import to_json, whole
 from mt_grpo.runlog.schema import ROLLOUTS, rollouts_file, session_id
 from mt_grpo.trajectory import UNWRITTEN, Trajectory
@@ -92,8 +93,8 @@ def _sum(values: Any) -> float | None:
     return sum(present) if present else None
 
 
-def rollout_table(batch: Batch, rank: int) -> pa.Table:
-    """The conversations of a batch with the columns of `ROLLOUTS`."""
+def rollout_table(batch: Batch, rank: int, keep: Callable[[Any], str]) -> pa.Table:
+    """The conversations of a batch with the columns of `ROLLOUTS`; `keep` writes an image and returns its file."""
     weights = batch.weights
     weighted = [Weighted.of(trajectory, weights) for trajectory in batch.trajectories]
     nodes = [trajectory.tree.nodes for trajectory in batch.trajectories]
@@ -111,7 +112,7 @@ def rollout_table(batch: Batch, rank: int) -> pa.Table:
         "reward": [each.total for each in weighted],
         "turn_rewards": [each.turns for each in weighted],
         "weights": [to_json(weights)] * size,
-        "record": [record(trajectory) for trajectory in batch.trajectories],
+        "record": [record(trajectory, keep) for trajectory in batch.trajectories],
         "tokens": lists([[node.tokens for node in each] for each in nodes], np.int32),
         "logprobs": lists([[node.logprobs for node in each if node.turn >= 0] for each in nodes], np.float32),
         "node_parent": [[node.parent for node in each] for each in nodes],
@@ -131,8 +132,8 @@ def lists(rows: Sequence[Sequence[Sequence[Any]]], kind: type) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
-def record(trajectory: Trajectory) -> bytes:
-    """A conversation as JSON, without its tokens, and its messages once."""
+def record(trajectory: Trajectory, keep: Callable[[Any], str]) -> bytes:
+    """A conversation as JSON, without its tokens, and its messages once, in which images are what `keep` returns."""
     fields = {
         name: getattr(trajectory, name)
         for name in Trajectory.__dataclass_fields__
@@ -141,7 +142,8 @@ def record(trajectory: Trajectory) -> bytes:
     fields["turns"] = [{**vars(turn), "tool_calls": list(map(vars, turn.tool_calls))} for turn in trajectory.turns]
     fields["stop_reason"] = trajectory.stop_reason and trajectory.stop_reason.value
     # half a character, which an environment may write, as the escape that JSON has for it
-    return to_json(fields).encode("utf-8", "backslashreplace")
+    plain = to_json(fields, default=lambda value: keep(value) if is_image(value) else str(value))
+    return plain.encode("utf-8", "backslashreplace")
 
 
 def rollout_lines(batch: Batch, rank: int) -> list[dict[str, Any]]:

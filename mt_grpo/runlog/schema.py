@@ -151,6 +151,11 @@ def session_id(mode: str, step: int, k: int, number: int) -> str:
     return f"{mode}-{step:06d}-{k:06d}-{number:06d}"
 
 
+def image_file(digest: str) -> str:
+    """The file of an image, by its content."""
+    return f"image_{digest}.png"
+
+
 def rollouts_file(mode: str, step: int, k: int, rank: int) -> str:
     """Name of the file of a batch's conversations."""
     return f"{mode}-{step}-{k}.rank{rank}.parquet"

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mt_grpo.errors import UserError
+from mt_grpo.images import as_png, image_digest
 from mt_grpo.runlog.index import written
 from mt_grpo.runlog.rows import Batch, rollout_lines, rollout_table
 from mt_grpo.runlog.schema import (
@@ -24,6 +25,7 @@ from mt_grpo.runlog.schema import (
     TOKENIZER_FILE,
     UPDATES,
     credit_file,
+    image_file,
     rollouts_file,
     updates_file,
 )
@@ -54,11 +56,20 @@ class RunWriter:
         self._mended: set[Path] = set()
 
     def write(self, batch: Batch) -> list[Line]:
-        """Writes the conversations of a batch of this process. Returns their lines."""
+        """Writes the conversations of a batch of this process, and each image once. Returns their lines."""
         if not batch.trajectories:
             return []
         name = rollouts_file(batch.mode, batch.step, batch.k, self.rank)
-        return [self._write(name, rollout_table(batch, self.rank)), *rollout_lines(batch, self.rank)]
+        images: list[Line] = []
+
+        def keep(image: Any) -> str:
+            file = image_file(image_digest(image))
+            if not (self.folder / file).exists():
+                images.append(self._save(file, as_png(image)))
+            return file
+
+        table = rollout_table(batch, self.rank, keep)
+        return [*images, self._write(name, table), *rollout_lines(batch, self.rank)]
 
     def write_credit(
         self, batch: Batch, advantages: Sequence[Sequence[float]], parts: Sequence[Sequence[Line]] | None = None
@@ -150,11 +161,13 @@ class RunWriter:
             return [_file_line(TOKENIZER_FILE, file.read_bytes())] if file.is_file() else []
 
     def _write(self, name: str, table: pa.Table) -> Line:
-        path = self.folder / name
-        partial = path.with_suffix(".partial")
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP, write_page_checksum=True)
-        data = sink.getvalue()
+        return self._save(name, sink.getvalue())
+
+    def _save(self, name: str, data: bytes | pa.Buffer) -> Line:
+        path = self.folder / name
+        partial = path.with_suffix(f".{self.rank}.partial")  # processes may write the same image
         with self._refusing(path):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)

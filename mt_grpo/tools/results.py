@@ -5,32 +5,53 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mt_grpo.errors import describe_error
+from mt_grpo.images import in_words, read_parts, shows_images
 
 MAX_DEPTH = 100
 """Most levels of nested lists and dictionaries in data, since code that handles it is recursive."""
 
 
-def read_result(result: Any, max_size: int | None) -> tuple[str, dict[str, Any] | None]:
+class Result(NamedTuple):
+    """What a tool returned."""
+
+    text: str
+    """What the model reads; an image is a word in it."""
+    data: dict[str, Any] | None = None
+    """Data beside it, for rewards."""
+    parts: list[dict[str, Any]] | None = None
+    """What the model is shown, where that is more than text: the parts of a content."""
+
+
+def read_result(result: Any, max_size: int | None) -> Result:
     """
-    The text of a result, and the data beside it where the result is a pair of text and a dictionary.
+    Reads the result of a tool: text, an image, a list of parts with an image, or anything that has a JSON form; or a
+    pair of one of the first three and a dictionary of data.
 
     Args:
         result: What the tool returned.
         max_size (`int`, *optional*): Characters of the text; `None` is no limit.
 
     Raises:
+        ImageError: If it shows an image that cannot be read.
         TypeError, ValueError: If the result or the data has no JSON form (keys that are not text or numbers, cycles).
     """
     data = None
-    if type(result) is tuple and len(result) == 2 and isinstance(result[0], str) and isinstance(result[1], dict):
-        result, data = result
-        # so that a reward sees the same in the run and when it reads what the run has written
-        data = json.loads(json.dumps(data, default=_plain))
-        check_data(data, "the data of the result")
-    return cut(render(result), max_size), data
+    if type(result) is tuple and len(result) == 2 and isinstance(result[1], dict):
+        if isinstance(result[0], str) or shows_images(result[0]):
+            result, data = result
+            # so that a reward sees the same in the run and when it reads what the run has written
+            data = json.loads(json.dumps(data, default=_plain))
+            check_data(data, "the data of the result")
+    if not shows_images(result):
+        return Result(cut(render(result), max_size), data)
+    parts = [
+        {**part, "text": cut(render(part["text"]), max_size)} if "text" in part else part
+        for part in read_parts(result if isinstance(result, list) else [result])
+    ]
+    return Result("\n".join(map(in_words, parts)), data, parts)
 
 
 def render(result: Any) -> str:

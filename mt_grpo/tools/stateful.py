@@ -62,7 +62,8 @@ class ToolResponse:
 
     Args:
         text (`str`, *optional*): What the model reads.
-        image, video (`list`, *optional*): Refused: conversations here are text.
+        image (`list`, *optional*): Images that the model is shown before the text.
+        video (`list`, *optional*): Refused.
     """
 
     text: str | None = None
@@ -318,9 +319,15 @@ def _read(response: Any) -> Any:
         response = {"text": response.text, "image": response.image, "video": response.video}
     if not isinstance(response, dict) or not response.keys() <= {"text", "image", "video"}:
         return response
-    if response.get("image") or response.get("video"):
-        raise TypeError("images and videos cannot be shown in a conversation of text")
-    return response.get("text") or ""
+    if response.get("video"):
+        raise TypeError("a video cannot be shown: give frames of it as `image`")
+    text, images = response.get("text") or "", response.get("image")
+    if not images:
+        return text
+    shown: list[Any] = [
+        {"type": "image", "image": image} for image in (images if isinstance(images, list) else [images])
+    ]
+    return [*shown, {"type": "text", "text": text}] if text else shown
 
 
 def _number(value: Any, what: str) -> float:

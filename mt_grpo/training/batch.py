@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mt_grpo.forward.images import ImageInputs, Images
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import FlatTree, Packed, pack
@@ -47,6 +48,34 @@ def pad_routes(
             prompts[number, prompt_width - len(prompt) :] = prompt
             completions[number, : len(completion)] = completion
     return torch.from_numpy(prompts).to(device), torch.from_numpy(completions).to(device)
+
+
+IMAGES = "row_images"
+"""The column of a batch with the images of each row, where a row has some: dictionaries as `image_column` has them."""
+
+
+def image_column(rows: list[TokenRow]) -> list[dict[int, tuple[int, dict[str, Tensor]]]] | None:
+    """The images of rows by id, as a checkpoint can hold them: size and inputs; `None` where no row has any."""
+    column = [{number: (image.size, image.inputs) for number, image in row.images.items()} for row in rows]
+    return column if any(column) else None
+
+
+def images_of(column: Sequence[dict[int, tuple[int, dict[str, Tensor]]]] | None) -> Images:
+    """The images of all rows of an `image_column`."""
+    return {number: ImageInputs(*image) for row in column or () for number, image in row.items()}
+
+
+def with_images(ids: Tensor, rows: list[list[int]], left: bool) -> Tensor:
+    """
+    Ids that TRL padded, `(B, P)` on the left or `(B, T)` on the right, with those of images in place of the model's
+    image token.
+    """
+    ids = ids.clone()
+    for number, row in enumerate(rows):
+        if row and min(row) < 0:
+            place = slice(ids.size(1) - len(row), None) if left else slice(len(row))
+            ids[number, place] = torch.tensor(row, device=ids.device)
+    return ids
 
 
 OPTIONAL = ("parent", "prompt_routes", "routes")
@@ -86,6 +115,15 @@ class TokenColumns:
     def of_inputs(cls, inputs: dict[str, Any]) -> TokenColumns:
         """The columns of a micro-batch whose loss is computed."""
         return cls(inputs["completion_mask"] * inputs["tool_mask"], inputs["turn_ids"], *map(inputs.get, OPTIONAL))
+
+
+def flat_tree(row: TokenRow) -> FlatTree:
+    """A row as a tree."""
+    before, size = len(row.prompt_ids), len(row.ids)
+    turns = np.full(before + size, -1, dtype=np.int64)
+    turns[before:] = np.where(np.array(row.mask) > 0, row.turns, -1)
+    parent = np.r_[np.arange(-1, before - 1), np.array(row.parent, dtype=np.int64) + before]
+    return FlatTree(np.array(row.prompt_ids + row.ids, dtype=np.int64), turns, parent)
 
 
 def batch_trees(
@@ -150,6 +188,7 @@ def batch_logps(
     attention: str = "auto",
     temperature: float = 1.0,
     truncation: Truncation | None = None,
+    images: Images | None = None,
 ) -> tuple[Tensor, Tensor, list[list[float]]]:
     """
     Log-probabilities and entropies of a TRL batch from one packed forward, in which shared prefixes are computed once.
@@ -161,6 +200,7 @@ def batch_logps(
         leaves (`Sequence[TokenTree]`, *optional*): What else to score, by the same forward, at temperature 1 and
             without truncation: contexts of the rows, each followed by a leaf, which is the action of a turn.
         router_losses (`list`, *optional*): Where the loss that balances experts is put, if it is wanted.
+        images (`Images`, *optional*): The images in the rows and leaves.
 
     Returns:
         Two `(B, T)` tensors, 0 where `loss_mask` is 0; and the means of the leaves, as `leaf_means` has them.
@@ -171,7 +211,8 @@ def batch_logps(
     packed = pack([*trees, *leaves])
     plain = packed.tree >= len(trees)
     wants_loss = router_losses is not None
-    outputs = score_packed(model, packed, attention, temperature, truncation, plain if leaves else None, wants_loss)
+    plain_labels = plain if leaves else None
+    outputs = score_packed(model, packed, attention, temperature, truncation, plain_labels, wants_loss, images)
     if router_losses is not None and outputs.router_loss is not None:
         router_losses.append(outputs.router_loss)
     device = outputs.logps.device
@@ -196,6 +237,7 @@ def rows_logps(
     *,
     temperature: float = 1.0,
     truncation: Truncation | None = None,
+    images: Images | None = None,
     router_losses: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
@@ -203,7 +245,7 @@ def rows_logps(
     for each branch. A trained token is scored in the first of them that has it.
     """
     trees, lengths = batch_trees(prompt_ids, prompt_mask, completion_ids, loss_mask, completion_mask, parent)
-    scores = score_rows(model, trees, temperature, truncation, router_losses is not None)
+    scores = score_rows(model, trees, temperature, truncation, router_losses is not None, images)
     if router_losses is not None and scores.router_loss is not None:
         router_losses.append(scores.router_loss)
     device = scores.logps.device

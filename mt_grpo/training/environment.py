@@ -30,6 +30,7 @@ from mt_grpo.options import OF_ENVIRONMENT
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner, TemplateError
 from mt_grpo.rollout.chat_template import ChatTemplate
+from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.tools import in_processes, load_tools, load_tools_file
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.preflight import Rows
@@ -388,7 +389,9 @@ def prepare_tokenizer(tokenizer: Any, source: EnvSource) -> None:
             ) from error
 
 
-def build_runner(env: EnvLike, engine: Engine, args: MTGRPOConfig) -> RolloutRunner:
+def build_runner(
+    env: EnvLike, engine: Engine, args: MTGRPOConfig, images: ImageEncoder | None = None
+) -> RolloutRunner:
     """Runs conversations of `env` as `args` say."""
     limits = RolloutLimits(
         args.max_completion_length,
@@ -405,6 +408,7 @@ def build_runner(env: EnvLike, engine: Engine, args: MTGRPOConfig) -> RolloutRun
         args.history,
         args.compact_every,
         args.tokenization_sanity_check_mode,
+        images,
     )
 
 

@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError, UnsupportedModelError
+from mt_grpo.forward.images import Images
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import enable_trees
-from mt_grpo.forward.probe import prove, prove_rows
+from mt_grpo.forward.probe import prove, prove_images, prove_rows
 from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.batch import OPTIONAL, TokenColumns, batch_logps, rows_logps
+from mt_grpo.training.batch import OPTIONAL, TokenColumns, batch_logps, flat_tree, rows_logps
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
 
@@ -71,6 +73,7 @@ def completion_logps(
     batch_size: int | None = None,
     leaves: Sequence[Sequence[TokenTree]] = (),
     router_losses: list[Tensor] | None = None,
+    images: Images | None = None,
 ) -> tuple[Tensor, Tensor, list[list[list[float]]]]:
     """
     Log-probabilities and entropies of the completions of a TRL batch.
@@ -85,6 +88,7 @@ def completion_logps(
         leaves (`Sequence`, *optional*): For each row what else to score in its forward, see `batch_logps`; with
             `forward: tree` only.
         router_losses (`list`, *optional*): Where each forward's loss that balances experts is put, if it is wanted.
+        images (`Images`, *optional*): The images in the rows.
 
     Returns:
         Two `(B, T)` tensors, 0 where a token is not trained; and for each row the means of each of its `leaves`.
@@ -94,7 +98,15 @@ def completion_logps(
     prompt_mask, mask = attention_mask[:, :split], attention_mask[:, split:]
     if args.forward == "turn_by_turn":
         logps, entropies = turn_by_turn_logps(
-            model, prompt_ids, prompt_mask, ids, columns.scored, columns.turn_ids, columns.parent, **distribution
+            model,
+            prompt_ids,
+            prompt_mask,
+            ids,
+            columns.scored,
+            columns.turn_ids,
+            columns.parent,
+            images=images,
+            **distribution,
         )
         return logps, entropies, []
     if args.forward == "padded":
@@ -104,7 +116,10 @@ def completion_logps(
         logps, entropies = (
             torch.cat(values)
             for values in zip(
-                *(rows_logps(model, *piece, router_losses=router_losses, **distribution) for piece in pieces),
+                *(
+                    rows_logps(model, *piece, router_losses=router_losses, images=images, **distribution)
+                    for piece in pieces
+                ),
                 strict=True,
             )
         )
@@ -117,7 +132,13 @@ def completion_logps(
         trees = leaves[start : start + size]
         hung = [tree for of_row in trees for tree in of_row]
         *result, found = batch_logps(
-            model, *piece, leaves=hung, router_losses=router_losses, attention=args.tree_attention, **distribution
+            model,
+            *piece,
+            leaves=hung,
+            router_losses=router_losses,
+            attention=args.tree_attention,
+            images=images,
+            **distribution,
         )
         results.append(result)
         rest = iter(found)
@@ -173,6 +194,44 @@ def prove_forward(trainer: GRPOTrainer, length: int) -> None:
         if trainer.gave_up_trees:
             for model in models:
                 prove_rows(model, length, mixed_precision=mixed_precision)
+
+
+def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch) -> bool:
+    """
+    Proves `forward` on the shortest of a batch's trajectories that show images, the same one on every rank, as
+    `prove_forward` proves it without images. This is a collective call.
+
+    Returns:
+        Whether there was one.
+    """
+    args, mixed_precision = trainer.args, trainer.accelerator.mixed_precision
+    shown = [row for row in batch.token_rows if row.images and any(row.mask)]
+    shortest = min(shown, key=lambda row: len(row.prompt_ids) + len(row.ids), default=None)
+    row = next((row for row in gather_object([shortest]) if row is not None), None)
+    if row is None:
+        return False
+    if args.forward == "turn_by_turn":
+        return True
+    tree = flat_tree(row)
+    models = list(filter(None, (trainer.model_wrapped, trainer.ref_model)))
+    with trainer.accelerator.autocast():
+        if args.forward == "tree":
+            try:
+                for model in models:
+                    prove_images(
+                        model,
+                        tree,
+                        row.images,
+                        attention=args.tree_attention,
+                        mixed_precision=mixed_precision,
+                        rows=False,
+                    )
+            except UnsupportedModelError as error:
+                _give_up_trees(trainer, error)
+        if args.forward == "padded":
+            for model in models:
+                prove_images(model, tree, row.images, mixed_precision=mixed_precision, rows=True)
+    return True
 
 
 def _give_up_trees(trainer: GRPOTrainer, error: UnsupportedModelError) -> None:

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.forward.routes import NO_ROUTE
-from mt_grpo.training.batch import batch_trees
+from mt_grpo.training.batch import IMAGES, batch_trees
 
-Rows = dict[str, Tensor]
+Rows = dict[str, Any]
+"""Columns of rows: tensors, and the list of the rows' images."""
 
 
 def rebalance(batches: Sequence[dict[str, Any]], group_size: int) -> list[dict[str, Any]]:
@@ -48,6 +49,9 @@ def rebalance(batches: Sequence[dict[str, Any]], group_size: int) -> list[dict[s
         for key, value in batches[0].items()
         if isinstance(value, Tensor) and value.dim()
     }
+    images = [row for batch in batches for row in batch.get(IMAGES) or [{}] * size]
+    if any(images):
+        rows[IMAGES] = images
     order = rows["group_ids"].argsort(stable=True)
     if size % group_size and group_size % size:
         mine = [_take(rows, order)]
@@ -63,7 +67,7 @@ def rebalance(batches: Sequence[dict[str, Any]], group_size: int) -> list[dict[s
         received = {piece: part for parcel in exchange(parcels, order.device) for piece, part in parcel.items()}
         mine = [received[piece] for step in plan for piece in step[state.process_index]]
     dealt = _join(mine)
-    rest = {key: value for key, value in batches[0].items() if key not in rows}
+    rest = {key: value for key, value in batches[0].items() if key not in (*rows, IMAGES)}
     return [
         {**rest, **{key: value[step * size : (step + 1) * size] for key, value in dealt.items()}}
         for step in range(len(batches))
@@ -118,8 +122,11 @@ def _take(rows: Rows, index: Tensor) -> Rows:
     """Takes some rows, without padding that none of them needs."""
     prompt = int(rows["prompt_mask"][index].sum(dim=1).max())
     completion = int(rows["completion_mask"][index].sum(dim=1).max())
-    taken = {}
+    taken: Rows = {}
     for key, value in rows.items():
+        if key == IMAGES:
+            taken[key] = [value[row] for row in index.tolist()]
+            continue
         part = value[index]
         if key.startswith("prompt_"):
             part = part[:, part.size(1) - prompt :].clone()
@@ -136,6 +143,7 @@ def _weight(rows: Rows) -> int:
 
 
 def _join(pieces: list[Rows]) -> Rows:
+    images = [row for piece in pieces for row in piece.pop(IMAGES, [{}] * len(piece["group_ids"]))]
     if any("parent" in piece for piece in pieces):  # a rank on which no history was rewritten sent none
         for piece in pieces:
             chain = torch.arange(piece["completion_ids"].size(1), device=piece["completion_ids"].device) - 1
@@ -146,10 +154,11 @@ def _join(pieces: list[Rows]) -> Rows:
             piece.setdefault(name, sent[0].new_full((*piece[ids].shape, sent[0].size(2)), NO_ROUTE))
     # TRL pads ratios with 1, and its VESPO multiplies those of the padding too
     fills = {"importance_sampling_ratio": 1.0, "prompt_routes": NO_ROUTE, "routes": NO_ROUTE}
-    return {
+    joined: Rows = {
         key: _stack([piece[key] for piece in pieces], key.startswith("prompt_"), fills.get(key, 0.0))
         for key in pieces[0]
     }
+    return {**joined, IMAGES: images} if any(images) else joined
 
 
 def _stack(parts: list[Tensor], left: bool, fill: float) -> Tensor:

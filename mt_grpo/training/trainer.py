@@ -23,6 +23,7 @@ from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import source_of, tool_names
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.images import image_token
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.integrations.trl import Factory
 from mt_grpo.option_rules import check_eval_batch
@@ -31,7 +32,7 @@ from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.state import Pulse
 from mt_grpo.training.answers import check_scorers, fill_in, hang_leaves, longest, score_answers, trees_of_rows
-from mt_grpo.training.batch import OPTIONAL, TokenColumns
+from mt_grpo.training.batch import IMAGES, OPTIONAL, TokenColumns, image_column, images_of, with_images
 from mt_grpo.training.checkpoint import (
     MADE_WITH,
     batch_options,
@@ -63,9 +64,11 @@ from mt_grpo.training.forward import (
     keep_outputs_exact,
     prepare_forward,
     prove_forward,
+    prove_shown,
     sampling_params,
     warn_without_routes,
 )
+from mt_grpo.training.images import IMAGE_COLUMNS, check_images, image_encoder, tokenizer_in, with_its_images
 from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.model import (
     check_reference,
@@ -108,7 +111,6 @@ from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, sh
 from mt_grpo.training.trl_arguments import (
     as_list,
     as_rows,
-    check_no_images,
     check_one,
     check_prompts,
     check_rollout_func,
@@ -206,7 +208,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             train_dataset, eval_dataset = self.replay.rows(), None
         train_dataset, eval_dataset = as_rows(train_dataset, "train_dataset"), as_rows(eval_dataset, "eval_dataset")
         check_one(train_dataset)
-        check_no_images(train_dataset, eval_dataset)
         self.env = check_env(
             env,
             args,
@@ -238,8 +239,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             check_scorers([*rewards, *self.state_scores], args, engine)
             check_reward_columns([*rewards, *self.state_scores], train_dataset, eval_dataset)
         if processing_class is not None:  # before a model is loaded
-            has_tokenizer = isinstance(processing_class, ProcessorMixin)
-            prepare_tokenizer(processing_class.tokenizer if has_tokenizer else processing_class, source)
+            prepare_tokenizer(tokenizer_in(processing_class), source)
         with no_adapter_left(model, self):
             policy = open_policy(model, args, quantization_config, peft_config)
             loaded = isinstance(model, str) and not isinstance(policy["model"], str)
@@ -262,7 +262,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             vars(args).update({name: value for name, value in vars(self.args).items() if name not in hidden})
             self.args = args  # as in TRL: what is set there later counts
             if processing_class is None:
-                prepare_tokenizer(self._tokenizer, source)
+                prepare_tokenizer(tokenizer_in(self.processing_class), source)
             self._prepare_logs()
             self._prepare_models()
             self._prepare_rewards(rewards)
@@ -326,7 +326,10 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._sampling = sampling_params(args)
         self._needs_routes = route_shape(self.model.config) is not None
         engine = engine or own_engine(args, self._tokenizer, self.model, self.accelerator)
-        self.runner = build_runner(self.env, engine, args)
+        images = image_encoder(self.processing_class, self.model.config, engine)
+        check_images(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
+        self._prove_images = images is not None
+        self.runner = build_runner(self.env, engine, args, images)
 
     def _prepare_step_log(self) -> None:
         about = {
@@ -470,11 +473,15 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         evaluates = mode == "eval" and self._evaluation is not None
         fills = self._evaluation.fills(len(inputs)) if evaluates else [False] * len(inputs)
         generations = self.num_generations if mode == "train" else self.num_generations_eval
-        batch = self.batch = RolloutBatch(mode, inputs, fills, branching(self.args, mode), generations)
+        rows = [with_its_images(row) for row in inputs]
+        batch = self.batch = RolloutBatch(mode, rows, fills, branching(self.args, mode), generations)
         k = self._step % self.args.gradient_accumulation_steps
         step = self.step_log.begin(batch, self.state.global_step, k)
         # for TRL's table of completions; what is sampled after is the batch's own rows
-        shown = [{**row, "prompt": visible(row["prompt"])} for row in inputs]
+        shown = [
+            {name: visible(row[name]) if name == "prompt" else row[name] for name in row if name not in IMAGE_COLUMNS}
+            for row in rows
+        ]
         try:
             with open_environments(batch):
                 step.output = super()._generate_and_score_completions(shown)
@@ -504,10 +511,12 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         hang_leaves(self, batch)
         leaves = longest(each.tree for of_reward in batch.leaves.values() for each in of_reward)
         prove_forward(self, max(gather_object([max(batch.longest, leaves)])))
+        if self._prove_images and batch.mode == "train":
+            self._prove_images = not prove_shown(self, batch)
         if self.args.forward != "tree":  # trees were given up: right answers get a forward of their own
             batch.leaves = {}
         self._count(batch)
-        return batch.generated()
+        return batch.generated(image_token(self.model.config))
 
     def _rollout(self, batch: RolloutBatch) -> None:
         step, first = self.state.global_step, self.accelerator.process_index * len(batch.rows)
@@ -622,6 +631,20 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         output["group_ids"], output["row_ids"] = step.rows // batch.group_size, step.row_ids
         output["turn_ids"], output["advantages"] = columns.turn_ids, step.advantages.gather(1, columns.turn_ids)
         output |= {name: value for name in OPTIONAL if (value := getattr(columns, name)) is not None}
+        images = image_column(batch.token_rows)
+        if images is not None:
+            output[IMAGES] = images
+            output["prompt_ids"], output["completion_ids"] = self._ids_with_images(
+                output["prompt_ids"], output["completion_ids"]
+            )
+
+    def _ids_with_images(self, prompt_ids: torch.Tensor, completion_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The batch's ids as TRL padded them, in which each image has an id of its own."""
+        rows = self.batch.token_rows
+        return (
+            with_images(prompt_ids, [row.prompt_ids for row in rows], left=True),
+            with_images(completion_ids, [row.ids for row in rows], left=False),
+        )
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self._loss_inputs = inputs
@@ -652,9 +675,14 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             if inputs is None:
                 split = input_ids.size(1) - logits_to_keep
                 columns = TokenColumns.of_rollouts(self.batch.token_rows, input_ids[:, split:], split)
+                images = images_of(image_column(self.batch.token_rows))
+                if images:
+                    ids = input_ids[:, :split], input_ids[:, split:]
+                    input_ids = torch.cat(self._ids_with_images(*ids), dim=1)
             else:
                 columns = TokenColumns.of_inputs(inputs)
-            if self.args.forward == "padded" and columns.parent is None and not self.gave_up_trees:
+                images = images_of(inputs.get(IMAGES))
+            if self.args.forward == "padded" and columns.parent is None and not self.gave_up_trees and not images:
                 results = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
                 )
@@ -672,6 +700,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                         batch_size,
                         trees_of_rows(leaves),
                         router_losses,
+                        images,
                     )
                 if leaves:
                     fill_in(self.batch, leaves, means)
@@ -770,7 +799,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         """
         dataset = self.train_dataset if self.eval_dataset is None else self.eval_dataset
         dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-        rows = [row for row in dataset.take(num_prompts) for _ in range(num_generations)]
+        rows = [with_its_images(row) for row in dataset.take(num_prompts) for _ in range(num_generations)]
         batch = self.batch = RolloutBatch("eval", rows, [False] * len(rows), group_size=num_generations)
         with open_environments(batch):
             self._rollout(batch)

@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, Image, IterableDataset, List
+from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch.nn import Module
@@ -114,25 +114,6 @@ def check_prompts(train: Any, evaluated: Any, written: bool) -> None:
                 f"The first row of `{name}` has the prompt {str(prompt)[:80]!r}: give text, or a list of messages, "
                 'such as `{"role": "user", "content": ...}`.'
             )
-
-
-def check_no_images(*data: Any) -> None:
-    """
-    Refuses datasets with pictures, which TRL would show to the model.
-
-    Raises:
-        ConfigError: If one has a column `image` or `images` of pictures.
-    """
-    every = [rows for one in data for rows in (one.values() if isinstance(one, dict) else [one])]
-    for rows in every:
-        features = (None if rows is None else rows.features) or {}
-        for name in ("image", "images"):
-            feature = features.get(name)
-            if isinstance(feature, Image) or (isinstance(feature, List) and isinstance(feature.feature, Image)):
-                raise ConfigError(
-                    f"The column {name!r} of the dataset holds pictures, and rollouts are of text only: remove the "
-                    f"column (`remove_columns({name!r})`), or train with TRL's `GRPOTrainer`."
-                )
 
 
 def outcomes_of(reward_funcs: Any, outcome_reward_funcs: Any, listed: list[Any] | None) -> list[Any]:

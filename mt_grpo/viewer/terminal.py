@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from rich.text import Text
 
+from mt_grpo.images import IN_TEXT
 from mt_grpo.trajectory import Trajectory, visible
 
 MODEL, ENVIRONMENT = "green", "bright_black"
@@ -27,7 +29,7 @@ def render_trajectory(trajectory: Trajectory, tokenizer: Any, color: bool = True
             end = begin + 1
             while end < len(sequence.tokens) and sequence.mask[end] == sequence.mask[begin]:
                 end += 1
-            words = visible(tokenizer.decode(sequence.tokens[begin:end], skip_special_tokens=False))
+            words = visible(_decoded(sequence.tokens[begin:end], tokenizer))
             if sequence.mask[begin]:
                 text.append(words if color else f"«{words}»", style=MODEL)
             else:
@@ -45,3 +47,9 @@ def render_trajectory(trajectory: Trajectory, tokenizer: Any, color: bool = True
             shown = ", ".join("-" if item is None else f"{item:.3g}" for item in values)
             text.append(f"\n  {kind} reward {visible(name)}: ", style="cyan").append(shown)
     return text.append("\n")
+
+
+def _decoded(tokens: list[int], tokenizer: Any) -> str:
+    """The text of tokens, in which an image is a word."""
+    runs = [(token, list(run)) for token, run in groupby(tokens, lambda token: min(token, 0))]
+    return "".join(IN_TEXT if image else tokenizer.decode(run, skip_special_tokens=False) for image, run in runs)

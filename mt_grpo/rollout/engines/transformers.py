@@ -22,6 +22,7 @@ from transformers.generation import (
 )
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.images import ImageInputs, Images, image_token, row_inputs
 from mt_grpo.forward.routes import Recorder
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.token_tree import Routes
@@ -37,6 +38,7 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     routes: Routes | None = None
+    images: Images = field(default_factory=dict)
 
     @property
     def budget(self) -> int:
@@ -90,11 +92,17 @@ class TransformersEngine:
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
         """Samples one action; see `Engine`. `sampling.max_tokens` must be set."""
+        return await self.generate_with_images(context, {}, sampling, session)
+
+    async def generate_with_images(
+        self, context: list[int], images: Images, sampling: SamplingParams, session: str
+    ) -> Sample:
+        """Samples one action; see `ImageEngine`."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # what an earlier event loop left behind will not come back
             self._loop, self._batch, self._timer, self._waiting = loop, None, None, []
             self._live.clear()
-        request = _Request(list(context), sampling, session, loop.create_future())
+        request = _Request(list(context), sampling, session, loop.create_future(), images=images)
         self._live.add(session)
         self._waiting.append(request)
         loop.call_soon(self._start_batch)  # after every conversation that is about to ask has asked
@@ -161,13 +169,20 @@ class TransformersEngine:
         width = max(len(request.context) for request in batch)
         pad = self.tokenizer.pad_token_id
         # masked, but a repetition penalty reads it: a token of the row itself, so that padding changes nothing
-        padded = [request.context[:1] * (width - len(request.context)) + request.context for request in batch]
+        padded = [
+            [max(request.context)] * (width - len(request.context)) + request.context for request in batch
+        ]  # no image's token, which are below 0
         mask = [[0] * (width - len(request.context)) + [1] * len(request.context) for request in batch]
-        recorder = _Recorder(batch, width, device, greedy=drawing[0] == 0)
+        ids = torch.tensor(padded, device=device)
+        images: dict[int, ImageInputs] = {}
+        for request in batch:
+            images |= request.images
+        never = image_token(self.model.config)  # no image would stand behind it
+        recorder = _Recorder(batch, width, device, greedy=drawing[0] == 0, never=never)
         routes = Recorder(self.model) if self.record_routes else nullcontext()
         with routes:
             self.model.generate(
-                torch.tensor(padded, device=device),
+                **row_inputs(self.model, ids, images),
                 attention_mask=torch.tensor(mask, device=device),
                 generation_config=GenerationConfig(
                     do_sample=False,
@@ -241,12 +256,14 @@ def _warpers(drawing: tuple[float, ...]) -> list[LogitsProcessor]:
 class _Recorder(LogitsProcessor):
     """
     Draws each row's token from the processed distribution with the row's own uniform numbers, and keeps its
-    log-probability. It masks all other tokens, so that the greedy search of `generate` takes this one.
+    log-probability. It masks all other tokens, so that the greedy search of `generate` takes this one. The token
+    `never` is not drawn.
     """
 
-    def __init__(self, batch: list[_Request], width: int, device: torch.device, greedy: bool) -> None:
-        self._width = width
-        self._greedy = greedy
+    def __init__(
+        self, batch: list[_Request], width: int, device: torch.device, greedy: bool, never: int | None = None
+    ) -> None:
+        self._width, self._greedy, self._never = width, greedy, never
         longest = max(request.budget for request in batch)
         uniforms = [np.random.Generator(np.random.Philox(request.sampling.seed)).random(longest) for request in batch]
         self._uniforms = torch.tensor(np.stack(uniforms), device=device)
@@ -255,10 +272,14 @@ class _Recorder(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         logprobs = torch.log_softmax(scores.float(), dim=-1)
+        drawable = logprobs
+        if self._never is not None:
+            drawable = logprobs.clone()
+            drawable[:, self._never] = -torch.inf
         if self._greedy:
-            chosen = logprobs.argmax(dim=-1, keepdim=True)
+            chosen = drawable.argmax(dim=-1, keepdim=True)
         else:
-            cumulative = logprobs.double().exp().cumsum(dim=-1)
+            cumulative = drawable.double().exp().cumsum(dim=-1)
             step = input_ids.shape[1] - self._width
             target = self._uniforms[:, step : step + 1] * cumulative[:, -1:]
             chosen = torch.searchsorted(cumulative, target, right=True).clamp(max=scores.shape[-1] - 1)

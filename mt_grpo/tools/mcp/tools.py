@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import importlib.util
 import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from mt_grpo.images import read_image
 from mt_grpo.imports import did_you_mean
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.mcp.config import read_servers
@@ -158,13 +161,28 @@ def mcp_tools(
 
 
 def _as_tool(remote: McpRemote) -> Tool:
-    async def call(**arguments: Any) -> str | tuple[str, dict[str, Any]]:
+    async def call(**arguments: Any) -> Any:
         content, data = await remote.call(arguments)
-        text = result_text(content)
+        shown = result_parts(content) or result_text(content)
         # the library wraps a plain value as `{"result": value}`, which says nothing beyond the text
-        return text if data is None or data.keys() == {"result"} else (text, data)
+        return shown if data is None or data.keys() == {"result"} else (shown, data)
 
     return McpTool(**remote.schema["function"], function=call, remote=remote, keeps_state=True)
+
+
+def result_parts(content: list[Any]) -> list[dict[str, Any]] | None:
+    """
+    The parts of a result's content that shows images; a model of text reads what `result_text` has for each. `None`
+    where there is no image, or no Pillow to read it.
+    """
+    if all(part.type != "image" for part in content) or importlib.util.find_spec("PIL") is None:
+        return None
+    return [
+        {"type": "image", "image": read_image(base64.b64decode(part.data)), "alt": _part_text(part)}
+        if part.type == "image"
+        else {"type": "text", "text": _part_text(part)}
+        for part in content
+    ]
 
 
 def result_text(content: list[Any]) -> str:

@@ -1,0 +1,160 @@
+"""
+Images among tokens. The tokens of an image have an id of their own below 0, which is made of its content: so two
+prompts with the same words and other images share no prefix, and all that compares tokens compares images too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward.packing import FlatTree, Packed
+
+TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments by which models are told which tokens are an image's: 1, and 0 for text."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInputs:
+    """
+    What a model takes of one image.
+
+    Args:
+        size (`int`): Its tokens.
+        inputs (`dict[str, Tensor]`): Pixels and the like, as the processor returns them for this image alone.
+    """
+
+    size: int
+    inputs: dict[str, Tensor]
+
+
+Images = Mapping[int, ImageInputs]
+"""Images by the id of their tokens."""
+
+
+def image_token(config: PreTrainedConfig) -> int | None:
+    """The id that a model knows the tokens of images by; `None` for a model of text."""
+    names = ("image_token_id", "image_token_index")
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+
+
+def pretrained(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers in a wrapper."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def real_ids(ids: Tensor, config: PreTrainedConfig) -> Tensor:
+    """Ids as the model knows them: those of images become its image token."""
+    token = image_token(config)
+    return ids if token is None else ids.masked_fill(ids < 0, token)
+
+
+def in_order(ids: np.ndarray, images: Images) -> list[int]:
+    """The images whose tokens stand in a sequence, or in a packed row, one after another: each as often as there."""
+    places = ids[ids < 0]
+    found: list[int] = []
+    begin = 0
+    while begin < len(places):
+        found.append(int(places[begin]))
+        begin += images[found[-1]].size
+    return found
+
+
+def joined(order: Sequence[int], images: Images, device: torch.device) -> dict[str, Tensor]:
+    """
+    The inputs of several images as a model takes them.
+
+    Raises:
+        UnsupportedModelError: If the model takes images of different shapes only with padding.
+    """
+    found: dict[str, Tensor] = {}
+    for name in images[order[0]].inputs if order else ():
+        parts = [images[image].inputs[name] for image in order]
+        if len({part.shape[1:] for part in parts}) > 1:
+            raise UnsupportedModelError(
+                f"The processor makes `{name}` of other shapes for images of other sizes, which would have to be "
+                "padded: let all images have one size."
+            )
+        found[name] = torch.cat(parts).to(device)
+    return found
+
+
+def row_inputs(model: nn.Module, ids: Tensor, images: Images) -> dict[str, Tensor]:
+    """
+    What a forward over rows takes beside their mask.
+
+    Args:
+        model (`nn.Module`): The model, as it is or wrapped.
+        ids (`Tensor`): `(B, L)`, those of images below 0.
+        images (`Images`): The images.
+    """
+    if not images:
+        return {"input_ids": ids}
+    base = pretrained(model)
+    order = [image for row in ids.cpu().numpy() for image in in_order(row, images)]
+    seen = {**joined(order, images, ids.device), **type_ids(base.forward, ids)} if order else {}
+    return {"input_ids": real_ids(ids, base.config), **seen}
+
+
+def type_ids(forward: Callable[..., Any], ids: Tensor) -> dict[str, Tensor]:
+    """Which tokens are an image's, by the name under which a forward takes it."""
+    parameters = inspect.signature(forward).parameters
+    return {name: (ids < 0).long() for name in TYPES if name in parameters}
+
+
+def takes_features(backbone: Any) -> bool:
+    """Whether a backbone takes features of images that were computed before."""
+    return "mm_encoder_outputs" in inspect.signature(backbone.forward).parameters
+
+
+def packed_features(backbone: Any, packed: Packed, images: Images, device: torch.device) -> dict[str, Any]:
+    """
+    The argument by which a backbone takes the features of the images in a packed row. Each image is looked at once,
+    however many branches show it.
+    """
+    order = in_order(packed.input_ids, images)
+    unique = list(dict.fromkeys(order))
+    features = backbone.get_image_features(**joined(unique, images, device), return_dict=True)
+    places = [unique.index(image) for image in order]
+    features.pooler_output = [features.pooler_output[place] for place in places]
+    deep = getattr(features, "deepstack_features", None)  # of Qwen3-VL, for several layers
+    if deep is not None:
+        features.deepstack_features = [[of_layer[place] for place in places] for of_layer in deep]
+    return {"mm_encoder_outputs": {"image": features}}
+
+
+def packed_positions(backbone: Any, packed: Packed, images: Images, device: torch.device) -> Tensor | None:
+    """
+    The positions of a packed row's tokens, `(3, 1, N)`, where the model gives image tokens a place in three
+    dimensions. What follows an image is at another position than its depth. Each root-to-leaf path is asked for.
+
+    Returns:
+        `None` for a model whose positions are depths.
+    """
+    ask = getattr(backbone, "get_rope_index", None)
+    if ask is None:
+        return None
+    known = inspect.signature(ask).parameters
+    asked = {name for name, parameter in known.items() if parameter.default is parameter.empty and name != "kwargs"}
+    available = {"input_ids", "mm_token_type_ids", *(name for image in images.values() for name in image.inputs)}
+    if asked - available:
+        raise UnsupportedModelError(
+            f"{type(backbone).__name__} places images by `{min(asked - available)}`, so trees cannot be packed for it; "
+            "set `forward: padded`."
+        )
+    positions = torch.zeros(3, len(packed.input_ids), dtype=torch.long)
+    for path in FlatTree(packed.input_ids, packed.input_ids, packed.parent).paths():
+        ids = torch.from_numpy(packed.input_ids[path])[None]
+        order = in_order(packed.input_ids[path], images)
+        given = {**joined(order, images, torch.device("cpu")), "mm_token_type_ids": (ids < 0).long()}
+        given = {name: value for name, value in given.items() if name in known}
+        positions[:, path] = ask(input_ids=real_ids(ids, backbone.config), **given)[0][:, 0]
+    return positions[:, None].to(device)

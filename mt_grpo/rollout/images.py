@@ -1,0 +1,152 @@
+"""Images of messages as tokens, and as what the model takes: through the model's own processor."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from mt_grpo.forward.images import TYPES, ImageInputs
+from mt_grpo.images import ImageError, image_digest
+
+OF_TEXT = ("input_ids", "attention_mask", *TYPES)
+"""What a processor returns of a text."""
+
+_BEGIN, _END = "\U0001f76b2", "\U0001f76b3"
+"""Around the id of an image in escaped text. Contents cannot spell them, see `SpecialTokens`."""
+
+
+class EncodedImage:
+    """
+    An image as a model sees it.
+
+    Args:
+        id (`int`): Of its tokens, below 0; made of its content, and of what its part asks of the processor.
+        tokens (`list[int]`): What the processor writes for it: its tokens, and others around them.
+        inputs (`ImageInputs`): What the model takes.
+    """
+
+    __slots__ = ("__weakref__", "id", "inputs", "tokens")
+
+    def __init__(self, id: int, tokens: list[int], inputs: ImageInputs) -> None:
+        self.id, self.tokens, self.inputs = id, tokens, inputs
+
+
+class ImageEncoder:
+    """
+    Encodes the images of conversations. An image is encoded once for as long as a conversation shows it.
+
+    In escaped text an image is the text that the chat template writes for it, followed by its id between two marks.
+
+    Args:
+        processor: Of a model that takes images, with a tokenizer.
+
+    Raises:
+        ImageError: If the chat template has no place for images.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self.token_id = int(processor.image_token_id)
+        self.marker = self._find_marker()
+        self._place = re.compile(f"{re.escape(self.marker)}{_BEGIN}([0-9]+){_END}")
+        self._of_object: dict[tuple[int, str], tuple[weakref.ref[Any], EncodedImage]] = {}
+        self._known: weakref.WeakValueDictionary[str, EncodedImage] = weakref.WeakValueDictionary()
+        self._by_id: weakref.WeakValueDictionary[int, EncodedImage] = weakref.WeakValueDictionary()
+
+    def __getitem__(self, image: int) -> EncodedImage:
+        """An image that a conversation shows, by its id."""
+        return self._by_id[image]
+
+    def _find_marker(self) -> str:
+        words = "A question about it."
+        parts = [{"type": "image"}, {"type": "text", "text": words}]
+        tokenizer = self._processor.tokenizer
+        text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+        # Gemma 3 writes another token than the one that it repeats
+        for marker in filter(None, (self._processor.image_token, vars(self._processor).get("boi_token"))):
+            if text.count(marker) == 1 and words in text:
+                return str(marker)
+        raise ImageError(
+            "The chat template has no place for an image, so the model cannot be shown one: use a model whose "
+            "template has (`chat_template_path`)."
+        )
+
+    def encode(self, part: dict[str, Any]) -> EncodedImage:
+        """
+        The image of a part of a message. What else is in the part is an option of the image processor for this image,
+        such as `max_pixels`.
+
+        Raises:
+            ImageError: If the processor does not take it.
+        """
+        image = part["image"]
+        options = {name: value for name, value in part.items() if name not in ("type", "image", "alt")}
+        key = id(image), repr(sorted(options.items()))
+        kept = self._of_object.get(key)
+        if kept is not None and kept[0]() is image:
+            return kept[1]
+        name = f"{image_digest(image)} {key[1]}"
+        encoded = self._known.get(name)
+        if encoded is None:
+            encoded = self._known[name] = self._encoded(name, image, options)
+            self._by_id[encoded.id] = encoded
+        self._of_object[key] = weakref.ref(image, lambda _: self._of_object.pop(key, None)), encoded
+        return encoded
+
+    def _encoded(self, name: str, image: Any, options: dict[str, Any]) -> EncodedImage:
+        given = {"images_kwargs": options} if options else {}
+        try:
+            found = self._processor(
+                text=[self.marker], images=[image], return_tensors="pt", add_special_tokens=False, **given
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ImageError(
+                f"The processor refuses an image of {image.width} by {image.height}: {reason}."
+            ) from error
+        number = -1 - (int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big") >> 1)
+        while number in self._by_id:  # another image of these 31 bits
+            number = number - 1 if number > -(2**31) else -1
+        tokens = found["input_ids"][0].tolist()
+        size = tokens.count(self.token_id)
+        if not size:
+            raise ImageError(f"The processor gives an image of {image.width} by {image.height} no tokens.")
+        tokens = [number if token == self.token_id else token for token in tokens]
+        inputs = {key: value for key, value in found.items() if key not in OF_TEXT}
+        return EncodedImage(number, tokens, ImageInputs(size, inputs))
+
+    # Escaped text
+
+    def place(self, text: str, parts: Sequence[dict[str, Any]]) -> str | None:
+        """Rendered text with the ids of its images, in order; `None` if it shows more or fewer."""
+        pieces = text.split(self.marker)
+        if len(pieces) != len(parts) + 1:
+            return None
+        shown = [f"{self.marker}{_BEGIN}{-self.encode(part).id}{_END}" for part in parts]
+        return pieces[0] + "".join(image + piece for image, piece in zip(shown, pieces[1:], strict=True))
+
+    def sections(self, text: str) -> Iterable[str | EncodedImage]:
+        """Escaped text as text and images in turn."""
+        begin = 0
+        for match in self._place.finditer(text):
+            yield text[begin : match.start()]
+            yield self[-int(match.group(1))]
+            begin = match.end()
+        yield text[begin:]
+
+    def runs(self, ids: list[int]) -> Iterable[list[int] | str]:
+        """Ids as ids without images, and the escaped text of images, in turn."""
+        begin = index = 0
+        while index < len(ids):
+            if ids[index] >= 0:
+                index += 1
+                continue
+            image = self[ids[index]]
+            first = index - image.tokens.index(image.id)
+            yield ids[begin:first]
+            yield f"{self.marker}{_BEGIN}{-image.id}{_END}"
+            begin = index = first + len(image.tokens)
+        yield ids[begin:]

@@ -1,0 +1,89 @@
+"""A tiny vision-language model in the shape of Qwen2.5-VL, with a processor that needs no torchvision."""
+
+from __future__ import annotations
+
+import torch
+from PIL import Image
+from transformers import PreTrainedTokenizerFast, ProcessorMixin, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from support.models import build_tokenizer
+
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+PATCH, MERGE = 4, 2
+
+
+class ImageTextProcessor(ProcessorMixin):
+    """Qwen2.5-VL's processor without its part for videos, which needs torchvision."""
+
+    image_token = "<|image_pad|>"
+
+    def __init__(
+        self, image_processor: object = None, tokenizer: object = None, chat_template: str | None = None
+    ) -> None:
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+    def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs: object) -> str:
+        return self.image_token * int(image_inputs["image_grid_thw"][image_idx].prod() // MERGE**2)
+
+    @property
+    def model_input_names(self) -> list[str]:
+        return [*super().model_input_names, "mm_token_type_ids"]
+
+
+def build_processor(template: str = "qwen2_5_vl", **options: object) -> ImageTextProcessor:
+    """A tokenizer with vision tokens, and Qwen2-VL's image processor for small images; one token is 8 by 8 pixels."""
+    tokenizer = build_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
+    sizes = {"min_pixels": 64, "max_pixels": 4096, "patch_size": PATCH, "temporal_patch_size": 2, "merge_size": MERGE}
+    images = Qwen2VLImageProcessorPil(**{**sizes, **options})
+    return ImageTextProcessor(images, tokenizer, tokenizer.chat_template)
+
+
+def build_vision_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
+    """A Qwen2.5-VL of a few thousand parameters with random weights, which looks at its images."""
+    torch.manual_seed(seed)
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "initializer_range": 0.2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 1, 1]},
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": None,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": 2,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 32,
+            "initializer_range": 0.2,
+        },
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def picture(color: tuple[int, int, int] | str = "red", size: tuple[int, int] = (24, 16)) -> Image.Image:
+    """An image with a gradient over a color, so that its patches differ."""
+    image = Image.new("RGB", size, color)
+    image.paste(Image.linear_gradient("L").resize((size[0] // 2, size[1])).convert("RGB"), (0, 0))
+    return image
