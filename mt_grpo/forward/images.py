@@ -147,8 +147,8 @@ def packed_positions(backbone: Any, packed: Packed, images: Images, device: torc
     available = {"input_ids", "mm_token_type_ids", *(name for image in images.values() for name in image.inputs)}
     if asked - available:
         raise UnsupportedModelError(
-            f"{type(backbone).__name__} places images by `{min(asked - available)}`, so trees cannot be packed for it; "
-            "set `forward: padded`."
+            f"{type(backbone).__name__} places images by `{min(asked - available)}`, so trees cannot be packed for "
+            "it; set `forward: padded`."
         )
     positions = torch.zeros(3, len(packed.input_ids), dtype=torch.long)
     for path in FlatTree(packed.input_ids, packed.input_ids, packed.parent).paths():

@@ -143,8 +143,8 @@ def prove_images(
     rows: bool,
 ) -> None:
     """
-    As `prove` and `prove_rows`, on a tree of a run that shows images, which the tree of the probe does not. It does not
-    remember what it has proven.
+    As `prove` and `prove_rows`, on a tree of a run that shows images: the probe's own shows none. It does not remember
+    what it has proven.
 
     Args:
         tree (`FlatTree`): The tree. All ranks bring the same.

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mt_grpo.concurrency import OutOfTime, call
 from mt_grpo.errors import describe_error
+from mt_grpo.images import read_parts
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.results import check_data
 
@@ -327,7 +328,7 @@ def _read(response: Any) -> Any:
     shown: list[Any] = [
         {"type": "image", "image": image} for image in (images if isinstance(images, list) else [images])
     ]
-    return [*shown, {"type": "text", "text": text}] if text else shown
+    return read_parts([*shown, {"type": "text", "text": text}] if text else shown)
 
 
 def _number(value: Any, what: str) -> float:

@@ -16,11 +16,13 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.images import image_digest, named
 from mt_grpo.runlog.files import to_json
 from mt_grpo.training.config import MTGRPOConfig
 
@@ -134,7 +136,7 @@ def _known_by(rows: Dataset | IterableDataset) -> str:
     if isinstance(rows, IterableDataset):
         return "a stream"
     ends = sorted({*range(min(ROWS, len(rows))), *range(max(0, len(rows) - ROWS), len(rows))})
-    digest = crc32(to_json([rows[index] for index in ends]).encode("utf-8", "backslashreplace"))
+    digest = crc32(to_json([named(rows[index], image_digest) for index in ends]).encode("utf-8", "backslashreplace"))
     return f"{len(rows)} rows ({digest:08x})"
 
 
@@ -237,6 +239,22 @@ def check_weights_fit(folder: Path, model: torch.nn.Module) -> None:
         f"The checkpoint {folder} is of another model ({what}): resume with the `model_name_or_path` that it was made "
         "with, or begin a run of its own (another `output_dir`)."
     )
+
+
+def load_converted(folder: Path, model: PreTrainedModel) -> bool:
+    """
+    Loads a checkpoint of a model whose weights transformers writes under other names than the model has, such as those
+    of experts and of vision-language models. The trainer of transformers would take them for another model's and leave
+    the model as it is.
+
+    Returns:
+        Whether the names differ, so that the weights were loaded here.
+    """
+    saved = {name for file in folder.glob("model*.safetensors") for name in _shapes(file)}
+    if not saved - model.state_dict().keys():
+        return False
+    model.load_state_dict(type(model).from_pretrained(folder).state_dict())
+    return True
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:

@@ -41,6 +41,7 @@ from mt_grpo.training.checkpoint import (
     check_weights_fit,
     find_checkpoint,
     is_whole,
+    load_converted,
     load_rollouts,
     made_with,
     save_rollouts,
@@ -442,6 +443,12 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             warn_of_differences(folder, self._made_with())
         load_reference(folder, self.args, accelerator, self.ref_model)
         self._step, self._buffered_inputs = load_rollouts(folder, accelerator)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        plain = self.accelerator.unwrap_model(self.model)
+        whole = model is None and not is_peft_model(plain)
+        if not (whole and load_converted(Path(resume_from_checkpoint), plain)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _made_with(self) -> dict[str, str]:
         return made_with(self.args, tool_names(self.env), self.step_log.records.rewards, self.train_dataset)

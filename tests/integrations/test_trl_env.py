@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from support.images import picture
 from support.models import build_tokenizer
 from support.trl_environments import DOORS, LEDGER, Ledger, Stopped, Waking, by_script, called
 from trl.chat_template_utils import add_response_schema
@@ -136,7 +137,8 @@ class Broken:
 ERRORS = {
     "reset raises": "FactoryError: Broken.reset raised ZeroDivisionError: in reset",
     "reset hangs": "OutOfTime: Broken.reset took longer than 0.3 s.",
-    "reset shows an image": "PartError: A part of type 'image' cannot be shown: the model reads text only.",
+    "reset shows an image": "ImageError: A message has a place for an image and no image: give as many images as "
+    "places in the row's column `images`, or an image in the part itself.",
     "reward raises": "FactoryError: Broken.get_reward raised ZeroDivisionError: in get_reward",
     "reward is infinite": "FactoryError: Broken.get_reward returned inf: return a finite number.",
 }
@@ -258,11 +260,22 @@ class Camera:
         return None
 
     def look(self) -> list:
-        """Takes a picture."""
-        return [{"type": "image", "image": b""}, {"type": "text", "text": "a page"}]
+        """Takes an image."""
+        return [{"type": "image", "image": picture()}, {"type": "text", "text": "a page"}]
+
+    def film(self) -> list:
+        """Takes a video."""
+        return [{"type": "video", "video": b""}]
 
 
-def test_a_picture_ends_the_conversation_with_a_sentence():
-    [trajectory] = run(TRLEnv(Camera), [{}], [[called("look")]])
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [
+        ("look", "TemplateError: A message of 'tool' shows an image, and this run gives its model text only: use a"),
+        ("film", "PartError: A part of type 'video' cannot be shown: models read text and images."),
+    ],
+)
+def test_what_a_model_cannot_read_ends_the_conversation(method, error):
+    [trajectory] = run(TRLEnv(Camera), [{}], [[called(method)]])
     assert trajectory.stop_reason is StopReason.ENV_ERROR
-    assert trajectory.error == "PartError: A part of type 'image' cannot be shown: the model reads text only."
+    assert trajectory.error.startswith(error)

@@ -233,7 +233,14 @@ def test_release_goes_on_where_its_caller_is_cancelled():
         (("text", 0.0, {}), "text"),
         (({"rows": [1]}, 0.0, {}), '{"rows": [1]}'),
         ((ToolResponse(), 0.0, {}), ""),
-        ((ToolResponse(image=[1]), 0.0, {}), "Error: TypeError: images and videos cannot be shown"),
+        (
+            (ToolResponse(image=[1]), 0.0, {}),
+            "Error: ImageError: The image '1' is no image: give",
+        ),
+        (
+            (ToolResponse(video=[1]), 0.0, {}),
+            "Error: TypeError: a video cannot be shown: give frames of it as `image`",
+        ),
         ("text", "Error: TypeError: `execute` must return (response, reward, metrics), not str"),
         (
             ("text", math.nan, {}),

@@ -138,3 +138,16 @@ def test_routes_of_a_server_are_read_from_its_answer():
     }
     assert read_sample({"choices": [choice]}, "", 7).routes == Routes(7, 6, found.tobytes())
     assert read_sample({"choices": [copy.deepcopy(choice) | {"routed_experts": None}]}, "").routes is None
+
+
+@pytest.mark.slow
+def test_a_resumed_mixture_has_the_experts_of_its_checkpoint(build, tokenizer, tmp_path):
+    options = {"output_dir": str(tmp_path), "max_turn_length": 12, "router_aux_loss_coef": 0.0, "learning_rate": 1e-2}
+    options |= {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    first = build(None, mixture("qwen3_moe", tokenizer), **options)
+    first.train()
+    fresh = mixture("qwen3_moe", tokenizer, seed=1)
+    resumed = build(None, fresh, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for trained, loaded in zip(first.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(trained, loaded)

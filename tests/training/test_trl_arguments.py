@@ -308,10 +308,10 @@ def test_rows_that_begin_no_conversation_are_refused(trainer, data, message):
 
 
 @pytest.mark.parametrize("columns", [{"image": Image()}, {"images": List(Image())}], ids=["one", "several"])
-def test_pictures_are_refused(trainer, columns):
+def test_images_for_a_model_of_text_are_refused(trainer, columns):
     features = Features({"prompt": Value("string"), **columns})
     rows = Dataset.from_dict({"prompt": ["a"] * 4, **{name: [None] * 4 for name in columns}}, features=features)
-    with pytest.raises(ConfigError, match="holds pictures, and rollouts are of text only"):
+    with pytest.raises(ConfigError, match="holds images, and the model takes text only"):
         trainer(data=rows)
 
 

@@ -53,6 +53,7 @@ OVERRIDES = {
         "create_model_card": "self, model_name=None, dataset_name=None, tags=None",
         "_init_training_state": "self, max_steps, num_update_steps_per_epoch, num_train_epochs, "
         "resume_from_checkpoint, trial",
+        "_load_from_checkpoint": "self, resume_from_checkpoint, model=None",
         "_load_optimizer_and_scheduler": "self, checkpoint",
         "_prepare_inputs": "self, generation_batch",
         "_save_checkpoint": "self, model, trial",
@@ -116,6 +117,7 @@ PRIVATE = {
 IMPORTS = {
     "trl": "GRPOConfig GRPOTrainer ModelConfig ScriptArguments TrlParser get_peft_config get_quantization_config",
     "trl.chat_template_utils": "add_response_schema",
+    "trl.data_utils": "prepare_multimodal_messages",
     "trl.distributed": "DistributedBackend",
     "trl.generation.vllm_client": "VLLMClient",
     "trl.generation.vllm_generation": "VLLMGeneration",

@@ -1,0 +1,180 @@
+"""Training of a vision-language model: images in prompts and in results of tools, through the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from support.images import build_processor, build_vision_model, picture
+from support.models import CPU_RUN, build_model
+from support.trainers import batch, check_log_probs
+from transformers import AutoModelForImageTextToText
+
+from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.envs import Outcome
+from mt_grpo.errors import ConfigError
+from mt_grpo.images import image_parts, read_image
+from mt_grpo.rollout.engines.scripted import ScriptedEngine
+from mt_grpo.runlog.reader import open_run
+from mt_grpo.training.images import with_its_images
+
+COLORS = ("red", "green", "blue", "white")
+ROWS = Dataset.from_list(
+    [
+        {"prompt": [{"role": "user", "content": "What is it?"}], "images": [picture(color, (24, 16 + 8 * number))]}
+        for number, color in enumerate(COLORS)
+    ]
+)
+
+
+class Screen:
+    """Shows another image after each turn, whatever the model writes, and at last forgets the first one."""
+
+    async def run(self, policy: Any, row: dict[str, Any]) -> Outcome:
+        messages = list(row["prompt"])
+        for number in range(3):
+            turn = await policy.reply(messages, max_tokens=6)
+            parts = [{"type": "text", "text": "Now"}, picture("blue", (16, 16 + 8 * number))]
+            messages += [turn.message, {"role": "user", "content": parts}]
+            if number == 1:
+                del messages[1:3]
+        return Outcome()
+
+    async def close(self) -> None:
+        pass
+
+
+def words(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(sum(map(ord, str(messages[0]["content"]))) % 7) for messages in completions]
+
+
+def trainer_of(folder: Path, env: Any = Screen, rows: Any = ROWS, **options: Any) -> MTGRPOEnvTrainer:
+    processor = build_processor()
+    if not (folder / "model").exists():
+        build_vision_model(processor.tokenizer).save_pretrained(folder / "model")
+    limits = {"max_steps": 3, "learning_rate": 1e-3, "seed": 3, "max_turn_length": 6}
+    return MTGRPOEnvTrainer(
+        AutoModelForImageTextToText.from_pretrained(folder / "model"),
+        env,
+        args=MTGRPOConfig(str(folder / "run"), **{**CPU_RUN, **limits, **options}),
+        reward_funcs=words,
+        train_dataset=rows,
+        processing_class=processor,
+    )
+
+
+def trained(folder: Path, resume: str | None = None, **options: Any) -> MTGRPOEnvTrainer:
+    trainer = trainer_of(folder, **options)
+    trainer.train(resume)
+    return trainer
+
+
+def losses(trainer: MTGRPOEnvTrainer) -> list[tuple[float, ...]]:
+    keys = ("loss", "grad_norm", "kl")
+    return [tuple(line.get(key, 0.0) for key in keys) for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.slow
+def test_three_steps_are_the_same_however_they_are_computed(tmp_path):
+    runs = {
+        forward: trained(tmp_path / forward, forward=forward, beta=0.1)
+        for forward in ("tree", "turn_by_turn", "padded")
+    }
+    assert {trainer.args.forward for trainer in runs.values()} == runs.keys()  # none gave up
+    expected = losses(runs["turn_by_turn"])
+    assert len(expected) == 3
+    for forward in ("tree", "padded"):
+        for found, values in zip(losses(runs[forward]), expected, strict=True):
+            assert found == pytest.approx(values, rel=1e-4, abs=1e-6)
+    tree, fresh = runs["tree"], build_vision_model(build_processor().tokenizer)
+    moved = tree.model.model.visual.patch_embed.proj.weight - fresh.model.visual.patch_embed.proj.weight
+    assert moved.abs().max() > 1e-4
+    assert {one.tree.num_sequences for one in tree.batch.trajectories} == {2}
+
+
+@pytest.mark.slow
+def test_a_resumed_run_trains_on_the_images_that_were_left(tmp_path):
+    options = {"steps_per_generation": 2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = trained(tmp_path, **options)
+    resumed = trained(tmp_path, str(tmp_path / "run" / "checkpoint-1"), **options)
+    assert losses(resumed)[-1] == pytest.approx(losses(whole)[-1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_writes_each_image_once(tmp_path):
+    trainer = trained(tmp_path, max_steps=1)
+    run = open_run(tmp_path / "run")
+    record = run.trajectory(run.rows[0]["session"])
+    messages = [*record["prompt"], *(reply for turn in record["turns"] for reply in turn["replies"])]
+    files = [part["image"] for part in image_parts(messages)]
+    assert len(files) == len(set(files)) == 2
+    shown = {path.name for path in (tmp_path / "run" / "rollouts").glob("image_*.png")}
+    assert set(files) <= shown
+    drawn = read_image(str(tmp_path / "run" / "rollouts" / files[0]))
+    assert drawn == trainer.batch.trajectories[0].prompt[0]["content"][0]["image"]
+    assert "[image]" in record["tokens"]["texts"]
+
+
+def test_tree_and_engine_agree_on_what_was_sampled(tmp_path):
+    trainer = trainer_of(tmp_path)
+    inputs = batch(trainer)
+    assert (inputs["prompt_ids"] < 0).any() and (inputs["completion_ids"] < 0).any()
+    check_log_probs(trainer, inputs)
+
+
+# What cannot be shown
+
+
+def test_images_for_a_model_of_text_are_refused(tmp_path):
+    processor = build_processor()
+    with pytest.raises(ConfigError, match="The column 'images' .* the model takes text only: use a model that takes"):
+        MTGRPOEnvTrainer(
+            build_model(processor.tokenizer),
+            Screen,
+            args=MTGRPOConfig(str(tmp_path), **CPU_RUN),
+            reward_funcs=words,
+            train_dataset=ROWS,
+            processing_class=processor.tokenizer,
+        )
+
+
+def test_an_engine_of_tokens_refuses_images(tmp_path):
+    processor = build_processor()
+    with pytest.raises(ConfigError, match="ScriptedEngine is given tokens of text only: sample with the model itself"):
+        MTGRPOEnvTrainer(
+            build_vision_model(processor.tokenizer),
+            Screen,
+            args=MTGRPOConfig(str(tmp_path), **CPU_RUN),
+            reward_funcs=words,
+            train_dataset=ROWS,
+            processing_class=processor,
+            engine=ScriptedEngine(processor.tokenizer, ["a"]),
+        )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "problem"),
+    [
+        ("What?", [b"no image"], "An image of 8 bytes cannot be read as an image: it is broken, or of no known kind"),
+        ("What?", ["/no/such.png"], "The image '/no/such.png' cannot be read as an image: No such file or directory"),
+        ([{"type": "image"}] * 2, [picture()], r"Number of images provided \(1\) does not match"),
+        ([{"type": "video", "video": "a.mp4"}], [], "shows a part of type 'video', and rollouts hold text and images"),
+    ],
+    ids=["bytes", "path", "places", "video"],
+)
+def test_a_row_with_a_bad_image_is_one_sentence(prompt, images, problem):
+    row = {"prompt": [{"role": "user", "content": prompt}], "images": images}
+    with pytest.raises(ConfigError, match=f"The images of a row cannot be shown: .*{problem}"):
+        with_its_images(row)
+
+
+def test_images_stand_where_trl_puts_them():
+    image, other = picture("red"), picture("blue")
+    before = with_its_images({"prompt": "What is it?", "image": image})["prompt"]
+    assert before[0]["content"] == [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
+    places = [{"type": "text", "text": "this", "image": None}, {"type": "image", "text": None}, {"type": "image"}]
+    filled = with_its_images({"prompt": [{"role": "user", "content": places}], "images": [image, other]})["prompt"]
+    assert [part.get("image") for part in filled[0]["content"]] == [None, image, other]
+    assert with_its_images({"prompt": "What?", "images": None}) == {"prompt": "What?", "images": None}
