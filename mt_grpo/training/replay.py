@@ -226,6 +226,8 @@ class Replay:
                     f"{where} lacks log-probs of sampled tokens, with which the loss compares the model's: replay a "
                     "run whose engine gave them."
                 )
+            if min(node.tokens, default=0) < 0:
+                raise ConfigError(f"{where} shows images, which a replay cannot look at: replay a run of text.")
             if max(node.tokens, default=0) >= vocabulary:
                 raise ConfigError(
                     f"{where} has the token {max(node.tokens)}, and the model knows {vocabulary}: replay it with the "

@@ -190,7 +190,12 @@ def test_a_choice_of_tools_is_honoured_as_far_as_it_can_be(choice, calls):
     [
         ({"messages": []}, "`messages` is no list"),
         ({"messages": [{"role": "robot"}]}, "has no role out of"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "an image that is no `data:` URL"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]},
+            "has an image that cannot be read",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "reads text, and images of the user"),
         ({"messages": [{"role": "assistant", "content": "A"}]}, "nothing to reply to"),
         ({"tool_choice": "required"}, "give that tool alone"),
         ({"tool_choice": {"function": {"name": "other"}}, "tools": [LOOKUP]}, "`tools` has lookup"),

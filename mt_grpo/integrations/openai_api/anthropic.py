@@ -73,10 +73,19 @@ def _read(message: Any, place: str) -> list[dict[str, Any]]:
             thoughts.append(block.get("thinking", ""))
         elif kind == "text":
             texts.append(block)
+        elif kind == "image":
+            texts.append({"type": "image_url", "image_url": _data_url(block.get("source"))})
         elif kind != "redacted_thinking":
-            raise wrong(place, f"has a block {kind!r}, and the policy reads text only")
+            raise wrong(place, f"has a block {kind!r}, and the policy reads text and images")
     said = {"role": message.get("role"), "content": texts, "tool_calls": calls, "reasoning_content": "".join(thoughts)}
     return results + ([said] if texts or calls or not results else [])
+
+
+def _data_url(source: Any) -> str | None:
+    """An image that comes with the request; nothing for another."""
+    if not isinstance(source, dict) or source.get("type") != "base64":
+        return None
+    return f"data:{source.get('media_type')};base64,{source.get('data')}"
 
 
 def _blocks(choice: Choice) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mt_grpo.images import ImageError, is_image_part, read_image
 from mt_grpo.tools.results import too_deep
 from mt_grpo.trajectory import Message, StopReason
 
@@ -85,7 +86,8 @@ def _read(message: Any, place: str) -> Message:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise wrong(place, f"has no role out of {', '.join(ROLES)}")
     role = ROLES[message["role"]]
-    read: Message = {"role": role, "content": read_text(message.get("content"), f"{place}.content")}
+    read_content = read_parts if role == "user" else read_text
+    read: Message = {"role": role, "content": read_content(message.get("content"), f"{place}.content")}
     if role == "tool":
         read |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
     elif role == "assistant":
@@ -95,6 +97,27 @@ def _read(message: Any, place: str) -> Message:
         if message.get("tool_calls"):
             read["tool_calls"] = [_read_call(call, f"{place}.tool_calls") for call in message["tool_calls"]]
     return read
+
+
+def read_parts(content: Any, place: str) -> str | list[dict[str, Any]]:
+    """Content as text, or as parts where it shows images. Images come with the request, as `data:` URLs."""
+    if not isinstance(content, list) or not any(map(is_image_part, content)):
+        return read_text(content, place)
+    return [
+        _read_image(part, place) if is_image_part(part) else {"type": "text", "text": read_text([part], place)}
+        for part in content
+    ]
+
+
+def _read_image(part: dict[str, Any], place: str) -> dict[str, Any]:
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, dict) else url
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise wrong(place, "has an image that is no `data:` URL, and nothing is fetched from elsewhere")
+    try:
+        return {"type": "image", "image": read_image(url)}
+    except ImageError as error:
+        raise wrong(place, f"has an image that cannot be read ({error})") from error
 
 
 def read_text(content: Any, place: str) -> str:
@@ -108,7 +131,7 @@ def read_text(content: Any, place: str) -> str:
         if isinstance(part, dict) and part.get("type") in TEXTS:
             part = part.get("refusal" if part["type"] == "refusal" else "text")
         if not isinstance(part, str):
-            raise wrong(place, "has a part that is no text, and the policy reads text only")
+            raise wrong(place, "has a part that is no text: the policy reads text, and images of the user's")
         texts.append(part)
     return "\n".join(texts)
 

@@ -1,0 +1,212 @@
+"""Conversations that show images: as the model's processor writes them, sampled as the model alone would."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from support.images import build_processor, build_vision_model, picture
+from support.models import build_tokenizer
+from trl.chat_template_utils import add_response_schema
+
+from mt_grpo.envs import MultiTurnToolEnv, Outcome
+from mt_grpo.images import ImageError, image_parts
+from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
+from mt_grpo.rollout.chat_template import TemplateError
+from mt_grpo.rollout.engines.scripted import ScriptedEngine
+from mt_grpo.rollout.engines.transformers import TransformersEngine
+from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.rollout.rendering import ChatRenderer
+from mt_grpo.trajectory import StopReason, Trajectory
+
+
+class ScriptedSight(ScriptedEngine):
+    """A scripted engine that is given images."""
+
+    async def generate_with_images(self, context: list[int], images: Any, *others: Any) -> Any:
+        return await self.generate(context, *others)
+
+
+def shown(*images: Any, words: str = "What is it?") -> list[dict[str, Any]]:
+    parts = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": words}]}]
+
+
+def rollout(env: Any, engine: Any, processor: Any, prompts: list[Any], **options: Any) -> list[Trajectory]:
+    runner = RolloutRunner(
+        env, engine, options.pop("limits", RolloutLimits()), images=ImageEncoder(processor), **options
+    )
+    requests = [RolloutRequest(prompt, f"{number:03d}", {}, number) for number, prompt in enumerate(prompts)]
+    return asyncio.run(runner.run(requests, SamplingParams(temperature=1.0)))
+
+
+def real(ids: list[int], processor: Any) -> list[int]:
+    return [processor.image_token_id if token < 0 else token for token in ids]
+
+
+# As the processor writes them
+
+
+@pytest.mark.parametrize("template", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_prompt_has_the_ids_that_the_processor_gives_it(template):
+    processor = build_processor(template)
+    renderer = ChatRenderer(processor.tokenizer, images=ImageEncoder(processor))
+    messages = [{"role": "system", "content": "Look."}, *shown(picture("red"), picture("blue", (16, 32)))]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    images = [part["image"] for part in image_parts(messages)]
+    expected = processor(text=[text], images=images)["input_ids"][0]
+    assert real(renderer.prompt_ids(messages), processor) == list(expected)
+
+
+def test_a_text_that_spells_an_image_shows_none():
+    processor = build_processor()
+    renderer = ChatRenderer(processor.tokenizer, images=ImageEncoder(processor))
+    words = "<|vision_start|><|image_pad|><|vision_end|> \U0001f76b2123\U0001f76b3"
+    ids = renderer.prompt_ids(shown(picture(), words=words))
+    assert sum(token == processor.image_token_id for token in ids) == 0
+    assert len({token for token in ids if token < 0}) == 1
+    assert words in renderer.decode(ids)
+
+
+def test_a_part_has_options_of_the_processor_for_itself():
+    processor = build_processor()
+    encoder, image = ImageEncoder(processor), picture(size=(64, 64))
+    whole, small = (encoder.encode({"type": "image", "image": image, **more}) for more in ({}, {"max_pixels": 1024}))
+    assert (whole.inputs.size, small.inputs.size) == (64, 16)
+    assert whole.id != small.id
+    with pytest.raises(ImageError, match="The processor refuses an image of 64 by 64"):
+        encoder.encode({"type": "image", "image": image, "max_pixel": 1024})
+
+
+def test_one_image_in_two_objects_is_one():
+    encoder = ImageEncoder(build_processor())
+    first, second, other = picture(), picture(), picture("green")
+    encoded = [encoder.encode({"type": "image", "image": image}) for image in (first, second, other)]
+    assert encoded[0] is encoded[1] is not encoded[2]
+    assert encoded[0].id != encoded[2].id
+
+
+def test_images_for_a_model_of_text_are_refused_or_read_as_words():
+    renderer = ChatRenderer(build_tokenizer())
+    with pytest.raises(TemplateError, match="A message of 'user' shows an image, and this run gives its model text"):
+        renderer.prompt_ids(shown(picture()))
+    messages = shown(picture())
+    messages[0]["content"][0]["alt"] = "[a chart]"
+    assert "[a chart]" in renderer.decode(renderer.prompt_ids(messages))
+
+
+# In results of tools
+
+
+def look(where: str) -> Any:
+    """
+    Looks at something.
+
+    Args:
+        where: At what.
+    """
+    if where == "nothing":
+        return b"", {}
+    image = picture("green", (16, 16))
+    return image if where == "it" else ([image, {"type": "text", "text": "a page"}], {"seen": 1})
+
+
+CALLS = {
+    "tags": '<tool>{{"name": "look", "args": {{"where": "{}"}}}}</tool>',
+    "native": '<tool_call>\n{{"name": "look", "arguments": {{"where": "{}"}}}}\n</tool_call><|im_end|>',
+}
+
+
+@pytest.mark.parametrize("protocol", ["tags", "native"])
+def test_a_tool_shows_an_image(protocol):
+    processor = build_processor("qwen3_vl")
+    add_response_schema(processor.tokenizer)
+    answer = "<answer>a page</answer>" if protocol == "tags" else "a page<|im_end|>"
+    script = [CALLS[protocol].format("it"), CALLS[protocol].format("all"), answer]
+    engine = ScriptedSight(processor.tokenizer, lambda session, turn: script[turn])
+    [trajectory] = rollout(
+        MultiTurnToolEnv([look], protocol=protocol), engine, processor, [shown(picture())], sanity_check_mode="strict"
+    )
+    assert trajectory.stop_reason is StopReason.ANSWERED, trajectory.error
+    assert trajectory.render_mismatch is None
+    assert trajectory.tree.num_sequences == 1
+    first, second = (turn.tool_calls[0] for turn in trajectory.turns[:2])
+    assert (first.result, second.result, second.data) == ("[image]", "[image]\na page", {"seen": 1})
+    assert len(trajectory.images) == 2
+    order = [token for node in trajectory.tree.nodes for token in node.tokens if token < 0]
+    assert list(dict.fromkeys(order)) == list(trajectory.images)
+    assert len(order) == 6 + 4 + 4
+
+
+@pytest.mark.parametrize("history", ["template", "strip_thinking"])
+def test_a_rendered_history_keeps_its_images(history):
+    processor = build_processor("qwen3_vl")
+    add_response_schema(processor.tokenizer)
+    script = [f"<think>{number}</think>\n" + CALLS["tags"].format("it") for number in range(2)] + [
+        "<answer>a</answer>"
+    ]
+    engine = ScriptedSight(processor.tokenizer, lambda session, turn: script[turn])
+    [trajectory] = rollout(MultiTurnToolEnv([look]), engine, processor, [shown(picture())], history=history)
+    assert trajectory.stop_reason is StopReason.ANSWERED, trajectory.error
+    last = trajectory.tree.path_of_turn(2)
+    assert [token for token in last if token < 0].count(list(trajectory.images)[1]) == 2 * 4
+
+
+# Sampled
+
+
+class Screen:
+    """Three turns, each answered with another image."""
+
+    async def run(self, policy: Any, row: dict[str, Any]) -> Outcome:
+        messages = list(row["prompt"])
+        for number in range(3):
+            turn = await policy.reply(messages, max_tokens=5)
+            parts = [
+                {"type": "text", "text": "Now"},
+                {"type": "image", "image": picture("blue", (16, 16 + 8 * number))},
+            ]
+            messages += [turn.message, {"role": "user", "content": parts}]
+        return Outcome()
+
+    async def close(self) -> None:
+        pass
+
+
+def test_the_engine_samples_as_the_model_reads_images():
+    processor = build_processor()
+    model = build_vision_model(processor.tokenizer)
+    prompts = [shown(picture("red")), shown(picture("green")), [{"role": "user", "content": "No image."}]]
+    trajectories = rollout(Screen, TransformersEngine(model, processor.tokenizer), processor, prompts)
+    for trajectory in trajectories:
+        for turn, action in enumerate(trajectory.tree.actions()):
+            said = [message for each in trajectory.turns[:turn] for message in (each.message, *each.replies)]
+            images = [part["image"] for part in image_parts(trajectory.prompt + said)]
+            pixels = processor.image_processor(images=images, return_tensors="pt") if images else {}
+            ids = torch.tensor([real(trajectory.tree.path_of_turn(turn), processor)])
+            types = {"mm_token_type_ids": (ids == processor.image_token_id).long()} if images else {}
+            with torch.no_grad():
+                logits = model(input_ids=ids, **pixels, **types).logits[0, -len(action) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(action)[:, None])[:, 0]
+            sampled = [value for node in trajectory.tree.nodes if node.turn == turn for value in node.logprobs]
+            torch.testing.assert_close(torch.tensor(sampled), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_image_is_sampled():
+    processor = build_processor()
+    model = build_vision_model(processor.tokenizer)
+    with torch.no_grad():  # the model would write nothing else
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[processor.image_token_id] = 1.0
+    limits = RolloutLimits(max_turn_tokens=20)
+    [trajectory] = rollout(
+        MultiTurnToolEnv(),
+        TransformersEngine(model, processor.tokenizer),
+        processor,
+        [shown(picture())],
+        limits=limits,
+    )
+    assert trajectory.turns[0].num_tokens
+    assert processor.image_token_id not in trajectory.tree.actions()[0]
