@@ -17,7 +17,8 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from support.models import build_model
+from support.images import build_processor, build_vision_model
+from support.models import CPU_RUN, build_model
 from support.recipes import RECIPES, parse_recipe, processes_of
 from support.registered import keep, keep_estimators
 from support.runs import write_run
@@ -289,6 +290,11 @@ def test_python_blocks_run(page, tokenizer, tmp_path, questions, monkeypatch):
     if page.name == "agents.md":
         result = namespace["converse"](build_model(tokenizer, max_position_embeddings=2048), tokenizer)
         assert len(result["ids"][0]) == len(result["mask"][0]) > 0
+    if page.name == "images.md":
+        processor, options = build_processor("qwen3_vl"), {**CPU_RUN, "max_steps": 1, "max_turn_length": 8}
+        trainer = namespace["build"](build_vision_model(processor.tokenizer), processor, str(tmp_path), **options)
+        trainer.train()
+        assert all(one.images for one in trainer.batch.trajectories)
     if page.name == "rollouts.md":
         assert "42" in tokenizer.decode(namespace["replay"](tokenizer)["ids"][0])
     if page.name == "README.md":

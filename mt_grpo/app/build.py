@@ -12,7 +12,14 @@ from typing import Any
 import datasets
 import yaml
 from datasets import Dataset, IterableDataset
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 from trl import get_peft_config, get_quantization_config
 
 from mt_grpo.app.recipe import Recipe
@@ -20,6 +27,7 @@ from mt_grpo.data import check_apart, load_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.source import COLUMN, source_of
 from mt_grpo.errors import ConfigError, libraries_may_refuse
+from mt_grpo.forward.images import image_token
 from mt_grpo.option_rules import verifiers_name
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_check import examine_template
@@ -33,6 +41,7 @@ from mt_grpo.training.checkpoint import (
 from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.environment import build_env
 from mt_grpo.training.folder import check_folder
+from mt_grpo.training.images import tokenizer_in
 from mt_grpo.training.model import resolve_base, resolve_model
 from mt_grpo.training.preflight import check_batch_sizes, check_rows_suffice, check_surroundings
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
@@ -175,8 +184,9 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         check_adapter(checkpoint, adapter_settings(name) or (peft_config and peft_config.to_dict()))
     where = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
     with libraries_may_refuse(f"The model {name!r} cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(base, **where)
         config = AutoConfig.from_pretrained(base, **where)
+        processing_class = load_processing(base, config, **where)
+    tokenizer = tokenizer_in(processing_class)
     context_length = config.get_text_config().max_position_embeddings
     if args.use_vllm and args.vllm_max_model_length:
         context_length = min(context_length, args.vllm_max_model_length)
@@ -195,10 +205,34 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
             args=changed(args, push_to_hub=args.push_to_hub and writes),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=tokenizer,
+            processing_class=processing_class,
             quantization_config=get_quantization_config(model),
             peft_config=peft_config,
         )
+
+
+def load_processing(name: str, config: PreTrainedConfig, **where: Any) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """
+    The processor of a model that takes images, else its tokenizer. Where what the processor needs is not installed,
+    the model is given text only, with a warning.
+
+    Args:
+        name (`str`): The model.
+        config (`PreTrainedConfig`): Its configuration.
+        **where: `revision` and `trust_remote_code`.
+    """
+    if image_token(config) is not None:
+        try:
+            return AutoProcessor.from_pretrained(name, **where)
+        except (ImportError, AttributeError, OSError, ValueError) as error:
+            # without torchvision, transformers raises the second for a processor of videos
+            logger.warning(
+                "The processor of %s cannot be loaded (%s), so its model is given text only: `pip install "
+                "'mt-grpo[images]'`.",
+                name,
+                " ".join(str(error).split())[:200],
+            )
+    return AutoTokenizer.from_pretrained(name, **where)
 
 
 @contextlib.contextmanager

@@ -443,7 +443,7 @@ class ConversationPolicy:
 
 def _unread(message: Message) -> bool:
     """Whether a message has parts that are not in the form that templates take."""
-    content = message.get("content")
+    content = message.get("content") if isinstance(message, dict) else None
     return isinstance(content, list) and any(
         is_image(part)
         or (isinstance(part, dict) and None in part.values())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.images import build_processor, build_vision_model, picture
+from support.images import FAMILIES, build_processor, build_vision_model, picture
 from torch import Tensor
 
 from mt_grpo.forward import token_logps
@@ -74,9 +74,10 @@ def shown() -> Shown:
     return Shown()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("forward", ["tree", "padded", "turn_by_turn"])
-def test_images_score_as_in_a_forward_per_turn(shown: Shown, forward: str) -> None:
-    model = build_vision_model(shown.processor.tokenizer)
+def test_images_score_as_in_a_forward_per_turn(shown: Shown, forward: str, family: str) -> None:
+    model = build_vision_model(shown.processor.tokenizer, family=family)
     weights = torch.linspace(-1, 1, 13)
     expected = flat(shown.oracle(model))
     (expected * weights).sum().backward()

@@ -224,7 +224,7 @@ def test_a_part_that_is_no_text_ends_a_conversation_of_text():
     reply = {"role": "user", "content": [{"type": "text", "text": "Lima"}, {"type": "image"}]}
     trajectory, engine = outcome_of(LOOP.replace("CONTENT", "m.content"), reply)
     assert trajectory.stop_reason is StopReason.ENV_ERROR and len(engine.requests) == 1
-    assert "a message of role 'user' has a part that is no text" in trajectory.error
+    assert "A message has a place for an image and no image" in trajectory.error
 
 
 @pytest.mark.parametrize(

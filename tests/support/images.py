@@ -1,10 +1,21 @@
-"""A tiny vision-language model in the shape of Qwen2.5-VL, with a processor that needs no torchvision."""
+"""Tiny vision-language models, and a processor that needs no torchvision."""
 
 from __future__ import annotations
 
 import torch
 from PIL import Image
-from transformers import PreTrainedTokenizerFast, ProcessorMixin, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from support.models import build_tokenizer
@@ -41,45 +52,88 @@ def build_processor(template: str = "qwen2_5_vl", **options: object) -> ImageTex
     return ImageTextProcessor(images, tokenizer, tokenizer.chat_template)
 
 
-def build_vision_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
-    """A Qwen2.5-VL of a few thousand parameters with random weights, which looks at its images."""
+_TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 1, 1]},
+    "bos_token_id": None,
+}
+_VISION = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+    "initializer_range": 0.2,
+}
+FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict[str, object], dict[str, object]]] = {
+    "qwen2_5_vl": (
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLConfig,
+        {},
+        {"window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_vl": (
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig,
+        {},
+        {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+    ),
+    "qwen3_5": (
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5Config,
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "mrope_section": [1, 1, 0],
+                "mrope_interleaved": True,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        {"num_position_embeddings": 64, "deepstack_visual_indexes": []},
+    ),
+}
+"""Models, their configurations, and what their decoders and vision towers have of their own."""
+
+
+def build_vision_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int = 0, family: str = "qwen2_5_vl"
+) -> PreTrainedModel:
+    """A model of a few thousand parameters with random weights, which looks at its images."""
     torch.manual_seed(seed)
+    model_class, config_class, text, vision = FAMILIES[family]
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 1024,
-            "initializer_range": 0.2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 1, 1]},
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-            "bos_token_id": None,
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "patch_size": PATCH,
-            "spatial_merge_size": MERGE,
-            "temporal_patch_size": 2,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-            "out_hidden_size": 32,
-            "initializer_range": 0.2,
-        },
+    ids = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = config_class(
+        text_config={**_TEXT, **text, **ids},
+        vision_config={**_VISION, **vision},
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,
         vision_end_token_id=end,
         tie_word_embeddings=False,
     )
-    return Qwen2_5_VLForConditionalGeneration(config)
+    return model_class(config)
 
 
 def picture(color: tuple[int, int, int] | str = "red", size: tuple[int, int] = (24, 16)) -> Image.Image:

@@ -168,21 +168,22 @@ class TransformersEngine:
         device = self.model.device
         width = max(len(request.context) for request in batch)
         pad = self.tokenizer.pad_token_id
-        # masked, but a repetition penalty reads it: a token of the row itself, so that padding changes nothing
-        padded = [
-            [max(request.context)] * (width - len(request.context)) + request.context for request in batch
-        ]  # no image's token, which are below 0
+        # masked, but a repetition penalty reads it: a token of the row itself, so that padding changes nothing; the
+        # largest is none of an image
+        padded = [[max(request.context)] * (width - len(request.context)) + request.context for request in batch]
         mask = [[0] * (width - len(request.context)) + [1] * len(request.context) for request in batch]
         ids = torch.tensor(padded, device=device)
         images: dict[int, ImageInputs] = {}
         for request in batch:
             images |= request.images
+        inputs = row_inputs(self.model, ids, images)
         never = image_token(self.model.config)  # no image would stand behind it
         recorder = _Recorder(batch, width, device, greedy=drawing[0] == 0, never=never)
         routes = Recorder(self.model) if self.record_routes else nullcontext()
         with routes:
             self.model.generate(
-                **row_inputs(self.model, ids, images),
+                inputs.pop("input_ids"),
+                **inputs,
                 attention_mask=torch.tensor(mask, device=device),
                 generation_config=GenerationConfig(
                     do_sample=False,
