@@ -275,6 +275,48 @@ def test_the_first_screen_has_the_committed_figures():
         assert f" | {factor} | `benchmarks/" in readme
 
 
+def test_tables_of_pages_have_the_committed_figures():
+    """Where a benchmark has run again, its page follows."""
+
+    def rows(name):
+        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+
+    def middle(values, digits, factor=1):
+        return f"{statistics.median(values) * factor:.{digits}f}"
+
+    expected = {
+        "accuracy": [
+            f"| {row['method']} | {row['RMSE']:.1e} | {row['RMSE to float32']:.1e} |"
+            for row in rows("methods")
+            if row["RMSE"]
+        ],
+        "forward": [
+            *(
+                f"| {middle(row['seconds']['trl'], 2)} | {middle(row['seconds']['tree'], 2)} "
+                f"| {row['ratio']['median']:.2f} ({row['ratio']['minimum']:.2f}) |"
+                for row in rows("step_cpu")
+            ),
+            *(f"| {row['ratio']['median']:.1f} ({row['ratio']['minimum']:.1f}) |" for row in rows("head")),
+            *(f"| {row['ratio']['median']:.0f} ({row['ratio']['minimum']:.0f}) |" for row in rows("packing")),
+            *(f"| {middle(rows('tree_row')[0]['seconds'][side], 2)} |" for side in ("trl", "tree")),
+        ],
+        "rewards": [f"{middle(row['values'], 2)} of its time" for row in rows("answers") if "target" in row],
+        "rollouts": [
+            f"| {middle(row['values'], 1)} ("
+            for row in rows("rollout")
+            if row["label"].startswith("event-loop") and "CPU" in row["label"]
+        ],
+        "server": [
+            *(f"| {middle(row['wall'], 0, 1e3)} | {middle(row['cpu'], 0, 1e3)} |" for row in rows("weight_sync")[:5]),
+            f"| {rows('weight_sync')[-2]['wall ratio']['median']:.2f} | ≥ 0.7 |",
+            *(f"| {row['tree']['largest']:.1e} |" for row in rows("parity")),
+        ],
+    }
+    for page, figures in expected.items():
+        text = (ROOT / "docs" / f"{page}.md").read_text()
+        assert [figure for figure in figures if figure not in text] == [], page
+
+
 FRAMEWORKS = tuple(f"from {name}" for name in ("agents ", "langchain_core.", "pydantic_ai ", "smolagents "))
 """How blocks begin that need packages which `make interop-agents` installs; it runs them."""
 

@@ -17,7 +17,7 @@ from support.loopback import free_port
 
 ROOT = Path(__file__).parents[2]
 SERVER_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-START_LIMIT = 300.0
+START_LIMIT = 900.0
 """Seconds a real server may take to start: two cores, shared with whatever else runs."""
 
 
