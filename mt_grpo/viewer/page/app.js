@@ -25,6 +25,7 @@ const VIEWS = {
   context: [null, context, 'trajectory'],
 }
 const POLL = 2000
+const KEEP = 150
 
 const main = document.querySelector('main')
 const nav = document.querySelector('nav')
@@ -62,7 +63,7 @@ async function show() {
   if (name === 'groups' || name === 'trajectory') seen[name] = location.hash || link(name)
   document.title = `${found.title} · mt-grpo view`
   main.removeAttribute('aria-busy')
-  window.scrollTo(0, 0)
+  window.scrollTo(0, history.state?.scrolled ?? 0)  // where one was, if one goes back
   performance.mark(`shown ${name}`)
 }
 
@@ -113,6 +114,12 @@ async function poll() {
   setTimeout(poll, POLL)
 }
 
+history.scrollRestoration = 'manual'
+let keeping
+addEventListener('scroll', () => {
+  clearTimeout(keeping)
+  keeping = setTimeout(() => main.hasAttribute('aria-busy') || history.replaceState({ ...history.state, scrolled: scrollY }, ''), KEEP)
+}, { passive: true })
 addEventListener('hashchange', show)
 addEventListener('keydown', event => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest('input')) return

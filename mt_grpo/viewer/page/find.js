@@ -137,6 +137,16 @@ export async function find(main, asked) {
   })
   scroll.addEventListener('scroll', () => requestAnimationFrame(inSight), { passive: true })
   await load()
+  const kept = history.state?.table
+  if (kept) {
+    scroll.scrollTop = kept
+    await inSight()
+  }
+  let keeping
+  scroll.addEventListener('scroll', () => {
+    clearTimeout(keeping)
+    keeping = setTimeout(() => body.isConnected && history.replaceState({ ...history.state, table: scroll.scrollTop }, ''), WAIT)
+  }, { passive: true })
   return { title: 'Find', refresh: load }
 }
 
@@ -147,7 +157,7 @@ function drawn(row, i, state) {
     h('span', { class: 'dim' }, each.turn === null ? each.part : `turn ${each.turn} · ${each.part}`),
     h('span', { class: 'mono', dir: 'auto' }, each.before && `…${each.before}`, h('mark', {}, each.hit), `${each.after}…`))))
   return h('a', { class: `tr ${lines ? 'tall' : ''}`, role: 'row', 'aria-rowindex': String(i + 2),
-    css: { top: `${i * state.row}px`, height: `${state.row}px` }, href: link('trajectory', { session: row.session }) }, cells, lines)
+    css: { top: `${i * state.row}px`, height: `${state.row}px` }, href: link('trajectory', { session: row.session, q: state.q, sort: state.sort, at: i }) }, cells, lines)
 }
 
 /** How far the index of words has read, where it is asked and has not read all. */

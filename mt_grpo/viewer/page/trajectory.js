@@ -14,15 +14,23 @@ export async function trajectory(main, asked) {
   const shades = shadesOf(whole.tokens, whole.updates)
   const places = placesByTurn(whole)
   const spans = []
-  const state = { shade: NAMES.includes(asked.get('shade')) ? asked.get('shade') : 'advantage', at: null, pinned: false, why: null }
+  const state = { shade: NAMES.includes(asked.get('shade')) ? asked.get('shade') : 'advantage', at: null, pinned: false, why: null,
+    reading: asked.get('read') === '1' }
+  const list = { q: asked.get('q'), sort: asked.get('sort'), at: asked.get('at') }
   const tokenCard = h('section', { class: 'card' })
   const bar = h('div', { class: 'choices' })
   const session = whole.index.session
 
   const keepAddress = () => history.replaceState(null, '', link('trajectory',
-    { session, shade: state.shade === 'advantage' ? '' : state.shade, why: state.why === null ? '' : state.why + 1 }))
+    { session, shade: state.shade === 'advantage' ? '' : state.shade, why: state.why === null ? '' : state.why + 1, read: state.reading ? 1 : '', ...list }))
+  const modes = choice('show', [[false, 'tokens'], [true, 'reading']], state.reading, value => {
+    state.reading = value
+    keepAddress()
+    dispatchEvent(new Event('hashchange'))
+  })
   const paint = () => {
     const shade = shades[state.shade]
+    if (state.reading) return bar.replaceChildren(modes)
     performance.mark('shade')
     for (const turn of places) {
       for (const i of turn) {
@@ -31,13 +39,14 @@ export async function trajectory(main, asked) {
       }
     }
     if (state.at !== null) spans[state.at].classList.add('at')
-    bar.replaceChildren(choice('shade tokens by', NAMES.map(name => [name, name]), state.shade, name => {
+    bar.replaceChildren(modes, choice('shade tokens by', NAMES.map(name => [name, name]), state.shade, name => {
       state.shade = name
       keepAddress()
       paint()
     }), legend(shade))
   }
   const point = (i, pinned) => {
+    if (state.reading) return
     if (state.at !== null) spans[state.at].classList.remove('at')
     state.at = i
     state.pinned = pinned
@@ -46,6 +55,7 @@ export async function trajectory(main, asked) {
     tokenCard.replaceChildren(...ofToken(whole, shades, i, state.pinned))
   }
   const jump = direction => {
+    if (state.reading) return
     const stops = large(shades[state.shade], places.flat())
     const from = state.at ?? (direction > 0 ? -1 : Infinity)
     const next = direction > 0 ? stops.find(i => i > from) ?? stops[0] : stops.findLast(i => i < from) ?? stops.at(-1)
@@ -91,7 +101,7 @@ export async function trajectory(main, asked) {
     card.scrollIntoView({ block: 'start' })
   }
 
-  const cards = h('div', { class: 'talk' }, promptCard(whole), whole.turns.map((_, n) => turnCard(whole, n, places[n], spans, openWhy)),
+  const cards = h('div', { class: 'talk' }, promptCard(whole, state.reading), whole.turns.map((_, n) => turnCard(whole, n, places[n], spans, openWhy, state.reading)),
     whole.error && h('div', { class: 'said wrong' }, whole.error),
     whole.where && h('pre', { class: 'said wrong' }, whole.traceback))
   cards.addEventListener('mouseover', event => {
@@ -103,7 +113,7 @@ export async function trajectory(main, asked) {
     if (i !== undefined) point(i, !(state.pinned && state.at === i))
   })
   main.replaceChildren(head(whole, bar), treeCard(whole, go), h('div', { class: 'reading' },
-    h('aside', {}, outcome(whole), tokenCard, turnList(whole, go)), cards))
+    h('aside', {}, outcome(whole), state.reading ? null : tokenCard, turnList(whole, go), keys(state.reading)), cards))
   point(null, false)
   paint()
   const first = Number(asked.get('why')) - 1
@@ -118,15 +128,35 @@ export async function trajectory(main, asked) {
     if (JSON.stringify(now.index) !== JSON.stringify(whole.index)) dispatchEvent(new Event('hashchange'))
   }
   return { title: session, refresh, keys: {
-    w: () => whole.turns.length && whole.index.mode !== 'eval' && openWhy(current()),
+    j: () => follow(1), k: () => follow(-1), r: () => modes.querySelector('[aria-pressed=false]').click(), w: () => whole.turns.length && whole.index.mode !== 'eval' && openWhy(current()),
     c: () => { if (whole.turns.length) location.hash = link('context', { session, turn: current() + 1 }) }, n: () => jump(1), p: () => jump(-1), Escape: () => point(null, false),
     ArrowRight: () => step(1), ArrowLeft: () => step(-1) } }
+
+  /** The next conversation of the list that this one was opened from; of its group, where there is none. */
+  async function follow(by) {
+    const kept = { shade: state.shade === 'advantage' ? '' : state.shade, read: state.reading ? 1 : '' }
+    if (list.at === null) {
+      const { sessions } = whole.group
+      const next = sessions[sessions.indexOf(session) + by]
+      if (next) location.replace(link('trajectory', { session: next, ...kept }))
+      return
+    }
+    const at = Number(list.at) + by
+    if (at < 0) return
+    const { rows } = await ask('find', { q: list.q, sort: list.sort, offset: at, limit: 1 })
+    if (rows.length) location.replace(link('trajectory', { session: rows[0].session, ...kept, ...list, at }))
+  }
 
   function step(by) {
     const all = places.flat()
     const next = all[all.indexOf(state.at) + by]
     if (state.at !== null && next !== undefined) point(next, true)
   }
+}
+
+function keys(reading) {
+  const each = [['w', 'why this advantage'], ['c', 'what it saw'], ['r', reading ? 'tokens' : 'reading'], ...(reading ? [] : [['n', ''], ['p', 'next large token']]), ['j', ''], ['k', 'next conversation']]
+  return h('section', { class: 'card' }, h('h3', {}, 'Keys'), h('p', { class: 'dim' }, each.map(([key, does], i) => [h('kbd', {}, key), does && ` ${does}`, does && i + 1 < each.length ? ' · ' : ' '])))
 }
 
 function head(whole, bar) {

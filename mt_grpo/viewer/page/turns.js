@@ -1,7 +1,11 @@
 // A conversation as cards: what the model wrote, token by token, and what it was answered.
 
 import { words } from './context_tokens.js'
+import { folded } from './fold.js'
 import { h, link, number, plural, signed } from './dom.js'
+import { json, read } from './reading.js'
+
+const LONG = 1500
 
 /** Places of the tokens of each turn in the list of all tokens. */
 export function placesByTurn(whole) {
@@ -11,16 +15,21 @@ export function placesByTurn(whole) {
 }
 
 /** What stands before the first turn. */
-export function promptCard(whole) {
-  return h('div', { class: 'said prompt' }, whole.prompt.map(message =>
-    h('p', {}, h('b', {}, message.role), ' ', words(message))))
+export function promptCard(whole, reading = false) {
+  return h('div', { class: 'said prompt' }, whole.prompt.map(message => (reading ? [h('b', {}, message.role), read(message)]
+    : h('p', { dir: 'auto' }, h('b', {}, message.role), ' ', short(words(message))))))
+}
+
+/** Long text folded. */
+function short(text) {
+  return text.length > LONG ? folded(h('span', {}, text), `all ${plural(text.length, 'character')}`) : text
 }
 
 /**
  * The card of a turn, and what followed it; `spans` gets the element of each token. With `open` the advantage is a
- * button that calls it.
+ * button that calls it. `reading` shows messages as they are meant to be read, in place of their tokens.
  */
-export function turnCard(whole, number_, places, spans, open = null) {
+export function turnCard(whole, number_, places, spans, open = null, reading = false) {
   const turn = whole.turns[number_]
   const advantage = whole.index.mode === 'eval' ? null : turn.advantage  // nothing is trained there
   const side = advantage === null || advantage === undefined ? '' : advantage > 0 ? 'above' : advantage < 0 ? 'below' : ''
@@ -36,7 +45,7 @@ export function turnCard(whole, number_, places, spans, open = null) {
     open && h('a', { class: 'saw', href: link('context', { session: whole.index.session, turn: number_ + 1 }), title: 'The context of this turn (c)' }, 'what it saw'),
     turn.weight_version !== null && h('span', { class: 'right-end' }, `weights of step ${turn.weight_version}`))
   return [h('article', { class: `turn ${side}`, id: `turn-${number_ + 1}`, 'aria-label': `turn ${number_ + 1}` },
-    head, text(whole, turn, places, spans)), reply(turn)]
+    head, reading ? h('div', { class: 'to-read' }, read(turn.message), calls(turn)) : text(whole, turn, places, spans)), reply(turn, reading)]
 }
 
 function opener(number_, advantage, open) {
@@ -50,12 +59,13 @@ const byName = (whole, n) => Object.entries(whole.rewards.turn ?? {}).map(([name
 function text(whole, turn, places, spans) {
   const block = document.createElement('div')
   block.className = 'tokens'
+  block.dir = 'auto'
   const { texts, ids } = whole.tokens
   for (const [k, i] of places.entries()) {
     const span = document.createElement('span')
     const words_ = texts ? texts[i] : `⟨${ids[i]}⟩`
     if (words_.includes('\n')) span.append(...withBreaks(words_))
-    else span.textContent = words_ === '' ? '·' : words_
+    else span.textContent = words_  // empty where a later token ends the character
     span.place = i
     if (whole.turns[turn.index].mask?.[k] === 0) {
       span.dataset.masked = ''
@@ -73,15 +83,22 @@ function withBreaks(words_) {
   return words_.split('\n').flatMap((part, n) => (n ? [h('i', {}, '⏎'), '\n', part] : [part])).filter(part => part !== '')
 }
 
-function reply(turn) {
+/** Calls that are not in the text of the message. */
+function calls(turn) {
+  if (!turn.message.tool_calls?.length) return null
+  return turn.tool_calls.map(call => h('div', { class: 'tagged' }, h('small', { class: 'dim' }, `call of ${call.name}`),
+    h('pre', { class: 'code', dir: 'ltr' }, json(JSON.stringify(call.arguments)))))
+}
+
+function reply(turn, reading) {
   const wrong = turn.error !== null || turn.tool_calls.some(call => call.error !== null)
   if (!turn.replies.length && !wrong) return null
-  const calls = turn.tool_calls.map(call => h('p', {}, h('b', {}, call.name), `(${JSON.stringify(call.arguments)})`,
+  const ran = turn.tool_calls.map(call => h('p', {}, h('b', {}, call.name), `(${JSON.stringify(call.arguments)})`,
     ` · ${milliseconds(call.seconds)}`, call.error !== null && h('span', { class: 'problem' }, ` · ${call.error}`),
     call.where && h('span', { class: 'dim' }, ` · ${call.where}`)))
-  const none = !calls.length && turn.error !== null && h('p', {}, h('b', {}, 'no call ran'))
-  return h('div', { class: `said ${wrong ? 'wrong' : ''}` }, calls, none,
-    turn.replies.length ? turn.replies.map(message => h('p', {}, words(message))) : h('p', {}, turn.error))
+  const none = !ran.length && turn.error !== null && h('p', {}, h('b', {}, 'no call ran'))
+  return h('div', { class: `said ${wrong ? 'wrong' : ''}` }, ran, none,
+    turn.replies.length ? turn.replies.map(message => (reading ? read(message) : h('p', { dir: 'auto' }, short(words(message))))) : h('p', {}, turn.error))
 }
 
 const milliseconds = seconds => (seconds < 1 ? `${(1000 * seconds).toFixed(0)} ms` : `${number(seconds)} s`)
