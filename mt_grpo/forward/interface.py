@@ -53,7 +53,16 @@ class TreeMask(Tensor):
     tree: TreeLayout
     window: Window
     known: bool
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's Parameter
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.cat, torch.concat):
+            raise UnsupportedModelError(
+                "A layer joins its mask with another (compressed keys), so trees cannot be packed for it; set "
+                "`forward: padded`."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
 
     @classmethod
     def of(

@@ -204,12 +204,20 @@ def check_model(model: PreTrainedModel) -> None:
         )
 
 
+def _attends_by_name(module: nn.Module) -> bool:
+    """Whether a layer does something else for attentions that are neither of these two, and ours has another name."""
+    forward = inspect.unwrap(type(module).forward)
+    return isinstance(forward, types.FunctionType) and ("eager", "sdpa") in forward.__code__.co_consts
+
+
 def _obstacle(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
     # cannot run
     in_file = "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(model).__module__]) and not model._is_stateful
     if not (model._supports_attention_backend or in_file or has_own_attention(model) or recurrent_layers(model)):
         return "does not go through transformers' attention interface"
+    if any(map(_attends_by_name, model.modules())):
+        return "picks the tokens that it attends to (sparse attention)"
     if backbone_name(model) is None or output_layer(model) is None:
         return "has no linear output layer apart from the rest"
     # the probe has no images and no other sequence to attend to

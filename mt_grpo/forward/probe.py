@@ -94,18 +94,19 @@ def prove(model: nn.Module, length: int, *, attention: str = "auto", mixed_preci
     way = (id(model), attention, mixed_precision)
     if length <= proven.get(way, 0):
         return
-    depth = probe_depth(base.config.get_text_config(), length)
+    known = turns_by_length(base)
+    if known is not None and length > known:
+        raise UnsupportedModelError(
+            f"The rotary positions of {type(base).__name__} turn differently in rows of more than {known} tokens and "
+            f"in shorter ones, so trees cannot be packed for it; keep rows within {known} tokens."
+        )
+    depth = probe_depth(base.config.get_text_config(), length, known)
     proof = measure(model, depth, attention=attention, mixed_precision=mixed_precision)
     if not proof.holds:
         raise UnsupportedModelError(
             f"{type(base).__name__} scores packed trees {proof.difference:.1e} nats away from one forward for each "
             f"turn, where its precision explains {proof.allowed:.1e}, so trees cannot be packed for it; set `forward: "
             "padded`."
-        )
-    if turns_by_length(base.config.get_text_config(), depth):
-        raise UnsupportedModelError(
-            f"The rotary positions of {type(base).__name__} turn differently in rows of {depth} tokens and in shorter "
-            "ones, so trees cannot be packed for it; set `forward: padded`."
         )
     proven[way] = max(depth, length)
 
@@ -122,7 +123,14 @@ def prove_rows(model: nn.Module, length: int, *, mixed_precision: str = "no") ->
     way = (id(model), "rows", mixed_precision)
     if length <= proven.get(way, 0):
         return
-    depth = probe_depth(base.config.get_text_config(), length)
+    known = turns_by_length(base)
+    if known is not None and length > known:
+        raise UnsupportedModelError(
+            f"{type(base).__name__} can be trained neither over packed trees nor in padded rows, since its rotary "
+            f"positions turn differently in rows of more than {known} tokens and in shorter ones: keep prompt and "
+            f"completion within {known} tokens, or set `forward: turn_by_turn`."
+        )
+    depth = probe_depth(base.config.get_text_config(), length, known)
     proof = measure(model, depth, mixed_precision=mixed_precision, rows=True)
     if not proof.holds:
         raise UnsupportedModelError(
@@ -169,25 +177,38 @@ def prove_images(
         )
 
 
-def probe_depth(config: PreTrainedConfig, length: int) -> int:
-    """Depth of a probe for rows of `length` tokens: the next power of two, within the model's positions."""
+def probe_depth(config: PreTrainedConfig, length: int, known: int | None = None) -> int:
+    """
+    Depth of a probe for rows of `length` tokens: the next power of two, within the model's positions, and within
+    `known` tokens where that is given.
+    """
     depth = max(SHALLOWEST, 1 << (length - 1).bit_length())
-    positions: int = next((value for name in POSITIONS if (value := getattr(config, name, None))), depth)
+    if known is not None:
+        depth = min(depth, known)
+    positions = _positions(config) or depth
     rotary = getattr(config, "rope_parameters", None) is not None  # else a table, which ends
     return depth if rotary and length > positions else min(depth, positions)
 
 
-def turns_by_length(config: PreTrainedConfig, length: int) -> bool:
+def _positions(config: PreTrainedConfig) -> int | None:
+    """How many positions a model has; `None` where it says nothing, or -1."""
+    found = (getattr(config, name, None) for name in POSITIONS)
+    return next((value for value in found if value and value > 0), None)
+
+
+def turns_by_length(model: PreTrainedModel) -> int | None:
     """
-    Whether a model turns positions by frequencies that depend on the length of a row, in rows of up to `length`
-    tokens. The probe may not see that where weights make little use of it.
+    The length from which on a model turns positions by frequencies that depend on the length of a row; `None` where
+    they do not. The probe may not see that where weights make little use of it.
     """
+    config = model.config.get_text_config()
+    if not any("rope_type" in vars(module) for module in model.modules()):  # some are configured and not there
+        return None
     rope = getattr(config, "rope_parameters", None) or {}
     for options in rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]:
-        known = options.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
-        if options.get("rope_type") in ("dynamic", "longrope") and length > (known or length):
-            return True
-    return False
+        if options.get("rope_type") in ("dynamic", "longrope"):
+            return options.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+    return None
 
 
 def probe_trees(vocabulary: int, depth: int) -> list[FlatTree]:
@@ -314,6 +335,8 @@ def _rounding_noise(
     Mean difference, in nats, over the worst `TURN` tokens between a batch, and the same batch with padding on the left
     and with some numbers of its embeddings off by a rounding step. Only rounding differs.
     """
+    if not _takes(base, "position_ids"):  # padding may take positions, of which a table has no more
+        length = min(length, (_positions(base.config.get_text_config()) or length + PADDING) - PADDING)
     tokens = np.random.default_rng(1).integers(vocabulary, size=(NOISE_ROWS, length))
     ids = torch.from_numpy(tokens).to(device)
     size = min(length - 1, SHALLOWEST) // TURN * TURN

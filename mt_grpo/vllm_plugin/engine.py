@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +15,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.platforms import current_platform
 
 from mt_grpo.vllm_plugin.checksum import Checksum, file_checksum, read_tensors
@@ -80,16 +85,19 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
     @torch.no_grad()
     def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
         with safe_open(update_info.path, framework="pt", device="cpu"):  # before the model is touched
-            checksum = Checksum()
+            checksum, sinks = Checksum(), list[tuple[str, torch.Tensor]]()
             self.loaded = "unknown, since an update failed"
+            if current_platform.is_cpu():
+                self._pack_experts_again()
             initialize_layerwise_reload(self.model)
             try:
                 # closed, so that all that was loaded is added, even if the model asks for no end
                 with contextlib.closing(read_tensors(update_info.path, checksum)) as tensors:
-                    self.model.load_weights(tensors)
+                    self.model.load_weights(self._each_by_its_loader(tensors, sinks))
             finally:
                 finalize_layerwise_reload(self.model, self.model_config)
                 self._repack_output_layers()
+            self.model.load_weights(sinks)
             self.loaded = checksum.hexdigest()
 
     def finish_weight_update(self) -> None:
@@ -98,9 +106,39 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
     def shutdown(self) -> None:
         pass
 
+    def _each_by_its_loader(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], sinks: list[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """
+        The tensors as a reload can load them. It sees what goes through a loader, and vLLM copies gpt-oss's stacked
+        experts and its sinks into place without one. So experts go one at a time, and `sinks` keeps what is to be
+        copied once the model is in place again.
+        """
+        for name, tensor in tensors:
+            layer, _, kind = name.rpartition(".mlp.experts.")
+            if not isinstance(self.model, GptOssForCausalLM):
+                yield name, tensor
+            elif name.endswith(".self_attn.sinks"):
+                sinks.append((name, tensor))
+            elif kind in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+                yield from ((f"{layer}.mlp.experts.{number}.{kind}", expert) for number, expert in enumerate(tensor))
+            else:
+                yield name, tensor
+
+    def _pack_experts_again(self) -> None:
+        """Has vLLM pack experts for its CPU kernels at each load. It does so at the first one only."""
+        for module in self.model.modules():
+            if isinstance(module, RoutedExperts) and isinstance(module.quant_method, UnquantizedFusedMoEMethod):
+                module.quant_method._setup_kernel = partial(_set_up_packed, module.quant_method)
+
     def _repack_output_layers(self) -> None:
         """Repacks output layers on a CPU. They use a packed copy, which is old if they share the embedding."""
         if current_platform.is_cpu() and self.model_config.hf_text_config.tie_word_embeddings:
             for module in self.model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
+
+
+def _set_up_packed(method: UnquantizedFusedMoEMethod, layer: RoutedExperts, **weights: torch.Tensor) -> None:
+    UnquantizedFusedMoEMethod._setup_kernel(method, layer, **weights)
+    method.moe_kernel.fused_experts.process_weights_after_loading(layer)

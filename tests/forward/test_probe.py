@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
+    DeepseekV4Config,
     DeepseekV32Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -26,6 +27,8 @@ from transformers import (
     Qwen3MoeConfig,
     RobertaConfig,
     RwkvConfig,
+    WhisperConfig,
+    XLNetConfig,
 )
 
 from mt_grpo.errors import UnsupportedModelError
@@ -48,6 +51,14 @@ SPARSE = {
     **{"q_lora_rank": 16, "kv_lora_rank": 16, "index_n_heads": 2, "moe_intermediate_size": 16},
     **{"num_experts_per_tok": 2, **TOKENS},
 }
+COMPRESSED = {
+    **{"vocab_size": 96, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, **TOKENS},
+    **{"num_attention_heads": 4, "q_lora_rank": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8, "qk_rope_head_dim": 8, "head_dim": 32},
+}
+WHISPER = {"vocab_size": 96, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, **TOKENS}
+WHISPER |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+WHISPER |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 32)
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 
 
@@ -78,12 +89,10 @@ RIGHT = {
 }
 WRONG = {
     "positions that begin elsewhere": lambda: RobertaConfig(**ROBERTA, is_decoder=True, pad_token_id=0),
-    "frequencies that depend on the length": lambda: LlamaConfig(
-        **TINY, max_position_embeddings=64, rope_parameters=DYNAMIC
-    ),
 }
 CANNOT = {
     "both directions": lambda: RobertaConfig(**ROBERTA),
+    "compressed keys": lambda: DeepseekV4Config(**COMPRESSED),
     "sparse attention": lambda: DeepseekV32Config(**SPARSE),
     "layers that run along a sequence only": lambda: RwkvConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2),
 }
@@ -112,6 +121,14 @@ def test_a_model_that_scores_trees_wrong_is_refused(kind):
 def test_what_cannot_run_over_trees_is_refused(kind):
     with pytest.raises(UnsupportedModelError, match="set `forward: padded`"):
         token_logps(make(CANNOT[kind]()), [deep_tree(40)])
+
+
+def test_a_model_with_sparse_attention_is_left_as_it_is():
+    model, ids = make(DeepseekV32Config(**{**SPARSE, "index_n_heads": 8})), torch.arange(40)[None]
+    expected = model(ids).logits
+    with pytest.raises(UnsupportedModelError, match="picks the tokens that it attends to"):
+        enable_trees(model)
+    assert torch.equal(model(ids).logits, expected)
 
 
 @pytest.mark.parametrize("layer", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])
@@ -152,11 +169,31 @@ def deep_tree(length: int) -> TokenTree:
     return tree
 
 
-def test_what_depends_on_the_length_is_seen_once_rows_are_longer():
-    model = make(LlamaConfig(**TINY, max_position_embeddings=300, rope_parameters=DYNAMIC))
-    token_logps(model, [deep_tree(200)])
-    with pytest.raises(UnsupportedModelError, match="nats"):
-        token_logps(model, [deep_tree(400)])
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 300,
+}
+
+
+@pytest.mark.parametrize("rope", [DYNAMIC, LONGROPE])
+def test_rows_that_turn_positions_by_their_length_are_refused(rope):
+    model = make(LlamaConfig(**TINY, max_position_embeddings=300, rope_parameters=rope))
+    token_logps(model, [deep_tree(290)])  # with weights that make little use of it
+    prove_rows(model, 290)
+    with pytest.raises(UnsupportedModelError, match="rows of more than 300 tokens and in shorter ones, so trees"):
+        token_logps(model, [deep_tree(310)])
+    with pytest.raises(UnsupportedModelError, match="completion within 300 tokens, or set `forward: turn_by_turn`"):
+        prove_rows(model, 310)
+
+
+def test_padding_needs_no_position_that_a_model_lacks():
+    model = make(WhisperConfig(**WHISPER, max_target_positions=448)).bfloat16()  # takes no `position_ids`
+    enable_trees(model)
+    prove(model, 440)
 
 
 def test_a_model_is_proven_once_for_each_length_and_wrapper():
@@ -223,6 +260,7 @@ def test_the_probe_tree_forks_and_is_as_deep_as_asked():
 def test_a_probe_is_no_deeper_than_the_positions_a_model_has():
     table = GPT2Config(n_positions=300)
     assert [probe_depth(table, length) for length in (10, 257, 400)] == [256, 300, 300]
+    assert probe_depth(XLNetConfig(), 300) == 512  # whose number of positions is -1
     rotary = LlamaConfig(max_position_embeddings=300)
     assert [probe_depth(rotary, length) for length in (10, 257, 400, 1025)] == [256, 300, 512, 2048]
 
