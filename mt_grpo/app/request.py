@@ -82,8 +82,13 @@ OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "minimum": 1,
             "default": None,
         },
+        "gpu": {
+            "description": "The kind of GPU of the run, such as H100; that of the first one here where there is one.",
+            "type": "string",
+            "default": None,
+        },
         "gpu_memory": {
-            "description": "GB of a GPU of the run; those of the first GPU here where there is one.",
+            "description": "GB of a GPU of the run, where they are not those of its kind.",
             "type": "number",
             "minimum": 1,
             "default": None,

@@ -107,7 +107,7 @@ def test_a_device_is_here_stated_or_missed(check, monkeypatch):
     assert check("device", use_cpu=None)[0] == ["warn"]
     assert check("device", "--gpu_memory", "80", use_cpu=None, bf16=True)[0] == ["warn"]
     status, words = check("device", use_cpu=None, bf16=True)
-    assert status == ["fail"] and "`--gpu_memory 80 --num_processes 7`" in words
+    assert status == ["fail"] and "`--gpu H100 --num_processes 7`" in words
 
 
 def test_a_model_is_found_or_not(check, tmp_path):
@@ -223,7 +223,7 @@ def test_training_fits_or_not(check):
     assert check("training memory")[0] == ["ok"]
     assert check("training memory", "--gpu_memory", "80", **GPU)[0] == ["ok"]
     status, words = check("training memory", "--gpu_memory", "2", **GPU)
-    assert status == ["fail"] and "a smaller `per_device_train_batch_size`" in words
+    assert status == ["fail"] and "no option that is known here makes it fit: take GPUs of 4 GB" in words
 
 
 def test_the_server_has_room_or_not(check):
@@ -260,12 +260,12 @@ def test_a_step_is_estimated_and_calibrated(check, tmp_path):
 
 
 def test_a_slow_server_asks_for_more_gpus(check, monkeypatch):
-    slow = time_plan.H100.__class__(400e12, 1e6, 1e-4, 1e-4, "a slow memory")
-    monkeypatch.setattr(time_plan, "H100", slow)
+    slow = time_plan.Speed(400e12, 1e6, 1e-4, 1e-4, "a slow memory")
+    monkeypatch.setattr(time_plan, "speed_of", lambda gpu: slow)
     options = ["--gpu_memory", "80", "--num_processes", "7"]
     status, words = check("step", *options, use_vllm=True, **GPU)
     assert status == ["ok", "warn"] and "7 + 1: " in words and "train on 4 and serve on 4: 4 servers" in words
-    monkeypatch.setattr(time_plan, "H100", time_plan.H100.__class__(1e6, 2e12, 1e-4, 1e-4, "a slow processor"))
+    slow = time_plan.Speed(1e6, 2e12, 1e-4, 1e-4, "a slow processor")
     status, words = check("step", *options, use_vllm=True, num_iterations=8, **GPU)
     assert status == ["ok", "ok"] and "7 + 1 is near the best" in words
 

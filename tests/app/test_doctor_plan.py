@@ -15,8 +15,8 @@ from support.models import build_model
 from support.recipes import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mt_grpo.app.doctor import time_plan
 from mt_grpo.app.doctor.command import made_arguments
+from mt_grpo.app.doctor.gpus import named_gpu
 from mt_grpo.app.doctor.memory import (
     COPIES,
     GB,
@@ -25,6 +25,7 @@ from mt_grpo.app.doctor.memory import (
     activations,
     checkpoint,
     checkpoints_of_layers,
+    four_bit,
     gathered,
     head,
     read_shape,
@@ -33,7 +34,7 @@ from mt_grpo.app.doctor.memory import (
     shared_memory,
     states,
 )
-from mt_grpo.app.doctor.time_plan import Lengths, Step, assumed_lengths, server_seconds
+from mt_grpo.app.doctor.time_plan import Lengths, Step, assumed_lengths, server_seconds, speed_of
 from mt_grpo.cli import main
 from mt_grpo.data import embedded
 from mt_grpo.errors import ConfigError
@@ -106,6 +107,9 @@ SHAPES = {
     "Qwen2.5-7B": SEVEN,
     "Qwen2.5-3B": {**SEVEN, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36}
     | {"num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "Qwen3-32B": {**SEVEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120}
+    | {"intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
+    | {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960},
     "Qwen2.5-1.5B": {**SEVEN, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12}
     | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
 }
@@ -161,6 +165,98 @@ def test_the_first_recipe_of_the_readme_fits_the_gpu_it_names(tmp_path, monkeypa
     status = main(["doctor", "my_agent.yaml", *options])
     found = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
     assert (status, found["training memory"]["status"]) == (0, "ok")
+
+
+ADAPTER = ["--use_peft", "true", "--dtype", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "ways"),
+    [
+        ("Qwen2.5-7B", ["--gpu", "RTX-4090", "--num_processes", "1", *ADAPTER],
+         ["per_device_train_batch_size", "load_in_4bit"]),
+        ("Qwen2.5-7B", ["--gpu", "H100", "--num_processes", "7", "--accelerate_config", "zero2", "--beta", "0.1"]
+         + ["--per_device_train_batch_size", "48", "--gradient_accumulation_steps", "1"],
+         ["per_device_train_batch_size", "--accelerate_config", "offload_optimizer_device"]),
+        ("Qwen3-32B", ["--gpu", "H100", "--num_processes", "8", "--accelerate_config", "zero3"],
+         ["offload_optimizer_device", "processes", "use_peft"]),
+        ("Qwen2.5-3B", ["--gpu", "A10G", "--num_processes", "1", "--gradient_checkpointing", "false", *ADAPTER],
+         ["gradient_checkpointing", "per_device_train_batch_size"]),
+    ],
+    ids=["an adapter", "a large micro-batch", "a large model", "no checkpointing"],
+)  # fmt: skip
+def test_what_is_advised_fits_by_the_same_plan(model, options, ways, tmp_path, capsys):
+    recipe = str(ROOT / "Qwen" / "triviaqa_7b.yaml")
+    folder = model_folder(tmp_path / "model", f"Qwen/{model}")
+    options = [*options, "--model_name_or_path", str(folder), "--tools", "calculator"]
+
+    def memory(*more):
+        main(["doctor", recipe, "--output_dir", str(tmp_path / "run"), *options, *more, "--json"])
+        found = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+        return found["training memory"]
+
+    failed = memory()
+    assert failed["status"] == "fail"
+    advised = failed["mend"].removeprefix("take ").split(" or ")
+    assert all(way in words for way, words in zip(ways, advised, strict=False)), advised
+    for words in advised:
+        given = [word for name, value in re.findall(r"`(\w+): (\S+)`", words) for word in (f"--{name}", value)]
+        given += ["--num_processes", number[1]] if (number := re.match(r"(\d+) processes", words)) else []
+        given += ["--accelerate_config", "zero3"] if "`--accelerate_config zero3`" in words else []
+        if "offload_optimizer_device" in words:
+            content = {"distributed_type": "DEEPSPEED"}
+            content["deepspeed_config"] = {"zero_stage": 3, "offload_optimizer_device": "cpu"}
+            (tmp_path / "offload.yaml").write_text(yaml.safe_dump(content))
+            place = given.index("--offload_optimizer_device")
+            given[place : place + 2] = ["--accelerate_config", str(tmp_path / "offload.yaml")]
+        assert memory(*given)["status"] == "ok", words
+
+
+def test_where_nothing_helps_the_memory_that_does_is_named(tmp_path, capsys):
+    folder = model_folder(tmp_path / "model", "Qwen/Qwen3-32B")
+    command = ["doctor", str(ROOT / "Qwen" / "triviaqa_7b.yaml"), "--model_name_or_path", str(folder), "--json"]
+    command += ["--tools", "calculator", "--num_processes", "1", "--output_dir", str(tmp_path / "run")]
+
+    def memory(size, *options):
+        main([*command, "--gpu_memory", str(size), *options])
+        return {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}["training memory"]
+
+    named = re.search(r"no option .* GPUs of (\d+) GB, or a smaller model", memory(8)["mend"])[1]
+    smallest = ["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "bfloat16"]
+    smallest += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "168"]
+    assert memory(named, *smallest)["status"] == "ok"
+    assert memory(int(named) - 2, *smallest)["status"] != "ok"
+
+
+@pytest.mark.parametrize(("nested", "gigabytes"), [(False, 6.17), (True, 5.86)])
+def test_a_quantised_model_keeps_embedding_and_head_whole(seven, nested, gigabytes):
+    shape = read_shape(AutoConfig.from_pretrained(seven), LoraConfig(r=16, target_modules="all-linear"))
+    assert shape.parameters - shape.linear == pytest.approx(2 * shape.vocabulary * shape.hidden, rel=1e-3)
+    precision = Precision(2.0, 2, quantised=four_bit(nested))
+    assert states(shape, precision, COPIES, 1) / GB == pytest.approx(gigabytes, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("h100", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("rtx4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("l40s", "L40S"),
+        ("L4", "L4"),
+        ("NVIDIA GH200 480GB", "GH200"),
+    ],
+)
+def test_a_gpu_is_known_however_it_is_written(written, name):
+    assert named_gpu(written).name == name
+
+
+@pytest.mark.parametrize("name", ["H1000", "A100", "T4", "4", ""])
+def test_an_unknown_gpu_is_refused_with_those_known(name):
+    with pytest.raises(ConfigError, match=r"is unknown.*: give one of H100, .* or its memory, as `--gpu_memory 48`"):
+        named_gpu(name)
 
 
 def stepped(model, dtype: torch.dtype) -> int:
@@ -256,7 +352,7 @@ def test_more_gpus_serve_faster(shape):
     lengths = Lengths(3.0, 500.0, 900.0)
 
     def seconds(conversations, at_once):
-        return server_seconds(shape, time_plan.H100, lengths, conversations, at_once, 2, 1)
+        return server_seconds(shape, speed_of(None), lengths, conversations, at_once, 2, 1)
 
     assert seconds(168, 168) < seconds(336, 336) < seconds(336, 100)
     assert assumed_lengths(100, 4, 48, 320) == Lengths(3.0, 72.0, 260.0)

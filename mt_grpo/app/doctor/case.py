@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,19 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from trl import get_peft_config
 
 from mt_grpo.app.build import load_datasets, prompt_lengths
-from mt_grpo.app.doctor.memory import COPIES, GB, USUAL, Precision, Shape, Sharding, read_shape, read_sharding
+from mt_grpo.app.doctor.gpus import GPU, find_gpu, named_gpu
+from mt_grpo.app.doctor.memory import (
+    COPIES,
+    EIGHT_BIT,
+    GB,
+    USUAL,
+    Precision,
+    Shape,
+    Sharding,
+    four_bit,
+    read_shape,
+    read_sharding,
+)
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.app.request import Request
 from mt_grpo.data.loaders import HubUnreachable, hub_fault
@@ -132,13 +145,18 @@ class Case:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the run is planned for GPUs, either stated with `--gpu_memory` or found on this machine."""
-        return not self.args.use_cpu and (self.own["gpu_memory"] is not None or torch.cuda.is_available())
+        """Whether the run is planned for GPUs, stated (`--gpu`, `--gpu_memory`) or found on this machine."""
+        return not self.args.use_cpu and (self.states_gpu or torch.cuda.is_available())
+
+    @property
+    def states_gpu(self) -> bool:
+        """Whether the GPUs are stated, and need not be here."""
+        return self.own["gpu"] is not None or self.own["gpu_memory"] is not None
 
     @property
     def elsewhere(self) -> bool:
         """Whether the run is for another machine: more GPUs are stated than this one has."""
-        stated = self.own["gpu_memory"] is not None and not self.args.use_cpu
+        stated = self.states_gpu and not self.args.use_cpu
         return stated and torch.cuda.device_count() < self.processes
 
     @fact
@@ -148,9 +166,18 @@ class Case:
             return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         if self.own["gpu_memory"] is not None:
             return self.own["gpu_memory"] * GB
+        if self.own["gpu"] is not None:
+            return named_gpu(self.own["gpu"]).memory * GB
         if torch.cuda.is_available():
             return float(torch.cuda.get_device_properties(0).total_memory)
-        raise NotKnown("The memory of a GPU is not known, since there is none here: state it, as `--gpu_memory 80`.")
+        raise NotKnown("The memory of a GPU is not known, since there is none here: state it, as `--gpu H100`.")
+
+    @fact
+    def gpu(self) -> GPU | None:
+        """The kind of GPU, stated or found; `None` for one that is not known."""
+        if self.own["gpu"] is not None:
+            return named_gpu(self.own["gpu"])
+        return find_gpu(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
 
     # Model
 
@@ -202,8 +229,10 @@ class Case:
         if dtype == "auto":
             dtype = str(self.config.dtype or "float32").removeprefix("torch.")
         size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-        weights = 0.55 if model.load_in_4bit else 1.0 if model.load_in_8bit else float(size)
-        return Precision(weights, 2 if self.half else min(size, 4), 1.0 if "8bit" in str(self.args.optim) else None)
+        quantised = four_bit(model.use_bnb_nested_quant) if model.load_in_4bit else None
+        quantised = EIGHT_BIT if model.load_in_8bit else quantised
+        moment = 1.0 if "8bit" in str(self.args.optim) else None
+        return Precision(float(size), 2 if self.half else min(size, 4), moment, quantised)
 
     @property
     def half(self) -> bool:
@@ -293,6 +322,17 @@ class Case:
         """Optimiser steps with the conversations of one batch."""
         step = self.args.per_device_train_batch_size * self.processes * self.args.gradient_accumulation_steps
         return self.args.num_iterations * self.batch / step
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of the whole run."""
+        args = self.args
+        if args.max_steps > 0:
+            return args.max_steps
+        if isinstance(self.train_rows, IterableDataset):
+            raise ConfigError("The rows are a stream, whose end is not known: set `max_steps`.")
+        of_a_step = self.batch / self.steps_of_a_batch
+        return math.ceil(args.num_train_epochs * len(self.train_rows) * args.num_generations / of_a_step)
 
     @property
     def under_way(self) -> int:

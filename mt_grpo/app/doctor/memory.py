@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import yaml
 from peft import PeftConfig, get_peft_model
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mt_grpo.app.shipped import accelerate_configs, read_accelerate_config
@@ -40,14 +41,43 @@ class Precision:
     Bytes of an element.
 
     Args:
-        weights (`float`): Of the weights as they are loaded; less than 1 where they are quantised to 4 bits.
+        weights (`float`): Of the weights as they are loaded, those that are quantised left out.
         compute (`int`): Of activations.
         moment (`float`): Of one of the optimiser's two moments, `None` for that of the weights.
+        quantised (`float`, *optional*): Of the weights of linear layers but the head, where bitsandbytes quantises
+            them. It leaves the embedding and the head as they are.
     """
 
     weights: float
     compute: int
     moment: float | None = None
+    quantised: float | None = None
+
+
+EIGHT_BIT = 1.0
+"""Bytes of a weight that is quantised to 8 bits; its scales, one for a row, are left out."""
+
+
+def four_bit(nested: bool) -> float:
+    """
+    Bytes of a weight that is quantised to 4 bits, with a scale for each 64: in float32, or `nested`, itself quantised
+    to 8 bits with a scale for each 256.
+    """
+    return 0.5 + (1 / 64 + 4 / (64 * 256) if nested else 4 / 64)
+
+
+def weights(shape: Shape, precision: Precision, whole: float | None = None) -> float:
+    """
+    Bytes of the weights.
+
+    Args:
+        shape (`Shape`), precision (`Precision`): The model's.
+        whole (`float`, *optional*): Bytes of one that is not quantised, where they are not those it is loaded with.
+    """
+    whole = precision.weights if whole is None else whole
+    if precision.quantised is None:
+        return shape.parameters * whole
+    return shape.linear * precision.quantised + (shape.parameters - shape.linear) * whole
 
 
 def states(shape: Shape, precision: Precision, sharding: Sharding, ranks: int) -> float:
@@ -60,9 +90,11 @@ def states(shape: Shape, precision: Precision, sharding: Sharding, ranks: int) -
         sharding (`Sharding`): What is spread.
         ranks (`int`): Over how many processes.
     """
-    # peft keeps an adapter in float32; sharded weights are cast to the type of the computation
+    # sharded weights are cast to the type of the computation
     whole = precision.weights if sharding.stage == 0 else min(precision.weights, precision.compute)
-    frozen, size = (shape.parameters * whole, 4) if shape.adapter else (0.0, whole)
+    # peft keeps an adapter in float32, and TRL casts that of a quantised model to bfloat16
+    adapter = 4 if precision.quantised is None else 2
+    frozen, size = (weights(shape, precision, whole), adapter) if shape.adapter else (0.0, whole)
     moment = precision.moment
     if sharding.stage == 0:
         trained = shape.trained * (2 * size + 2 * (size if moment is None else moment))
@@ -147,7 +179,7 @@ def shared_memory(shape: Shape, size: int) -> float:
 def checkpoint(shape: Shape, precision: Precision, sharding: Sharding) -> float:
     """Bytes of one checkpoint: weights and the optimiser's states."""
     if shape.adapter:
-        return float(shape.adapter * (4 + 8))
+        return float(3 * shape.adapter * (4 if precision.quantised is None else 2))
     if sharding.stage == 0:
         return 3.0 * precision.weights * shape.parameters
     return shape.parameters * (WHOLE - precision.compute)
@@ -162,12 +194,14 @@ class Shape:
         parameters (`int`): Of the model; tied ones count once.
         trained (`int`): Those that are trained: all, or the adapter's.
         adapter (`int`): Those of the adapter; 0 where the whole model is trained.
+        linear (`int`): Those of linear layers but the head, which can be quantised.
         layers, hidden, intermediate, vocabulary, kv_heads, head_size (`int`): As in its configuration.
     """
 
     parameters: int
     trained: int
     adapter: int
+    linear: int
     layers: int
     hidden: int
     intermediate: int
@@ -193,6 +227,9 @@ def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **optio
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)
         parameters = sum(parameter.numel() for parameter in model.parameters())
+        head = model.get_output_embeddings()
+        layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not head]
+        linear = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
         adapter = 0
         if peft is not None:
             adapted = get_peft_model(model, peft)
@@ -203,6 +240,7 @@ def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **optio
         parameters,
         adapter or parameters,
         adapter,
+        linear,
         text.num_hidden_layers,
         text.hidden_size,
         getattr(text, "intermediate_size", None) or 4 * text.hidden_size,

@@ -2,63 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
-from datasets import IterableDataset
-
+from mt_grpo.app.doctor.advice import advise
 from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case, Lines
-from mt_grpo.app.doctor.memory import (
-    GB,
-    PROCESS,
-    RESERVE,
-    SPARE,
-    Sharding,
-    activations,
-    checkpoint,
-    gathered,
-    head,
-    server_tokens,
-    shared_memory,
-    states,
-)
+from mt_grpo.app.doctor.load import Load
+from mt_grpo.app.doctor.memory import GB, SPARE, checkpoint, server_tokens, shared_memory
 from mt_grpo.app.doctor.surroundings import free_bytes
-from mt_grpo.app.doctor.time_plan import MOST_ROWS
-from mt_grpo.errors import ConfigError
-from mt_grpo.forward.lm_head import CHUNK_ELEMENTS
 
 RECORD = 8
-"""Bytes per token in the Parquet files of `rollouts`, those of the trainer's numbers included."""
-
-
-def parts(case: Case, sharding: Sharding) -> dict[str, float]:
-    """Bytes of what one training process holds at its highest, in the worst micro-batch."""
-    args, shape, precision, ranks = case.args, case.shape, case.precision, case.processes
-    rows = args.per_device_train_batch_size
-    tokens = rows * case.longest
-    checkpointing = args.gradient_checkpointing or sharding.checkpoints
-    chunk = CHUNK_ELEMENTS["cuda" if case.on_gpu else "cpu"] if args.forward != "padded" else None
-    trained = rows * min(args.max_completion_length, case.longest)
-    training = activations(shape, tokens, precision.compute, checkpointing)
-    logits = head(shape, trained, precision.compute, chunk)
-    found = {"states": states(shape, precision, sharding, ranks), "activations": training, "logits": logits}
-    if sharding.stage == 3:
-        found["gathered layers"] = gathered(shape, precision, sharding)
-    if args.beta > 0 and not shape.adapter:
-        held = shape.parameters * precision.weights
-        found["reference model"] = held / ranks if sharding.stage == 3 else held
-    if not args.use_vllm:  # it samples before it trains, so the larger of the two counts
-        rows = min(-(-case.under_way // ranks), MOST_ROWS)
-        cache = rows * case.longest * shape.kv_bytes(precision.compute)
-        found["sampling beyond training"] = max(0.0, cache - training - logits)
-    found["CUDA and gaps" if case.on_gpu else "Python"] = RESERVE if case.on_gpu else PROCESS
-    return found
-
-
-def smaller(case: Case) -> str:
-    """The options that make a micro-batch smaller, in words."""
-    ways = ["a smaller `per_device_train_batch_size`", "a shorter `max_completion_length`"]
-    ways += [] if case.args.gradient_checkpointing else ["`gradient_checkpointing: true`"]
-    return " or ".join(ways)
+"""Bytes per token in the files of `rollouts`, those of the trainer's numbers included."""
+CONVERSATION = 2000
+"""Bytes per conversation there, beside those of its tokens."""
 
 
 def training(case: Case) -> Lines:
@@ -66,9 +19,9 @@ def training(case: Case) -> Lines:
     total, ranks = case.memory, case.processes
     available = total if case.on_gpu else total / ranks
     where = "a GPU" if case.on_gpu else "this machine" if ranks == 1 else f"this machine's share for each of {ranks}"
-    rejected = []
+    rejected, load = [], Load.of(case)
     for sharding in case.candidates():
-        found = parts(case, sharding)
+        found = load.parts(sharding)
         needed = sum(found.values())
         if needed > SPARE * available and sharding is not case.candidates()[-1]:
             rejected.append(f"{sharding.name} takes {needed / GB:.1f} GB ({found['states'] / GB:.1f} GB of states)")
@@ -86,9 +39,10 @@ def training(case: Case) -> Lines:
         what = f"{needed / GB:.1f} of {available / GB:.1f} GB of {where} with {sharding.name}, in the worst "
         what += f"micro-batch of {tokens} tokens: {split}"
         if needed > available:
-            yield FAIL, what, f"give it {smaller(case)}{', or more processes' if sharding.stage else ''}"
+            yield FAIL, what, advise(case, load, sharding)
         elif needed > SPARE * available:
-            yield WARN, what, f"it is close, so measure it with `--probe`; less takes {smaller(case)}"
+            mend = advise(case, load, sharding)
+            yield WARN, what, f"it is close, so measure it with `--probe`; to leave a tenth free, {mend}"
         elif rejected:
             name = sharding.name.split()[0]
             yield OK, f"{what}; {'; '.join(rejected)}", f"launch it with `--accelerate_config {name}`"
@@ -118,11 +72,20 @@ def serving(case: Case) -> Lines:
         + f"; {wanted} are under way at once"
     )
     if tokens < case.longest:
-        yield FAIL, what, "spread the server over more GPUs (`vllm_tensor_parallel_size`), or shorten conversations"
+        yield FAIL, what, _more_room(case, gpus, tokens)
     elif held < wanted:
         yield WARN, what, "at their longest, some wait for others: serve on more GPUs, or shorten conversations"
     else:
         yield OK, what, ""
+
+
+def _more_room(case: Case, gpus: int, tokens: int) -> str:
+    """What gives a server room for one conversation."""
+    for more in (2, 4, 8):
+        if more > gpus and server_tokens(case.memory, case.shape, case.served_size, more) >= case.longest:
+            shorter = f", or conversations of {tokens} tokens at most" if tokens > case.prompt else ""
+            return f"spread the server over more GPUs (`vllm_tensor_parallel_size: {more}`){shorter}"
+    return "serve a smaller model, or on GPUs with more memory: eight of these do not hold one conversation beside it"
 
 
 def files(case: Case) -> Lines:
@@ -130,12 +93,7 @@ def files(case: Case) -> Lines:
     args = case.args
     yield from _shared(case)
     of_a_step = case.batch / case.steps_of_a_batch
-    if args.max_steps > 0:
-        steps = args.max_steps
-    elif isinstance(case.train_rows, IterableDataset):
-        raise ConfigError("The rows are a stream, whose end is not known: set `max_steps`.")
-    else:
-        steps = math.ceil(args.num_train_epochs * len(case.train_rows) * args.num_generations / of_a_step)
+    steps = case.steps
     saved = 0
     if args.save_strategy == "steps":
         saved = int(steps / args.save_steps) if args.save_steps >= 1 else int(1 / args.save_steps)
@@ -147,7 +105,7 @@ def files(case: Case) -> Lines:
     if args.save_only_model:
         each = case.shape.trained * case.precision.weights
     model = case.shape.trained * case.precision.weights
-    records = steps * of_a_step * case.longest / 2 * RECORD
+    records = steps * of_a_step * (case.longest / 2 * RECORD + CONVERSATION)
     needed, free = kept * each + model + records, free_bytes(args.output_dir)
     case.plan["files"] = {"checkpoints": kept * each, "kept": kept, "trajectories": records, "free": free}
     what = (

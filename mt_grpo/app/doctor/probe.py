@@ -19,8 +19,8 @@ from trl import get_quantization_config
 from trl.trainer.utils import create_model_from_path, selective_log_softmax
 
 from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case, Lines
-from mt_grpo.app.doctor.memory import GB, SPARE
-from mt_grpo.app.doctor.memory_plan import parts, smaller
+from mt_grpo.app.doctor.load import Load
+from mt_grpo.app.doctor.memory import GB, SPARE, weights
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.training.batch import TokenColumns
@@ -37,14 +37,18 @@ def probe(case: Case) -> Lines:
     device = torch.device("cuda" if torch.cuda.is_available() and not case.args.use_cpu else "cpu")
     chosen = case.plan.get("training", {}).get("sharding")
     sharding = next((one for one in case.candidates() if one.name == chosen), case.candidates()[-1])
-    planned = parts(case, sharding)
+    planned = Load.of(case).parts(sharding)
     if device.type == "cpu":
         _refuse_too_large(sum(planned.values()) - planned["states"] + 2 * _weights(case))
     begin = time.perf_counter()
     try:
         peak = _measure(case, device)
     except torch.OutOfMemoryError:
-        yield FAIL, f"one micro-batch of {_size(case)} does not fit the memory of this GPU", f"give it {smaller(case)}"
+        yield (
+            FAIL,
+            f"one micro-batch of {_size(case)} does not fit the memory of this GPU",
+            f"give it {_smaller(case)}",
+        )
         return
     finally:
         gc.collect()
@@ -58,7 +62,7 @@ def probe(case: Case) -> Lines:
         f"{total / GB:.2f} GB, of {available / GB:.1f}"
     )
     if total > available:
-        yield FAIL, what, f"give it {smaller(case)}"
+        yield FAIL, what, f"give it {_smaller(case)}"
     else:
         yield (WARN if total > SPARE * available else OK), what, ""
 
@@ -67,8 +71,16 @@ def _size(case: Case) -> str:
     return f"{case.args.per_device_train_batch_size} conversations of {case.longest} tokens"
 
 
+def _smaller(case: Case) -> str:
+    """What makes a micro-batch smaller, in words. The plan took it to fit, so it cannot say how much is needed."""
+    ways = ["a shorter `max_completion_length`"]
+    ways += ["a smaller `per_device_train_batch_size`"] if case.args.per_device_train_batch_size > 1 else []
+    ways += [] if case.args.gradient_checkpointing else ["`gradient_checkpointing: true`"]
+    return " or ".join(ways)
+
+
 def _weights(case: Case) -> float:
-    return case.shape.parameters * case.precision.weights
+    return weights(case.shape, case.precision)
 
 
 def _refuse_too_large(needed: float) -> None:

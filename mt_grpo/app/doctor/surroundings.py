@@ -34,9 +34,9 @@ def device(case: Case) -> Lines:
     if case.args.fp16 and not case.on_gpu:
         raise ConfigError("`fp16: true` needs a GPU, and this run would be on a CPU: leave it out.")
     here = torch.cuda.device_count()
-    if not here and case.own["gpu_memory"] is None:
+    if not here and not case.states_gpu:
         words = "there is no GPU here, so this run would be on the CPU"
-        mend = "state the GPUs of the machine that it is for, as `--gpu_memory 80 --num_processes 7`"
+        mend = "state the GPUs of the machine that it is for, as `--gpu H100 --num_processes 7`"
         if case.args.bf16:
             yield FAIL, f"{words}, where `bf16: true` is refused", f"{mend}, or set `use_cpu: true`"
         else:

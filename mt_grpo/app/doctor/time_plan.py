@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mt_grpo.app.doctor.case import OK, WARN, Case, Lines, NotKnown
+from mt_grpo.app.doctor.gpus import GPU, named_gpu
 from mt_grpo.app.doctor.memory import Shape, server_tokens
 from mt_grpo.errors import ConfigError
 from mt_grpo.option_rules import check_batches
@@ -54,7 +55,16 @@ class Speed:
     name: str
 
 
-H100 = Speed(400e12, 2e12, 1e-4, 2e-3, "an H100 at 40 % of its peak, assumed")
+OF_PEAK, OF_BANDWIDTH = 0.4, 0.6
+"""Shares of a GPU's peak that a run is taken to reach."""
+
+
+def speed_of(gpu: GPU | None) -> Speed:
+    """The speed that a run is taken to reach on a GPU; on an H100 where the kind is not known."""
+    kind = named_gpu("H100") if gpu is None else gpu
+    assumed = "assumed, since the GPU is not known" if gpu is None else "assumed"
+    name = f"{kind.name} at {OF_PEAK:.0%} of its peak, {assumed}".replace("%", " %")
+    return Speed(OF_PEAK * kind.flops * 1e12, OF_BANDWIDTH * kind.bandwidth * 1e12, 1e-4, 2e-3, name)
 
 
 @dataclass(frozen=True)
@@ -259,8 +269,8 @@ def estimate(case: Case, lengths: Lengths, speed: Speed, ranks: int, servers: in
 def step(case: Case) -> Lines:
     """The time of a step, and how the GPUs are best split between serving and training."""
     if not case.args.use_cpu and not case.on_gpu:
-        raise NotKnown("The memory of a GPU is not known, since there is none here: state it, as `--gpu_memory 80`.")
-    speed = H100 if case.on_gpu else measure_cpu(case.shape)
+        raise NotKnown("The memory of a GPU is not known, since there is none here: state it, as `--gpu H100`.")
+    speed = speed_of(case.gpu) if case.on_gpu else measure_cpu(case.shape)
     lengths, factor, run = _calibrated(case, speed)
     found = estimate(case, lengths, speed, case.processes, len(case.urls)).scaled(factor)
     case.plan["step"] = {
@@ -282,6 +292,9 @@ def step(case: Case) -> Lines:
         f"forward and backward {_seconds(found.training)}; for conversations of {lengths.turns:.1f} turns, "
         f"{lengths.sampled:.0f} tokens sampled, {lengths.unique:.0f} trained on"
     )
+    hours = found.total * case.steps / case.steps_of_a_batch / 3600
+    case.plan["step"]["hours of the run"] = hours
+    what += f"; {_long(hours)} for the {case.steps} steps of the run"
     assumed = "" if lengths.measured else "half of what the recipe allows; `--calibrate RUN` takes those of a run"
     yield OK, what, assumed
     if case.args.use_vllm and case.on_gpu:
@@ -334,6 +347,10 @@ def _split(case: Case, lengths: Lengths, speed: Speed, factor: float) -> Lines:
     except ConfigError as error:
         mend += f"; with {trains} processes the batch does not divide: {error}".removesuffix(".")
     yield WARN, f"{what}; an estimate", mend
+
+
+def _long(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes" if hours >= 1 / 60 else "a minute"
 
 
 def _seconds(seconds: float) -> str:

@@ -1,0 +1,74 @@
+"""What makers say of GPUs that people train on: memory, and speeds of which a run reaches a part."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.imports import did_you_mean
+
+
+class GPU(NamedTuple):
+    """
+    A GPU, as its data sheet has it.
+
+    Args:
+        name (`str`): For messages.
+        memory (`float`): GB (10⁹ bytes).
+        flops (`float`): Teraflops of dense products in bfloat16.
+        bandwidth (`float`): Terabytes per second from its memory.
+    """
+
+    name: str
+    memory: float
+    flops: float
+    bandwidth: float
+
+
+GPUS = (
+    GPU("H100", 80, 989, 3.35),
+    GPU("H200", 141, 989, 4.8),
+    GPU("GH200", 96, 989, 4.0),
+    GPU("B200", 180, 2250, 8.0),
+    GPU("A100-40GB", 40, 312, 1.56),
+    GPU("A100-80GB", 80, 312, 2.04),
+    GPU("L4", 24, 121, 0.3),
+    GPU("L40S", 48, 362, 0.86),
+    GPU("A10G", 24, 70, 0.6),
+    GPU("RTX-A6000", 48, 155, 0.77),
+    GPU("RTX-3090", 24, 71, 0.94),
+    GPU("RTX-4090", 24, 165, 1.01),
+    GPU("RTX-5090", 32, 209, 1.79),
+    GPU("MI300X", 192, 1307, 5.3),
+)
+
+
+def named_gpu(name: str) -> GPU:
+    """
+    The GPU of a name, however it is written: `rtx4090`, `NVIDIA H100 80GB HBM3`.
+
+    Raises:
+        ConfigError: If it is not known.
+    """
+    found = find_gpu(name)
+    if found is None:
+        names = [gpu.name for gpu in GPUS]
+        raise ConfigError(
+            f"The GPU {name!r} is unknown{did_you_mean(name, names)}: give one of {', '.join(names)}, or its memory, "
+            "as `--gpu_memory 48`."
+        )
+    return found
+
+
+def find_gpu(name: str) -> GPU | None:
+    """The same; `None` for one that is not known. The longest name counts whose parts are all in the given one."""
+    known = [gpu for gpu in GPUS if all(_has(name.lower(), part) for part in gpu.name.lower().split("-"))]
+    return max(known, key=lambda gpu: len(gpu.name), default=None)
+
+
+def _has(name: str, part: str) -> bool:
+    """Whether a part stands in a name, and is not itself part of a longer word or number."""
+    before = r"(?<![a-z])" if part[0].isalpha() else r"(?<!\d)"
+    after = r"(?![a-z])" if part[-1].isalpha() else r"(?!\d)"
+    return re.search(before + part + after, name) is not None
