@@ -2,6 +2,7 @@
 The one way to run coroutines from threads, and functions in threads from coroutines.
 
 - `run(coroutine)`, from any thread: runs it in the background event loop of this process and waits for it.
+- `Begun(coroutine)`, from any thread: the same in two steps, begun and waited for.
 - `call(function, ...)`, in a coroutine: calls a user's function, `async` or not, within its time.
 - `in_thread(function, name)`, in a coroutine: begins a blocking call in a daemon thread.
 - `LoopThread`: a daemon thread with an event loop, for what outlives the loop of its caller.
@@ -56,44 +57,84 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     Raises:
         RuntimeError: If this is called in the background thread, which would wait for itself.
     """
-    background = _background.get()
-    if threading.current_thread() is background.thread:
-        work.close()
-        raise RuntimeError(
-            "A call that waits was made inside a coroutine, which would wait for itself: await the coroutine behind "
-            "it, or make the call in a plain function."
-        )
-    root: asyncio.Task[T] | None = None
-    tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
-    wait = _Wait()
+    begun = Begun(work)
+    try:
+        begun.wait(begun.start)
+    except BaseException:
+        begun.cancel()
+        raise
+    return begun.result()
 
-    def start() -> None:
-        nonlocal root
-        root = background.loop.create_task(work)
-        root.add_done_callback(end)
 
-    def end(done: asyncio.Task[T]) -> None:
-        retrieve(done)  # an interrupted caller does not ask for its exception
-        wait.end()
+class Begun(Generic[T]):
+    """
+    A coroutine in the background loop, for which a thread need not wait at once.
 
-    async def drain() -> list[asyncio.Task[Any]]:
-        if root is None:
+    Args:
+        work (`Coroutine`): Runs with the context variables of the caller, once `start` is called.
+
+    Raises:
+        RuntimeError: If it is made in the background thread, which would wait for itself.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._background = _background.get()
+        if threading.current_thread() is self._background.thread:
             work.close()
+            raise RuntimeError(
+                "A call that waits was made inside a coroutine, which would wait for itself: await the coroutine "
+                "behind it, or make the call in a plain function."
+            )
+        self._work = work
+        self._root: asyncio.Task[T] | None = None
+        self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._context = contextvars.copy_context()
+        self._context.run(_TASKS.set, self._tasks)
+
+    def start(self) -> Begun[T]:
+        """Begins it. Returns itself."""
+        self._background.loop.call_soon_threadsafe(self._start, context=self._context)
+        return self
+
+    def wait(self, first: Callable[[], object] = lambda: None) -> None:
+        """Waits until it has ended, however; calls `first` before. What interrupts the wait leaves it running."""
+        wait = _Wait()
+
+        def begin_to_wait() -> None:
+            self._ended.add_done_callback(lambda done: wait.end())
+            first()
+
+        wait.until_end(begin_to_wait)
+
+    def result(self) -> T:
+        """Waits for its result; its exceptions are raised."""
+        self.wait()
+        assert self._root is not None  # it has ended
+        return self._root.result()
+
+    def cancel(self) -> None:
+        """
+        Cancels it and every task that it began. They have `GRACE` seconds to end; a warning names those that do not.
+        """
+        self._background.finish(self._drain())
+
+    def _start(self) -> None:
+        self._root = self._background.loop.create_task(self._work)
+        self._root.add_done_callback(self._end)
+
+    def _end(self, done: asyncio.Task[T]) -> None:
+        retrieve(done)  # an interrupted caller does not ask for its exception
+        self._ended.set_result(None)
+
+    async def _drain(self) -> list[asyncio.Task[Any]]:
+        if self._root is None:
+            self._work.close()
             return []
         deadline = time.monotonic() + GRACE
-        root.cancel()
-        await asyncio.wait([root], timeout=GRACE)
-        return await _cancel(tasks, deadline - time.monotonic())
-
-    context = contextvars.copy_context()
-    context.run(_TASKS.set, tasks)
-    try:
-        wait.until_end(lambda: background.loop.call_soon_threadsafe(start, context=context))
-    except BaseException:
-        background.finish(drain())
-        raise
-    assert root is not None  # it has ended
-    return root.result()
+        self._root.cancel()
+        await asyncio.wait([self._root], timeout=GRACE)
+        return await _cancel(self._tasks, deadline - time.monotonic())
 
 
 class _Wait:

@@ -88,7 +88,10 @@ class Turn:
         context_length (`int`): Number of tokens that the model was given.
         fork_cause (`str`, *optional*): Why the context does not extend the one before; `None` if it does.
         seconds (`float`): Time the engine took.
-        weight_version (`int`, *optional*): Optimiser step of the weights it was sampled with.
+        weight_version (`int`, *optional*): Optimiser step of the weights it was sampled with; where they changed
+            meanwhile, of the first.
+        last_weight_version (`int`, *optional*): Of the last, where they may have changed meanwhile: each token has the
+            log-prob of a version between the two.
         observation_length (`int`): Tokens at the end of the context that the environment wrote since the turn before.
         answer (`str`, *optional*): The final answer that the turn gives, where the call protocol finds one.
         reward (`float`, *optional*): Reward that the environment or a stateful tool gave for this turn.
@@ -113,6 +116,7 @@ class Turn:
     fork_cause: str | None = None
     seconds: float = 0.0
     weight_version: int | None = None
+    last_weight_version: int | None = None
     observation_length: int = 0
     answer: str | None = None
     reward: float | None = None

@@ -49,6 +49,7 @@ class Sample:
             temperature and truncation.
         finish_reason (`str`): `"stop"` or `"length"`.
         weight_version (`int`, *optional*): Optimiser step of the weights, if the engine knows it.
+        last_weight_version (`int`, *optional*): That of the last token, where weights may change meanwhile.
         routes (`Routes`, *optional*): The experts that context and sample went to, for a mixture whose engine says so.
     """
 
@@ -56,6 +57,7 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = "stop"
     weight_version: int | None = None
+    last_weight_version: int | None = None
     routes: Routes | None = None
 
 

@@ -392,6 +392,7 @@ class ConversationPolicy:
             fork_cause=None if context.whole is None else self._cause,
             seconds=time.perf_counter() - start,
             weight_version=sample.weight_version,
+            last_weight_version=sample.last_weight_version,
             start=asked,
             follows=self._past[0],
             given=self._past[1],

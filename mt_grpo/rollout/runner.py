@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -91,6 +92,9 @@ class RolloutRunner:
         self.sanity = SanityCheck(self.renderer, sanity_check_mode) if sanity_check_mode != "disable" else None
         self.under_way: dict[str, Trajectory] = {}
         """Conversations that are not finished, by session."""
+        self._running = 0  # calls of `run` that have not ended
+        self._places = None if self.limits.max_concurrent is None else ConcurrencyLimit(self.limits.max_concurrent)
+        self._entrance = ConcurrencyLimit(1)  # whoever waits for several places takes all of them before another
 
     async def run(
         self,
@@ -99,15 +103,18 @@ class RolloutRunner:
         on_finish: Callable[[Trajectory], None] | None = None,
         keep_environments: bool = False,
         branching: Branching | None = None,
+        on_check: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
         """
-        Runs conversations concurrently.
+        Runs conversations concurrently. Several batches may run at once, in one event loop: limits hold for all of
+        them together, and conversations begin in the order of the calls.
 
         Args:
             requests (`list[RolloutRequest]`): What to run.
             sampling (`SamplingParams`): How tokens are drawn; budget, stop strings and seed are set for each turn.
             on_finish (`Callable`, *optional*): Called with each trajectory as soon as it is finished; its
                 `render_mismatch` is checked after that.
+            on_check (`Callable`, *optional*): Called with each trajectory once that is checked too, or need not be.
             keep_environments (`bool`, *optional*, defaults to `False`): Whether finished trajectories keep their
                 environments, for rewards to look at; the caller closes them with `close_environments`.
             branching (`Branching`, *optional*): How conversations branch: of so many requests in a row, which are of
@@ -129,6 +136,8 @@ class RolloutRunner:
             async with one_check:
                 difference = await in_thread(partial(sanity.check, trajectory), "mt-grpo-check")
             trajectory.render_mismatch = difference.cause if difference else None
+            if on_check is not None:
+                on_check(trajectory)
 
         def finish(index: int, trajectory: Trajectory, policy: ConversationPolicy) -> None:
             finished[index] = trajectory
@@ -136,18 +145,24 @@ class RolloutRunner:
                 on_finish(trajectory)
             if self.sanity is not None and self.history == "keep" and trajectory.turns and not policy.rewrote:
                 checks.append(asyncio.ensure_future(check(self.sanity.by(policy.renderer), trajectory)))
+            elif on_check is not None:
+                on_check(trajectory)
 
         async def work(queue: Iterator[int]) -> None:
             for first in queue:
-                if branching is None:
-                    finish(first, *await converse(requests[first]))
-                    continue
-                group = BranchedConversation(branching.at, requests[first : first + size], self.engine)
-                await group.run(converse, lambda number, *held, first=first: finish(first + number, *held), unclosed)
+                async with self._place(size):
+                    if branching is None:
+                        finish(first, *await converse(requests[first]))
+                        continue
+                    group = BranchedConversation(branching.at, requests[first : first + size], self.engine)
+                    await group.run(
+                        converse, lambda number, *held, first=first: finish(first + number, *held), unclosed
+                    )
 
         at_once = (self.limits.max_concurrent or len(requests)) // size
         workers = min(len(requests), max(at_once, 1))
-        with _no_full_collection():
+        self._running += 1
+        with _full_collections.put_off():
             tasks = [asyncio.ensure_future(work(queue)) for _ in range(workers)]
             try:
                 await asyncio.gather(*tasks)
@@ -160,8 +175,22 @@ class RolloutRunner:
                     task.cancel()
                 await asyncio.gather(*tasks, *checks, return_exceptions=True)
                 warn_of_unclosed(unclosed)
-                await self.engine.close()
+                self._running -= 1
+                if not self._running:  # else the engine is in use
+                    await self.engine.close()
         return [finished[index] for index in range(len(requests))]
+
+    @asynccontextmanager
+    async def _place(self, size: int) -> AsyncIterator[None]:
+        """Waits until a conversation, or one with its branches, may begin."""
+        if self._places is None:
+            yield
+            return
+        async with AsyncExitStack() as held:
+            async with self._entrance:
+                for _ in range(min(size, self._places.size)):
+                    await held.enter_async_context(self._places)
+            yield
 
     async def _converse(
         self,
@@ -270,18 +299,32 @@ class RolloutRunner:
         return prototypes[0].env_mask if prototypes else 0
 
 
-@contextmanager
-def _no_full_collection() -> Iterator[None]:
-    """Puts off full garbage collections: one reads every token of every context, and stops all conversations."""
-    thresholds = gc.get_threshold()
-    if thresholds[2] == _NEVER:  # inside another run
-        yield
-        return
-    gc.set_threshold(*thresholds[:2], _NEVER)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
+class _FullCollections:
+    """Full garbage collections of this process, which runs put off."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs = 0
+        self._thresholds = gc.get_threshold()
+
+    @contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Puts them off: one reads every token of every context, and stops all conversations."""
+        with self._lock:
+            if not self._runs:
+                self._thresholds = gc.get_threshold()
+                gc.set_threshold(*self._thresholds[:2], _NEVER)
+            self._runs += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._runs -= 1
+                if not self._runs:
+                    gc.set_threshold(*self._thresholds)
+
+
+_full_collections = _FullCollections()
 
 
 def generate(
