@@ -83,6 +83,7 @@ class WeightTransport:
     Attributes:
         dtype (`torch.dtype`, *optional*): The widest dtype of the servers' weights; `None` until it is known.
         checksum (`str`): Checksum of the weights that were sent last.
+        in_flight (`bool`): Whether conversations go on while weights are sent, see `send_in_flight`.
     """
 
     repeatable: bool = True
@@ -108,6 +109,7 @@ class WeightTransport:
         self.accelerator = accelerator
         self.dtype: torch.dtype | None = None
         self.checksum = ""
+        self.in_flight = False
         self._timeout = timeout
         self.get_model = get_model
         self.verify_every = verify_every
@@ -156,6 +158,13 @@ class WeightTransport:
         self._measures &= self._epsilon > torch.finfo(torch.float32).eps
         self._begun = True
 
+    def send_in_flight(self) -> None:
+        """
+        From here on, conversations go on while weights are sent. The probe is then computed at every sync: later the
+        model is the main thread's, which trains it.
+        """
+        self.in_flight, self._computes_late, self.client.salted = True, False, True
+
     def sync(self, step: int) -> None:
         """
         Makes the servers sample with the trainer's weights as they are after optimiser step `step`.
@@ -164,18 +173,26 @@ class WeightTransport:
             WeightSyncError: In every process, if they do not.
         """
         with self._lock:
-            self.accelerator.wait_for_everyone()  # until no process restores a server with the weights of before
-            self.begin()
-            if self.num_syncs == 0:
-                self._prove()
-            self._send(step)
-            self._expected = []
-            due = self.num_syncs % self.verify_every == 0
-            if due or not self._computes_late:  # for servers that are restarted while other processes are busy
-                self._expected = self._compute_expected(self.get_model(), measure=due)
-            if due:
-                self._verify()
-            self.num_syncs += 1
+            if self.in_flight and self.num_syncs:  # before the barrier: no process sends before all know
+                self.client.incoming_version = step
+            try:
+                self._sync(step)
+            finally:
+                self.client.incoming_version = None
+
+    def _sync(self, step: int) -> None:
+        self.accelerator.wait_for_everyone()  # until no process restores a server with the weights of before
+        self.begin()
+        if self.num_syncs == 0:
+            self._prove()
+        self._send(step)
+        self._expected = []
+        due = self.num_syncs % self.verify_every == 0
+        if due or not self._computes_late:  # for servers that are restarted while other processes are busy
+            self._expected = self._compute_expected(self.get_model(), measure=due)
+        if due:
+            self._verify()
+        self.num_syncs += 1
 
     def verify(self) -> None:
         """

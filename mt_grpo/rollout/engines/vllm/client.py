@@ -72,6 +72,9 @@ class VLLMServerClient:
         model (`str`): Model name in requests; empty for each server's own model. Weight sync by adapter sets it.
         weight_version (`int`, *optional*), run (`str`, *optional*): Optimiser step and run of the servers' weights.
             Weight sync sets them.
+        incoming_version (`int`, *optional*): That of weights which are being sent while conversations go on: a server
+            may have them already, or not yet.
+        salted (`bool`): Whether requests read no prefix that was cached with other weights, see `salt`.
         restore (`Callable[[str], None]`, *optional*): Sends the weights to a server that came back without them. It is
             called in a thread with the server's URL. Without it the client waits until the server has the weights.
     """
@@ -99,6 +102,8 @@ class VLLMServerClient:
         self.server_timeout = server_timeout
         self.context_length = 0
         self.weight_version: int | None = None
+        self.incoming_version: int | None = None
+        self.salted = False
         self.run: str | None = None
         self.restore: Callable[[str], None] | None = None
         self._wire: Connections | None = None
@@ -145,21 +150,34 @@ class VLLMServerClient:
             ServerGoneError: If no server is up for `server_timeout` seconds.
         """
         assert sampling.max_tokens is not None
-        version = self.weight_version
-        content = completion_request(self.model, context, sampling)
         read = functools.partial(read_sample, routes_from=sampling.routes_from)
+        versions: list[int | None] = []  # when the request was sent, at the latest attempt
+
+        def content() -> bytes:
+            versions[:] = [self.weight_version]
+            return completion_request(self.model, context, sampling, **self.salt)
+
         sample = await self._ask(session, context, content, read, TOKEN_TIME * sampling.max_tokens)
-        sample.weight_version = version
+        (sample.weight_version,) = versions
+        last = self.weight_version if self.incoming_version is None else self.incoming_version
+        sample.last_weight_version = last
         return sample
+
+    @property
+    def salt(self) -> dict[str, str]:
+        """What keeps a request from prefixes that were cached with other weights than those of its own beginning."""
+        return {"cache_salt": weight_label(self.run, self.weight_version or 0)} if self.salted else {}
 
     async def logprobs(self, context: list[int], tokens: list[int], session: str) -> list[float]:
         """Log-probs of given tokens; see `ScoringEngine`. Raises as `generate`."""
 
         async def one(number: int) -> float:
             given, token = context + tokens[:number], tokens[number]
-            content = scoring_request(self.model, given, token)
             return await self._ask(
-                session, given, content, lambda answer, request: read_logprob(answer, token, request)
+                session,
+                given,
+                lambda: scoring_request(self.model, given, token, **self.salt),
+                lambda answer, request: read_logprob(answer, token, request),
             )
 
         return list(await asyncio.gather(*map(one, range(len(tokens)))))
@@ -174,19 +192,25 @@ class VLLMServerClient:
 
     async def close(self) -> None:
         """Closes the connections, unless a request is under way. The next request opens them again."""
-        if self._wire is not None and not self._wire.busy:
-            for task in self._wire.watchers.values():
+        wire = self._wire
+        if wire is not None and not wire.busy:
+            self._wire = None  # a request that comes meanwhile opens others
+            for task in wire.watchers.values():
                 task.cancel()
-            await asyncio.gather(*self._wire.watchers.values(), return_exceptions=True)
-            await self._wire.http.close()
-            self._wire = None
+            await asyncio.gather(*wire.watchers.values(), return_exceptions=True)
+            await wire.http.close()
 
     async def _ask(
-        self, session: str, context: list[int], content: bytes, read: Callable[[Any, str], T], more: float = 0.0
+        self,
+        session: str,
+        context: list[int],
+        content: Callable[[], bytes],
+        read: Callable[[Any, str], T],
+        more: float = 0.0,
     ) -> T:
         """
-        Asks for a completion until `read` can read the answer. `read` is given the answer and the request's name. The
-        server may take `more` seconds longer than usual.
+        Asks for a completion until `read` can read the answer. `content` makes the body of each attempt. `read` is
+        given the answer and the request's name. The server may take `more` seconds longer than usual.
         """
         async with self._connection().place():
             failures = 0
@@ -194,7 +218,8 @@ class VLLMServerClient:
                 server = await self._server(session, context)
                 drops = server.drops
                 try:
-                    answer = await self._call(server, "POST", "/v1/completions", content, self.request_timeout + more)
+                    limit = self.request_timeout + more
+                    answer = await self._call(server, "POST", "/v1/completions", content(), limit)
                     found = read(answer, f"POST {server.url}/v1/completions")
                 except RequestFailed as error:
                     # a server that was restarted knows no adapter, and says so with a 404
@@ -243,7 +268,11 @@ class VLLMServerClient:
         while True:
             try:
                 await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
-                if await self._has_weights(server):
+                held = await self._weights_of(server)
+                if self.incoming_version is not None:  # a sync has left it out, and goes on
+                    await asyncio.sleep(POLL)
+                    continue
+                if self.weight_version is None or held == weight_label(self.run, self.weight_version):
                     break
                 if self.restore is not None:
                     logger.warning("The vLLM server at %s was restarted: sending it the weights again.", server.url)
@@ -264,10 +293,20 @@ class VLLMServerClient:
             return False
 
     async def _has_weights(self, server: Server) -> bool:
+        """Whether a server that is in use has this run's weights; while a sync goes on, those of before or after."""
         if self.weight_version is None:
             return True
+        fitting = {self.weight_version}
+        held = await self._weights_of(server)
+        fitting |= {version for version in (self.weight_version, self.incoming_version) if version is not None}
+        return held in {weight_label(self.run, version) for version in fitting}
+
+    async def _weights_of(self, server: Server) -> str | None:
+        """The label of a server's weights, as far as this client has to know it."""
+        if self.weight_version is None:
+            return None
         info = await self._call(server, "GET", "/weight_info", timeout=CONNECT_TIMEOUT)
-        return isinstance(info, dict) and info.get("weight_version") == weight_label(self.run, self.weight_version)
+        return info.get("weight_version") if isinstance(info, dict) else None
 
     def _caller(self, server: Server, method: str) -> Callable[..., Any]:
         async def call(path: str, body: dict[str, Any] | None = None) -> Any:
@@ -363,14 +402,15 @@ def read_routes(encoded: str | None, first: int) -> Routes | None:
     return Routes(first, found[:1].nbytes, found.tobytes()) if len(found) else None
 
 
-def scoring_request(model: str, context: list[int], token: int) -> bytes:
+def scoring_request(model: str, context: list[int], token: int, **more: Any) -> bytes:
     """
     The body that asks for the log-prob of one token after `context`.
 
     `prompt_logprobs` would give those of all tokens in one request, but a request with it does not read the prefix
     cache. Temperature 1 without truncation makes the processed log-probs the model's own.
     """
-    return completion_request(model, context, SamplingParams(max_tokens=1), seed=None, logprob_token_ids=[token])
+    sampling = SamplingParams(max_tokens=1)
+    return completion_request(model, context, sampling, seed=None, logprob_token_ids=[token], **more)
 
 
 def read_logprob(answer: Any, token: int, request: str) -> float:
