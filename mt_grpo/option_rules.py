@@ -83,6 +83,7 @@ def check_options(
         value = rule if name == "advantage_estimator" else options[name]
         if value is not None:  # `call_protocol` may be left to the kind of environment
             choose(name, value, known)
+    check_staleness(options)
     check_rule(options, rule)
     check_branches(options, rule)
     if options["use_vllm"] and options["vllm_mode"] != "server":
@@ -95,6 +96,37 @@ def check_options(
     if options["simulated_user"] is not None:
         parse_user(options["simulated_user"])
     check_history(options["history"], options["compact_every"])
+
+
+def check_staleness(options: Mapping[str, Any]) -> None:
+    """
+    Whether the loss corrects for weights that are not the latest, in a way that keeps what it is to learn from.
+
+    Raises:
+        ConfigError: If it does not, or weights cannot be sent while conversations go on.
+    """
+    if not options["max_staleness"]:
+        return
+    mode = options["vllm_importance_sampling_mode"]
+    given = f"`max_staleness: {options['max_staleness']}`"
+    bound = options["vllm_importance_sampling_clip_max"]
+    if not options["vllm_importance_sampling_correction"] or bound is None:
+        raise ConfigError(
+            f"{given} trains on conversations of earlier weights, which needs a correction with a bound: leave "
+            "`vllm_importance_sampling_correction` and `vllm_importance_sampling_clip_max` out, or `max_staleness` at "
+            "0."
+        )
+    if mode in ("sequence_truncate", "sequence_mask"):
+        raise ConfigError(
+            f"{given} trains on conversations of earlier weights, and `vllm_importance_sampling_mode: {mode}` would "
+            "take most of them out of the loss, since the ratio of a whole conversation is far from 1: leave it out "
+            "(it is then `token_truncate`), or `max_staleness` at 0."
+        )
+    if options["use_vllm"] and options["weight_sync"] == "lora":
+        raise ConfigError(
+            f"{given} sends weights while conversations go on, and `weight_sync: lora` takes away the adapter that "
+            "they are sampled with: choose `weight_sync: safetensors`, or leave `max_staleness` at 0."
+        )
 
 
 def check_trainable(options: Mapping[str, Any]) -> None:

@@ -351,6 +351,27 @@ class RunOptions:
         TRAINING,
         page="forward.md",
     )
+    max_staleness: int = option(
+        0,
+        "Generation batches that are sampled ahead, while earlier ones are trained. 0: one after the other. With `S`, "
+        "a batch begins when the weights are out that the one `S` before it is trained with. 1 or 2 suit slow tools.",
+        TRAINING,
+        rule=Rule(
+            lambda value: value >= 0 and value == int(value),
+            "it counts generation batches, so set a whole number, 0 or more",
+        ),
+        page="staleness.md",
+    )
+    vllm_importance_sampling_mode: str | None = option(
+        None,
+        "How the loss corrects for log-probs that are not the policy's. Unset: TRL's `sequence_mask`; with "
+        "`max_staleness`, `token_truncate` at 2, unless `vllm_importance_sampling_clip_max` says another bound than "
+        "TRL's 3.",
+        TRAINING,
+        names=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+        page="staleness.md",
+    )
+
     disable_dropout: bool = option(
         True,
         "Train without dropout, as sampling has none. An adapter's is included. With `false` it is in the loss, never "
@@ -508,7 +529,7 @@ def check_value(name: str, value: Any, described: Option, place: str = "") -> No
     Raises:
         ConfigError: If it breaks one of them.
     """
-    if described.names and value not in described.names:
+    if described.names and value is not None and value not in described.names:
         choose(name, value, [known for known in described.names if isinstance(known, str)])
     rule = described.rule
     if rule is None or value is None:

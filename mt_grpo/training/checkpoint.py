@@ -35,6 +35,7 @@ BATCH_OPTIONS = (
     "steps_per_generation",
     "num_iterations",
     "use_vllm",
+    "max_staleness",
 )
 """Options that decide the shape of the rollouts in a checkpoint, and how many rows of the dataset were used."""
 
@@ -67,7 +68,9 @@ def batch_options(args: MTGRPOConfig) -> dict[str, Any]:
     return {**{name: getattr(args, name) for name in BATCH_OPTIONS}, "beta": args.beta}
 
 
-def save_rollouts(folder: Path, accelerator: Accelerator, step: int, batches: Any, options: dict[str, Any]) -> None:
+def save_rollouts(
+    folder: Path, accelerator: Accelerator, step: int, batches: Any, options: dict[str, Any], ahead: Any = None
+) -> None:
     """
     Saves the rollouts that this process has still to train on. It is the last write to a checkpoint.
 
@@ -77,13 +80,21 @@ def save_rollouts(folder: Path, accelerator: Accelerator, step: int, batches: An
         step (`int`): Micro-batches trained so far.
         batches (`list[dict]`): Micro-batches of the latest rollouts.
         options (`dict`): The run's `batch_options`.
+        ahead (`dict`, *optional*): What `BatchesAhead.state` returns, where batches are sampled ahead.
     """
     state = {"step": step, "buffered_inputs": batches, "processes": accelerator.num_processes, "options": options}
+    if ahead is not None:
+        state["ahead"] = ahead
     folder.mkdir(parents=True, exist_ok=True)  # where only the model is saved, the main process alone has made it
     path = _path(folder, accelerator.process_index)
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
     partial.replace(path)
+
+
+def load_ahead(folder: Path, accelerator: Accelerator) -> Any:
+    """What was sampled ahead, as `save_rollouts` saved it for this process. Call `check_checkpoint` first."""
+    return _read(_path(folder, accelerator.process_index), map_location="cpu").get("ahead")
 
 
 def load_rollouts(folder: Path, accelerator: Accelerator) -> tuple[int, Any]:
@@ -169,7 +180,7 @@ def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes
             folder,
         )
         return
-    saved = state["options"]
+    saved = {"max_staleness": 0} | state["options"]
     other = [name for name in BATCH_OPTIONS if saved[name] != options[name]]
     if bool(saved["beta"]) != bool(options["beta"]):  # whether there are log-probs of the reference model
         other.append("beta")

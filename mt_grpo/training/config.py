@@ -22,6 +22,11 @@ KEEPS_TURNS = ("cispo", "vespo")
 """Loss types in which an advantage weighs its own tokens, for every `importance_sampling_level`."""
 
 
+CLIP_OF_TRL: float = GRPOConfig.__dataclass_fields__["vllm_importance_sampling_clip_max"].default
+CLIP = 2.0
+"""Where the ratio of a token is cut with `max_staleness`, unless another bound than TRL's default is given."""
+
+
 def registered_names() -> dict[str, list[str]]:
     """The values of options to which plugins can add, with those that imported plugins have added."""
     return {
@@ -79,6 +84,11 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
             self.simulated_user = parse_user(self.simulated_user)
         if self.advantage_estimator is not None:
             self.advantage_estimator = parse_rule(self.advantage_estimator)
+        if self.vllm_importance_sampling_mode is None:
+            ahead = bool(self.max_staleness)
+            self.vllm_importance_sampling_mode = "token_truncate" if ahead else "sequence_mask"
+            if ahead and self.vllm_importance_sampling_clip_max == CLIP_OF_TRL:
+                self.vllm_importance_sampling_clip_max = CLIP
         self.check()
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and has_bfloat16()

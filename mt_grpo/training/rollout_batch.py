@@ -23,6 +23,27 @@ from mt_grpo.trajectory import Trajectory, visible
 
 
 @dataclass
+class Lag:
+    """
+    How a batch came to be trained.
+
+    Args:
+        turns (`list[tuple[int, int]]`): Of each turn, the generation batches that were trained since its first weights
+            were out, and its tokens. Without turns whose engine does not know.
+        ready (`float`): Share of the conversations that were finished when the trainer came for them.
+        wait_seconds (`float`): Time that it then waited.
+        sync_seconds (`float`): Time that it took to bring the weights out.
+        effective (`float`, *optional*): Share of the batch that counts, see `effective_sample_size`.
+    """
+
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    ready: float = 0.0
+    wait_seconds: float = 0.0
+    sync_seconds: float = 0.0
+    effective: float | None = None
+
+
+@dataclass
 class RolloutBatch:
     """
     The rows that this process samples and scores together. It is filled in step by step. Lists have an entry per row.
@@ -47,6 +68,7 @@ class RolloutBatch:
         sampled_again (`int`): Groups that were sampled again, counted as often as they were.
         leaves (`dict[str, list[AnswerLeaves]]`): By reward, the right answers that the policy's next forward scores.
         answered (`bool`): Whether a forward has scored those of every reward that asks the policy.
+        lag (`Lag`): How it came to be trained, where batches are sampled ahead.
     """
 
     mode: str
@@ -66,6 +88,7 @@ class RolloutBatch:
     sampled_again: int = 0
     leaves: dict[str, list[AnswerLeaves]] = field(default_factory=dict)
     answered: bool = False
+    lag: Lag = field(default_factory=Lag)
 
     @property
     def advantages(self) -> Tensor:

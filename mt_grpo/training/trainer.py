@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.state import Pulse
+from mt_grpo.training.ahead import BatchesAhead, batches_ahead
 from mt_grpo.training.answers import check_scorers, fill_in, hang_leaves, longest, score_answers, trees_of_rows
 from mt_grpo.training.batch import IMAGES, OPTIONAL, TokenColumns, image_column, images_of, with_images
 from mt_grpo.training.checkpoint import (
@@ -42,6 +44,7 @@ from mt_grpo.training.checkpoint import (
     find_checkpoint,
     is_whole,
     load_converted,
+    load_ahead,
     load_rollouts,
     made_with,
     save_rollouts,
@@ -100,13 +103,16 @@ from mt_grpo.training.reward_batch import (
 from mt_grpo.training.reward_models import ModelReward, as_in_trl, with_models
 from mt_grpo.training.rollout_batch import EvaluationRows, RolloutBatch, branching, fill_up, fill_up_scores
 from mt_grpo.training.servers import (
+    ModelCopy,
     check_importance_sampling,
     lent_model,
     own_engine,
+    own_weights,
     replays_routes,
     server_client,
     weight_sync,
 )
+from mt_grpo.training.staleness import SmallerSteps, effective_sample_size
 from mt_grpo.training.step_log import Step, StepLog
 from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, show_advantages
 from mt_grpo.training.trl_arguments import (
@@ -202,7 +208,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         args = widened(args)
         check_rollout_func(rollout_func)
         check_surroundings(args)
-        if args.use_vllm:
+        if args.use_vllm or args.max_staleness:
             check_importance_sampling(args)
         self.replay = None if args.replay is None else Replay(args)
         if self.replay is not None:
@@ -270,6 +276,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             self._prepare_rollouts(engine)
             self._prepare_step_log()
         self.batch: RolloutBatch | None = None
+        self._ahead: BatchesAhead | None = None
         self.eval_trajectories: list[Trajectory] = []
         self._evaluation: EvaluationRows | None = None
         self._loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL's forward computes
@@ -314,8 +321,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def _prepare_rollouts(self, engine: Engine | None) -> None:
         args = self.args
-        self.use_vllm = args.use_vllm  # TRL's loss then corrects for the engine's different log-probs
-        self.weight_sync: WeightTransport | None = None
+        # TRL's loss then corrects for log-probs of other kernels, or of other weights
+        self.use_vllm = args.use_vllm or bool(args.max_staleness)
+        self.weight_sync: WeightTransport | ModelCopy | None = None
         self._synced_step = -1  # whose weights the servers have
         if self.replay is not None:
             self.replay.check_tokenizer(self._tokenizer)
@@ -331,6 +339,12 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         check_images(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
         self._prove_images = images is not None
         self.runner = build_runner(self.env, engine, args, images)
+        if args.max_staleness:
+            self.weight_sync = self.weight_sync or own_weights(engine, self.model, args, self.accelerator)
+            if self.weight_sync is not None:
+                self.weight_sync.send_in_flight()
+            self._steps = SmallerSteps()
+            self.add_callback(self._steps)
 
     def _prepare_step_log(self) -> None:
         about = {
@@ -393,7 +407,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         self._step, self._buffered_inputs, self._synced_step, self._failed_batches = 0, None, -1, 0
         folder = Path(self.args.output_dir).resolve()
         self.step_log.records.resumes = checkpoint is not None and Path(checkpoint).resolve().parent == folder
-        with self._pulse():
+        self._ahead = batches_ahead(self)
+        with self._pulse(), self._ahead or nullcontext():
             result = super().train(checkpoint, *args, **kwargs)
         if self._initial_global_step == self.state.global_step < self.state.max_steps:
             raise ConfigError(
@@ -417,6 +432,12 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             }
 
         return Pulse(self.args.output_dir, look).beating()
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any) -> tuple[list[Any], Any]:
+        """Those of transformers, which may have been read ahead."""
+        if self._ahead is not None:
+            epoch_iterator = self._ahead.read(epoch_iterator, num_batches, self._step, self.state)
+        return super().get_batch_samples(epoch_iterator, num_batches, *args)
 
     def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *args: Any) -> tuple[int, int]:
         """Stops a resumed run that has taken all its steps; TRL's trainer would take one more."""
@@ -443,6 +464,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             warn_of_differences(folder, self._made_with())
         load_reference(folder, self.args, accelerator, self.ref_model)
         self._step, self._buffered_inputs = load_rollouts(folder, accelerator)
+        if self._ahead is not None and (kept := load_ahead(folder, accelerator)) is not None:
+            self._ahead.restore(kept)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         plain = self.accelerator.unwrap_model(self.model)
@@ -492,6 +515,9 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         try:
             with open_environments(batch):
                 step.output = super()._generate_and_score_completions(shown)
+            if self._ahead is not None and mode == "train":
+                batch.lag.effective = effective_sample_size(step.output)
+                self._steps.take(batch.lag.effective)
             self._credit(step)
         except BaseException:  # whatever fails, conversations that were finished before are not lost
             self.step_log.records.rescue(step)
@@ -534,20 +560,29 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         moment = (step, self._step % self.args.gradient_accumulation_steps) if batch.mode == "train" else ()
         requests = batch.requests(first, moment, self.args.seed)
         if self.weight_sync is not None and self._synced_step != step:
+            start = time.perf_counter()
             with self.step_log.activity.of("weight sync"):
                 self.weight_sync.sync(step)
-            self._synced_step = step
-        lent = lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
-        with without_dropout(self.model, True), lent, self.step_log.activity.sampling(batch, self.runner.under_way):
-            run = self._run_on_all_ranks(
-                lambda: self.runner.run(
-                    requests,
-                    self._sampling,
-                    on_finish=batch.trajectories.append,
-                    keep_environments=True,
-                    branching=batch.branching,
-                )
+            self._synced_step, batch.lag.sync_seconds = step, time.perf_counter() - start
+        ahead = None if batch.mode == "eval" or batch.attempt else self._ahead
+        taken = ahead is not None and ahead.begin(self._step, step)
+        lent: AbstractContextManager[None] = nullcontext()
+        if self.weight_sync is None:  # else the engine has weights of its own
+            lent = lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
+        sessions = {request.session for request in requests}
+        sampling = self.step_log.activity.sampling(batch, self.runner.under_way, sessions)
+
+        def converse() -> Coroutine[Any, Any, list[Trajectory]]:
+            return self.runner.run(
+                requests,
+                self._sampling,
+                on_finish=batch.trajectories.append,
+                keep_environments=True,
+                branching=batch.branching,
             )
+
+        with without_dropout(self.model, True), lent, sampling:
+            run = everywhere(lambda: ahead.take(batch, self._step)) if taken else self._run_on_all_ranks(converse)
         if self.weight_sync is not None:
             self.weight_sync.check()
         batch.trajectories = fill_up(run, batch.fills, lambda index: Trajectory(batch.rows[index]["prompt"]))
@@ -655,6 +690,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self._loss_inputs = inputs
+        if self._ahead is not None and self.model.training:
+            self._steps.before(self.optimizer)
         try:
             loss = super().compute_loss(model, inputs, *args, **kwargs)
         finally:
@@ -766,7 +803,8 @@ class MTGRPOEnvTrainer(GRPOTrainer):
                 if self.is_world_process_zero():
                     (folder / MADE_WITH).write_text(to_json(self._made_with()), encoding="utf-8")
                 options = batch_options(self.args)
-                save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, options)
+                ahead = None if self._ahead is None else self._ahead.state(self.state.global_step)
+                save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, options, ahead)
         except BaseException:  # a checkpoint is whole or absent, whatever stops its writing
             shutil.rmtree(folder, ignore_errors=True)
             raise

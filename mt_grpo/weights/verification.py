@@ -29,6 +29,8 @@ PADDING = 7
 """Padding tokens before it, to measure what padding alone changes."""
 EXACT = 1e-3
 """Largest mean difference, in nats per token, if trainer and server compute in float32."""
+NARROW = 0.25
+"""The least that is allowed, in nats per token, if one of them computes in a narrower type."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def tolerance_for(expected: list[float], padded: list[float], epsilon: float) ->
         epsilon (`float`): Relative distance between two neighbouring numbers of the narrowest type.
     """
     rounding = epsilon / 2 * sum(abs(value) for value in expected) / len(expected)
-    return min(2.0, max(0.25, 10.0 * rounding, 10.0 * compare(padded, expected).difference))
+    return min(2.0, max(NARROW, 10.0 * rounding, 10.0 * compare(padded, expected).difference))
 
 
 def compare(server: list[float], trainer: list[float]) -> Verdict:

@@ -59,6 +59,7 @@ OVERRIDES = {
         "_save_checkpoint": "self, model, trial",
         "compute_loss": "self, model, inputs, return_outputs=False, num_items_in_batch=None",
         "create_accelerator_and_postprocess": "self",
+        "get_batch_samples": "self, epoch_iterator, num_batches, device",
         "evaluate": "self, eval_dataset=None, ignore_keys=None, metric_key_prefix='eval'",
         "get_eval_dataloader": "self, eval_dataset=None",
         "log": "self, logs, start_time=None",
@@ -81,7 +82,7 @@ OVERRIDES = {
     },
     TrlParser: {"error": "self, message"},
     TrainerCallback: dict.fromkeys(
-        ["on_log", "on_step_begin", "on_step_end", "on_train_begin", "on_train_end"],
+        ["on_log", "on_optimizer_step", "on_step_begin", "on_step_end", "on_train_begin", "on_train_end"],
         "self, args, state, control, **kwargs",
     ),
 }

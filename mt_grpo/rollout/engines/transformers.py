@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class _Request:
     finish_reason: str | None = None
     routes: Routes | None = None
     images: Images = field(default_factory=dict)
+    weight_version: int | None = None
 
     @property
     def budget(self) -> int:
@@ -62,6 +64,11 @@ class TransformersEngine:
         patience (`float`, *optional*, defaults to `1.0`): Seconds a batch waits for conversations that are elsewhere.
         record_routes (`bool`, *optional*, defaults to `False`): Whether samples of a mixture say which experts their
             tokens went to.
+
+    Attributes:
+        weight_version (`int`, *optional*): Optimiser step of the model's weights, which samples are stamped with.
+        update (`threading.Lock`): Held while a batch is sampled, and to be held while the model's weights are changed.
+        context (`Callable`): Makes the context in which the model runs, such as autocast.
     """
 
     def __init__(
@@ -78,6 +85,9 @@ class TransformersEngine:
         self.max_batch_size = max_batch_size
         self.patience = patience
         self.record_routes = record_routes
+        self.weight_version: int | None = None
+        self.update = threading.Lock()
+        self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._live: set[str] = set()
         self._waiting: list[_Request] = []
         self._batch: asyncio.Future[None] | None = None
@@ -152,7 +162,8 @@ class TransformersEngine:
                 request.future.set_exception(done.exception() or RuntimeError("The batch was cancelled."))
             else:
                 assert request.finish_reason is not None
-                sample = Sample(request.ids, request.logprobs, request.finish_reason, routes=request.routes)
+                version = request.weight_version
+                sample = Sample(request.ids, request.logprobs, request.finish_reason, version, version, request.routes)
                 request.future.set_result(sample)
         asyncio.get_running_loop().call_soon(self._start_batch)  # after the conversations that go on at once
 
@@ -160,7 +171,9 @@ class TransformersEngine:
     def _sample(self, batch: list[_Request]) -> None:
         """Samples a batch in place. Requests with different sampling options are separate calls of `generate`."""
         alike = [(_drawing(request.sampling), request) for request in batch]
-        with on_device(self.model.device):
+        with self.update, on_device(self.model.device), self.context():
+            for request in batch:
+                request.weight_version = self.weight_version
             for drawing, group in groupby(sorted(alike, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
                 self._generate([request for _, request in group], drawing)
 

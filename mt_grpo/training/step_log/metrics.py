@@ -11,6 +11,7 @@ from accelerate import PartialState
 from accelerate.utils import gather, gather_object
 
 from mt_grpo.credit import RewardBatch
+from mt_grpo.training.rollout_batch import Lag
 from mt_grpo.training.step_log.step import Step
 from mt_grpo.trajectory import StopReason, Trajectory
 
@@ -70,10 +71,11 @@ class Metrics:
     Args:
         weights (`Tensor`): `(num_rewards,)`, weights of the rewards.
         names (`list[str]`): Their names.
+        ahead (`bool`, *optional*, defaults to `False`): Whether batches are sampled ahead.
     """
 
-    def __init__(self, weights: torch.Tensor, names: list[str]) -> None:
-        self._weights, self._names = weights, names
+    def __init__(self, weights: torch.Tensor, names: list[str], ahead: bool = False) -> None:
+        self._weights, self._names, self._ahead = weights, names, ahead
         self._tallies = {"train": Tally(), "eval": Tally()}
 
     def take(self, step: Step) -> None:
@@ -85,6 +87,8 @@ class Metrics:
         tally.merge(credit_metrics(batch.rewards, batch.advantages))
         if step.mode == "train":
             tally.merge(audit_metrics(step.audit, batch.sampled_again))
+        if step.mode == "train" and self._ahead:
+            tally.merge(staleness_metrics(batch.lag))
         if "importance_sampling_ratio" in step.output:
             tally.merge(mismatch_metrics(step.output, batch.advantages.shape[1]))
 
@@ -204,6 +208,33 @@ def audit_metrics(audit: dict[str, Any], sampled_again: int) -> Tally:
         tally.count("batch with turn rewards", 1)
         for name in ("uncredited_at_turn", "uncredited_up_to_turn"):
             tally.add(f"credit/{name}", audit[name], per="batch with turn rewards")
+    return tally
+
+
+def staleness_metrics(lag: Lag) -> Tally:
+    """
+    How a batch that was sampled ahead came to be trained; a collective call.
+
+    Returns:
+        `Tally`: Of sampled tokens, `staleness/mean` and `staleness/max`, the generation batches that were trained
+        since the first weights of their turn were out; `staleness/effective_sample_size`, the share of the batch that
+        counts; `rollout/ready`, the share of its conversations that were finished when the trainer came for them;
+        `rollout/wait_seconds` and `sync/seconds`, of the slowest process.
+    """
+    lags = gather_object([lag])
+    tally = Tally()
+    turns = [turn for each in lags for turn in each.turns]
+    if turns:
+        tally.count("sampled token", sum(tokens for _, tokens in turns))
+        tally.add("staleness/mean", sum(behind * tokens for behind, tokens in turns), per="sampled token")
+        tally.largest("staleness/max", float(max(behind for behind, _ in turns)))
+    tally.count("batch ahead", 1)
+    tally.add("rollout/ready", sum(each.ready for each in lags) / len(lags), per="batch ahead")
+    tally.add("rollout/wait_seconds", max(each.wait_seconds for each in lags), per="batch ahead")
+    tally.add("sync/seconds", max(each.sync_seconds for each in lags), per="batch ahead")
+    if lag.effective is not None and not math.isnan(lag.effective):  # the same on every process
+        tally.count("corrected batch", 1)
+        tally.add("staleness/effective_sample_size", lag.effective, per="corrected batch")
     return tally
 
 

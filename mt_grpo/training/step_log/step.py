@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,6 +181,7 @@ class Activity:
         self.waits_for = "forward and backward"
         self._batch: RolloutBatch | None = None
         self._under_way: Mapping[str, Trajectory] = {}
+        self._sessions: Container[str] | None = None
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
@@ -194,20 +195,23 @@ class Activity:
             self.seconds[what] += time.perf_counter() - start
 
     @contextmanager
-    def sampling(self, batch: RolloutBatch, under_way: Mapping[str, Trajectory]) -> Iterator[None]:
+    def sampling(
+        self, batch: RolloutBatch, under_way: Mapping[str, Trajectory], sessions: Container[str] | None = None
+    ) -> Iterator[None]:
         """
         Conversations are sampled in the block.
 
         Args:
             batch (`RolloutBatch`): Gets the conversations that are finished.
-            under_way (`dict`): Those that are not, by session.
+            under_way (`dict`): Those that are not, by session; those of other batches too.
+            sessions (`Container[str]`, *optional*): Those of the batch; all by default.
         """
-        self._batch, self._under_way = batch, under_way
+        self._batch, self._under_way, self._sessions = batch, under_way, sessions
         try:
             with self.of("sampling"):
                 yield
         finally:
-            self._batch, self._under_way = None, {}
+            self._batch, self._under_way, self._sessions = None, {}, None
 
     def conversations(self) -> list[dict[str, Any]]:
         """Those under way on this process, the oldest first, as `state.json` has them."""
@@ -227,7 +231,10 @@ class Activity:
 
     def describe(self) -> str:
         """What is waited for, and while conversations are sampled, how many are finished and their turns so far."""
-        batch, under_way = self._batch, list(self._under_way.values())  # copies, since another thread goes on
+        batch, sessions = self._batch, self._sessions
+        # a copy, since another thread goes on
+        items = list(self._under_way.items())
+        under_way = [each for session, each in items if sessions is None or session in sessions]
         if batch is None:
             return f"waiting for {self.waits_for}"
         finished = list(batch.trajectories)
