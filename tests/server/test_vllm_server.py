@@ -24,6 +24,7 @@ from support.trainers import Letters, batch
 from transformers import AutoTokenizer
 
 from mt_grpo.app.doctor.memory import read_shape
+from mt_grpo.concurrency import Begun
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.integrations.openai_api import AgentSource
@@ -389,6 +390,76 @@ def test_after_a_sync_the_server_samples_with_trained_weights(trained):
     assert file.name == "weights-00000005.safetensors"
     sync.close()
     assert not file.parent.exists()
+
+
+def test_each_token_of_requests_in_flight_has_one_version(tied):
+    """Updates in mid-request drop none; a token has the log-prob of one version, and versions never go back."""
+    client, contexts = tied.client(), tied.prompts()
+    sync = tied.sync(client, verify_every=2)
+    sync.send_in_flight()
+    sync.sync(0)
+    versions = [copy.deepcopy(tied.model)]
+    sampling = SamplingParams(max_tokens=400, seed=5, stop_token_ids=())
+
+    async def sample():
+        jobs = [client.generate(ids, sampling, f"s{index}") for index, ids in enumerate(contexts)]
+        return await asyncio.gather(*jobs)
+
+    begun = Begun(sample()).start()
+    for step in (1, 2):
+        while tied.server.metric("vllm:generation_tokens_total") < sync.num_syncs:
+            pass
+        time.sleep(0.5)  # well inside the requests
+        train_a_little(tied.model)
+        versions.append(copy.deepcopy(tied.model))
+        sync.sync(step)
+    samples = begun.result()
+    changed = 0
+    for context, sample in zip(contexts, samples, strict=True):
+        scores = torch.tensor([score(model, context, sample.ids) for model in versions])
+        differences = (scores - torch.tensor(sample.logprobs)).abs()
+        assert (differences.min(dim=0).values < TOLERANCE).all()
+        fits = differences < TOLERANCE
+        at = 0
+        for token in range(len(sample.ids)):
+            while not fits[at, token]:  # weights are never older than those of the token before
+                at += 1
+        assert sample.weight_version == 0 and at <= sample.last_weight_version <= 2
+        changed += at
+    assert changed  # an update came in the middle
+    client.salted = False
+    sync.close()
+
+
+@pytest.mark.slow
+def test_staleness_on_a_server_changes_no_conversation(tied, tmp_path):
+    """With learning rate 0; with another, turns say which weights they had, no older than they may be."""
+
+    def train(staleness, learning_rate):
+        folder = tmp_path / f"{staleness}-{learning_rate}"
+        restore(tied)
+        options = {**CPU_RUN, "use_vllm": True, "vllm_server_base_url": tied.server.url, "max_steps": 4}
+        trainer = MTGRPOEnvTrainer(
+            tied.path,
+            Vowels([lookup_nothing], system_prompt="user", max_steps=2),
+            [],
+            [Letters()],
+            MTGRPOConfig(str(folder), learning_rate=learning_rate, max_staleness=staleness, **options),
+            Dataset.from_list([{"prompt": f"What is {number} of Peru"} for number in range(8)]),
+        )
+        trainer.train()
+        trainer.weight_sync.close()
+        return list(read_trajectories(folder))
+
+    expected = {each["session"]: each["tree"] for each in train(0, 0.0)}
+    assert {each["session"]: each["tree"] for each in train(2, 0.0)} == expected
+    lags = set()
+    for each in train(2, 1e-3):
+        step = int(each["session"].split("-")[1])
+        for turn in each["turns"]:
+            assert step - 2 <= turn["weight_version"] <= turn["last_weight_version"] <= step
+            lags.add(step - turn["weight_version"])
+    assert max(lags) > 0
 
 
 @pytest.mark.parametrize("trained", ["tied"], indirect=True)

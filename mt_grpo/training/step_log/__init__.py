@@ -58,9 +58,8 @@ class StepLog(TrainerCallback):
         self.activity = Activity()
         self.warnings = Warnings(rewards, args, state_scores, about["tools"])
         self.records = Records(args, about, described, save_tokenizer)
-        self.metrics = Metrics(
-            weights, [reward.name for reward in rewards], args.max_staleness > 0 and args.replay is None
-        )
+        ahead = args.max_staleness > 0 and args.replay is None
+        self.metrics = Metrics(weights, [reward.name for reward in rewards], ahead)
         self.table = Table(args, trackers)
         self._args, self._names = args, [reward.name for reward in rewards]
         self._has_turn_rewards = bool(turn_rewards)
