@@ -384,6 +384,57 @@ def test_an_unknown_adapter_shows_that_a_server_restarted(tokenizer, start):
     asyncio.run(go())
 
 
+@pytest.mark.parametrize(("held", "restarted"), [("6", False), ("7", False), ("default", True)])
+def test_weights_in_between_are_no_restart(tokenizer, start, held, restarted):
+    """While weights are sent, a server has those of before or after; one that failed once is asked again."""
+    answers = [(500, {"error": "busy"}), completion(5), completion(5)]
+    server = start(lambda number, body: answers[min(number, 2)], version=lambda: label[0])
+    client, label, restored = client_of(tokenizer, server, server_timeout=20), [held], []
+    client.weight_version, client.incoming_version = 6, 7
+
+    def restore(url):
+        restored.append(url)
+        label[0] = "7"
+
+    client.restore = restore
+
+    async def go():
+        await client.connect()
+        asked = asyncio.ensure_future(client.generate([1], SAMPLING, "a"))
+        if restarted:
+            while client.pool.servers[0].up:
+                await asyncio.sleep(0.01)
+            assert not restored  # the sync goes on: whatever is sent now would be the weights of before
+            client.weight_version, client.incoming_version = 7, None
+        sample = await asked
+        await client.close()
+        return sample
+
+    sample = asyncio.run(go())
+    assert bool(restored) == restarted == bool(client.pool.servers[0].drops)
+    assert (sample.weight_version, sample.last_weight_version) == ((7, 7) if restarted else (6, 7))
+
+
+def test_requests_in_flight_do_not_read_prefixes_of_other_weights(tokenizer, start):
+    bodies = []
+
+    def complete(number, body):
+        bodies.append(body)
+        return completion(5)
+
+    client = client_of(tokenizer, start(complete))
+
+    async def go():
+        await client.connect()
+        for version, salted in ((7, False), (7, True), (8, True)):
+            client.weight_version, client.salted = version, salted
+            await client.generate([1], SAMPLING, "a")
+        await client.close()
+
+    asyncio.run(go())
+    assert [body.get("cache_salt") for body in bodies] == [None, "7", "8"]
+
+
 def test_servers_may_keep_the_model_in_different_folders(tokenizer, start):
     def only(name):
         missing = (404, {"error": {"message": "The model does not exist."}})

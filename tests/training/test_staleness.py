@@ -14,7 +14,9 @@ from transformers import TrainerCallback
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.runlog import open_run
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.token_tree import TokenTree
+from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer, token_logps
+from mt_grpo.training.staleness import effective_sample_size
 
 
 def tokens_of(folder):
@@ -106,7 +108,6 @@ class AtStep(TrainerCallback):
 def test_a_batch_begins_so_many_batches_early(tmp_path, tokenizer, questions, staleness, asked):
     """While the first step is taken, that many later batches have begun; none past the last step."""
     seen = []
-    engine = None
     trainer = gated(tmp_path, tokenizer, questions, lambda step: True, max_staleness=staleness)
     engine = trainer.runner.engine
 
@@ -164,9 +165,6 @@ def test_a_run_that_stops_ends_what_is_under_way(tmp_path, tokenizer, questions)
 def test_an_interrupted_run_keeps_what_is_finished(tmp_path, tokenizer, questions):
     """Conversations of a waiting batch that are finished are not sampled again; the others are."""
 
-    def answers(session, turn):
-        return conversation(session, turn)
-
     class Some(Gate):
         async def generate(self, context, sampling, session):
             if session in ("train-000001-000000-000001", "train-000001-000000-000003"):
@@ -217,3 +215,117 @@ def test_an_interrupted_run_keeps_what_is_finished(tmp_path, tokenizer, question
     assert tokens_of(tmp_path / "cut") == tokens_of(tmp_path / "whole")
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def output_of(differences):
+    """A batch whose conversations have these log ratios per token."""
+    old = torch.tensor(differences)
+    ones = torch.ones_like(old)
+    return {
+        "old_per_token_logps": old,
+        "sampling_per_token_logps": torch.zeros_like(old),
+        "completion_mask": ones,
+        "tool_mask": ones.clone(),
+    }
+
+
+def test_the_effective_sample_size_is_of_whole_conversations():
+    assert effective_sample_size(output_of([[0.5, -0.5], [0.0, 0.0]])) == pytest.approx(1.0)
+    assert effective_sample_size(output_of([[30.0, 30.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])) == pytest.approx(0.25)
+    some = output_of([[0.0, float("nan")], [0.0, 1.0], [9.0, 9.0]])
+    some["tool_mask"][1, 1] = some["completion_mask"][2] = 0  # a token of the environment, and one that is left out
+    assert effective_sample_size(some) == pytest.approx(1.0)
+    some["completion_mask"][:] = 0
+    assert effective_sample_size(some) != effective_sample_size(some)
+
+
+def test_few_effective_conversations_make_steps_smaller(sampled, monkeypatch, caplog):
+    """Of Adam's step, not of the gradient; the schedule goes on as it was."""
+    shares = iter([1.0, 0.1, 0.5])
+    monkeypatch.setattr("mt_grpo.training.trainer.effective_sample_size", lambda output: next(shares))
+    rates = []
+
+    class Rates(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    trainer, _ = sampled("small", callback=Rates(), max_staleness=1, max_steps=3, learning_rate=0.3)
+    assert rates == pytest.approx([0.3, 0.1 * 0.2, 0.1])
+    assert logged(trainer, "learning_rate") == pytest.approx([0.3, 0.2, 0.1])
+    assert "Of a batch only 10 % counts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"vllm_importance_sampling_correction": False}, "needs a correction with a bound"),
+        ({"vllm_importance_sampling_clip_max": None}, "needs a correction with a bound"),
+        ({"vllm_importance_sampling_mode": "sequence_mask"}, "would take most of them out of the loss"),
+        ({"vllm_importance_sampling_mode": "sequence_truncate"}, "would take most of them out of the loss"),
+        ({"use_vllm": True, "weight_sync": "lora"}, "choose `weight_sync: safetensors`"),
+        ({"max_staleness": -1}, "set a whole number, 0 or more"),
+        ({"max_staleness": 0.5}, "set a whole number, 0 or more"),
+    ],
+)
+def test_what_would_learn_wrongly_is_refused(tmp_path, options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        MTGRPOConfig(str(tmp_path), **{**CPU_RUN, "max_staleness": 1, **options})
+
+
+def test_the_correction_is_by_token_where_none_is_chosen(tmp_path):
+    def chosen(**options):
+        args = MTGRPOConfig(str(tmp_path), **{**CPU_RUN, **options})
+        return args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max
+
+    assert chosen() == ("sequence_mask", 3.0)
+    assert chosen(max_staleness=1) == ("token_truncate", 2.0)
+    assert chosen(max_staleness=1, vllm_importance_sampling_clip_max=1.5) == ("token_truncate", 1.5)
+    assert chosen(max_staleness=1, vllm_importance_sampling_mode="token_mask") == ("token_mask", 3.0)
+
+
+def test_an_engine_that_samples_from_the_trained_model_is_refused(tmp_path, tokenizer, questions):
+    class Own(ScriptedEngine):
+        def use_model(self, model):
+            pass
+
+    with pytest.raises(ConfigError, match="Own samples from the model that is trained"):
+        MTGRPOEnvTrainer(
+            build_model(tokenizer),
+            MultiTurnToolEnv([], system_prompt="", max_steps=3),
+            (Calls(),),
+            (Answered(),),
+            MTGRPOConfig(str(tmp_path), **CPU_RUN, max_staleness=1),
+            train_dataset=questions,
+            engine=Own(tokenizer, conversation),
+            processing_class=tokenizer,
+        )
+
+
+def test_a_checkpoint_of_other_staleness_is_refused(sampled, tmp_path):
+    sampled("run", max_steps=1, save_strategy="steps", save_steps=1)
+    with pytest.raises(ConfigError, match="was made with `max_staleness: 0`, and this run has `max_staleness: 1`"):
+        sampled("run", str(tmp_path / "run" / "checkpoint-1"), max_steps=2, max_staleness=1)
+
+
+def test_sampling_while_training_reads_no_weight_that_is_trained(sampled):
+    """Every token has the log-prob of the weights that its turn is stamped with, whatever was trained since."""
+    weights = {}
+
+    class Keep(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            weights[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
+
+    trainer, _ = sampled("moving", callback=Keep(), max_staleness=2, max_steps=4, learning_rate=1e-2)
+    lags = set()
+    for each in open_run(trainer.args.output_dir).trajectories():
+        tree = TokenTree.from_dict(each["tree"])
+        step = int(each["session"].split("-")[1])
+        for turn in each["turns"]:
+            trainer.model.load_state_dict(weights[turn["weight_version"]])
+            (logps,) = token_logps(trainer.model, [tree])
+            sampled_logps = [node["logprobs"] for node in each["tree"]["nodes"] if node["turn"] == turn["index"]]
+            expected = torch.tensor(sampled_logps[0])
+            torch.testing.assert_close(logps[turn["index"]].float(), expected, rtol=0, atol=1e-4)
+            assert turn["last_weight_version"] == turn["weight_version"] <= step
+            lags.add(step - turn["weight_version"])
+    assert max(lags) == 2
