@@ -415,7 +415,7 @@ def test_weights_in_between_are_no_restart(tokenizer, start, held, restarted):
     assert (sample.weight_version, sample.last_weight_version) == ((7, 7) if restarted else (6, 7))
 
 
-def test_requests_in_flight_do_not_read_prefixes_of_other_weights(tokenizer, start):
+def test_requests_in_flight_read_no_prefix_of_other_weights(tokenizer, start):
     bodies = []
 
     def complete(number, body):

@@ -283,7 +283,7 @@ def test_the_correction_is_by_token_where_none_is_chosen(tmp_path):
     assert chosen(max_staleness=1, vllm_importance_sampling_mode="token_mask") == ("token_mask", 3.0)
 
 
-def test_an_engine_that_samples_from_the_trained_model_is_refused(tmp_path, tokenizer, questions):
+def test_an_engine_of_the_trained_model_is_refused(tmp_path, tokenizer, questions):
     class Own(ScriptedEngine):
         def use_model(self, model):
             pass
