@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,8 @@ SCENARIOS = {
     # of the first rank all conversations end before they branch, of the second none
     "branches": {"advantage_estimator": "branch_to_go", "branch_at": 1, "num_branches": 2, "max_steps": 1},
     "turns": {"max_steps": 1},
+    # conversations take their time, those of the second rank more; evaluations come in between
+    "ahead": {"max_staleness": 2, "do_eval": True, "eval_strategy": "steps", "eval_steps": 1},
     "reference": {
         "beta": 0.5,
         "sync_ref_model": True,
@@ -80,6 +84,12 @@ def conversation(session: str, turn: int) -> str:
     turns = number % 2 + 3 * second
     action = SEARCH if turn < turns else f"<answer>Lima {'of Peru ' * (number % 3)}</answer>"
     return "<think>well</think>" * second + action
+
+
+def uneven_times(session: str, turn: int) -> float:
+    """Seconds of a turn, at random; the second rank takes more."""
+    draw = random.Random(f"{session} {turn} {time.monotonic()}")
+    return draw.random() * (0.01 + 0.03 * (int(session.rsplit("-", 1)[1]) >= BATCH // 2))
 
 
 def silent_at_first(session: str, turn: int) -> str:
@@ -197,7 +207,11 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
         args,
         Dataset.from_list(rows),
         Dataset.from_list(rows[: 5 if scenario == "uneven" else 6]) if options.get("do_eval") else None,
-        engine=ScriptedEngine(tokenizer, silent_at_first if scenario == "steps" else conversation),
+        engine=ScriptedEngine(
+            tokenizer,
+            silent_at_first if scenario == "steps" else conversation,
+            uneven_times if scenario == "ahead" else 0.0,
+        ),
         processing_class=tokenizer,
         peft_config=adapter,
         callbacks=[watch := Watch()],

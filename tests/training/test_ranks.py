@@ -57,6 +57,17 @@ def test_two_ranks_learn_what_one_learns(tmp_path, alone):
     assert all((tmp_path / "rollouts" / name).exists() for name in run_log.column("file"))
 
 
+def test_ranks_that_sample_ahead_learn_what_one_learns(tmp_path):
+    """Whatever takes how long where, and with evaluations while batches are in flight: rows are trained in order."""
+    one, two = run(tmp_path / "one", 1, "ahead"), run(tmp_path / "two", 2, "ahead")
+    assert_the_same_is_learnt(one, two)
+    sessions = [
+        sorted(row for row in open_run(tmp_path / name).column("session") if row.startswith("train"))
+        for name in ("one", "two")
+    ]
+    assert sessions[0] == sessions[1] and len(sessions[0]) == 24
+
+
 def test_two_ranks_replay_the_run_of_one(tmp_path, alone, folder_alone):
     assert_the_same_is_learnt(alone, run(tmp_path, 2, "replay", REPLAYED=str(folder_alone)))
     assert set(open_run(tmp_path).column("rank")) == {0, 1}
