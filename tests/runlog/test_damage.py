@@ -41,6 +41,9 @@ def folder(sound, tmp_path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "run"))
 
 
+TIMES = ("beat", "problem", "read", "version", "written")
+
+
 def everything(folder: Path, output: Path | None = None) -> list[Any]:
     """What the page, the reader and, where they have a place, exports make of a run; `None` for each refusal."""
     found: list[Any] = []
@@ -74,7 +77,8 @@ def everything(folder: Path, output: Path | None = None) -> list[Any]:
 
 
 def without_times(answer: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in answer.items() if name not in ("written", "version")}
+    """What does not depend on when it is asked, and on how many words the search has read by then."""
+    return {name: value for name, value in answer.items() if name not in TIMES}
 
 
 def exported(folder: Path, form: str, output: Path) -> Any:

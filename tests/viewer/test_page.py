@@ -41,8 +41,13 @@ def page(window):
     assert not window.wrong
 
 
+DRAWN = "[...document.querySelectorAll('.chart, .tree, .overlaid')].every(e => !e.clientWidth || e.childElementCount)"
+"""A drawing is made when its width is known."""
+
+
 def shown(page, view):
     page.wait_for_function("name => performance.getEntriesByName('shown ' + name).length", arg=view)
+    page.wait_for_function(DRAWN)
 
 
 def counted(page, matched):
