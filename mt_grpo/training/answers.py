@@ -19,6 +19,7 @@ from torch import nn
 from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.images import Images
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import pack
@@ -104,7 +105,8 @@ def score_answers(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
     for together in [asking] if trainer.args.forward == "tree" else [[each] for each in asking]:
         if together:
             leaves = _leaves(trainer, batch, together)
-            fill_in(batch, leaves, _by_trainer(trainer, trees_of_rows(leaves), batch.mode))
+            images = {number: image.inputs for one in batch.trajectories for number, image in one.images.items()}
+            fill_in(batch, leaves, _by_trainer(trainer, trees_of_rows(leaves), batch.mode, images))
 
 
 def _asking(trainer: GRPOTrainer, scorer: str) -> list[RightAnswer]:
@@ -132,7 +134,9 @@ def _leaves_of(reward: RightAnswer, trajectory: Trajectory, trainer: GRPOTrainer
     return answer_leaves(trajectory, answers, runner.engine.context_length - 1)
 
 
-def _by_trainer(trainer: GRPOTrainer, rows: list[list[TokenTree]], mode: str) -> list[list[list[float]]]:
+def _by_trainer(
+    trainer: GRPOTrainer, rows: list[list[TokenTree]], mode: str, images: Images
+) -> list[list[list[float]]]:
     args = trainer.args
     size = args.per_device_train_batch_size if mode == "train" else args.per_device_eval_batch_size
     prove_forward(trainer, max(gather_object([longest(tree for row in rows for tree in row)])))
@@ -141,7 +145,7 @@ def _by_trainer(trainer: GRPOTrainer, rows: list[list[TokenTree]], mode: str) ->
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             trees = [tree for row in part for tree in row]
-            means = iter(mean_logprobs(trainer.model, trees, args.forward, args.tree_attention))
+            means = iter(mean_logprobs(trainer.model, trees, args.forward, args.tree_attention, images))
             found += [[next(means) for _ in row] for row in part]
     return found
 
@@ -153,7 +157,11 @@ def longest(trees: Iterable[TokenTree]) -> int:
 
 @torch.no_grad()
 def mean_logprobs(
-    model: nn.Module, trees: Sequence[TokenTree], forward: str = "tree", attention: str = "auto"
+    model: nn.Module,
+    trees: Sequence[TokenTree],
+    forward: str = "tree",
+    attention: str = "auto",
+    images: Images | None = None,
 ) -> list[list[float]]:
     """
     The mean log-prob per token of each turn's action, from one forward of `"tree"` or `"padded"`, also if there is
@@ -164,14 +172,18 @@ def mean_logprobs(
         trees (`Sequence[TokenTree]`): Trees whose turns all have an action. What they share is computed once.
         forward (`str`, *optional*, defaults to `"tree"`), attention (`str`, *optional*, defaults to `"auto"`): As in
             `token_logps`.
+        images (`Images`, *optional*): The images in the trees.
     """
     given = len(trees)
     if not any(tree.nodes for tree in trees):
         trees = [*trees, _nothing()]
     if forward != "tree":
-        return [[turn.mean().item() for turn in tree] for tree in token_logps(model, trees, forward=forward)[:given]]
+        return [
+            [turn.mean().item() for turn in tree]
+            for tree in token_logps(model, trees, forward=forward, images=images)[:given]
+        ]
     packed = pack(trees)
-    return leaf_means(packed, score_packed(model, packed, attention).logps, trees)[:given]
+    return leaf_means(packed, score_packed(model, packed, attention, images=images).logps, trees)[:given]
 
 
 def _nothing() -> TokenTree:

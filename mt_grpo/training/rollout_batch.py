@@ -117,7 +117,10 @@ class RolloutBatch:
             prompt = row["prompt"]
             if isinstance(prompt, str) or rows_had_text:
                 said = tokenizer.decode(completion_ids(trajectory), skip_special_tokens=True)
-                trajectory.texts = prompt if isinstance(prompt, str) else prompt[-1]["content"], said
+                asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+                if isinstance(asked, list):  # beside images
+                    asked = "".join(part.get("text", "") for part in asked)
+                trajectory.texts = asked, said
 
     def add_extra(self, name: str, values: Sequence[Any]) -> list[Any]:
         """Takes what a reward function logs of the conversations that it judged; returns it per row."""

@@ -327,6 +327,8 @@ def check_tokens(trajectories: Sequence[Trajectory], model: PreTrainedModel, nam
         UserError: If it lacks one.
     """
     known = model.get_input_embeddings().num_embeddings
+    if any(min(node.tokens, default=0) < 0 for each in trajectories for node in each.tree.nodes):
+        raise UserError("The conversations show images, which credit rules are not compared on: name a run of text.")
     largest = max((max(node.tokens, default=0) for each in trajectories for node in each.tree.nodes), default=0)
     if largest >= known:
         raise UserError(

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
+from mt_grpo.images import in_words
 from mt_grpo.runlog.files import to_json
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -188,7 +189,10 @@ def shorten(text: str) -> str:
 
 
 def _piece(message: Message) -> Piece:
-    parts = [message.get("reasoning_content"), message.get("content"), *map(_call, message.get("tool_calls") or [])]
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(map(in_words, content))
+    parts = [message.get("reasoning_content"), content, *map(_call, message.get("tool_calls") or [])]
     texts = [part if isinstance(part, str) else to_json(part) for part in parts if part]
     return visible(message["role"]), shorten(visible("\n".join(texts).strip()))
 
