@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from support.conversations import user
+from support.images import ScriptedSight, build_processor, picture
 from support.models import build_model, build_tokenizer
 
 from mt_grpo.forward.model import enable_trees
@@ -25,7 +26,9 @@ from mt_grpo.integrations.swift import (
     envs,
     multi_turns,
 )
+from mt_grpo.integrations.swift.images import with_images
 from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.training.batch import batch_logps
 from mt_grpo.trajectory import StopReason, ToolCall
 
@@ -531,3 +534,59 @@ def test_gym_environments_reward_turns_and_are_closed(monkeypatch):
     for config, problem in (({"name": "count", "number": -1}, "no such game"), ({"name": "chess"}, "names the env")):
         trajectory, _, _ = hold(multi_turns["gym_scheduler"], talk, {"env_config": config})
         assert problem in trajectory.error
+
+
+class Shows(MultiTurnScheduler):
+    """Adds an image to its words, then takes the first image away."""
+
+    def step(self, infer_request, response_choice, current_turn):
+        if current_turn == 1:
+            infer_request.images.append(picture("blue", (16, 16)))
+            infer_request.messages.append({"role": "user", "content": "Now <image>?"})
+        else:
+            del infer_request.images[0]
+            infer_request.messages[0]["content"] = "What was it?"
+            infer_request.messages.append({"role": "user", "content": "And before?"})
+        return {"infer_request": infer_request}
+
+
+def test_a_scheduler_adds_and_removes_images():
+    processor = build_processor()
+    engine = ScriptedSight(processor.tokenizer, talk)
+    encoder = ImageEncoder(processor)
+    runner = RolloutRunner(SchedulerSource(Shows, 3, timeout=5.0), engine, RolloutLimits(), images=encoder)
+    first = picture("red", (24, 16))
+    prompt = [
+        {"role": "user", "content": [{"type": "image", "image": first}, {"type": "text", "text": "What is it?"}]}
+    ]
+    [trajectory] = asyncio.run(runner.run([RolloutRequest(prompt, "000", {})], SamplingParams()))
+    assert trajectory.stop_reason is StopReason.MAX_STEPS, trajectory.error
+    red = encoder.encode({"type": "image", "image": first}).id
+    (blue,) = trajectory.images.keys() - {red}
+    shown = [[token for token in context if token < 0] for _, context, _ in engine.requests]
+    assert shown == [[red] * 6, [red] * 6 + [blue] * 4, [blue] * 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "shown"),
+    [
+        (["a <image>"], 1, [["a ", 0]]),
+        (["a"], 2, [[0, 1, "a"]]),
+        (["a", "<image><image>"], 3, [[0, "a"], [1, 2]]),
+        (["<image>"], 0, ["<image>"]),
+        (["<image> <image>"], 1, None),
+    ],
+)
+def test_images_stand_at_their_places(words, number, shown):
+    images = [picture(size=(8 * (each + 1), 8)) for each in range(number)]
+    messages = [{"role": "user", "content": text} for text in words]
+    if shown is None:
+        with pytest.raises(ValueError, match="have 2 times <image>, and the request has 1 images"):
+            with_images(messages, images)
+        return
+    found = [message["content"] for message in with_images(messages, images)]
+    parts = [
+        each if isinstance(each, str) else [part.get("text") or images.index(part["image"]) for part in each]
+        for each in found
+    ]
+    assert parts == shown

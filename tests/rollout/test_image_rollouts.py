@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.images import build_processor, build_vision_model, picture
+from support.images import ScriptedSight, build_processor, build_vision_model, picture
 from support.models import build_tokenizer
 from trl.chat_template_utils import add_response_schema
 
@@ -15,18 +15,10 @@ from mt_grpo.envs import MultiTurnToolEnv, Outcome
 from mt_grpo.images import ImageError, image_parts
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.chat_template import TemplateError
-from mt_grpo.rollout.engines.scripted import ScriptedEngine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.trajectory import StopReason, Trajectory
-
-
-class ScriptedSight(ScriptedEngine):
-    """A scripted engine that is given images."""
-
-    async def generate_with_images(self, context: list[int], images: Any, *others: Any) -> Any:
-        return await self.generate(context, *others)
 
 
 def shown(*images: Any, words: str = "What is it?") -> list[dict[str, Any]]:

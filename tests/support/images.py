@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from PIL import Image
 from transformers import (
@@ -18,6 +20,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from mt_grpo.rollout.engines.scripted import ScriptedEngine
 from support.models import build_tokenizer
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -141,3 +144,10 @@ def picture(color: tuple[int, int, int] | str = "red", size: tuple[int, int] = (
     image = Image.new("RGB", size, color)
     image.paste(Image.linear_gradient("L").resize((size[0] // 2, size[1])).convert("RGB"), (0, 0))
     return image
+
+
+class ScriptedSight(ScriptedEngine):
+    """A scripted engine that is given images."""
+
+    async def generate_with_images(self, context: list[int], images: Any, *others: Any) -> Any:
+        return await self.generate(context, *others)

@@ -21,6 +21,7 @@ from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.envs.source import EnvSource
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.integrations.swift.images import without_images
 from mt_grpo.integrations.swift.scheduler import (
     CONVERSATION,
     Conversation,
@@ -191,7 +192,8 @@ class SchedulerEnv:
         data.pop("prompt")
         tools = data.pop("tools", None)
         tools = json.loads(tools) if isinstance(tools, str) else tools  # JSON where the tools differ by row
-        return RolloutInferRequest(messages, tools=tools, data_dict=data, uuid=policy.session)
+        messages, images = without_images(messages)
+        return RolloutInferRequest(messages, images, tools=tools, data_dict=data, uuid=policy.session)
 
     async def _hold(
         self, scheduler: MultiTurnScheduler, conversation: Conversation, request: RolloutInferRequest

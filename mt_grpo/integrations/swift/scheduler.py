@@ -18,6 +18,7 @@ from typing import Any
 from mt_grpo.concurrency import call
 from mt_grpo.envs.dialogue import Words
 from mt_grpo.envs.env import ConversationEnded, Policy
+from mt_grpo.integrations.swift.images import with_images
 from mt_grpo.integrations.swift.types import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -72,7 +73,7 @@ class Conversation:
 
     async def sample(self, request: RolloutInferRequest, config: RequestConfig) -> ChatCompletionResponse:
         """Samples the next turn."""
-        messages = copy.deepcopy(request.messages)
+        messages = with_images(copy.deepcopy(request.messages), request.images)
         if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("content"):
             messages.pop()  # an empty message, where the response is to go
         continues = bool(messages) and messages[-1]["role"] == "assistant"

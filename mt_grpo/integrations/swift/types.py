@@ -28,7 +28,9 @@ class RolloutInferRequest:
     Args:
         messages (`list[dict]`): The conversation. The model goes on with the last message where that is the
             assistant's.
-        images, audios, videos (`list`): Empty: conversations are text.
+        images (`list`): The images of the messages, for which `<image>` stands in their words; what has no place comes
+            before the user's first words. A scheduler may add, change and remove some between turns.
+        audios, videos (`list`): Empty.
         tools (`list[dict]`, *optional*): Tool schemas for the chat template to show; the row's column `tools`.
         objects (`dict`): Empty.
         data_dict (`dict`): The other columns of the row, copied.
