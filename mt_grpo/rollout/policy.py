@@ -211,7 +211,7 @@ class ConversationPolicy:
                 raise ConversationEnded(self.ended)
             if self.before_turn is not None:
                 await self.before_turn(messages)
-            if any(map(_unread, messages)):
+            if any(map(_unread, messages[self._transcript.seen_length(messages) :])):  # those were read at their turn
                 messages = [
                     {**message, "content": read_parts(message["content"])} if _unread(message) else message
                     for message in messages

@@ -159,6 +159,11 @@ class Transcript:
         twin._before, twin._noted, twin._ends = list(self._before), list(self._noted), dict(self._ends)
         return twin
 
+    def seen_length(self, messages: Sequence[Message]) -> int:
+        """The number of messages that the latest turn was sampled after, where `messages` begin with them; else 0."""
+        size = len(self._before)
+        return size if messages[:size] == self._before else 0
+
     def known_length(self, messages: Sequence[Message]) -> int:
         """
         The number of messages up to the latest turn's own, itself included, where `messages` begin with them and go
