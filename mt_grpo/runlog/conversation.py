@@ -431,6 +431,12 @@ class _State(TypedDict):
 
 
 @with_config(STRICT)
+class _Note(TypedDict):
+    star: bool
+    note: str
+
+
+@with_config(STRICT)
 class _Message(TypedDict):
     role: str
     content: NotRequired[str | list[Any] | None]
@@ -486,6 +492,7 @@ LINES = {
     "run": dict[str, Any],
     "metrics": _Metrics,
     "state": _State,
+    "notes": dict[str, _Note],
     "record": _Record,
     "weights": dict[str, Number],
 }

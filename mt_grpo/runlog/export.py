@@ -18,6 +18,7 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog.conversation import messages_of, words
 from mt_grpo.runlog.files import check_target, to_json, whole, written_whole
 from mt_grpo.runlog.messages import Said
+from mt_grpo.runlog.notes import read_notes
 from mt_grpo.runlog.reader import Run
 from mt_grpo.runlog.schema import MODES, ROW_GROUP
 from mt_grpo.runlog.traces import trace
@@ -110,11 +111,11 @@ def _remove_data_set(folder: Path) -> None:
 
 def _whole(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
     by_session = {row["session"]: row for row in rows}
-    weights = _weights(run)
+    weights, notes = _weights(run), read_notes(run.folder)
     for record in run.trajectories(rows):
         row = by_session[record["session"]]
         known = {name: row[name] for name in ("k", "member", "reward", "turn_rewards", "advantages")}
-        yield {**record, "group": _group(row), **known, "weights": weights}
+        yield {**record, "group": _group(row), **known, "weights": weights, **notes.get(row["session"], {})}
 
 
 def _group(row: Row) -> str:
@@ -147,7 +148,7 @@ def _of_turns(values: list[float | None], turns: list[int]) -> list[float | None
 
 
 def _messages(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
-    kwargs = run.about.get("chat_template_kwargs")
+    kwargs, notes = run.about.get("chat_template_kwargs"), read_notes(run.folder)
     for row, _, said in run.ways(rows):
         for number, way in enumerate(said):
             line: Row = {"messages": way.messages}
@@ -155,7 +156,7 @@ def _messages(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
                 line["tools"] = way.tools
             if kwargs:
                 line["chat_template_kwargs"] = kwargs
-            yield {**line, **_earned(run, row, way, number, len(said))}
+            yield {**line, **_earned(run, row, way, number, len(said)), **notes.get(row["session"], {})}
 
 
 SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}

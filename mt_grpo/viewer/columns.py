@@ -37,6 +37,9 @@ SPREAD = "spread"
 TOOL = "tool"
 """The tools that a conversation called."""
 
+NOTES = ("star", "note")
+"""What people put on a conversation."""
+
 PER_TURN = {"turn_reward": "turn_rewards", "advantage": "advantages"}
 """Columns with a number per turn: a comparison holds where it holds for one of them."""
 
@@ -60,6 +63,8 @@ class Columns:
         self._texts: dict[str, list[str]] = {name: [] for name in TEXTS}
         self._searched: list[str] = []
         self._made: dict[str, np.ndarray] = {}
+        self.notes: dict[str, dict[str, Any]] = {}
+        """Stars and notes, by session."""
         self._turns: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.said: Callable[[str, str, int], np.ndarray] | None = None
         """Which of the first rows have a text in what was said, in the tools called, or in errors."""
@@ -135,13 +140,13 @@ class Columns:
         Raises:
             FilterError: If there is none.
         """
-        if name in NUMBERS or name in TEXTS or name in self._numbers or name in (SPREAD, TOOL, *PER_TURN):
+        if name in NUMBERS or name in TEXTS or name in self._numbers or name in (SPREAD, TOOL, *NOTES, *PER_TURN):
             return name
         name = name.removeprefix("reward.")
         for known in self.rewards:
             if name in (known, short_name(known)):
                 return REWARD + known
-        names = [*NUMBERS, SPREAD, *TEXTS, TOOL, *PER_TURN, *map(short_name, self.rewards)]
+        names = [*NUMBERS, SPREAD, *TEXTS, TOOL, *NOTES, *PER_TURN, *map(short_name, self.rewards)]
         near = did_you_mean(name, names)
         raise FilterError(f"There is no column {name!r}{near or ': there are ' + ', '.join(names)}.")
 
@@ -174,6 +179,8 @@ class Columns:
         name = self.resolve(condition.name)
         if name == TOOL:
             return self._of_tools(condition)
+        if name in NOTES:
+            return self._noted(name, condition)
         if name in TEXTS:
             return self._is_text(name, condition)
         if name in PER_TURN:
@@ -190,6 +197,20 @@ class Columns:
         for part in condition.value.split(","):
             called |= self._said(part, TOOL)
         return called if condition.sign == "=" else ~called
+
+    def _noted(self, name: str, condition: Condition) -> np.ndarray:
+        """`star=1`, and `note=` with a part of the note; `note!=""` is any note."""
+        if condition.sign not in ("=", "!="):
+            raise FilterError(f"`{condition.written}` makes no sense: compare {name} with `=` or `!=`.")
+        wanted = condition.value.casefold()
+        has = np.zeros(len(self.rows), bool)
+        for session, noted in self.notes.items():
+            if (place := self.positions.get(session)) is not None:
+                text = noted["note"].casefold()
+                has[place] = noted["star"] if name == "star" else bool(text) and wanted in text
+        if wanted in (("0", "no", "false") if name == "star" else ("",)):  # those without
+            has = ~has
+        return has if condition.sign == "=" else ~has
 
     def _of_turns(self, name: str, condition: Condition) -> np.ndarray:
         """Which rows have a turn of which a condition holds."""

@@ -143,6 +143,9 @@ def _data(queries: Queries, places: list[int], filter: str) -> dict[str, Any]:
             view = queries.answer("groups", {"mode": row["mode"], "step": str(row["step"])})
             inside = [each for each in view["groups"] if " ".join(map(str, each["key"].values())) in answers["group"]]
             answers["groups"][key] = {**view, "groups": inside}
+    shown = {row["session"] for row in rows}
+    noted = {session: note for session, note in queries.columns.notes.items() if session in shown}
+    answers["notes"] = {"": {"notes": noted}}
     answers["compare"] = {"": _compare(queries)}
     return {"filter": filter, "total": len(queries.columns.rows), "rows": rows, "answers": answers}
 

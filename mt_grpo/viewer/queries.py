@@ -15,6 +15,7 @@ from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
 from mt_grpo.runlog.export import LINES, lines
 from mt_grpo.runlog.files import to_json
+from mt_grpo.runlog.notes import read_notes, write_note
 from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.runlog.state import read_state
 from mt_grpo.viewer import conversations
@@ -89,6 +90,7 @@ class Queries:
             "why": self._why,
             "compare": self._compare,
             "hits": self._hits,
+            "notes": lambda asked: {"notes": self.columns.notes},
             "panel": lambda asked: panel(self.run, self.columns, self._seconds()),
             "waterfall": self._waterfall,
             "lost": lambda asked: self._lost(),
@@ -122,6 +124,7 @@ class Queries:
         if self._rows is not self.run.rows:  # the first question, or another run in the same folder
             self.columns, self._rows = Columns(), self.run.rows
             self.columns.said = self.words.where
+            self.columns.notes = read_notes(self.run.folder)
             changed = list(range(len(self._rows)))
         if changed or written != self._metrics:
             self.words.follow(self.run.rows)
@@ -194,6 +197,21 @@ class Queries:
             self._lost_at = version, conversations.lost_answers(self.run, rows)
         return self._lost_at[1]
 
+    def note(self, asked: Parameters, star: bool, note: str) -> dict[str, Any]:
+        """
+        Puts a star and a note on a conversation, which `session` names.
+
+        Raises:
+            UserError: If there is no such conversation, or it cannot be written.
+        """
+        with self._lock:
+            self._refresh()
+            session = asked.get("session", "")
+            if session not in self.columns.positions:
+                raise BadQuestion(f"There is no conversation {session[:80]!r}.")
+            self.columns.notes = write_note(self.run.folder, session, star, note)
+            return {"notes": self.columns.notes}
+
     def export(self, form: str, asked: Parameters) -> Iterator[str]:
         """
         The conversations that the filter `q` selects, as lines of a form that `mt-grpo export` writes.
@@ -222,6 +240,7 @@ class Queries:
             "tokens": sum(row["tokens"]),
             "errors": sum(row["errors"]),
             SPREAD: spread,
+            **self.columns.notes.get(row["session"], {}),
         }
 
     def _trajectory(self, asked: Parameters) -> dict[str, Any]:
@@ -263,6 +282,7 @@ def selected(run: Run, text: str) -> list[dict[str, Any]]:
         return run.rows
     columns = Columns()
     columns.put(run.rows)
+    columns.notes = read_notes(run.folder)
     if searched(text):
         index = SearchIndex(run, cached(run.folder))
         index.read_all(run.rows)

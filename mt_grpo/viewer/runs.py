@@ -96,6 +96,11 @@ class Runs:
         answer = self.queries(name).answer(question, asked)
         return {**answer, "name": name} if question == "run" else answer
 
+    def note(self, asked: Parameters, star: bool, note: str) -> dict[str, Any]:
+        """As `Queries.note`, in the run that `run` names."""
+        asked = dict(asked)
+        return self.queries(asked.pop("run", "")).note(asked, star, note)
+
     def export(self, form: str, asked: Parameters) -> Iterator[str]:
         """As `Queries.export`, of the run that `run` names."""
         asked = dict(asked)

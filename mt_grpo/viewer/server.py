@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -22,6 +23,9 @@ PORT = 8431
 
 TRIES = 50
 """Ports that are tried where none is asked for."""
+
+MOST_POSTED = 100_000
+"""Bytes of a request that writes."""
 
 NAMES = ("127.0.0.1", "localhost", "[::1]")
 """Names of this machine that a browser may call the page by. Any other one is of a page of somebody else."""
@@ -59,6 +63,8 @@ class Answers(Protocol):
     def answer(self, question: str, asked: dict[str, str]) -> dict[str, Any]: ...
 
     def export(self, form: str, asked: dict[str, str]) -> Iterator[str]: ...
+
+    def note(self, asked: dict[str, str], star: bool, note: str) -> dict[str, Any]: ...
 
 
 class Server(ThreadingHTTPServer):
@@ -128,9 +134,31 @@ class _Handler(BaseHTTPRequestHandler):
         kind = TYPES[name[name.rindex(".") :]]
         self._send(HTTPStatus.OK, kind, self.server.files[name])
 
-    def _answer(self, question: str, asked: dict[str, str]) -> None:
+    def do_POST(self) -> None:
+        """A star or a note, from the page alone: a page of somebody else has another origin, and may not send JSON."""
+        asked, host = urlsplit(self.path), self.headers.get("Host", "")
+        size = self.headers.get("Content-Length", "")
+        if asked.path != "/api/note" or not size.isdecimal() or int(size) > MOST_POSTED:
+            return self.send_error(HTTPStatus.NOT_IMPLEMENTED)
+        own = host.rsplit(":", 1)[0] in NAMES and self.headers.get("Origin") == f"http://{host}"
+        if not own or self.headers.get("Content-Type") != "application/json":
+            return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"Notes are written by the page alone.")
         try:
-            status, answer = HTTPStatus.OK, self.server.queries.answer(question, asked)
+            posted = json.loads(self.rfile.read(int(size)))
+            star, note = posted["star"], posted["note"]
+            if not isinstance(star, bool) or not isinstance(note, str):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return self._send(HTTPStatus.BAD_REQUEST, "application/json", as_json({"error": "This is no note."}))
+        parameters = dict(parse_qsl(asked.query, True))
+        self._reply(lambda: self.server.queries.note(parameters, star, note))
+
+    def _answer(self, question: str, asked: dict[str, str]) -> None:
+        self._reply(lambda: self.server.queries.answer(question, asked))
+
+    def _reply(self, find: Callable[[], dict[str, Any]]) -> None:
+        try:
+            status, answer = HTTPStatus.OK, find()
         except UserError as error:
             status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         self._send(status, "application/json", as_json(answer))

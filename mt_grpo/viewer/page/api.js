@@ -24,6 +24,16 @@ export async function ask(question, parameters = {}) {
   return answer
 }
 
+/** Puts a star and a note on a conversation; the notes of the run. */
+export async function putNote(session, star, note) {
+  const known = Object.entries({ run: current.run, session }).filter(([, value]) => value)
+  const response = await fetch(`api/note?${new URLSearchParams(known)}`, { method: 'POST', body: JSON.stringify({ star, note }),
+    headers: { 'Content-Type': 'application/json' } }).catch(() => { throw new Error('`mt-grpo view` does not answer.') })
+  const answer = await response.json().catch(() => ({ error: `The server failed (status ${response.status}).` }))
+  if (!response.ok) throw new Error(answer.error)
+  return answer.notes
+}
+
 function fromFile(question, asked) {
   if (question === 'find') return findInFile(asked)
   const keys = { groups: ['mode', 'step'], group: ['mode', 'step', 'k', 'group'], trajectory: ['session'], why: ['session'], compare: ['from', 'to'] }[question] ?? []

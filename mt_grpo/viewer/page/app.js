@@ -44,7 +44,7 @@ async function show() {
   choose(name, parameters.get('run'))
   const above = VIEWS[name][2] ?? name
   const views = Object.entries(VIEWS).filter(([each, [title]]) =>
-    title && (each === 'runs' ? several.length : !several.length || current.run))
+    title && !(exported && each === 'run') && (each === 'runs' ? several.length : !several.length || current.run))
   nav.replaceChildren(...views.map(([each, [title]]) =>
     h('a', { href: seen[each] ?? link(each), 'aria-current': each === above ? 'page' : null }, title)))
   main.setAttribute('aria-busy', 'true')

@@ -2,6 +2,7 @@
 
 import { ask } from './api.js'
 import { chip, choice, facts, groupLink, h, link, number, signed } from './dom.js'
+import { noteOf } from './notes.js'
 import { large, shadesOf } from './shades.js'
 import { treeCard } from './tree.js'
 import { placesByTurn, promptCard, turnCard } from './turns.js'
@@ -166,7 +167,7 @@ function head(whole, bar) {
   return h('div', { class: 'bar' }, h('div', { class: 'words' },
     h('p', { class: 'dim' }, `${whole.index.session} · member ${whole.index.member + 1} of ${sessions.length} · `,
       h('a', { href: groupLink(whole.group) }, '◀ group'), ' ', other(here - 1, 'previous'), ' ', other(here + 1, 'next')),
-    h('h2', {}, whole.question)), bar)
+    h('h2', {}, whole.question), noteOf(whole.index.session)), bar)
 }
 
 function legend(shade) {

@@ -1,0 +1,60 @@
+"""`notes.json` in a run's folder: stars and notes that people put on conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from mt_grpo.errors import UserError
+from mt_grpo.runlog import files
+from mt_grpo.runlog.conversation import misfit
+from mt_grpo.runlog.files import check_target, to_json, whole, written_whole
+
+FILE = "notes.json"
+LONGEST = 4000
+"""Characters of a note."""
+
+
+def read_notes(folder: Path) -> dict[str, dict[str, Any]]:
+    """
+    By session `star` (`bool`) and `note` (`str`), of conversations that have one of them.
+
+    Raises:
+        UserError: If the file is damaged.
+    """
+    data = files.read(folder, FILE)
+    if data is None:
+        return {}
+    try:
+        notes = orjson.loads(data)
+        wrong = misfit("notes", notes)
+    except orjson.JSONDecodeError as error:
+        wrong = str(error)
+    if wrong is not None:
+        raise UserError(f"{folder / FILE} is damaged ({wrong}): bring it back, or remove it to go on without notes.")
+    return notes
+
+
+def write_note(folder: Path, session: str, star: bool, note: str) -> dict[str, dict[str, Any]]:
+    """
+    Puts a star and a note on a conversation, or takes them off. Returns all notes of the run.
+
+    Raises:
+        UserError: If the note is too long, or the file is damaged or cannot be written.
+    """
+    if len(note) > LONGEST:
+        raise UserError(f"The note has {len(note)} characters, and may have {LONGEST}: shorten it.")
+    notes = read_notes(folder)
+    notes.pop(session, None)
+    if star or note.strip():
+        notes[session] = {"star": star, "note": whole(note.strip())}
+    path = folder / FILE
+    check_target(path)
+    try:
+        with written_whole(path) as partial:
+            partial.write_text(to_json(notes, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
+    return notes
