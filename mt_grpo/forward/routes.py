@@ -40,11 +40,13 @@ class RouteShape:
         layers (`int`): Layers of the model, also those without experts.
         chosen (`int`): Experts that a token goes to in a layer.
         experts (`int`): Experts in a layer.
+        groups (`int`): Groups that a router scores by the best two of each, before it chooses; 0 where it does not.
     """
 
     layers: int
     chosen: int
     experts: int
+    groups: int = 0
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -67,7 +69,8 @@ def route_shape(config: PreTrainedConfig) -> RouteShape | None:
         next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
         for names in (_EXPERTS, _CHOSEN)
     )
-    return RouteShape(config.num_hidden_layers, chosen, experts) if 0 < chosen < experts else None
+    groups = getattr(config, "n_group", None) or 0
+    return RouteShape(config.num_hidden_layers, chosen, experts, groups) if 0 < chosen < experts else None
 
 
 class _Choice(NamedTuple):
@@ -90,7 +93,9 @@ class _Router(TorchFunctionMode):
         if function not in (torch.topk, torch.Tensor.topk):
             return found
         scores, own = args[0] if args else kwargs["input"], found[1]
-        # some routers choose among groups of experts before
+        # some routers choose among groups of experts before, of which there may be one
+        if scores.dim() == 3 and scores.size(1) == self._shape.groups:
+            return found
         if scores.size(-1) != self._shape.experts or own.size(-1) != self._shape.chosen:
             return found
         self.choices += 1

@@ -97,13 +97,22 @@ def load_ahead(folder: Path, accelerator: Accelerator) -> Any:
     return _read(_path(folder, accelerator.process_index), map_location="cpu").get("ahead")
 
 
-def load_rollouts(folder: Path, accelerator: Accelerator) -> tuple[int, Any]:
-    """The step and the micro-batches that `save_rollouts` saved for this process. Call `check_checkpoint` first."""
+def load_rollouts(folder: Path, accelerator: Accelerator, with_routes: bool = True) -> tuple[int, Any]:
+    """
+    The step and the micro-batches that `save_rollouts` saved for this process. Call `check_checkpoint` first.
+
+    Args:
+        with_routes (`bool`, *optional*, defaults to `True`): Whether the run replays the routes of a mixture. Else
+            those that were saved are left out.
+    """
     path = _path(folder, accelerator.process_index)
     state = _read(path, map_location=accelerator.device)
     for batch in state["buffered_inputs"] or []:
         if "parents" in batch:  # as older checkpoints name the column
             batch["parent"] = batch.pop("parents")
+        if not with_routes:
+            for name in ("prompt_routes", "routes"):
+                batch.pop(name, None)
     return state["step"], state["buffered_inputs"]
 
 

@@ -463,7 +463,7 @@ class MTGRPOEnvTrainer(GRPOTrainer):
         if self.is_world_process_zero():
             warn_of_differences(folder, self._made_with())
         load_reference(folder, self.args, accelerator, self.ref_model)
-        self._step, self._buffered_inputs = load_rollouts(folder, accelerator)
+        self._step, self._buffered_inputs = load_rollouts(folder, accelerator, replays_routes(self.args))
         if self._ahead is not None and (kept := load_ahead(folder, accelerator)) is not None:
             self._ahead.restore(kept)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from support.forests import FOREST, distance, forests, make_tree, measure
 from support.hybrids import CONFIGS, ONE_OF_EACH_KIND, build_hybrid
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -73,6 +74,16 @@ def test_gradient_checkpointing_runs_over_the_tree_again(kind, reentrant):
     model = copy.deepcopy(make(kind)).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
+    assert_equal(model, FOREST)
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH_KIND)
+def test_fsdps_activation_checkpointing_runs_over_the_tree_again(kind):
+    model = copy.deepcopy(make(kind)).train()
+    enable_trees(model)
+    layers = model.base_model.layers
+    for number, block in enumerate(layers):
+        layers[number] = checkpoint_wrapper(block)
     assert_equal(model, FOREST)
 
 

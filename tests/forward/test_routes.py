@@ -155,6 +155,16 @@ def test_a_token_without_a_route_goes_where_its_router_sends_it(mixture):
     torch.testing.assert_close(token_logps(copy.deepcopy(mixture), [tree])[0][0], expected, rtol=0, atol=1e-5)
 
 
+def test_a_router_of_one_group_chooses_once():
+    """It scores its group by the best two experts, as many as it chooses."""
+    model = build_mixture("deepseek_v3", n_group=1, topk_group=1)
+    tree = conversation(with_other_routers(model, noise=0.5))
+    logps = token_logps(model, [tree])[0]
+    ids = [*CONTEXT[:3], 20, 21, 22]
+    expected = replayed(model, ids, recorded(with_other_routers(model, noise=0.5), ids))[-1:]
+    torch.testing.assert_close(logps[2], expected, rtol=0, atol=1e-5)
+
+
 def test_routes_of_another_model_are_refused(mixture):
     tree = TokenTree()
     tree.add_turn(CONTEXT, ACTION, [0.0] * 3, Routes(0, 5, bytes(35)))

@@ -96,6 +96,16 @@ def test_without_replay_no_route_is_kept(build, tokenizer):
     assert not any("router/differing" in row for row in trainer.state.log_history)
 
 
+def test_a_run_that_goes_on_without_replay_drops_the_routes_it_has(build, tokenizer, tmp_path):
+    options = {"max_turn_length": 12, "router_aux_loss_coef": 0.0, "steps_per_generation": 2}
+    options |= {"save_strategy": "steps", "save_steps": 1}
+    build(None, mixture("mixtral", tokenizer), max_steps=1, **options).train()
+    (checkpoint,) = tmp_path.rglob("checkpoint-1")
+    trainer = build(None, mixture("mixtral", tokenizer), max_steps=2, router_replay=False, **options)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step == 2 and trainer.model._replayer.take_counts().routed == 0
+
+
 def test_an_engine_that_gives_no_routes_is_named_once(build, tokenizer, caplog):
     trainer = build(None, mixture("mixtral", tokenizer), max_turn_length=12, router_aux_loss_coef=0.0)
     trainer.runner.engine.record_routes = False

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import Token
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mt_grpo.forward.attention.layout import CURRENT, TreeLayout
 from mt_grpo.forward.recurrent.functions import FUNCTIONS, Function
@@ -37,20 +38,26 @@ def extend_recurrent_layers(model: nn.Module) -> None:
 
 
 class _Carrier:
-    """Has the layout that a block is given in `CURRENT` while the block runs, whoever calls it."""
+    """
+    Has the layout that a block runs over in `CURRENT` while the block runs, whoever calls it. A block that is given
+    none is run again by its checkpoint with the states that it had, outside `over_tree`.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         self._tokens: list[Token[TreeLayout | None]] = []
+        self._layouts: MutableMapping[Tensor, TreeLayout] = WeakTensorKeyDictionary()
         block.register_forward_pre_hook(self._begin, with_kwargs=True)
         block.register_forward_hook(self._end, with_kwargs=True, always_call=True)
 
     def _begin(self, block: nn.Module, args: Any, options: dict[str, Any]) -> None:
-        if options.get("tree_layout") is not None:
-            self._tokens.append(CURRENT.set(options["tree_layout"]))
+        states = args[0] if args else options["hidden_states"]
+        layout = options.get("tree_layout") or CURRENT.get() or self._layouts.get(states)
+        if layout is not None:
+            self._layouts[states] = layout
+        self._tokens.append(CURRENT.set(layout))
 
     def _end(self, block: nn.Module, args: Any, options: dict[str, Any], output: Any) -> None:
-        if options.get("tree_layout") is not None:
-            CURRENT.reset(self._tokens.pop())
+        CURRENT.reset(self._tokens.pop())
 
 
 def extend_blocks(model: nn.Module, number: int) -> None:
