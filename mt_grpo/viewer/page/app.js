@@ -1,6 +1,7 @@
 // The frame: which view is shown, the run's state above it, and what the run has written since.
 
 import { ask, current, exported } from './api.js'
+import { apart } from './apart.js'
 import { compare } from './compare.js'
 import { context } from './context.js'
 import { h, link, nothing, number, plural } from './dom.js'
@@ -23,6 +24,7 @@ const VIEWS = {
   compare: ['Before / after', compare],
   run: ['Run', run],
   context: [null, context, 'trajectory'],
+  apart: [null, apart, 'trajectory'],
 }
 const POLL = 2000
 const KEEP = 150

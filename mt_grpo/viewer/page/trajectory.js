@@ -129,6 +129,7 @@ export async function trajectory(main, asked) {
     if (JSON.stringify(now.index) !== JSON.stringify(whole.index)) dispatchEvent(new Event('hashchange'))
   }
   return { title: session, refresh, keys: {
+    d: () => { if (whole.group.sessions.length > 1) location.hash = link('apart', { a: session }) },
     j: () => follow(1), k: () => follow(-1), r: () => modes.querySelector('[aria-pressed=false]').click(), w: () => whole.turns.length && whole.index.mode !== 'eval' && openWhy(current()),
     c: () => { if (whole.turns.length) location.hash = link('context', { session, turn: current() + 1 }) }, n: () => jump(1), p: () => jump(-1), Escape: () => point(null, false),
     ArrowRight: () => step(1), ArrowLeft: () => step(-1) } }
@@ -156,7 +157,7 @@ export async function trajectory(main, asked) {
 }
 
 function keys(reading) {
-  const each = [['w', 'why this advantage'], ['c', 'what it saw'], ['r', reading ? 'tokens' : 'reading'], ...(reading ? [] : [['n', ''], ['p', 'next large token']]), ['j', ''], ['k', 'next conversation']]
+  const each = [['w', 'why this advantage'], ['c', 'what it saw'], ['d', 'difference'], ['r', reading ? 'tokens' : 'reading'], ...(reading ? [] : [['n', ''], ['p', 'next large token']]), ['j', ''], ['k', 'next conversation']]
   return h('section', { class: 'card' }, h('h3', {}, 'Keys'), h('p', { class: 'dim' }, each.map(([key, does], i) => [h('kbd', {}, key), does && ` ${does}`, does && i + 1 < each.length ? ' · ' : ' '])))
 }
 
@@ -166,7 +167,8 @@ function head(whole, bar) {
   const other = (n, text) => sessions[n] && h('a', { href: link('trajectory', { session: sessions[n] }) }, text)
   return h('div', { class: 'bar' }, h('div', { class: 'words' },
     h('p', { class: 'dim' }, `${whole.index.session} · member ${whole.index.member + 1} of ${sessions.length} · `,
-      h('a', { href: groupLink(whole.group) }, '◀ group'), ' ', other(here - 1, 'previous'), ' ', other(here + 1, 'next')),
+      h('a', { href: groupLink(whole.group) }, '◀ group'), ' ', other(here - 1, 'previous'), ' ', other(here + 1, 'next'),
+      sessions.length > 1 && [' · ', h('a', { href: link('apart', { a: whole.index.session, b: sessions[here + 1] ?? sessions[here - 1] }) }, 'difference to another')]),
     h('h2', {}, whole.question), noteOf(whole.index.session)), bar)
 }
 
