@@ -78,13 +78,54 @@ def test_every_view_is_shown_without_an_error(browser, server, scheme):
 
 
 def test_a_narrow_window_is_not_too_narrow(browser, server):
-    with watched(browser, viewport={"width": 420, "height": 800}) as page:
+    with watched(browser, viewport={"width": 390, "height": 800}) as page:
         page.goto(server.url)
         shown(page, "overview")
         for view in VIEWS:
             go(page, view)
             wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
             assert wide <= 0, view
+            assert page.locator("header").bounding_box()["height"] < 60 and page.input_value("#views")
+        go(page, "trajectory")
+        answer = page.inner_text("aside tr:has(th:text-is('answer')) td")
+        assert answer in page.inner_text(".in-short") and page.locator(".in-short").bounding_box()["y"] < 250
+        page.select_option("#views", "find")
+        shown(page, "find")
+
+
+RATIO = """names => {
+  const probe = document.body.appendChild(document.createElement('i'))
+  const of = name => {
+    probe.style.color = `var(${name})`
+    const parts = getComputedStyle(probe).color.match(/[\\d.]+/g).slice(0, 3).map(x => x / 255)
+    const [r, g, b] = parts.map(x => (x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4))
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+  }
+  const ratios = names.map(([ink, under]) => [of(ink), of(under)].sort((x, y) => y - x))
+  return ratios.map(([light, dark]) => (light + 0.05) / (dark + 0.05))
+}"""
+PAIRS = [
+    ["--ok", "--ok-soft"],
+    ["--warn", "--warn-soft"],
+    ["--bad", "--bad-soft"],
+    ["--c1", "--hover"],
+    ["--dim", "--bg"],
+]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_stand_out_and_tokens_are_reached_by_keys(browser, server, scheme):
+    with watched(browser, color_scheme=scheme) as page:
+        page.goto(f"{server.url}#/trajectory")
+        page.wait_for_selector(".tokens")
+        assert min(page.evaluate(RATIO, PAIRS)) >= 4.5
+        page.keyboard.press("ArrowRight")
+        assert page.locator(".tokens .at").count() == 1
+        assert page.evaluate("() => document.querySelector('.tokens span').classList.contains('at')")
+        unnamed = (
+            "[...document.querySelectorAll('button, a, input, select')].filter(e => e.offsetParent && !e.innerText"
+        )
+        assert page.evaluate(f"() => {unnamed} && !e.ariaLabel && !e.labels?.length && !e.title).length") == 0
 
 
 def test_charts_show_values_and_lead_to_groups(page, queries):
@@ -339,7 +380,7 @@ def test_the_exported_file_opens_offline_and_says_the_same(browser, run_folder, 
             go(page, view)
             assert page.text_content("main") == texts[view]
         go(page, "compare")
-        assert texts["compare"].startswith(page.text_content("main section >> nth=0"))
+        assert page.text_content("main section >> nth=0") in texts["compare"]
         go(page, "find?q=mode%3Dtrain+step%3C%3D2&sort=-reward")
         counted(page, 48)
         assert page.inner_text(".rows .col-reward >> nth=0") == best

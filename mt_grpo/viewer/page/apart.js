@@ -103,7 +103,7 @@ function card(whole, turn, changed, at, mark, first) {
   const replies = about.replies.map(words).join('\n')
   const said = h('span', {}, replies)
   return h('article', { class: `turn ${side}`, 'aria-label': `turn ${turn + 1}` },
-    h('h4', {}, h('b', {}, `turn ${turn + 1}`), h('span', {}, 'advantage ', h('b', {}, signed(about.advantage))), h('span', {}, 'turn reward ', h('b', {}, number(whole.index.turn_rewards[turn]))),
+    h('h4', { 'aria-level': '3' }, h('b', {}, `turn ${turn + 1}`), h('span', {}, 'advantage ', h('b', {}, signed(about.advantage))), h('span', {}, 'turn reward ', h('b', {}, number(whole.index.turn_rewards[turn]))),
       !changed.size && h('span', { class: 'chip' }, 'the same')), block,
     replies && h('div', { class: 'said', dir: 'auto' }, replies.length > LONG ? folded(said, `all ${plural(replies.length, 'character')}`) : said))
 }

@@ -49,6 +49,7 @@ async function show() {
     title && !(exported && each === 'run') && (each === 'runs' ? several.length : !several.length || current.run))
   nav.replaceChildren(...views.map(([each, [title]]) =>
     h('a', { href: seen[each] ?? link(each), 'aria-current': each === above ? 'page' : null }, title)))
+  document.querySelector('#views').replaceChildren(...views.map(([each, [title]]) => h('option', { value: each, selected: each === above }, title)))
   main.setAttribute('aria-busy', 'true')
   const here = h('div')  // of this view alone: one that is late writes into what is no longer shown
   main.replaceChildren(here)
@@ -62,6 +63,7 @@ async function show() {
   }
   if (mine !== turn) return
   shown = found
+  if (here.querySelector('h2, h3, h4')?.tagName !== 'H2') here.before(h('h2', { class: 'unseen' }, found.title))
   if (name === 'groups' || name === 'trajectory') seen[name] = location.hash || link(name)
   document.title = `${found.title} · mt-grpo view`
   main.removeAttribute('aria-busy')
@@ -122,9 +124,10 @@ addEventListener('scroll', () => {
   clearTimeout(keeping)
   keeping = setTimeout(() => main.hasAttribute('aria-busy') || history.replaceState({ ...history.state, scrolled: scrollY }, ''), KEEP)
 }, { passive: true })
+document.querySelector('#views').addEventListener('change', event => { location.hash = seen[event.target.value] ?? link(event.target.value) })
 addEventListener('hashchange', show)
 addEventListener('keydown', event => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest('input')) return
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest('input, select, textarea')) return
   const act = shown.keys?.[event.key]
   if (!act) return
   if (event.key.startsWith('Arrow')) event.preventDefault()

@@ -27,7 +27,7 @@ export async function compare(main, asked) {
     const first = Math.max(0, Math.floor(list.scrollTop / ROW) - 4)
     const last = Math.min(rows.length, Math.ceil((list.scrollTop + (list.clientHeight || 600)) / ROW) + 4)
     inner.replaceChildren(...rows.slice(first, last).map((row, n) => h('a', { href: url({ session: row.sessions[0] }),
-      class: row.sessions[0] === state.session ? 'on' : '', css: { top: `${(first + n) * ROW}px` }, 'aria-label': `${row.prompt}, ${row.kind}`,
+      class: row.sessions[0] === state.session ? 'on' : '', css: { top: `${(first + n) * ROW}px` }, title: row.kind,
       onclick: event => { event.preventDefault(); choose(row) } },
     h('span', { class: 'words' }, row.prompt),
     h('span', { class: `${row.after >= row.before ? 'right' : 'wrong'}` }, `${number(row.before, 1)} → ${number(row.after, 1)}`))))

@@ -152,12 +152,14 @@ export async function find(main, asked) {
 
 function drawn(row, i, state) {
   const found = state.hits.get(row.session) ?? []
-  const cells = COLUMNS.map(([name, , text, kind]) => h('span', { class: `td ${kind ?? ''} col-${name}`, role: 'cell' }, text(row)))
+  const way = h('a', { class: 'way', href: link('trajectory', { session: row.session, q: state.q, sort: state.sort, at: i }),
+    'aria-label': `${row.prompt}, step ${row.step}, member ${row.member}` })
+  const cells = COLUMNS.map(([name, , text, kind], n) => h('span', { class: `td ${kind ?? ''} col-${name}`, role: 'cell' }, text(row), n ? null : way))
   const lines = state.row > ROW && h('span', { class: 'hits', role: 'cell' }, found.map(each => h('span', { class: 'hit' },
     h('span', { class: 'dim' }, each.turn === null ? each.part : `turn ${each.turn} · ${each.part}`),
     h('span', { class: 'mono', dir: 'auto' }, each.before && `…${each.before}`, h('mark', {}, each.hit), `${each.after}…`))))
-  return h('a', { class: `tr ${lines ? 'tall' : ''}`, role: 'row', 'aria-rowindex': String(i + 2),
-    css: { top: `${i * state.row}px`, height: `${state.row}px` }, href: link('trajectory', { session: row.session, q: state.q, sort: state.sort, at: i }) }, cells, lines)
+  return h('div', { class: `tr ${lines ? 'tall' : ''}`, role: 'row', 'aria-rowindex': String(i + 2),
+    css: { top: `${i * state.row}px`, height: `${state.row}px` } }, cells, lines)
 }
 
 /** How far the index of words has read, where it is asked and has not read all. */

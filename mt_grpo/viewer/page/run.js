@@ -78,7 +78,7 @@ function waterfall(view, panel, state, choose) {
   const step = place => place >= 0 && place < steps.length && h('button', { type: 'button', class: 'as-link', onclick: () => choose(steps[place]) }, place < at ? '◀ step before' : 'next step ▶')
   const share = seconds => `${100 * seconds / view.seconds}%`
   const rows = view.rows.slice(0, state.all ? undefined : MOST)
-  const bars = rows.map(row => h('a', { class: 'flow', href: link('trajectory', { session: row.session }), 'aria-label': `${row.prompt}, ended after ${number(row.end, 1)} s` },
+  const bars = rows.map(row => h('a', { class: 'flow', href: link('trajectory', { session: row.session }), 'aria-label': `${row.group + 1}.${row.member + 1} ${row.prompt}, ended after ${number(row.end, 1)} s` },
     h('span', { class: 'n dim' }, `${row.group + 1}.${row.member + 1}`), h('span', { class: 'lane' },
       h('span', { class: 'waits', css: { left: share(row.start), width: share(row.end - row.start) } }),
       row.parts.map(([kind, start, seconds, name]) => h('span', { class: kind, title: `${name}, ${number(seconds)} s`, css: { left: share(start), width: share(seconds) } })),

@@ -151,8 +151,10 @@ export async function trajectory(main, asked) {
 
   function step(by) {
     const all = places.flat()
-    const next = all[all.indexOf(state.at) + by]
-    if (state.at !== null && next !== undefined) point(next, true)
+    const next = state.at === null ? places[current()]?.[0] : all[all.indexOf(state.at) + by]
+    if (next === undefined || state.reading) return
+    point(next, true)
+    spans[next].scrollIntoView({ block: 'nearest' })
   }
 }
 
@@ -169,7 +171,9 @@ function head(whole, bar) {
     h('p', { class: 'dim' }, `${whole.index.session} · member ${whole.index.member + 1} of ${sessions.length} · `,
       h('a', { href: groupLink(whole.group) }, '◀ group'), ' ', other(here - 1, 'previous'), ' ', other(here + 1, 'next'),
       sessions.length > 1 && [' · ', h('a', { href: link('apart', { a: whole.index.session, b: sessions[here + 1] ?? sessions[here - 1] }) }, 'difference to another')]),
-    h('h2', {}, whole.question), noteOf(whole.index.session)), bar)
+    h('h2', {}, whole.question),
+    h('p', { class: 'in-short dim' }, 'reward ', h('b', { class: 'ink' }, number(whole.index.reward)), ' · ', h('bdi', { class: `mono ${{ true: 'right', false: 'wrong' }[whole.index.right] ?? 'ink'}` }, whole.answer ?? '–'),
+      whole.accepted.length > 0 && [' · accepted ', h('b', { class: 'mono ink' }, whole.accepted.join(' · '))], ' ', chip(whole.stop_reason)), noteOf(whole.index.session)), bar)
 }
 
 function legend(shade) {

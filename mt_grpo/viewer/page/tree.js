@@ -68,7 +68,7 @@ function drawn(whole, i, box, size, go) {
   const written = [long, name].find(fits) ?? (turn && fits(String(node.turn + 1)) ? String(node.turn + 1) : '')
   const choose = turn ? () => go(node.turn) : null
   const element = s('g', { class: turn ? 'box of-turn' : 'box', ...(turn && { tabindex: '0', role: 'button', onclick: choose,
-    onkeydown: event => { if (event.key === 'Enter') choose() }, 'aria-label': `turn ${node.turn + 1}` }) },
+    onkeydown: event => { if (event.key === 'Enter') choose() }, 'aria-label': long }) },
   s('title', {}, `${long}: ${plural(size, 'token')}`),
   s('rect', { class: kind, x: box.x, y, width: Math.max(1, box.w - GAP), height: BOX, rx: 3 }),
   s('text', { x: box.x + (box.w - GAP) / 2, y: y + 14, 'text-anchor': 'middle' }, written))

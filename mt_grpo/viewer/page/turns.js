@@ -35,7 +35,7 @@ export function turnCard(whole, number_, places, spans, open = null, reading = f
   const side = advantage === null || advantage === undefined ? '' : advantage > 0 ? 'above' : advantage < 0 ? 'below' : ''
   const reward = whole.index.turn_rewards[number_]
   const bit = (name, value) => h('span', {}, name + ' ', h('b', {}, value))
-  const head = h('h4', {}, h('b', {}, `turn ${number_ + 1}`),
+  const head = h('h4', { 'aria-level': '3' }, h('b', {}, `turn ${number_ + 1}`),
     side || advantage === 0 ? (open ? opener(number_, advantage, open) : bit('advantage', signed(advantage))) : null,
     h('span', { title: byName(whole, number_) }, 'turn reward ', h('b', {}, number(reward))),
     h('span', {}, `${plural(turn.num_tokens, 'token')} after ${turn.context_length.toLocaleString('en')}`),
