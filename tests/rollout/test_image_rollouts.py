@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +14,16 @@ from support.models import build_tokenizer
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.envs import MultiTurnToolEnv, Outcome
-from mt_grpo.images import ImageError, image_parts
+from mt_grpo.images import ImageError, as_png, image_digest, image_parts
+from mt_grpo.integrations.openai_api.request import read_parts
+from mt_grpo.integrations.trl import TRLEnv
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
+from mt_grpo.tools.mcp.tools import result_parts
+from mt_grpo.tools.results import read_result
 from mt_grpo.trajectory import StopReason, Trajectory
 
 
@@ -202,3 +208,54 @@ def test_no_image_is_sampled():
     )
     assert trajectory.turns[0].num_tokens
     assert processor.image_token_id not in trajectory.tree.actions()[0]
+
+
+# From where images come
+
+
+def png() -> str:
+    return base64.b64encode(as_png(picture("green", (16, 16)))).decode()
+
+
+def test_an_mcp_server_shows_images_to_models_that_see():
+    content = [SimpleNamespace(type="image", data=png()), SimpleNamespace(type="text", text="a page")]
+    image, text = result_parts(content)
+    assert image_digest(image["image"]) == image_digest(picture("green", (16, 16)))
+    assert (image["alt"], text) == ("[image: not text]", {"type": "text", "text": "a page"})
+    assert result_parts(content[1:]) is None
+    result = read_result([image, text], None)
+    assert (result.text, result.parts) == ("[image: not text]\na page", [image, text])
+    renderer = ChatRenderer(build_tokenizer())
+    ids = renderer.prompt_ids([{"role": "user", "content": result.parts}])
+    assert "[image: not text]\na page" in renderer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image"])
+def test_a_request_shows_images_of_its_own(kind):
+    url = f"data:image/png;base64,{png()}"
+    shown = {"type": kind, "image_url": {"url": url} if kind == "image_url" else url}
+    image, text = read_parts([shown, {"type": "text", "text": "What?"}], "messages[0].content")
+    assert image_digest(image["image"]) == image_digest(picture("green", (16, 16)))
+    assert text == {"type": "text", "text": "What?"}
+
+
+class Camera:
+    """An environment in TRL's form."""
+
+    def reset(self, **row: Any) -> list[Any]:
+        return [{"type": "image", "image": picture("blue", (16, 16))}]
+
+    def look(self) -> list[Any]:
+        """Takes an image."""
+        return [{"type": "image", "image": picture()}, {"type": "text", "text": "a page"}]
+
+
+def test_an_environment_of_trl_shows_images():
+    processor = build_processor("qwen3_vl")
+    add_response_schema(processor.tokenizer)
+    script = ['<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>', "a page<|im_end|>"]
+    engine = ScriptedSight(processor.tokenizer, lambda session, turn: script[turn])
+    [trajectory] = rollout(TRLEnv(Camera), engine, processor, ["What is it?"])
+    assert trajectory.stop_reason is StopReason.ANSWERED, trajectory.error
+    kinds = [part["type"] for part in trajectory.prompt[-1]["content"]]
+    assert kinds == ["text", "image"] and len(trajectory.images) == 2

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from support.images import picture
 from support.stateful_tools import Guess, schema
 
 from mt_grpo.envs.tool_env import execute_calls
@@ -233,6 +234,7 @@ def test_release_goes_on_where_its_caller_is_cancelled():
         (("text", 0.0, {}), "text"),
         (({"rows": [1]}, 0.0, {}), '{"rows": [1]}'),
         ((ToolResponse(), 0.0, {}), ""),
+        ((ToolResponse("a page", image=[picture()]), 0.0, {}), "[image]\na page"),
         (
             (ToolResponse(image=[1]), 0.0, {}),
             "Error: ImageError: The image '1' is no image: give",

@@ -178,3 +178,14 @@ def test_images_stand_where_trl_puts_them():
     filled = with_its_images({"prompt": [{"role": "user", "content": places}], "images": [image, other]})["prompt"]
     assert [part.get("image") for part in filled[0]["content"]] == [None, image, other]
     assert with_its_images({"prompt": "What?", "images": None}) == {"prompt": "What?", "images": None}
+
+
+def test_a_model_whose_trees_of_images_differ_trains_in_rows(tmp_path, monkeypatch, caplog):
+    # positions as in a text, which a tree without images cannot tell from the model's
+    monkeypatch.setattr("mt_grpo.forward.model.packed_positions", lambda *given: None)
+    trainer = trainer_of(tmp_path, use_vllm=False)
+    trainer.model.train()
+    inputs = batch(trainer)
+    assert trainer.args.forward == "padded"
+    assert "scores packed trees with images" in caplog.text
+    check_log_probs(trainer, inputs)
