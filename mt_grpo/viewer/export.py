@@ -147,7 +147,19 @@ def _data(queries: Queries, places: list[int], filter: str) -> dict[str, Any]:
     noted = {session: note for session, note in queries.columns.notes.items() if session in shown}
     answers["notes"] = {"": {"notes": noted}}
     answers["compare"] = {"": _compare(queries)}
+    answers["finds"] = _finds(queries, answers["overview"][""], rows)
     return {"filter": filter, "total": len(queries.columns.rows), "rows": rows, "answers": answers}
+
+
+def _finds(queries: Queries, overview: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """By the filter of each finding, which of the file's rows it lets through: its link leads to these alone."""
+    asked = [finding["link"]["q"] for finding in overview["findings"] if "q" in (finding["link"] or {})]
+    place = {row["session"]: number for number, row in enumerate(rows)}
+    all_rows = queries.columns.rows
+    return {
+        q: [place[name] for each in queries.select(q).tolist() if (name := all_rows[each]["session"]) in place]
+        for q in asked
+    }
 
 
 def _compare(queries: Queries) -> dict[str, Any]:

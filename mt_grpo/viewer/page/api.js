@@ -45,9 +45,21 @@ function fromFile(question, asked) {
   return answer
 }
 
-/** The rows of the file, sorted; its filter was fixed when it was written. */
+/** Whether a link of an exported file leads to what is in it. */
+export function inFile(href) {
+  const [view, text = ''] = href.replace(/^#\/?/, '').split('?')
+  const asked = Object.fromEntries(new URLSearchParams(text))
+  if (view === 'find') return !asked.q || asked.q === data.filter || data.answers.finds[asked.q]?.length > 0
+  if (view === 'trajectory') return !asked.session || asked.session in data.answers.trajectory
+  if (view === 'group') return !asked.group || `${asked.mode} ${asked.step} ${asked.k} ${asked.group}` in data.answers.group
+  if (view === 'groups') return !asked.step || `${asked.mode ?? 'train'} ${asked.step}` in (data.answers.groups ?? {})
+  return view !== 'context' && view !== 'run'
+}
+
+/** The rows of the file, or those of a finding, sorted; its filter was fixed when it was written. */
 function findInFile(asked) {
-  const rows = data.rows.slice()
+  const chosen = data.answers.finds[asked.q]
+  const rows = chosen ? chosen.map(place => data.rows[place]) : data.rows.slice()
   const name = (asked.sort ?? '').replace(/^-/, '')
   const sign = (asked.sort ?? '').startsWith('-') ? -1 : 1
   if (name) {

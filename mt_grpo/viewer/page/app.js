@@ -1,6 +1,6 @@
 // The frame: which view is shown, the run's state above it, and what the run has written since.
 
-import { ask, current, exported } from './api.js'
+import { ask, current, exported, inFile } from './api.js'
 import { apart } from './apart.js'
 import { compare } from './compare.js'
 import { context } from './context.js'
@@ -134,7 +134,17 @@ addEventListener('keydown', event => {
   act()
 })
 
+/** In an exported file, links to what its filter left out lead nowhere, and say so. */
+function obeyFilter() {
+  for (const each of document.querySelectorAll('a[href^="#/"]')) {
+    if (inFile(each.getAttribute('href'))) continue
+    each.removeAttribute('href')
+    each.title = 'not in this file: its filter leaves it out'
+  }
+}
+
 async function begin() {
+  if (exported) new MutationObserver(obeyFilter).observe(document.body, { childList: true, subtree: true })
   if (!exported) several = (await ask('runs').catch(() => ({ runs: [] }))).runs.map(run => run.name)
   show()
   if (exported) look()
