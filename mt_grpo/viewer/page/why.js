@@ -47,7 +47,7 @@ const side = value => (value > 0 ? 'above' : value < 0 ? 'below' : '')
 function termBox(whole, view, term, n, places) {
   const coefficient = term.rewards.find(row => row.kind === 'turn')?.coefficient ?? 1
   return h('div', { class: 'part' },
-    h('h5', {}, h('span', {}, term.name, coefficient !== 1 && h('span', { class: 'dim' }, ` × turn_coef ${coefficient}`)),
+    h('h5', { 'aria-level': '4' }, h('span', {}, term.name, coefficient !== 1 && h('span', { class: 'dim' }, ` × turn_coef ${coefficient}`)),
       h('b', { class: side(term.value) }, signed(term.value, places))),
     formula(term), h('div', { class: 'behind' },
       term.values.length > 0 && h('div', {}, strip(term, view, whole), h('p', { class: 'dim of' }, whose(term))),
@@ -183,7 +183,7 @@ function sumBox(whole, turn, n, places) {
   const words = masked ? `On ${tokens - masked} of the turn’s ${plural(tokens, 'token')}; ${masked} are taken out of training.`
     : `On each of the turn’s ${plural(tokens, 'token')}; none is masked.`
   return h('div', { class: 'part sum' },
-    h('h5', {}, `turn ${n + 1}`, h('b', { class: side(turn.sum) }, signed(turn.sum, places))),
+    h('h5', { 'aria-level': '4' }, `turn ${n + 1}`, h('b', { class: side(turn.sum) }, signed(turn.sum, places))),
     h('p', { class: 'formula' }, 'shown as ', h('b', {}, signed(turn.advantage))), fall(turn), h('p', { class: 'dim' }, words))
 }
 
@@ -225,7 +225,7 @@ function stepsOf(term) {
 function groupAlone(whole, view, n) {
   const rewards = view.members.filter(each => each.reward !== null).map(each => [each.member, each.reward])
   const credited = view.members.filter(each => each.advantages[n] !== undefined).map(each => [each.member, each.advantages[n]])
-  const box = (name, values) => values.length > 0 && h('div', { class: 'part' }, h('h5', {}, name), alone(name, values, view, whole))
+  const box = (name, values) => values.length > 0 && h('div', { class: 'part' }, h('h5', { 'aria-level': '4' }, name), alone(name, values, view, whole))
   return [h('p', { class: 'rule' }, 'This rule does not say what its advantages are the sum of; these are the group’s values.'),
     h('div', { class: 'equation' }, box('reward', rewards), box(`advantage at turn ${n + 1}`, credited))]
 }
