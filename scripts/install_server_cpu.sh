@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes the environment of a vLLM server that runs on a CPU: install_server_cpu.sh VENV. It is apart from the trainer's,
-# since vLLM pins an older transformers. torch comes first and pinned; the three packages removed afterwards are pulled
-# in by vLLM, may be built for another torch, and then break every import of transformers. The project itself goes in
+# since vLLM pins an older transformers. torch comes first and pinned. Three packages that vLLM pulls in may be built for
+# another torch, and then break every import of transformers: two of them are removed, and torchvision where it cannot be
+# imported. vLLM's Qwen3.5 needs it. The project itself goes in
 # without its dependencies: the server needs only its plugin.
 set -euo pipefail
 venv=$1
@@ -11,5 +12,6 @@ venv=$1
     echo "Where pip finds no torch==2.13.0+cpu: set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu." >&2
     exit 1
 }
-"$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+"$venv/bin/pip" uninstall --quiet --yes torchaudio torchcodec
+"$venv/bin/python" -c "import torchvision" 2> /dev/null || "$venv/bin/pip" uninstall --quiet --yes torchvision
 "$venv/bin/pip" install --quiet --no-deps --editable .

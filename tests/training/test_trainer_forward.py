@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from support.architectures import build_random
 from support.hybrids import ONE_OF_EACH_KIND, build_hybrid
-from support.trainers import LOSS_TYPES, batch, conversation
+from support.models import CPU_RUN
+from support.template_matrix import ASKED, Exchange, tokenizer_of, turns_of, written
+from support.trainers import LOSS_TYPES, Letters, batch, conversation
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.rollout import ScriptedEngine
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 
 LAYOUTS = [
     {},
@@ -259,3 +266,43 @@ def test_every_kind_of_attention_trains_as_turn_by_turn(build, tokenizer, tmp_pa
         runs.append(torch.tensor([[row["loss"], row["grad_norm"], row["entropy"], row["kl"]] for row in logged]))
     assert len(runs[0]) == 3
     torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_forks_that_a_template_makes_are_trained_alike(tmp_path):
+    """gpt-oss's turns end in another token once they are past, so its contexts fork under `history: keep`."""
+    tokenizer, replies = tokenizer_of("gptoss"), turns_of("replies, thinking", "gptoss")
+    tokens = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    model = build_random("gpt-oss", **tokens, eos_token_id=tokenizer.eos_token_id)
+
+    def script(session, turn):
+        words = "a" * (1 + int(session[-1]))
+        return written("gptoss", "", replies[turn]._replace(words=words))
+
+    losses = {}
+    for forward in ("tree", "padded", "turn_by_turn"):
+        args = MTGRPOConfig(
+            str(tmp_path / forward),
+            **CPU_RUN,
+            forward=forward,
+            max_steps=3,
+            max_completion_length=900,
+            router_aux_loss_coef=0.0,
+            learning_rate=1e-3,
+        )
+        trainer = MTGRPOEnvTrainer(
+            copy.deepcopy(model),
+            Exchange("replies, thinking"),
+            [],
+            [Letters()],
+            args,
+            Dataset.from_list([{"prompt": [{"role": "user", "content": ASKED}]}]),
+            engine=ScriptedEngine(tokenizer, script),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        assert all(trajectory.tree.num_sequences > 1 for trajectory in trainer.batch.trajectories)
+        losses[forward] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert any(losses["tree"])
+    assert losses["padded"] == pytest.approx(losses["turn_by_turn"], abs=1e-6)
+    assert losses["tree"] == pytest.approx(losses["turn_by_turn"], abs=1e-6)
