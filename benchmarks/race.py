@@ -10,8 +10,8 @@ rewards, batch, learning rate and loss, and the same search, which takes 50 ms. 
 240 held-out questions exactly, at the first of the measurements that are made after every second step, or when its
 steps are used up. The clock stops while it is measured, and seconds for which the process was ready and other
 programs ran are taken off. Every run (arm, seed) leaves one file in `runs/race` and is skipped where that is there,
-so the command can be interrupted and given again. Runs are one after another, on one core each, in the order of
-seeds, so that what else the machine does disturbs all arms.
+so the command can be interrupted and given again. Runs are one after another, with one thread of torch each, in the
+order of seeds, so that what else the machine does disturbs all arms.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FOLDER = Path(__file__).parent.parent / "runs" / "race"
 RESULT = RESULTS / "race.json"
 PAGE = Path(__file__).parent.parent / "docs" / "trl.md"
 BEGIN, END = "<!-- race -->", "<!-- end of the race -->"
-ARMS = {"trl": "TRL's `GRPOTrainer(tools=...)`", "ours": "ours"}
+ARMS = {"trl": "TRL's `GRPOTrainer(tools=...)`", "ours": "ours", "ahead": "ours, `max_staleness: 1`"}
 SEEDS = 3
 
 
@@ -132,7 +132,7 @@ def build(job: Job, plan: Plan, model: Path, folder: str) -> Trainer:
         environment(),
         turn_reward_funcs=TURN_REWARDS,
         outcome_reward_funcs=OUTCOME_REWARDS,
-        args=MTGRPOConfig(folder, max_turn_length=MAX_TURN_TOKENS, **common),
+        args=MTGRPOConfig(folder, max_turn_length=MAX_TURN_TOKENS, max_staleness=int(job.arm == "ahead"), **common),
         train_dataset=rows,
         processing_class=tokenizer,
     )
