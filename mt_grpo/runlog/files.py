@@ -64,9 +64,10 @@ def find(folder: Path, name: str) -> Path | None:
     return real
 
 
-def read(folder: Path, name: str, offset: int = 0) -> bytes | None:
+def read(folder: Path, name: str, offset: int = 0, most: int = -1) -> bytes | None:
     """
-    The bytes of a file of a run's folder from `offset` on; `None` where it is not there.
+    The bytes of a file of a run's folder from `offset` on, at most `most` where it is given; `None` where it is not
+    there.
 
     Raises:
         UserError: As `find`; if it has more than `MOST` bytes, or may not be read.
@@ -80,7 +81,7 @@ def read(folder: Path, name: str, offset: int = 0) -> bytes | None:
             if size > MOST:
                 raise UserError(f"{path} has {size / 1e9:.0f} GB, more than a run writes there: bring the file back.")
             file.seek(offset)
-            return file.read()
+            return file.read(most)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {_reason(error)}.") from None
 

@@ -96,6 +96,12 @@ _LATER = {
 }
 
 
+PART = 2**24
+"""Bytes that are read at a time."""
+
+REPEATED = ("mode", "prompt", "stop", "answer", "file")
+"""Texts that many conversations share, and each of which is kept once."""
+
 _CHECKSUM = len(b',"crc":"01234567"}')
 _ENDED = re.compile(rb',"crc":"[0-9a-f]{8}"\}.', re.DOTALL)
 """A whole line that something else than a line feed ends."""
@@ -137,10 +143,10 @@ _ADDED = {"credit": _add_credit, "update": _add_update}
 """What lines add to the row of their session, by kind."""
 
 
-def _lines(path: Path, added: bytes, whole: int) -> Iterator[dict[str, Any]]:
-    """The lines in the first `whole` bytes of what was added to an index."""
+def _lines(path: Path, added: bytes, whole: int, last: bool) -> Iterator[dict[str, Any]]:
+    """The lines in the first `whole` bytes of what was added to an index, or of its last part."""
     raws = added[:whole].splitlines()
-    if _ENDED.search(added, whole):  # the last line is whole, and only its line feed is damaged
+    if last and _ENDED.search(added, whole):  # the last line is whole, and only its line feed is damaged
         raws.append(added[whole:])
     for raw in raws:
         try:
@@ -169,6 +175,7 @@ class Index:
     run: dict[str, Any] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     _places: dict[str, int] = field(default_factory=dict)
+    _texts: dict[str | None, str | None] = field(default_factory=dict)
     _offsets: dict[str, int] = field(default_factory=dict)
     _inodes: dict[str, int] = field(default_factory=dict)
 
@@ -197,11 +204,17 @@ class Index:
         self._inodes = inodes
         for name, size in sizes.items():
             offset = self._offsets.get(name, 0)
-            if size > offset:
-                added = files.read(folder, name, offset) or b""
+            while size > offset:  # part by part: lines take several times as much memory as their bytes
+                added = files.read(folder, name, offset, PART) or b""
                 whole = added.rfind(b"\n") + 1  # the last line may be half written
-                changed.update(self._merge(list(_lines(folder / name, added, whole))))
-                self._offsets[name] = offset + whole
+                if not whole and len(added) == PART:  # a line that is longer than a part
+                    added = files.read(folder, name, offset) or b""
+                    whole = added.rfind(b"\n") + 1
+                last = offset + len(added) >= size
+                changed.update(self._merge(list(_lines(folder / name, added, whole, last))))
+                self._offsets[name] = offset = offset + whole
+                if last or not whole:
+                    break
         return sorted(changed)
 
     def _merge(self, lines: Iterable[dict[str, Any]]) -> Iterable[int]:
@@ -216,10 +229,13 @@ class Index:
             elif kind == "rollout":
                 yield self._add_rollout(line)
             elif kind in _ADDED and (place := self._places.get(line["session"])) is not None:
+                line["file"] = self._texts.setdefault(line["file"], line["file"])
                 _ADDED[kind](self.rows[place], line)
                 yield place
 
     def _add_rollout(self, line: dict[str, Any]) -> int:
+        for name in REPEATED:
+            line[name] = self._texts.setdefault(line[name], line[name])
         line |= _LATER
         line["updates"] = []
         place = self._places.setdefault(line["session"], len(self.rows))

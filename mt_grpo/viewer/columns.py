@@ -72,7 +72,7 @@ class Columns:
     def put(self, rows: list[Row]) -> None:
         """Adds rows. A row replaces the one that its session has already."""
         rows = list({row["session"]: row for row in rows}.values())
-        places = []
+        places, searched = [], {}
         for row in rows:
             place = self.positions.setdefault(row["session"], len(self.rows))
             if place == len(self.rows):
@@ -83,7 +83,10 @@ class Columns:
             places.append(place)
             for name in TEXTS:
                 self._texts[name][place] = row[name] or ""
-            self._searched[place] = f"{row['prompt']}\n{row['answer'] or ''}".casefold()
+            both = row["prompt"], row["answer"]
+            if both not in searched:  # many conversations have the same question and answer
+                searched[both] = f"{row['prompt']}\n{row['answer'] or ''}".casefold()
+            self._searched[place] = searched[both]
         names = {REWARD + name: None for row in rows for name in row["rewards"]}
         for name in {**dict.fromkeys(NUMBERS), **self._numbers, **names}:
             get = NUMBERS.get(name)
