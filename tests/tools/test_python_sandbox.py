@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import platform
@@ -35,7 +36,11 @@ def unconfined() -> str:
 confined = pytest.mark.skipif(bool(unconfined()), reason=unconfined())
 
 
-def run(sandbox: PythonSandbox | RemotePython, *codes: str, timeout: float | None = 60.0) -> list[ToolCall]:
+patient = functools.partial(PythonSandbox, time_limit=60.0)
+"""For code that must not run out of time, on a machine that may be busy."""
+
+
+def run(sandbox: PythonSandbox | RemotePython, *codes: str, timeout: float | None = 120.0) -> list[ToolCall]:
     calls = [ToolCall("python", {"code": code}) for code in codes]
     asyncio.run(execute_calls(calls, {"python": Tool.from_function(sandbox.python)}, timeout))
     return calls
@@ -69,7 +74,7 @@ def nothing_is_left(folder: Path) -> bool:
 
 @confined
 def test_code_returns_what_it_prints():
-    sandbox = PythonSandbox(output_limit=10)
+    sandbox = patient(output_limit=10)
     fine, silent, failed, ended, long = run(
         sandbox,
         "import sys\nprint(sum(range(10)))\nprint('!', file=sys.stderr)",
@@ -87,13 +92,13 @@ def test_code_returns_what_it_prints():
 
 @confined
 def test_a_traceback_names_the_line_and_no_folder():
-    [call] = run(PythonSandbox(), "x = 1\nx.y")
+    [call] = run(patient(), "x = 1\nx.y")
     assert 'File "main.py", line 2' in call.error and "AttributeError: 'int' object" in call.error
 
 
 @confined
 def test_no_variable_or_file_outlives_a_call():
-    sandbox = PythonSandbox()
+    sandbox = patient()
     [first] = run(sandbox, "x = 1; open('kept', 'w').write('x'); print('done')")
     [second] = run(sandbox, "import os; print(os.listdir('.'), 'x' in globals())")
     assert (first.result, second.result) == ("done", "['main.py'] False")
@@ -101,7 +106,7 @@ def test_no_variable_or_file_outlives_a_call():
 
 @confined
 def test_packages_beside_the_trainer_can_be_imported():
-    [call] = run(PythonSandbox(), "import numpy; print(numpy.linalg.det(numpy.eye(3)))")
+    [call] = run(patient(), "import numpy; print(numpy.linalg.det(numpy.eye(3)))")
     assert call.result == "1.0"
 
 
@@ -109,7 +114,7 @@ def test_packages_beside_the_trainer_can_be_imported():
 def test_what_is_named_readable_can_be_read_and_not_written(tmp_path):
     (tmp_path / "table.csv").write_text("a,b\n")
     code = f"print(open({str(tmp_path / 'table.csv')!r}).read()); open({str(tmp_path / 'new')!r}, 'w')"
-    [call] = run(PythonSandbox(readable=[str(tmp_path)]), code)
+    [call] = run(patient(readable=[str(tmp_path)]), code)
     assert "a,b" in call.error and "PermissionError" in call.error
 
 
@@ -228,7 +233,7 @@ def world(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcomes(world):
     os.environ["MT_GRPO_SECRET"] = "secret"
-    [call] = run(PythonSandbox(), attempt(HARMLESS | HARMFUL, **world))
+    [call] = run(patient(), attempt(HARMLESS | HARMFUL, **world))
     del os.environ["MT_GRPO_SECRET"]
     assert not call.error, call.error
     return json.loads(call.result)
@@ -267,7 +272,7 @@ print("opened" if number >= 0 else number)
 @confined
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="32-bit calls are tried on x86-64")
 def test_calls_of_a_32_bit_program_lead_nowhere():
-    [call] = run(PythonSandbox(), CALL_32)
+    [call] = run(patient(), CALL_32)
     assert "opened" not in call.result
 
 
@@ -302,7 +307,7 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def small():
-    return PythonSandbox(time_limit=10.0, memory_limit=256, disk_limit=32)
+    return patient(memory_limit=256, disk_limit=32)
 
 
 @confined
@@ -346,7 +351,7 @@ HIDDEN = {
 @pytest.mark.parametrize("what", HIDDEN)
 def test_the_disk_limit_counts(what, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    [call] = run(PythonSandbox(disk_limit=8), HIDDEN[what] + "\nprint('had it all')")
+    [call] = run(patient(disk_limit=8), HIDDEN[what] + "\nprint('had it all')")
     assert "No space left on device" in call.error and "had it all" not in call.error
     assert nothing_is_left(tmp_path)
 
@@ -382,13 +387,13 @@ except OSError:
 
 @confined
 def test_buffers_of_sockets_hold_little():
-    [call] = run(PythonSandbox(), "held = 0" + BUFFERS)
+    [call] = run(patient(), "held = 0" + BUFFERS)
     assert int(call.result) < 32
 
 
 @confined
 def test_asyncio_runs_inside():
-    [call] = run(PythonSandbox(), "import asyncio\nprint(asyncio.run(asyncio.sleep(0, 'slept')))")
+    [call] = run(patient(), "import asyncio\nprint(asyncio.run(asyncio.sleep(0, 'slept')))")
     assert call.result == "slept"
 
 
@@ -396,7 +401,7 @@ ELSEWHERE = """
 import asyncio, json, sys
 from mt_grpo.tools.python_sandbox import PythonSandbox
 
-sandbox = PythonSandbox(disk_limit=8)
+sandbox = PythonSandbox(time_limit=60.0, disk_limit=8)
 for code in json.loads(sys.argv[1]):
     try:
         print(json.dumps(asyncio.run(sandbox.python(code))[0]))
@@ -463,7 +468,7 @@ def test_a_fork_bomb_ends_with_its_call(tmp_path, monkeypatch):
 def test_what_it_leaves_in_the_background_is_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     code = "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(1000)\n    os._exit(0)"
-    [call] = run(PythonSandbox(), f"import os, time\n{code}\nprint('bye')")
+    [call] = run(patient(), f"import os, time\n{code}\nprint('bye')")
     assert call.result == "bye"
     assert nothing_is_left(tmp_path)
 
@@ -551,7 +556,7 @@ def test_what_a_server_answers_is_told(server, reply, result):
 
 @confined
 def test_a_server_gives_what_this_machine_gives():
-    local = PythonSandbox()
+    local = patient()
 
     def serve(method, path, body):
         [call] = run(local, body["code"])
