@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import statistics
 import time
@@ -130,6 +131,7 @@ def event_loop_lag(tokenizer, engine: Engine, conversations: int, context: int) 
     text = tokenizer.decode(tokenizer.encode("What is the capital of Peru? " * (context // 8))[:context])
     runner = RolloutRunner(MultiTurnToolEnv([wait], max_steps=TURNS), engine, sanity_check_mode="strict")
     lags: tuple[list[float], list[float]] = ([], [])
+    gc.collect()  # what an earlier run has left would be collected as this one begins
 
     async def measure() -> None:
         rollouts = asyncio.ensure_future(runner.run(requests(conversations, text), SamplingParams(max_tokens=100)))
