@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 import mt_grpo
 from mt_grpo.app.recipe import Recipe
@@ -73,9 +73,11 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
     if args.use_cpu or not torch.cuda.is_available():
         # a seeded prompt split over two steps ends vLLM's CPU build ("CPU Generator does not use offset")
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        if _carries_state(resolve_base(name), recipe):
+            command.append("--no-enable-prefix-caching")  # states are cached where prompts are split only
         for name, value in _cpu_defaults().items():
             environment[name] = os.environ.get(name, value)
-    elif replays_routes(args) and _has_experts(resolve_base(name), recipe):
+    elif replays_routes(args) and route_shape(_read_config(resolve_base(name), recipe)) is not None:
         command.append("--enable-return-routed-experts")  # the CPU build cannot
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return command, environment
@@ -100,9 +102,20 @@ def serve(recipe: Recipe) -> None:
     os.execve(command[0], command, {**os.environ, **environment})
 
 
-def _has_experts(name: str, recipe: Recipe) -> bool:
+def _read_config(name: str, recipe: Recipe) -> PreTrainedConfig:
     where = {"revision": recipe.model.model_revision, "trust_remote_code": recipe.training.trust_remote_code}
-    return route_shape(AutoConfig.from_pretrained(name, **where)) is not None
+    config: PreTrainedConfig = AutoConfig.from_pretrained(name, **where)
+    return config
+
+
+def _carries_state(name: str, recipe: Recipe) -> bool:
+    """Whether a model has layers of linear attention, state spaces or convolutions."""
+    try:
+        config = _read_config(name, recipe).get_text_config()
+    except OSError:  # the server says what is wrong with its model
+        return False
+    kinds = getattr(config, "layer_types", None) or []
+    return any(kind == "linear_attention" or "attention" not in kind and kind not in ("mlp", "moe") for kind in kinds)
 
 
 def _address(args: MTGRPOConfig) -> tuple[str, int]:

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from support.recipes import parse_recipe
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from mt_grpo.app import serve
 from mt_grpo.cli import main
@@ -160,3 +160,11 @@ def test_a_mixture_on_a_gpu_says_which_experts_tokens_went_to(experts, replay, r
     words, environment = serve.server_command(recipe)
     assert ("--enable-return-routed-experts" in words) == returned
     assert environment.get("VLLM_USE_V2_MODEL_RUNNER") == ("1" if returned else None)
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_a_hybrid_on_a_cpu_caches_no_prefixes(hybrid, tmp_path):
+    """vLLM caches the states of such layers only where prompts are split, which its CPU build cannot."""
+    (Qwen3_5TextConfig(num_hidden_layers=4) if hybrid else Qwen3Config()).save_pretrained(tmp_path)
+    words, _, _ = command("--model_name_or_path", str(tmp_path))
+    assert ("--no-enable-prefix-caching" in words) == hybrid
