@@ -36,6 +36,9 @@ from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import RolloutBatch, branching
 from mt_grpo.trajectory import Trajectory
 
+COLLECTED = 8
+"""Batches between two full garbage collections. One takes a tenth of a second, in which no conversation goes on."""
+
 Rows = list[dict[str, Any]]
 Moment = tuple[int, int]
 """Optimiser steps that were taken before, and the micro-batch of the step, see `RolloutBatch.requests`."""
@@ -170,10 +173,11 @@ class BatchesAhead:
         """
         self._out = [*self._out, step][-self._args.max_staleness - 2 :]
         self._planned = {at: planned for at, planned in self._planned.items() if at >= micro}  # others are trained
-        gc.collect()  # with conversations always under way, garbage is collected here alone
         for at, planned in self._planned.items():
             if planned.begun is None and at <= micro + self._args.max_staleness * self._every:
                 self._begin(planned)
+        if micro // self._every % COLLECTED == COLLECTED - 1:
+            gc.collect()  # with conversations always under way, all garbage is collected here alone
         return micro in self._planned
 
     def _begin(self, planned: Planned) -> None:
