@@ -75,7 +75,7 @@ def test_options_of_recipes_are_completed(complete, fields, command):
         "train": {"--dry_run", "--trust", *launched},
         "rollout": {"--num_prompts", "--audit", "--save", "--trust"},
         "serve": {"--trust"},
-        "doctor": {"--trust", "--gpu_memory", "--calibrate", "--probe", "--json", *launched},
+        "doctor": {"--trust", "--gpu", "--gpu_memory", "--calibrate", "--probe", "--json", *launched},
     }
     assert offered - {f"--{name}" for name in fields} == {"--config", "--help", "--help-all", *own.get(command, ())}
 
