@@ -10,12 +10,14 @@ import os
 import pickle
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
 
-from mt_grpo.concurrency import ConcurrencyLimit, OnePerProcess, in_thread
+from mt_grpo.concurrency import ConcurrencyLimit, in_thread
 from mt_grpo.errors import ConfigError, RemoteError, defined_at, describe_error, find_fault
 
 STARTS_WITHIN = 120.0
@@ -48,7 +50,11 @@ class Processes:
     def __init__(self, size: int) -> None:
         self.size = size
         self._limit = ConcurrencyLimit(size)
-        self._free: OnePerProcess[list[_Worker]] = OnePerProcess(list)
+        self._workers: dict[int, list[_Worker]] = {}  # by the process that made them: a forked one makes its own
+
+    @property
+    def _free(self) -> list[_Worker]:
+        return self._workers.setdefault(os.getpid(), [])
 
     def start(self, functions: Sequence[Callable[..., Any]]) -> None:
         """
@@ -75,7 +81,7 @@ class Processes:
             for worker in workers:
                 worker.process.kill()
             raise
-        self._free.get().extend(workers)
+        self._free.extend(workers)
 
     async def call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """
@@ -90,7 +96,7 @@ class Processes:
             RemoteError: What the function raised, as it said it there; or that its process ended.
         """
         async with self._limit:
-            free = self._free.get()
+            free = self._free
             worker = free.pop() if free else _Worker()
             whole = False
             try:
@@ -110,13 +116,14 @@ class Processes:
 
 
 class _Worker:
-    """One of the processes. It ends with the process that made it."""
+    """One of the processes. It ends with its pool, and with the process that made it."""
 
     def __init__(self) -> None:
         self.connection, theirs = _SPAWN.Pipe()
         self.process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True, name="mt-grpo-process")
         self.process.start()
         theirs.close()
+        weakref.finalize(self, _end, self.process, os.getpid()).atexit = False  # it is a daemon
 
     def ask(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         self.connection.send((function, arguments))
@@ -127,6 +134,11 @@ class _Worker:
         if isinstance(found, _Raised):
             raise RemoteError(*found)
         return found
+
+
+def _end(process: SpawnProcess, maker: int) -> None:
+    if os.getpid() == maker:  # a forked process forgets its parent's
+        process.kill()
 
 
 def _load_all(workers: list[_Worker], functions: Sequence[Callable[..., Any]]) -> None:

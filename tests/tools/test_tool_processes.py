@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -147,6 +148,16 @@ def test_processes_end_with_the_one_that_made_them(tmp_path):
         made.kill()
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int(spun.read_text())).wait(timeout=60)
+
+
+def test_processes_end_with_their_pool():
+    (tool,) = in_processes([where], 1)
+    (call,) = called({"where": tool}, ("where", {}))
+    process = psutil.Process(int(call.result))
+    del tool
+    gc.collect()
+    with suppress(psutil.NoSuchProcess):
+        process.wait(timeout=60)
 
 
 def test_a_recipe_names_their_number(tmp_path):
