@@ -96,7 +96,7 @@ def test_without_replay_no_route_is_kept(build, tokenizer):
     assert not any("router/differing" in row for row in trainer.state.log_history)
 
 
-def test_a_run_that_goes_on_without_replay_drops_the_routes_it_has(build, tokenizer, tmp_path):
+def test_a_run_that_goes_on_without_replay_drops_its_routes(build, tokenizer, tmp_path):
     options = {"max_turn_length": 12, "router_aux_loss_coef": 0.0, "steps_per_generation": 2}
     options |= {"save_strategy": "steps", "save_steps": 1}
     build(None, mixture("mixtral", tokenizer), max_steps=1, **options).train()
