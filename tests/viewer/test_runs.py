@@ -107,13 +107,13 @@ def test_runs_are_compared_and_opened(runs):
         page.wait_for_function("() => document.querySelectorAll('.overlaid .line:not(.faint)').length === 1")
         page.click(".run a:has-text('first')")
         page.wait_for_function("() => performance.getEntriesByName('shown overview').length")
-        assert "run=first" in page.url and page.locator("header select").input_value() == "first"
+        assert "run=first" in page.url and page.get_by_label("Run", exact=True).input_value() == "first"
         page.click("nav a:has-text('Find')")
         page.fill("#filter", "mode=eval")
         page.wait_for_function("() => document.querySelector('#said').textContent.startsWith('8 of')")
         page.reload()
         page.wait_for_function("() => document.querySelector('#said')?.textContent.startsWith('8 of')")
-        page.select_option("header select", "sweep/second")
+        page.get_by_label("Run", exact=True).select_option("sweep/second")
         page.wait_for_function(
             "location.hash.includes('second') && document.querySelector('#filter')?.value === 'mode=eval'"
         )
