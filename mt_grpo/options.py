@@ -216,8 +216,8 @@ class RunOptions:
     )
     tool_processes: int = option(
         0,
-        "Processes that call the tools that are plain functions, so that those which compute do not wait for each "
-        "other. 0 calls them in threads.",
+        "Processes that call tools which are plain functions. Those that compute then do not wait for each other. 0 "
+        "calls them in threads.",
         AGENT,
         rule=Rule(lambda value: value >= 0, "set 0 or more"),
         page="tools.md",
@@ -347,13 +347,13 @@ class RunOptions:
     )
     router_replay: bool = option(
         True,
-        "Train a mixture through the experts that sampled its tokens, where the engine names them (`forward: tree`).",
+        "Train a mixture through the experts of sampling. It needs `forward: tree`, and an engine that names them.",
         TRAINING,
         page="forward.md",
     )
     max_staleness: int = option(
         0,
-        "Generation batches that are sampled ahead, while earlier ones are trained. 0: one after the other. With `S`, "
+        "Generation batches that are sampled ahead. 0 samples and trains them one after the other. With `S`, "
         "a batch begins when the weights are out that the one `S` before it is trained with. 1 or 2 suit slow tools.",
         TRAINING,
         rule=Rule(
@@ -406,7 +406,7 @@ class RunOptions:
     )
     replay: str | None = option(
         None,
-        "Folder of a run, to train on the conversations that it logged. Nothing is sampled, scored or evaluated, and "
+        "A run's folder, to train on what it logged. Nothing is sampled, scored or evaluated, and "
         "no server is used; the first step is the one that the run took.",
         RUN,
         page="runs.md#training-on-what-a-run-logged",
@@ -559,6 +559,8 @@ def with_options_in_docstring(config: type) -> type:
         if field in _OPTIONS:
             default = "" if field.default is None else f", defaults to `{field.default!r}`"
             text = f"{field.name} (`{field.type}`, *optional*{default}): {_OPTIONS[field].description}"
-            lines += textwrap.wrap(text, 119, initial_indent=" " * 4, subsequent_indent=" " * 8)
+            lines += textwrap.wrap(
+                text, 119, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False
+            )
     config.__doc__ = "\n".join([textwrap.dedent(config.__doc__ or "").strip(), "", "Args:", *lines])
     return config
