@@ -15,16 +15,22 @@ from support.forked import Forked, run_processes
 pytestmark = pytest.mark.slow
 
 
+def say(line: str) -> None:
+    """In one write, since ranks share the file."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def main(what: str) -> None:
     """The program."""
-    print("mode:", os.environ.get("MODE"), "rank:", os.environ.get("RANK"), os.getcwd(), flush=True)
+    say(f"mode: {os.environ.get('MODE')} rank: {os.environ.get('RANK')} {os.getcwd()}")
     if what == "fails" and os.environ.get("RANK") == "1":
         raise RuntimeError("no more")
     if what == "meets":
         dist.init_process_group("gloo")
         seen = [None, None]
         dist.all_gather_object(seen, dist.get_rank())
-        print("met:", seen)
+        say(f"met: {seen}")
         dist.destroy_process_group()
     elif what == "exits":
         sys.exit(3)
