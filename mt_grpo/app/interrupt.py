@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 ECHO = 2.0
 """Seconds in which a launcher passes on what all of its processes have got already."""
+AGAIN = 0.05
+"""Seconds after which a signal that was lost comes once more."""
 WORDS = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}
 
 
@@ -55,6 +57,15 @@ def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str])
         times.append(time.monotonic())
         raise KeyboardInterrupt(number)
 
+    def again(lost: sys.UnraisableHookArgs) -> None:
+        """A signal that came in a destructor, say, where Python drops what is raised, comes once more."""
+        if isinstance(lost.exc_value, KeyboardInterrupt) and lost.exc_value.args:
+            times.clear()
+            threading.Timer(AGAIN, os.kill, (os.getpid(), lost.exc_value.args[0])).start()
+        else:
+            hook(lost)
+
+    hook, sys.unraisablehook = sys.unraisablehook, again
     # a shell that runs a command in the background has it ignore Ctrl-C
     heard = [number for number in WORDS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in heard}
@@ -71,5 +82,6 @@ def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str])
             signal.raise_signal(number)
         return 128 + number
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -51,3 +52,30 @@ sys.exit(main())
 def test_ctrl_c_during_imports_is_one_line(module, command, name, status, words):
     ended = subprocess.run([sys.executable, "-c", CODE, module, name, *command], capture_output=True, text=True)
     assert ended.stderr == f"mt-grpo: {words}.\n" and ended.returncode == status
+
+
+LOST = """
+import signal, sys, time
+
+from mt_grpo.app.interrupt import run_interruptibly
+
+
+class Gone:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)  # what is raised here goes no further
+
+
+def command(arguments):
+    gone = Gone()
+    del gone
+    time.sleep(600)
+
+
+sys.exit(run_interruptibly(command, []))
+"""
+
+
+@pytest.mark.parametrize("launched", [{}, {"WORLD_SIZE": "2", "RANK": "0"}])
+def test_a_signal_in_a_destructor_is_not_lost(launched):
+    ended = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, env=os.environ | launched)
+    assert (ended.stderr, ended.returncode) == ("mt-grpo: ended by SIGTERM.\n", 143)

@@ -41,7 +41,9 @@ def page(window):
     assert not window.wrong
 
 
-DRAWN = "[...document.querySelectorAll('.chart, .tree, .overlaid')].every(e => !e.clientWidth || e.childElementCount)"
+DRAWN = """
+() => [...document.querySelectorAll('.chart, .tree, .overlaid')].every(e => !e.clientWidth || e.childElementCount)
+"""
 """A drawing is made when its width is known."""
 
 
