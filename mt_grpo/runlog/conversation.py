@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
+import orjson
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from typing_extensions import TypedDict
 
+from mt_grpo.errors import UserError
 from mt_grpo.images import IN_TEXT, in_words
+from mt_grpo.runlog import files
 from mt_grpo.token_tree import Node, TokenTree
 from mt_grpo.trajectory import Trajectory
 
@@ -496,6 +500,31 @@ LINES = {
     "record": _Record,
     "weights": dict[str, Number],
 }
+
+
+def read_shaped(folder: Path, file: str, kind: str, mend: str) -> Any:
+    """
+    What a JSON file of a run holds; `None` where there is none.
+
+    Args:
+        folder (`Path`), file (`str`): The run, and the file in it.
+        kind (`str`): Its shape, a key of `LINES`.
+        mend (`str`): What to do where it is damaged.
+
+    Raises:
+        UserError: If it is damaged.
+    """
+    data = files.read(folder, file)
+    if data is None:
+        return None
+    try:
+        value = orjson.loads(data)
+        wrong = misfit(kind, value)
+    except orjson.JSONDecodeError as error:
+        wrong = str(error)
+    if wrong is not None:
+        raise UserError(f"{folder / file} is damaged ({wrong}): {mend}.")
+    return value
 
 
 def misfit(kind: str, value: Any) -> str | None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from mt_grpo.errors import UserError
-from mt_grpo.runlog import files
-from mt_grpo.runlog.conversation import misfit
+from mt_grpo.runlog.conversation import read_shaped
 from mt_grpo.runlog.files import check_target, to_json, whole, written_whole
 
 FILE = "notes.json"
@@ -24,17 +21,8 @@ def read_notes(folder: Path) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: If the file is damaged.
     """
-    data = files.read(folder, FILE)
-    if data is None:
-        return {}
-    try:
-        notes = orjson.loads(data)
-        wrong = misfit("notes", notes)
-    except orjson.JSONDecodeError as error:
-        wrong = str(error)
-    if wrong is not None:
-        raise UserError(f"{folder / FILE} is damaged ({wrong}): bring it back, or remove it to go on without notes.")
-    return notes
+    mend = "bring it back, or remove it to go on without notes"
+    return read_shaped(folder, FILE, "notes", mend) or {}
 
 
 def write_note(folder: Path, session: str, star: bool, note: str) -> dict[str, dict[str, Any]]:

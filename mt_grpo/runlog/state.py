@@ -14,12 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import orjson
 import psutil
 
-from mt_grpo.errors import UserError
-from mt_grpo.runlog import files
-from mt_grpo.runlog.conversation import misfit
+from mt_grpo.runlog.conversation import read_shaped
 from mt_grpo.runlog.files import to_json, written_whole
 
 FILE = "state.json"
@@ -95,16 +92,9 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     Raises:
         UserError: If the file is damaged.
     """
-    data = files.read(folder, FILE)
-    if data is None:
+    state = read_shaped(folder, FILE, "state", "remove it; a run that goes on writes it again")
+    if state is None:
         return None
-    try:
-        state = orjson.loads(data)
-        wrong = misfit("state", state)
-    except orjson.JSONDecodeError as error:
-        wrong = str(error)
-    if wrong is not None:
-        raise UserError(f"{folder / FILE} is damaged ({wrong}): remove it; a run that goes on writes it again.")
     if state["state"] == RUNNING and not _lives(state):
         state["state"] = DIED
     return state
