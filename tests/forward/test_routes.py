@@ -195,6 +195,16 @@ def test_many_experts_have_indices_of_two_bytes():
     assert all(each.isfinite().all() for each in logps)
 
 
+def test_a_tree_counts_its_first_tokens_that_have_routes():
+    tree = TokenTree()
+    tree.add_turn([1, 2], [3], [0.0], Routes(0, 2, b"ab" * 3))
+    assert tree.routed == 3
+    tree.extend([4], [5, 6], [0.0] * 2, Routes(3, 2, b"ab" * 2))
+    assert tree.routed == 5
+    tree.extend([7], [8], [0.0])
+    assert tree.routed == 5
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_tree_keeps_the_route_that_a_token_had_first(data):
