@@ -28,7 +28,7 @@ from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.source import COLUMN, source_of
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.images import image_token
-from mt_grpo.option_rules import verifiers_name
+from mt_grpo.option_values import verifiers_name
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_check import examine_template
 from mt_grpo.training.checkpoint import (

@@ -18,7 +18,7 @@ import yaml
 
 from mt_grpo.app.shipped import shipped
 from mt_grpo.errors import ConfigError
-from mt_grpo.option_rules import VERIFIERS, is_bare, parse_mapping
+from mt_grpo.option_values import VERIFIERS, is_bare, parse_mapping
 from mt_grpo.options import OPTIONS
 
 

@@ -12,16 +12,8 @@ from mt_grpo.app.recipe_file import check_trust, read_file
 from mt_grpo.app.schema import Schema, check_value, from_text, kinds, load_schema, wanted
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import FORMATS, check_place, did_you_mean, looks_like_path
-from mt_grpo.option_rules import (
-    check_batches,
-    check_names,
-    check_options,
-    check_trainable,
-    is_bare,
-    parse_agent,
-    parse_reward,
-    verifiers_name,
-)
+from mt_grpo.option_rules import check_batches, check_names, check_options, check_trainable
+from mt_grpo.option_values import is_bare, parse_agent, parse_reward, verifiers_name
 
 TRUST = {
     "trust": {

@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeVar, cast
 
 from mt_grpo.errors import UserError
 from mt_grpo.imports import Registry, check_name, did_you_mean, import_object
-from mt_grpo.option_rules import is_bare, parse_reward, unknown_reward
+from mt_grpo.option_rules import unknown_reward
+from mt_grpo.option_values import is_bare, parse_reward
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
 
 Judge = TypeVar("Judge", bound=Callable[..., Any])

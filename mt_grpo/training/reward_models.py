@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mt_grpo.option_rules import names_model
+from mt_grpo.option_values import names_model
 from mt_grpo.rewards import FunctionReward, RewardFunc
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import resolve_model

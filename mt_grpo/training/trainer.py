@@ -3,54 +3,33 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import TensorBoardCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from mt_grpo.credit import Rule, estimate_parts, rule_says, whole_rule
 from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import source_of, tool_names
-from mt_grpo.errors import ConfigError
 from mt_grpo.forward.images import image_token
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.integrations.trl import Factory
 from mt_grpo.option_rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
-from mt_grpo.runlog.files import to_json
-from mt_grpo.runlog.state import Pulse
-from mt_grpo.training.ahead import BatchesAhead, batches_ahead
+from mt_grpo.training.ahead import BatchesAhead
 from mt_grpo.training.answers import check_scorers, fill_in, hang_leaves, longest, score_answers, trees_of_rows
 from mt_grpo.training.batch import IMAGES, OPTIONAL, TokenColumns, image_column, images_of, with_images
-from mt_grpo.training.checkpoint import (
-    MADE_WITH,
-    batch_options,
-    check_adapter,
-    check_checkpoint,
-    check_weights_fit,
-    find_checkpoint,
-    is_whole,
-    load_ahead,
-    load_converted,
-    load_rollouts,
-    made_with,
-    save_rollouts,
-    says_what_cannot_be_written,
-    warn_of_differences,
-)
 from mt_grpo.training.config import MTGRPOConfig, changed, options_given
 from mt_grpo.training.environment import (
     build_runner,
@@ -77,21 +56,18 @@ from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.model import (
     check_reference,
     disable_dropout,
-    load_reference,
     open_policy,
-    save_reference,
     without_dropout,
 )
-from mt_grpo.training.nonfinite import NumbersToTensorBoard, check_gradient, check_loss, check_weights
+from mt_grpo.training.nonfinite import NumbersToTensorBoard, check_gradient, check_loss
 from mt_grpo.training.preflight import (
-    check_batch_sizes,
     check_reward_columns,
-    check_rows_suffice,
     check_surroundings,
     tell_device,
 )
 from mt_grpo.training.processes import everywhere, run_here
 from mt_grpo.training.replay import NoEngine, Replay
+from mt_grpo.training.resuming import ResumableTrainer
 from mt_grpo.training.reward_batch import (
     gather_rewards,
     has_signal,
@@ -135,7 +111,7 @@ Rewards = Reward | Sequence[Reward] | None
 logger = logging.getLogger(__name__)
 
 
-class MTGRPOEnvTrainer(GRPOTrainer):
+class MTGRPOEnvTrainer(ResumableTrainer):
     """
     Trains an agent over several turns: rollouts in an environment, and an advantage per turn from rewards for turns
     and outcomes. Loss, buffering, samplers, checkpoints and logging are TRL's.
@@ -374,113 +350,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             self.callback_handler.callbacks,
         )
         self.add_callback(self.step_log)
-
-    # A run
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """
-        Trains as TRL does; `True` goes on from the latest checkpoint that is whole. If the folder has records of an
-        earlier run that is not resumed, warns and adds to them.
-
-        Raises:
-            ConfigError: If the options or the rows do not suffice for one step, or a stream ends before it.
-            NonFiniteError: If weights are NaN or infinite at a checkpoint or at the end.
-        """
-        check_batch_sizes(self.args)
-        check_rows_suffice(self.args, self.train_dataset)
-        checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
-        if checkpoint is not None:
-            adapter = self.model.peft_config["default"].to_dict() if is_peft_model(self.model) else None
-            check_adapter(Path(checkpoint), adapter)
-            check_weights_fit(Path(checkpoint), self.accelerator.unwrap_model(self.model))
-        left = left_by_runs(self.args.output_dir)  # a folder may have been cleared since
-        earlier = [path.name for path in self._earlier if path in left]
-        if earlier and checkpoint is None and self.is_world_process_zero():
-            logger.warning(
-                "`output_dir: %s` holds an earlier run (%s), to whose records this one adds, in place of "
-                "conversations of the same steps: give each run an `output_dir` of its own.",
-                self.args.output_dir,
-                ", ".join(earlier[:3]),
-            )
-        self._earlier = []
-        # a run that begins again keeps nothing of one that was interrupted in this process
-        self._step, self._buffered_inputs, self._synced_step, self._failed_batches = 0, None, -1, 0
-        folder = Path(self.args.output_dir).resolve()
-        self.step_log.records.resumes = checkpoint is not None and Path(checkpoint).resolve().parent == folder
-        self._ahead = batches_ahead(self)
-        with self._pulse(), self._ahead or nullcontext():
-            result = super().train(checkpoint, *args, **kwargs)
-        if self._initial_global_step == self.state.global_step < self.state.max_steps:
-            raise ConfigError(
-                f"The dataset ended before step {self.state.global_step + 1} of {self.state.max_steps}, so nothing "
-                "was trained: give it more rows."
-            )
-        check_weights(self.model, self.accelerator, self.state.global_step)
-        return result
-
-    def _pulse(self) -> AbstractContextManager[None]:
-        """Signs of life of the run, while it trains."""
-        if not self.is_world_process_zero():
-            return nullcontext()
-
-        def look() -> dict[str, Any]:
-            return {
-                "step": self.state.global_step,
-                "of": self.state.max_steps,
-                "waits_for": self.step_log.activity.waits_for,
-                "under_way": self.step_log.activity.conversations(),
-            }
-
-        return Pulse(self.args.output_dir, look).beating()
-
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any) -> tuple[list[Any], Any]:
-        """Those of transformers, which may have been read ahead."""
-        if self._ahead is not None:
-            epoch_iterator = self._ahead.read(epoch_iterator, num_batches, self._step, self.state)
-        return super().get_batch_samples(epoch_iterator, num_batches, *args)
-
-    def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *args: Any) -> tuple[int, int]:
-        """Stops a resumed run that has taken all its steps; TRL's trainer would take one more."""
-        begin = super()._init_training_state(max_steps, updates, num_epochs, *args)
-        if self.state.global_step < max_steps:
-            return begin
-        if self.is_world_process_zero():
-            logger.warning(
-                "The run had finished: it is at step %d of %d, and takes no further step. Raise `max_steps` to train "
-                "on.",
-                self.state.global_step,
-                max_steps,
-            )
-        return num_epochs, 0
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        folder, accelerator = Path(checkpoint), self.accelerator
-        check_checkpoint(folder, batch_options(self.args), accelerator.process_index, accelerator.num_processes)
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if self.is_world_process_zero():
-            warn_of_differences(folder, self._made_with())
-        load_reference(folder, self.args, accelerator, self.ref_model)
-        self._step, self._buffered_inputs = load_rollouts(folder, accelerator, replays_routes(self.args))
-        if self._ahead is not None and (kept := load_ahead(folder, accelerator)) is not None:
-            self._ahead.restore(kept)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        plain = self.accelerator.unwrap_model(self.model)
-        whole = model is None and not is_peft_model(plain)
-        if not (whole and load_converted(Path(resume_from_checkpoint), plain)):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _made_with(self) -> dict[str, str]:
-        return made_with(self.args, tool_names(self.env), self.step_log.records.rewards, self.train_dataset)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Weights that are tied to others are in no checkpoint, and are not missing."""
-        tied = self.accelerator.unwrap_model(self.model).all_tied_weights_keys
-        load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
-        super()._issue_warnings_after_load(load_result)
 
     # A step of training, in the order in which TRL calls: rows in, sampled, scored, credited, and the loss
 
@@ -772,56 +641,6 @@ class MTGRPOEnvTrainer(GRPOTrainer):
             metrics.update({name: [value] for name, value in routes.items()})
         metrics.update({name: [value] for name, value in self.step_log.metrics.close(mode).items()})
         super().log(logs, start_time)
-
-    # What is saved
-
-    def save_checkpoint(self) -> Path:
-        """
-        Writes a checkpoint of the last finished step, also if training stopped in the middle of the next one. A
-        checkpoint that is already there is kept. This is a collective call.
-
-        Returns:
-            `Path`: The checkpoint's folder.
-        """
-        folder = self._checkpoint_folder()
-        saved = is_whole(folder)
-        self.accelerator.wait_for_everyone()  # every process looks before one writes
-        if not saved:
-            self._step -= self._step % self.args.gradient_accumulation_steps  # an unfinished step begins again
-            self._save_checkpoint(self.model, trial=None)
-        return folder
-
-    def _checkpoint_folder(self, trial: Any = None) -> Path:
-        return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = self._checkpoint_folder(trial)
-        try:
-            with says_what_cannot_be_written(folder, self.args.output_dir):
-                super()._save_checkpoint(model, trial)
-                save_reference(folder, self.args, self.accelerator, self.ref_model)
-                if self.is_world_process_zero():
-                    (folder / MADE_WITH).write_text(to_json(self._made_with()), encoding="utf-8")
-                options = batch_options(self.args)
-                ahead = None if self._ahead is None else self._ahead.state(self.state.global_step)
-                save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, options, ahead)
-        except BaseException:  # a checkpoint is whole or absent, whatever stops its writing
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        check_weights(self.model, self.accelerator, self.state.global_step)
-        super().save_model(output_dir, _internal_call)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's; a model of a folder has no page to link to."""
-        super().create_model_card(*args, **kwargs)
-        card = Path(self.args.output_dir, "README.md")
-        if self.is_world_process_zero():
-            name = Path(self.model.config.name_or_path).name
-            text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{name}`")
-            text = text.replace('model="None"', f'model="{Path(self.args.output_dir).name}"')
-            card.write_text(text, encoding="utf-8")
 
     # Without training
 

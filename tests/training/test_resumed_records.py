@@ -24,7 +24,7 @@ from datasets import Dataset
 from support.models import build_tokenizer
 from support.trainers import trainer_builder
 from mt_grpo.runlog import trim
-from mt_grpo.training import trainer
+from mt_grpo.training import resuming
 from mt_grpo.training.step_log.records import Records
 
 folder, moment = Path(sys.argv[1]), sys.argv[2]
@@ -41,7 +41,7 @@ if moment == "trained":  # conversations and credit are written
 elif moment == "logged":
     Records.log = killing(Records.log, lambda records, logs, number: number == 4)
 elif moment == "saving":
-    trainer.save_rollouts = killing(trainer.save_rollouts, lambda folder, *rest: folder.name == "checkpoint-4")
+    resuming.save_rollouts = killing(resuming.save_rollouts, lambda folder, *rest: folder.name == "checkpoint-4")
 elif moment == "trimming":
     trim._keep = killing(trim._keep, lambda path, stays: path.name == "metrics.jsonl")
 

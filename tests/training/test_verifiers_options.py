@@ -16,7 +16,7 @@ from mt_grpo.cli import main
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.verifiers import example_of, kept_signals
-from mt_grpo.option_rules import verifiers_name
+from mt_grpo.option_values import verifiers_name
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import check_env
 from mt_grpo.trajectory import StopReason

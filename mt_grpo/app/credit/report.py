@@ -14,7 +14,7 @@ from mt_grpo.app.credit.measure import Found
 from mt_grpo.app.recipe_file import CONFIG
 from mt_grpo.credit.compare import Interval
 from mt_grpo.credit.rule import sums_turns
-from mt_grpo.option_rules import rule_name
+from mt_grpo.option_values import rule_name
 from mt_grpo.runlog import Run, files
 from mt_grpo.trajectory import visible
 
