@@ -1,86 +1,29 @@
-"""The vLLM server that a recipe's trainer needs: its command, and the addresses both sides agree on."""
+"""`mt-grpo serve`: becomes the vLLM server that a recipe's trainer needs."""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import sys
-import uuid
-from dataclasses import replace
-from pathlib import Path
 from urllib.parse import urlsplit
 
-import torch
-from transformers import AutoConfig, PreTrainedConfig
-
-import mt_grpo
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.routes import route_shape
 from mt_grpo.option_rules import check_served
-from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.model import resolve_base, resolve_model
-from mt_grpo.training.servers import replays_routes, server_urls, transport_of
+from mt_grpo.training.server_command import command_at
+from mt_grpo.training.servers import server_urls
 from mt_grpo.vllm_plugin.keys import check_folder
-
-GUARD = "mt_grpo.vllm_plugin.guard.Guard"
-"""The middleware that lets only the trainer's requests pass, and only with the key."""
 
 
 def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
     """
-    The command that starts a recipe's server, and the environment variables it needs beside those of this process.
-
-    The interpreter is that of `.venv-vllm` in the checkout, where it has been made, else this one. The key is taken
-    from `VLLM_API_KEY`, by the server as by the trainer, or made up by the server, so that no command line shows it.
+    The command that starts a recipe's server, and the environment variables it needs; see `command_at`.
 
     Raises:
         ConfigError: If the recipe's server is on another machine.
     """
-    args, model = recipe.training, recipe.model
-    host, port = _address(args)
-    name = resolve_model(model.model_name_or_path, model.model_revision)
-    adapter = adapter_settings(name)
-    if adapter is not None:  # the server holds its base
-        model = replace(model, lora_r=adapter["r"])
-    transport = transport_of(args)
-    command = [
-        str(_interpreter()),
-        *("-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", resolve_base(name)),
-        *("--host", host, "--port", str(port)),
-        *("--dtype", "bfloat16" if args.bf16 else "float16" if args.fp16 else model.dtype or "auto"),
-        *("--tensor-parallel-size", str(args.vllm_tensor_parallel_size)),
-        *("--middleware", GUARD),
-        "--enable-prefix-caching",
-        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
-        *("--weight-transfer-config", json.dumps({"backend": transport.server_backend})),
-        # answers carry it: a client sees by it that the server was restarted and has lost its weights
-        *("--fingerprint-mode", "custom", "--fingerprint-value", f"mt-grpo-{uuid.uuid4().hex[:12]}"),
-    ]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "MT_GRPO_SERVER": "1"}
-    if args.vllm_max_model_length:
-        command += ["--max-model-len", str(args.vllm_max_model_length)]
-    if model.model_revision and model.model_revision != "main":
-        command += ["--revision", model.model_revision]
-    if args.trust_remote_code:
-        command.append("--trust-remote-code")
-    flags, variables = transport.server_flags(model)
-    command += flags
-    environment |= variables
-    if args.use_cpu or not torch.cuda.is_available():
-        # a seeded prompt split over two steps ends vLLM's CPU build ("CPU Generator does not use offset")
-        command += ["--enforce-eager", "--no-enable-chunked-prefill"]
-        if _carries_state(resolve_base(name), recipe):
-            command.append("--no-enable-prefix-caching")  # states are cached where prompts are split only
-        for name, value in _cpu_defaults().items():
-            environment[name] = os.environ.get(name, value)
-    elif replays_routes(args) and route_shape(_read_config(resolve_base(name), recipe)) is not None:
-        command.append("--enable-return-routed-experts")  # the CPU build cannot
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    return command, environment
+    host, port = _address(recipe.training)
+    return command_at(host, port, recipe.training, recipe.model)
 
 
 def serve(recipe: Recipe) -> None:
@@ -102,22 +45,6 @@ def serve(recipe: Recipe) -> None:
     os.execve(command[0], command, {**os.environ, **environment})
 
 
-def _read_config(name: str, recipe: Recipe) -> PreTrainedConfig:
-    where = {"revision": recipe.model.model_revision, "trust_remote_code": recipe.training.trust_remote_code}
-    config: PreTrainedConfig = AutoConfig.from_pretrained(name, **where)
-    return config
-
-
-def _carries_state(name: str, recipe: Recipe) -> bool:
-    """Whether a model has layers of linear attention, state spaces or convolutions."""
-    try:
-        config = _read_config(name, recipe).get_text_config()
-    except OSError:  # the server says what is wrong with its model
-        return False
-    kinds = getattr(config, "layer_types", None) or []
-    return any(kind == "linear_attention" or "attention" not in kind and kind not in ("mlp", "moe") for kind in kinds)
-
-
 def _address(args: MTGRPOConfig) -> tuple[str, int]:
     if not args.vllm_server_base_url:
         return args.vllm_server_host, args.vllm_server_port
@@ -129,20 +56,3 @@ def _address(args: MTGRPOConfig) -> tuple[str, int]:
             "its own machine, with `--vllm_server_base_url ''`, `--vllm_server_host` and `--vllm_server_port`."
         )
     return parts.hostname, parts.port or 80
-
-
-def _interpreter() -> Path:
-    own = Path(mt_grpo.__file__).parents[1] / ".venv-vllm" / "bin" / "python"
-    return own if own.exists() else Path(sys.executable)
-
-
-def _cpu_defaults() -> dict[str, str]:
-    """
-    Environment variables for a server on a CPU, as far as the user did not set them. By default vLLM binds the threads
-    of every server to the same cores, where they spin, and other processes on these cores may never run.
-    """
-    return {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() - 1)),
-    }

@@ -14,9 +14,9 @@ import pytest
 from support.marks import needs_server
 from support.servers import ROOT, RealServer
 
-from mt_grpo.app.serve import GUARD
 from mt_grpo.cli import main
 from mt_grpo.rollout.engines.vllm.http import ServerControl, find_key
+from mt_grpo.training.server_command import GUARD
 
 pytestmark = [needs_server, pytest.mark.server]
 KEYS = ("no key", "a wrong key", "the key")
