@@ -70,21 +70,23 @@ def in_order(ids: np.ndarray, images: Images) -> list[int]:
 
 def joined(order: Sequence[int], images: Images, device: torch.device) -> dict[str, Tensor]:
     """
-    The inputs of several images as a model takes them.
-
-    Raises:
-        UnsupportedModelError: If the model takes images of different shapes only with padding.
+    The inputs of several images as a model takes them: one after another, smaller ones followed by zeros, as
+    processors pad a batch.
     """
     found: dict[str, Tensor] = {}
     for name in images[order[0]].inputs if order else ():
         parts = [images[image].inputs[name] for image in order]
-        if len({part.shape[1:] for part in parts}) > 1:
-            raise UnsupportedModelError(
-                f"The processor makes `{name}` of other shapes for images of other sizes, which would have to be "
-                "padded: let all images have one size."
-            )
-        found[name] = torch.cat(parts).to(device)
+        shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        found[name] = torch.cat([_padded(part, shape) for part in parts]).to(device)
     return found
+
+
+def _padded(part: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor with zeros behind what it has in all dimensions but the first."""
+    missing = [most - size for most, size in zip(shape, part.shape[1:], strict=True)]
+    return (
+        nn.functional.pad(part, [each for size in reversed(missing) for each in (0, size)]) if any(missing) else part
+    )
 
 
 def row_inputs(model: nn.Module, ids: Tensor, images: Images) -> dict[str, Tensor]:
@@ -124,11 +126,22 @@ def packed_features(backbone: Any, packed: Packed, images: Images, device: torch
     unique = list(dict.fromkeys(order))
     features = backbone.get_image_features(**joined(unique, images, device), return_dict=True)
     places = [unique.index(image) for image in order]
-    features.pooler_output = [features.pooler_output[place] for place in places]
+    projected = getattr(features, "pooler_output", None) is not None  # Llama 4 projects them later
+    name = "pooler_output" if projected else "last_hidden_state"
+    sizes = [images[image].size for image in unique]
+    setattr(features, name, _in_places(getattr(features, name), sizes, places))
     deep = getattr(features, "deepstack_features", None)  # of Qwen3-VL, for several layers
     if deep is not None:
         features.deepstack_features = [[of_layer[place] for place in places] for of_layer in deep]
     return {"mm_encoder_outputs": {"image": features}}
+
+
+def _in_places(found: Tensor | Sequence[Tensor], sizes: Sequence[int], places: Sequence[int]) -> Any:
+    """Features of images, each of some tokens, in other places. A model has them in one tensor, or one per image."""
+    tokens = found if isinstance(found, Tensor) else torch.cat(list(found))
+    pieces = tokens.reshape(-1, tokens.size(-1)).split(list(sizes))
+    chosen = [pieces[place] for place in places]
+    return torch.cat(chosen).reshape(-1, *found.shape[1:]) if isinstance(found, Tensor) else chosen
 
 
 def packed_positions(backbone: Any, packed: Packed, images: Images, device: torch.device) -> Tensor | None:

@@ -227,7 +227,8 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         backbone = getattr(model, backbone_name(model) or "")
         if not takes_features(backbone):
             return "takes no features of images"
-        if "token_type_ids" in inspect.signature(backbone.forward).parameters:
+        both_ways = getattr(config, "use_bidirectional_attention", None) == "vision"  # some of Gemma 4
+        if both_ways or "token_type_ids" in inspect.signature(backbone.forward).parameters:
             return "attends among the tokens of an image in both directions"
     # the probe is too small to fill an expert
     if getattr(config, "expert_capacity", None):

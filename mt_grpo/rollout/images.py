@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from mt_grpo.forward.images import TYPES, ImageInputs
+import torch
+
+from mt_grpo.forward.images import TYPES, ImageInputs, joined
 from mt_grpo.images import ImageError, image_digest
 
 OF_TEXT = ("input_ids", "attention_mask", *TYPES)
@@ -16,6 +18,11 @@ OF_TEXT = ("input_ids", "attention_mask", *TYPES)
 
 _BEGIN, _END = "\U0001f76b2", "\U0001f76b3"
 """Around the id of an image in escaped text. Contents cannot spell them, see `SpecialTokens`."""
+
+
+def _of_images(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a processor returns of images."""
+    return {key: value for key, value in found.items() if key not in OF_TEXT}
 
 
 class EncodedImage:
@@ -42,15 +49,19 @@ class ImageEncoder:
 
     Args:
         processor: Of a model that takes images, with a tokenizer.
+        token (`int`, *optional*): By which the model knows the tokens of images. Unset, it is the processor's, which
+            may be of another token: Gemma 3's and Llama 4's is of one that stands beside them.
 
     Raises:
-        ImageError: If the chat template has no place for images.
+        ImageError: If the chat template has no place for images, or the processor makes something else of several
+            images than of each alone.
     """
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, token: int | None = None) -> None:
         self._processor = processor
-        self.token_id = int(processor.image_token_id)
+        self.token_id = int(processor.image_token_id) if token is None else token
         self.marker = self._find_marker()
+        self._check_batches()
         self._place = re.compile(f"{re.escape(self.marker)}{_BEGIN}([0-9]+){_END}")
         self._of_object: dict[tuple[int, str], tuple[weakref.ref[Any], EncodedImage]] = {}
         self._known: weakref.WeakValueDictionary[str, EncodedImage] = weakref.WeakValueDictionary()
@@ -73,6 +84,45 @@ class ImageEncoder:
             "The chat template has no place for an image, so the model cannot be shown one: use a model whose "
             "template has (`chat_template_path`)."
         )
+
+    def _check_batches(self) -> None:
+        """Holds what `joined` makes of images of several sizes against what the processor makes of them together."""
+        from PIL import Image
+
+        shown = [Image.linear_gradient("L").resize(size).convert("RGB") for size in ((96, 64), (64, 160), (128, 128))]
+        apart = {number: ImageInputs(0, _of_images(self._process([image]))) for number, image in enumerate(shown)}
+        together, ours = _of_images(self._process(shown)), joined(list(apart), apart, torch.device("cpu"))
+        for name, theirs in together.items():
+            if name not in ours or not torch.equal(theirs, ours[name]):
+                raise ImageError(
+                    f"{type(self._processor).__name__} makes another `{name}` of several images than of each alone, "
+                    "so conversations cannot be batched: use a model with another processor, or pass the tokenizer "
+                    "alone as `processing_class` to train on text."
+                )
+
+    def _process(self, images: Sequence[Any], options: dict[str, Any] | None = None) -> Any:
+        """
+        What the processor makes of a batch of texts that show one image each.
+
+        Raises:
+            ImageError: If it does not take an image.
+        """
+        given = {"images_kwargs": options} if options else {}
+        try:
+            return self._processor(
+                text=[self.marker] * len(images),
+                images=[[image] for image in images],
+                padding=True,
+                return_tensors="pt",
+                add_special_tokens=False,
+                **given,
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            reason, sizes = (
+                " ".join(str(error).split()).rstrip("."),
+                [f"{image.width} by {image.height}" for image in images],
+            )
+            raise ImageError(f"The processor refuses an image of {', '.join(sizes)}: {reason}.") from error
 
     def encode(self, part: dict[str, Any]) -> EncodedImage:
         """
@@ -97,16 +147,7 @@ class ImageEncoder:
         return encoded
 
     def _encoded(self, name: str, image: Any, options: dict[str, Any]) -> EncodedImage:
-        given = {"images_kwargs": options} if options else {}
-        try:
-            found = self._processor(
-                text=[self.marker], images=[image], return_tensors="pt", add_special_tokens=False, **given
-            )
-        except (ValueError, TypeError, KeyError) as error:
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise ImageError(
-                f"The processor refuses an image of {image.width} by {image.height}: {reason}."
-            ) from error
+        found = self._process([image], options)
         number = -1 - (int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big") >> 1)
         while number in self._by_id:  # another image of these 31 bits
             number = number - 1 if number > -(2**31) else -1
@@ -115,8 +156,7 @@ class ImageEncoder:
         if not size:
             raise ImageError(f"The processor gives an image of {image.width} by {image.height} no tokens.")
         tokens = [number if token == self.token_id else token for token in tokens]
-        inputs = {key: value for key, value in found.items() if key not in OF_TEXT}
-        return EncodedImage(number, tokens, ImageInputs(size, inputs))
+        return EncodedImage(number, tokens, ImageInputs(size, _of_images(found)))
 
     # Escaped text
 

@@ -74,9 +74,9 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
 
 def image_encoder(processor: Any, config: PreTrainedConfig, engine: Engine) -> ImageEncoder | None:
     """What encodes the images of a run; `None` where model, processor or engine take none."""
-    takes = isinstance(processor, ProcessorMixin) and "image_processor" in vars(processor)
-    if takes and image_token(config) is not None and isinstance(engine, ImageEngine):
-        return ImageEncoder(processor)
+    takes, token = isinstance(processor, ProcessorMixin) and "image_processor" in vars(processor), image_token(config)
+    if takes and token is not None and isinstance(engine, ImageEngine):
+        return ImageEncoder(processor, token)
     return None
 
 

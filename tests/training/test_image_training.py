@@ -10,6 +10,7 @@ from datasets import Dataset
 from support.images import build_processor, build_vision_model, picture
 from support.models import CPU_RUN, build_model
 from support.trainers import batch, check_log_probs
+from support.vision import VISION_FAMILIES
 from transformers import AutoModelForImageTextToText
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
@@ -178,6 +179,25 @@ def test_images_stand_where_trl_puts_them():
     filled = with_its_images({"prompt": [{"role": "user", "content": places}], "images": [image, other]})["prompt"]
     assert [part.get("image") for part in filled[0]["content"]] == [None, image, other]
     assert with_its_images({"prompt": "What?", "images": None}) == {"prompt": "What?", "images": None}
+
+
+@pytest.mark.parametrize("name", ["idefics 3", "mistral 3", "gemma 3"])
+def test_models_of_other_families_train(tmp_path, name, caplog):
+    make, packed = VISION_FAMILIES[name]
+    processor, model = make()
+    trainer = MTGRPOEnvTrainer(
+        model,
+        Screen,
+        args=MTGRPOConfig(str(tmp_path), **CPU_RUN),
+        reward_funcs=words,
+        train_dataset=ROWS,
+        processing_class=processor,
+    )
+    trainer.model.train()
+    inputs = batch(trainer)
+    assert trainer.args.forward == ("tree" if packed == "tree" else "padded")
+    assert packed == "tree" or packed in caplog.text
+    check_log_probs(trainer, inputs)
 
 
 def test_a_model_whose_trees_of_images_differ_trains_in_rows(tmp_path, monkeypatch, caplog):
