@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from mt_grpo import __version__
-from mt_grpo.app.interrupt import ends_at_once, run_interruptibly
+from mt_grpo.app.interrupt import ends_at_once, run_interruptibly, tell
 from mt_grpo.app.request import OWN_OPTIONS, Request, check_new, check_places, check_processes, read_request
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = vars(importlib.import_module(module))[function]
         return command(arguments)
     except UserError as error:
-        return _refuse(error)
+        tell(error)
+        return 1
     except KeyboardInterrupt:
         if name in OWN_OPTIONS:
             raise
@@ -193,11 +194,6 @@ def doctor(arguments: list[str]) -> int:
         from mt_grpo.app.doctor.command import diagnose
 
     return diagnose(request)
-
-
-def _refuse(error: UserError) -> int:
-    print(f"mt-grpo: {visible(' '.join(str(error).split()))}", file=sys.stderr)
-    return 1
 
 
 def _console(quiet: bool = False):

@@ -17,6 +17,9 @@ from typing import Any
 class UserError(Exception):
     """Ends a command with one sentence: what is wrong, where, and how to mend it. Every other error is a bug."""
 
+    told = False
+    """Whether the user has read the sentence already: of several processes one says it for all."""
+
 
 class UnsupportedModelError(UserError, ValueError):
     """The model cannot run over packed trees."""

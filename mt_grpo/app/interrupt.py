@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: a command ends with one line that says which it was and what is kept."""
+"""
+How a command ends early: with one sentence about what is wrong; after Ctrl-C and SIGTERM with one line that says which
+it was and what is kept.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mt_grpo.errors import UserError
+from mt_grpo.trajectory import visible
+
 ECHO = 2.0
 """Seconds in which a launcher passes on what all of its processes have got already."""
 AGAIN = 0.05
 """Seconds after which a signal that was lost comes once more."""
 WORDS = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}
+
+
+def tell(error: UserError) -> None:
+    """Shows the sentence of an error, unless the user has read it."""
+    if not error.told:
+        print(f"mt-grpo: {visible(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
+    error.told = True
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from rich.rule import Rule
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from mt_grpo.app import report
+from mt_grpo.app.interrupt import tell
 from mt_grpo.app.report import RunProgress
 from mt_grpo.credit import CreditError, rule_label
 from mt_grpo.rewards import RewardError
@@ -129,14 +130,22 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     try:
         progress.begin()
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    except FAILURES as error:
-        if not trainer.state.global_step:
-            raise
-        checkpoint = trainer.save_checkpoint()
-        raise type(error)(
-            f"{error} What was learnt up to step {trainer.state.global_step} is in {checkpoint}: go on with "
-            f"`--resume_from_checkpoint {checkpoint}`."
-        ) from error
+    except FAILURES as error:  # in every process
+        words = str(error)
+        if trainer.state.global_step:
+            checkpoint = trainer.save_checkpoint()
+            words += (
+                f" What was learnt up to step {trainer.state.global_step} is in {checkpoint}: go on with "
+                f"`--resume_from_checkpoint {checkpoint}`."
+            )
+        failure = type(error)(words)
+        if trainer.accelerator.num_processes > 1:
+            progress.end()
+            if main:
+                tell(failure)
+            failure.told = True
+            trainer.accelerator.wait_for_everyone()  # once one process ends, a launcher ends the others
+        raise failure from error
     except KeyboardInterrupt as error:
         number = error.args[0] if error.args else signal.SIGINT
         kept = report.what_is_kept(args, trainer.state.global_step, model_saved)

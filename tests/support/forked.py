@@ -44,6 +44,7 @@ class Forked:
         self.pid: int = _ask(request)
         self.returncode: int | None = None
         self._ends = os.pidfd_open(self.pid)
+        self.store: TCPStore | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None and select.select([self._ends], [], [], 0)[0]:
@@ -66,9 +67,9 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def run_processes(arguments: list[str], processes: int, log: Path, environment: dict[str, str]) -> None:
+def start_ranks(arguments: list[str], processes: int, log: Path, environment: dict[str, str]) -> list[Forked]:
     """
-    Runs a program once, or as the ranks of a group, to its end, on a CPU.
+    Starts a program once, or as the ranks of a group, on a CPU.
 
     Args:
         arguments, log: See `Forked`.
@@ -77,16 +78,24 @@ def run_processes(arguments: list[str], processes: int, log: Path, environment: 
     """
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", **environment}
     if processes == 1:
-        ranks = [Forked(arguments, log, environment)]
-    else:  # they meet as those of torchrun do, at a port that is chosen where it is opened
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(processes)}
-        group |= {"LOCAL_WORLD_SIZE": str(processes), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        group |= {"TORCHELASTIC_RESTART_COUNT": "0"}
-        ranks = [
-            Forked(arguments, log, environment | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(processes)
-        ]
+        return [Forked(arguments, log, environment)]
+    # they meet as those of torchrun do, at a port that is chosen where it is opened
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(processes)}
+    group |= {"LOCAL_WORLD_SIZE": str(processes), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    group |= {"TORCHELASTIC_RESTART_COUNT": "0"}
+    ranks = [
+        Forked(arguments, log, environment | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(processes)
+    ]
+    for rank in ranks:
+        rank.store = store  # it is open as long as they are known
+    return ranks
+
+
+def run_processes(arguments: list[str], processes: int, log: Path, environment: dict[str, str]) -> None:
+    """Runs what `start_ranks` starts to its end; all must end with the status 0."""
+    ranks = start_ranks(arguments, processes, log, environment)
     deadline = time.monotonic() + 300
     while not all(rank.poll() == 0 for rank in ranks):
         if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:

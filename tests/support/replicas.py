@@ -21,9 +21,10 @@ class Replica:
 
     Args:
         lost (`int`): The first so many updates break the connection.
+        port (`int`): Where it listens; a free port where none is given.
     """
 
-    def __init__(self, tokenizer, lost: int = 0, **overrides) -> None:
+    def __init__(self, tokenizer, lost: int = 0, port: int = 0, **overrides) -> None:
         self.tokenizer, self.lost, self.refused = tokenizer, lost, None
         self.model, self.version, self.updates = build_model(tokenizer, seed=9, **overrides), "default", 0
         self.dtype, self.backend, self.loaded = "torch.float32", "safetensors", "nothing"
@@ -38,7 +39,7 @@ class Replica:
         """Whether the trainer's files are on another machine."""
         self.skipped: set[str] = set()
         """Weights that do not reach their layer."""
-        self.http = ScriptedServer(self.answer)
+        self.http = ScriptedServer(self.answer, port)
 
     def answer(self, method, path, body):
         if path == self.refused:

@@ -1,0 +1,213 @@
+"""
+Two ranks of different speed that sample ahead, and what goes wrong meanwhile: every row is trained once and in order,
+nothing that is finished is lost, and the run ends as it should. The server is scripted; all else is `mt-grpo train`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.forked import start_ranks
+from support.in_flight import Held
+
+from mt_grpo.runlog import open_run
+
+pytestmark = pytest.mark.slow
+STEPS = 5
+
+
+QUESTIONS = 14
+"""Two for each batch; the last two are evaluated."""
+
+
+@pytest.fixture
+def hold(tokenizer, model_folder):
+    """Starts servers."""
+    servers = []
+
+    def start(faults: bool = False) -> Held:
+        servers.append(Held(tokenizer, model_folder, faults))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.change(dead=True)
+        server.http.stop()
+
+
+@pytest.fixture
+def start(tmp_path, recipe):
+    """Starts a run of several ranks; those that are left are killed."""
+    started = []
+    data = tmp_path / "questions.jsonl"
+    rows = [{"question": f"What is {number} of Peru", "answer": "Lima"} for number in range(QUESTIONS)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def begin(server, name, processes=2, **keys):
+        options = {
+            "dataset_name": str(data),
+            "dataset_train_split": f"train[:{QUESTIONS - 2}]",
+            "dataset_test_split": f"train[{QUESTIONS - 2}:]",
+            "shuffle_dataset": False,
+            "tools": ["support.in_flight.look"],
+            "tool_timeout": 0.3,
+            "outcome_reward_funcs": ["support.in_flight.Length"],
+            "turn_reward_funcs": None,
+            "max_turn_length": None,
+            "max_completion_length": 512,
+            "use_vllm": True,
+            "vllm_server_base_url": server.http.url,
+            "vllm_server_timeout": 2,
+            "max_staleness": 2,
+            "per_device_train_batch_size": 4 // processes,
+            "per_device_eval_batch_size": 2 // processes,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "max_steps": STEPS,
+            "learning_rate": 0.01,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "output_dir": str(tmp_path / name),
+            **keys,
+        }
+        arguments = ["-m", "mt_grpo", "train", *recipe(**options)]
+        log = tmp_path / f"{name}.log"
+        log.unlink(missing_ok=True)
+        ranks = start_ranks(arguments, processes, log, {"OMP_NUM_THREADS": "1"})
+        started.extend(ranks)
+        return ranks
+
+    yield begin
+    for rank in started:
+        rank.kill()
+        rank.wait()
+
+
+def ended(ranks):
+    """Their exit codes; nothing that they started is left."""
+    codes = [rank.wait(300) for rank in ranks]
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(rank.pid, 0)
+    return codes
+
+
+def said(folder):
+    """The last words of a run's ranks."""
+    text = folder.with_suffix(".log").read_text(errors="replace")
+    assert "Traceback" not in text and "never awaited" not in text, text
+    return [line for line in text.splitlines() if line.startswith("mt-grpo: ")]
+
+
+def trained(folder):
+    """The conversations of training, by their names: what was asked and said, and how it ended."""
+    run = open_run(folder)
+    steps = [row["step"] for row in map(json.loads, (folder / "metrics.jsonl").open()) if "loss" in row]
+    assert steps == list(range(1, STEPS + 1))
+    assert len(set(run.column("session"))) == len(run.column("session"))
+    found = {
+        each["session"]: (each["prompt"][-1]["content"], each["stop_reason"], each["tree"]["nodes"])
+        for each in run.trajectories()
+        if each["session"].startswith("train")
+    }
+    asked = [int(words[0].split()[2]) for _, words in sorted(found.items())]
+    assert asked == [row // 2 for row in range(4 * STEPS)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return {}
+
+
+@pytest.fixture
+def whole(kept, start, hold, tmp_path_factory):
+    """A run of two ranks that nothing happens to."""
+    if not kept:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        assert ended(start(hold(), "whole", output_dir=str(folder))) == [0, 0]
+        kept["folder"] = folder
+    return kept["folder"]
+
+
+def assert_the_same_run(one, two):
+    assert trained(one) == trained(two)
+    weights = [load_file(folder / "model.safetensors") for folder in (one, two)]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=0, atol=0)
+
+
+def test_what_fails_in_flight_is_trained_once_and_in_order(tmp_path, start, hold):
+    """Conversations end with an error, and a whole batch of them; with and without batches in flight."""
+    found = []
+    for processes, staleness in ((1, 0), (2, 1), (2, 2)):
+        server, name = hold(faults=True), f"{processes}-{staleness}"
+        ranks = start(server, name, processes, env="support.in_flight.Raising", max_staleness=staleness)
+        assert ended(ranks) == [0] * processes and not said(tmp_path / name)
+        assert server.questions == {*range(2 * STEPS), QUESTIONS - 2, QUESTIONS - 1}  # none past the last step
+        found.append(trained(tmp_path / name))
+    assert found[0] == found[1] == found[2]
+    assert {reason for _, reason, _ in found[0].values()} >= {"answered", "env_error", "engine_error"}
+
+
+@pytest.mark.parametrize(
+    ("path", "step"),
+    [("/update_weights", 3), ("/finish_weight_update", 3)],
+)
+def test_a_server_killed_in_a_sync_ends_both_ranks_and_loses_nothing(tmp_path, start, hold, whole, path, step):
+    """With batches in flight. The run says where to go on, and goes on there."""
+    server, folder = hold(), tmp_path / "run"
+    server.change(
+        hold=lambda path, question: question in range(6, QUESTIONS - 2),
+        dies=lambda asked: asked == path and server.step == "2",
+    )
+    assert ended(start(server, "run")) == [1, 1]
+    (line,) = said(folder)
+    assert "No vLLM server answered for 2 s" in line
+    assert f"What was learnt up to step {step} is in {folder / f'checkpoint-{step}'}: go on with" in line
+    assert ended(start(hold(), "run", resume_from_checkpoint=True)) == [0, 0] and not said(folder)
+    assert_the_same_run(whole, folder)
+
+
+def test_a_server_restarted_in_a_sync_changes_nothing(tmp_path, start, hold, whole):
+    """Conversations that were under way are asked for again, with the weights that they would have had."""
+    server, folder = hold(), tmp_path / "run"
+    server.change(dies=lambda asked: asked == "/update_weights" and server.step == "2")
+    ranks = start(server, "run", vllm_server_timeout=240)
+    server.until(lambda: server.dead, ranks)
+    server.restart()
+    assert ended(ranks) == [0, 0] and not said(folder)
+    assert_the_same_run(whole, folder)
+
+
+MOMENTS = {
+    "waiting": lambda step, path, question: question == 6,  # for the batch that is to be trained
+    "sync": lambda step, path, question: path == "/update_weights" and step == "2",
+    "evaluation": lambda step, path, question: step == "2" and question in range(QUESTIONS - 2, QUESTIONS),
+}
+"""By the step of the server's weights, and a request's path and question."""
+
+
+@pytest.mark.parametrize(
+    ("moment", "step", "number"),
+    [("waiting", 3, signal.SIGTERM), ("sync", 2, signal.SIGINT), ("evaluation", 2, signal.SIGTERM)],
+)
+def test_a_signal_in_flight_ends_both_ranks_and_loses_nothing(tmp_path, start, hold, whole, moment, step, number):
+    server, folder = hold(), tmp_path / "run"
+    server.change(hold=lambda *asked: MOMENTS[moment](server.step, *asked))
+    ranks = start(server, "run")
+    server.until(lambda: server.waiting and server.step == str(step), ranks)
+    for rank in ranks:
+        rank.send_signal(number)
+    assert ended(ranks) == [128 + number] * 2
+    (line,) = said(folder)
+    words = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "ended by SIGTERM"}[number]
+    assert line.startswith(f"mt-grpo: {words}. ") and "--resume_from_checkpoint" in line
+    server.change(hold=lambda path, question: False)
+    assert ended(start(server, "run", resume_from_checkpoint=True)) == [0, 0] and not said(folder)
+    assert_the_same_run(whole, folder)
