@@ -363,6 +363,12 @@ class _Rollout(TypedDict):
     tool_seconds: list[Number]
     file: FileName
     row: Whole
+    sampled: NotRequired[Annotated[int, Field(ge=0, lt=2**32)] | None]
+    raised: NotRequired[Whole]
+    first_raised: NotRequired[str | None]
+    where: NotRequired[str | None]
+    branch_of: NotRequired[str | None]
+    shared_turns: NotRequired[Whole]
 
 
 @with_config(STRICT)

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from mt_grpo.runlog.table import Table
 from mt_grpo.trajectory import StopReason, visible
 
 BAD, WARN = "bad", "warn"
@@ -56,7 +59,7 @@ class Counts:
     """What the rules look at. Counts of several batches are joined with `merge`."""
 
     conversations: int = 0
-    stops: Counter[str] = field(default_factory=Counter)
+    stops: Counter[str | None] = field(default_factory=Counter)
     first_failure: str = ""
     turns: int = 0
     without_turn: int = 0
@@ -86,6 +89,47 @@ class Counts:
                 self.same += None not in sampled and len(set(sampled)) == 1
         return self
 
+    def add_table(self, table: Table, places: np.ndarray) -> Counts:
+        """As `add`, of the rows of a table at these places."""
+        stops, texts = table.codes("stop")
+        failed = np.isin(stops[places], [code for code, text in enumerate(texts) if text in FAILED])
+        held = places[~failed]
+        self.conversations += len(places)
+        for code, number in enumerate(np.bincount(stops[places], minlength=len(texts)).tolist()):
+            self.stops[texts[code]] += number
+        if failed.any() and not self.first_failure:
+            self.first_failure = _failure(table[int(places[failed][0])])
+        turns, calls, raised, errors = (
+            column[held]
+            for column in (*map(table.numbers, ("turns", "calls", "raised")), table.totals("errors").astype(int))
+        )
+        self.turns += int(turns.sum())
+        self.without_turn += int((turns == 0).sum())
+        self.calls += int(calls.sum())
+        self.malformed += int(errors[calls == 0].sum())
+        self.raised += int(raised.sum())
+        codes, first_raised = table.codes("first_raised")
+        known = held[np.isin(codes[held], [code for code, text in enumerate(first_raised) if text])]
+        if len(known) and not self.first_raised:
+            self.first_raised = visible(first_raised[codes[known[0]]] or "")
+        right, reward = (np.unique(column[~np.isnan(column)]) for column in _columns(table, held, "right", "reward"))
+        self.right |= set(map(bool, right.tolist()))
+        if len(self.earned) < 2:
+            self.earned |= set(reward[:2].tolist())
+        self._add_groups(table, held)
+        return self
+
+    def _add_groups(self, table: Table, held: np.ndarray) -> None:
+        keys = np.stack([table.codes("mode")[0][held], *_columns(table, held, "step", "k", "group")], axis=1)
+        [sampled] = _columns(table, held, "sampled")
+        order = np.lexsort(keys.T)
+        keys, sampled = keys[order], sampled[order]
+        first = np.flatnonzero(np.concatenate([[len(keys) > 0], (keys[1:] != keys[:-1]).any(axis=1)]))
+        sizes = np.diff([*first, len(keys)])
+        equal = np.minimum.reduceat(sampled, first) == np.maximum.reduceat(sampled, first) if len(first) else sizes > 0
+        self.groups += int((sizes > 1).sum())
+        self.same += int((equal & (sizes > 1)).sum())
+
     def merge(self, other: Counts) -> None:
         """Adds the counts of other conversations."""
         self.conversations += other.conversations
@@ -107,8 +151,7 @@ class Counts:
         self.conversations += 1
         self.stops[row["stop"]] += 1
         if row["stop"] in FAILED:
-            place = f" ({row['where']})" if row.get("where") else ""
-            self.first_failure = self.first_failure or visible(f"{row['error']}{place}")
+            self.first_failure = self.first_failure or _failure(row)
             return
         self.turns += row["turns"]
         self.without_turn += not row["turns"]
@@ -131,6 +174,15 @@ class Counts:
         return self.conversations - self.failed
 
 
+def _failure(row: dict[str, Any]) -> str:
+    place = f" ({row['where']})" if row.get("where") else ""
+    return visible(f"{row['error']}{place}")
+
+
+def _columns(table: Table, places: np.ndarray, *names: str) -> list[np.ndarray]:
+    return [table.numbers(name)[places] for name in names]
+
+
 def find(counts: Counts, about: dict[str, Any] | None = None) -> list[Finding]:
     """
     What stands out, worst first.
@@ -145,11 +197,13 @@ def find(counts: Counts, about: dict[str, Any] | None = None) -> list[Finding]:
     return sorted(found, key=lambda finding: (BAD, WARN).index(finding.level))
 
 
-def find_in_run(rows: Iterable[dict[str, Any]], about: dict[str, Any] | None = None) -> list[Finding]:
+def find_in_run(rows: Table, about: dict[str, Any] | None = None) -> list[Finding]:
     """What stands out in a run: in its training, and conversations of any mode that failed."""
-    rows = list(rows)
-    of_training = find(Counts().add(row for row in rows if row["mode"] == "train"), about)
-    return [*_failed(Counts().add(rows)), *(finding for finding in of_training if finding.kind != "failed")]
+    modes, texts = rows.codes("mode")
+    train = np.flatnonzero(np.isin(modes, [code for code, text in enumerate(texts) if text == "train"]))
+    of_training = find(Counts().add_table(rows, train), about)
+    of_all = Counts().add_table(rows, np.arange(len(rows)))
+    return [*_failed(of_all), *(finding for finding in of_training if finding.kind != "failed")]
 
 
 def _failed(counts: Counts) -> Iterator[Finding]:

@@ -78,6 +78,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import orjson
 
 from mt_grpo.errors import UserError
@@ -85,26 +86,18 @@ from mt_grpo.runlog import files
 from mt_grpo.runlog.conversation import LINES, misfit
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import FOLDER
+from mt_grpo.runlog.table import Table
 
-_LATER = {
-    "advantages": None,
-    "credit_file": None,
-    "credit_row": None,
-    "mismatch": None,
-    "entropy": None,
-    "clipped": None,
-}
-
-
-PART = 2**24
+PART = 2**23
 """Bytes that are read at a time."""
-
-REPEATED = ("mode", "prompt", "stop", "answer", "file")
-"""Texts that many conversations share, and each of which is kept once."""
 
 _CHECKSUM = len(b',"crc":"01234567"}')
 _ENDED = re.compile(rb',"crc":"[0-9a-f]{8}"\}.', re.DOTALL)
 """A whole line that something else than a line feed ends."""
+
+
+_ADD = {"rollout": Table.add_rollouts, "credit": Table.add_credit, "update": Table.add_updates}
+"""How lines become rows, by kind, in the order in which they are added."""
 
 
 def written(line: dict[str, Any]) -> bytes:
@@ -124,23 +117,6 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     if wrong is not None:
         raise ValueError(wrong)
     return line
-
-
-def _add_credit(row: dict[str, Any], line: dict[str, Any]) -> None:
-    row["advantages"], row["credit_file"], row["credit_row"] = line["advantages"], line["file"], line["row"]
-
-
-def _add_update(row: dict[str, Any], line: dict[str, Any]) -> None:
-    # a step that is taken again replaces the updates of it and of later ones
-    updates = [update for update in row["updates"] if update["step"] < line["step"]]
-    if not updates:
-        row["mismatch"], row["entropy"] = line["mismatch"], line["entropy"]
-    row["clipped"] = line["clipped"]
-    row["updates"] = [*updates, {name: line[name] for name in ("step", "file", "row")}]
-
-
-_ADDED = {"credit": _add_credit, "update": _add_update}
-"""What lines add to the row of their session, by kind."""
 
 
 def _lines(path: Path, added: bytes, whole: int, last: bool) -> Iterator[dict[str, Any]]:
@@ -164,22 +140,20 @@ class Index:
     The lines of an index, merged. `read` reads only what was added since it was called last.
 
     Args:
-        rows (`list[dict]`): A row per session, in the order in which they were first written.
+        rows (`Table`): A row per session, in the order in which they were first written.
         steps (`list[dict]`): The lines of kind `step`, one per step, in order.
         run (`dict`): The latest line of kind `run`; empty where there is none.
         files (`dict`): Size and CRC-32 by name of the files that have a line of kind `file`; old indices have none.
     """
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: Table = field(default_factory=Table)
     steps: list[dict[str, Any]] = field(default_factory=list)
     run: dict[str, Any] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    _places: dict[str, int] = field(default_factory=dict)
-    _texts: dict[str | None, str | None] = field(default_factory=dict)
     _offsets: dict[str, int] = field(default_factory=dict)
     _inodes: dict[str, int] = field(default_factory=dict)
 
-    def read(self, folder: Path) -> list[int]:
+    def read(self, folder: Path) -> np.ndarray:
         """
         Reads what was added to the index files of a folder. If a file is gone, another or shorter, a run has replaced
         this one or has trimmed it, and everything is read again.
@@ -188,19 +162,19 @@ class Index:
             folder (`Path`): The run's `output_dir`.
 
         Returns:
-            `list[int]`: Positions in `rows` of the sessions that are added or changed.
+            `np.ndarray` of ints: Positions in `rows` of the sessions that are added or changed.
 
         Raises:
             UserError: If a file cannot be read, or a whole line is damaged.
         """
-        changed: set[int] = set()
+        changed = [np.zeros(0, np.int64)]
         names = [f"{FOLDER}/{path.name}" for path in sorted((folder / FOLDER).glob("index*.jsonl"))]
         found = {name: path.stat() for name in names if (path := files.find(folder, name)) is not None}
         sizes = {name: about.st_size for name, about in found.items()}
         inodes = {name: about.st_ino for name, about in found.items()}
         others = [name for name, inode in self._inodes.items() if inodes.get(name) != inode]
         if others or any(sizes[name] < offset for name, offset in self._offsets.items()):
-            self.rows, self.steps, self.run, self.files, self._places, self._offsets = [], [], {}, {}, {}, {}
+            self.rows, self.steps, self.run, self.files, self._offsets = Table(), [], {}, {}, {}
         self._inodes = inodes
         for name, size in sizes.items():
             offset = self._offsets.get(name, 0)
@@ -211,13 +185,16 @@ class Index:
                     added = files.read(folder, name, offset) or b""
                     whole = added.rfind(b"\n") + 1
                 last = offset + len(added) >= size
-                changed.update(self._merge(list(_lines(folder / name, added, whole, last))))
+                changed += self._merge(list(_lines(folder / name, added, whole, last)))
                 self._offsets[name] = offset = offset + whole
                 if last or not whole:
                     break
-        return sorted(changed)
+        return np.unique(np.concatenate(changed))
 
-    def _merge(self, lines: Iterable[dict[str, Any]]) -> Iterable[int]:
+    def _merge(self, lines: Iterable[dict[str, Any]]) -> Iterator[np.ndarray]:
+        waiting: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in _ADD}
+        rollouts, credit, updates = waiting.values()
+        places = self.rows.places
         for line in lines:
             kind = line.pop("kind")
             if kind == "step":
@@ -226,24 +203,20 @@ class Index:
                 self.run = line
             elif kind == "file":
                 self.files[line["file"]] = line["size"], line["crc32"]
-            elif kind == "rollout":
-                yield self._add_rollout(line)
-            elif kind in _ADDED and (place := self._places.get(line["session"])) is not None:
-                line["file"] = self._texts.setdefault(line["file"], line["file"])
-                _ADDED[kind](self.rows[place], line)
-                yield place
+            elif kind in waiting:
+                session, of_kind = line["session"], waiting[kind]
+                # a row replaces what was said of its session before; of credit and updates, one is added at a time
+                if session in of_kind or (kind == "rollout" and (session in credit or session in updates)):
+                    yield from self._add(waiting)
+                if kind == "rollout" or session in rollouts or session in places:
+                    of_kind[session] = line
+        yield from self._add(waiting)
 
-    def _add_rollout(self, line: dict[str, Any]) -> int:
-        for name in REPEATED:
-            line[name] = self._texts.setdefault(line[name], line[name])
-        line |= _LATER
-        line["updates"] = []
-        place = self._places.setdefault(line["session"], len(self.rows))
-        if place == len(self.rows):
-            self.rows.append(line)
-        else:
-            self.rows[place] = line
-        return place
+    def _add(self, waiting: dict[str, dict[str, dict[str, Any]]]) -> Iterator[np.ndarray]:
+        for kind, lines in waiting.items():
+            if lines:
+                yield _ADD[kind](self.rows, list(lines.values()))
+                lines.clear()
 
     def _add_step(self, line: dict[str, Any]) -> None:
         while self.steps and self.steps[-1]["step"] >= line["step"]:  # a resumed run takes them again
@@ -252,4 +225,4 @@ class Index:
 
     def place(self, session: str) -> int | None:
         """Position of a session in `rows`."""
-        return self._places.get(session)
+        return self.rows.places.get(session)

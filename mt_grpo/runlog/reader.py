@@ -32,6 +32,7 @@ from mt_grpo.runlog.conversation import (
 )
 from mt_grpo.runlog.index import Index
 from mt_grpo.runlog.messages import Said, turn_texts, ways
+from mt_grpo.runlog.table import Table
 
 NUMBERS = {
     "step": np.int32,
@@ -58,6 +59,11 @@ MOST_BYTES = 2**29
 """Bytes of a row group once they are unpacked. Fewer packed ones can be made to fill the memory."""
 MOST_VALUES = 2**26
 """Entries of a column of a row group."""
+
+MOST_NAMES = 1000
+"""Conversations among which the nearest to a wrong name is looked for."""
+MOST_SHOWN = 80
+"""Characters of a wrong name that are repeated."""
 
 
 def open_run(folder: str | Path) -> Run:
@@ -105,11 +111,10 @@ class Run:
         self._rollouts = folder / schema.FOLDER
         self._checked: dict[str, tuple[int, int, tuple[int, int] | None]] = {}
         self._index = Index()
-        self._columns: dict[str, list[Any] | np.ndarray] = {}
         self.refresh()
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """A row per conversation, as `mt_grpo.runlog.index` describes it, in the order written."""
         return self._index.rows
 
@@ -120,11 +125,7 @@ class Run:
 
     def refresh(self) -> list[int]:
         """Reads what was added since. Returns the positions in `rows` that are added or changed."""
-        number = len(self.rows)
-        changed = self._index.read(self.folder)
-        if changed or len(self.rows) != number:
-            self._columns = {}
-        return changed
+        return self._index.read(self.folder).tolist()
 
     def column(self, name: str) -> list[Any] | np.ndarray:
         """
@@ -133,10 +134,9 @@ class Run:
         Returns:
             `np.ndarray` for the fields in `NUMBERS` (NaN where a float is null), else `list`.
         """
-        if name not in self._columns:
-            values = [row[name] for row in self.rows]
-            self._columns[name] = np.array(values, dtype=NUMBERS[name]) if name in NUMBERS else values
-        return self._columns[name]
+        if name in NUMBERS:
+            return self.rows.numbers(name).astype(NUMBERS[name])
+        return [row[name] for row in self.rows]
 
     def columns(self) -> dict[str, list[Any] | np.ndarray]:
         """All fields of all rows, by name."""
@@ -197,8 +197,8 @@ class Run:
         """
         place = self._index.place(session)
         if place is None:
-            sessions = [row["session"] for row in self.rows]
-            raise UserError(f"{self.folder} has no conversation {session!r}{did_you_mean(session, sessions)}.")
+            near = did_you_mean(session, self.rows.sessions[:MOST_NAMES])
+            raise UserError(f"{self.folder} has no conversation {session[:MOST_SHOWN]!r}{near}.")
         row = self.rows[place]
         file, credit_file = row["file"], row["credit_file"]
         rollout = self._read(file, row["row"], session, schema.ROLLOUTS)

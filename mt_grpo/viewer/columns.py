@@ -8,25 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
+from mt_grpo.runlog.table import Table
 
-Row = dict[str, Any]
-"""A conversation in the index, see `mt_grpo.runlog.index`."""
-
-NUMBERS: dict[str, Callable[[Row], float | None]] = {
-    **{name: itemgetter(name) for name in ("step", "k", "group", "turns", "calls", "context", "unique", "forks")},
-    **{name: itemgetter(name) for name in ("seconds", "reward", "right", "mismatch", "entropy", "clipped")},
-    "member": lambda row: row["member"] + 1,
-    "tokens": lambda row: sum(row["tokens"]),
-    "errors": lambda row: sum(row["errors"]),
-}
-"""Columns of numbers, each with its function of a row. Every reward has a further column, and so has `SPREAD`."""
+NUMBERS = (
+    *("step", "k", "group", "turns", "calls", "context", "unique", "forks"),
+    *("seconds", "reward", "right", "mismatch", "entropy", "clipped"),
+    *("member", "tokens", "errors"),
+)
+"""Columns of numbers. Every reward has a further column, and so has `SPREAD`."""
 
 TEXTS = ("mode", "stop", "prompt", "answer", "error", "session")
 """Columns of text."""
@@ -53,83 +48,86 @@ def short_name(reward: str) -> str:
 
 
 class Columns:
-    """Conversations in the order in which they were written, by column. Rows may be added and replaced."""
+    """
+    Conversations in the order in which they were written, by column.
 
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self.positions: dict[str, int] = {}
-        """Where each session's row is."""
-        self._numbers = {name: np.zeros(0) for name in NUMBERS}
-        self._texts: dict[str, list[str]] = {name: [] for name in TEXTS}
-        self._searched: list[str] = []
+    Args:
+        rows (`Table`): The rows of a run. They may grow: see `change`.
+    """
+
+    def __init__(self, rows: Table) -> None:
+        self.rows = rows
+        self._size = len(rows)
         self._made: dict[str, np.ndarray] = {}
+        self._searched: dict[str, list[str]] = {}
         self.notes: dict[str, dict[str, Any]] = {}
         """Stars and notes, by session."""
         self._turns: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.said: Callable[[str, str, int], np.ndarray] | None = None
         """Which of the first rows have a text in what was said, in the tools called, or in errors."""
 
-    def put(self, rows: list[Row]) -> None:
-        """Adds rows. A row replaces the one that its session has already."""
-        rows = list({row["session"]: row for row in rows}.values())
-        places, searched = [], {}
-        for row in rows:
-            place = self.positions.setdefault(row["session"], len(self.rows))
-            if place == len(self.rows):
-                self.rows.append(row)
-                for texts in (*self._texts.values(), self._searched):
-                    texts.append("")
-            self.rows[place] = row
-            places.append(place)
-            for name in TEXTS:
-                self._texts[name][place] = row[name] or ""
-            both = row["prompt"], row["answer"]
-            if both not in searched:  # many conversations have the same question and answer
-                searched[both] = f"{row['prompt']}\n{row['answer'] or ''}".casefold()
-            self._searched[place] = searched[both]
-        names = {REWARD + name: None for row in rows for name in row["rewards"]}
-        for name in {**dict.fromkeys(NUMBERS), **self._numbers, **names}:
-            get = NUMBERS.get(name)
-            key = name.removeprefix(REWARD)
-            values = [row["rewards"].get(key) if get is None else get(row) for row in rows]
-            column = np.full(len(self.rows), np.nan)
-            old = self._numbers.get(name, column[:0])
-            column[: len(old)] = old
-            column[places] = np.array([np.nan if value is None else value for value in values], dtype=float)
-            self._numbers[name] = column
+    @property
+    def positions(self) -> dict[str, int]:
+        """Where each session's row is."""
+        return self.rows.places
+
+    def change(self) -> None:
+        """Takes in the rows that were added or changed."""
+        self._size = len(self.rows)
         self._made.clear()
         self._turns.clear()
 
     @property
     def rewards(self) -> list[str]:
         """Names of the rewards that any row has."""
-        return [name.removeprefix(REWARD) for name in self._numbers if name.startswith(REWARD)]
+        return self.rows.reward_names
 
     def numbers(self, name: str) -> np.ndarray:
         """A column of numbers of shape `(rows,)`, NaN for a row without one."""
-        if name != SPREAD:
-            return self._numbers[name]
         if name not in self._made:
-            self._made[name] = self._spread()
+            self._made[name] = self._numbers(name)
         return self._made[name]
+
+    def _numbers(self, name: str) -> np.ndarray:
+        if name == SPREAD:
+            return self._spread()
+        if name.startswith(REWARD):
+            return self.rows.reward(name.removeprefix(REWARD))
+        if name in ("tokens", "errors"):
+            return self.rows.totals(name)
+        return self.rows.numbers(name).astype(float) + (name == "member")
 
     def texts(self, name: str) -> np.ndarray:
         """A column of text as the rank of each value among the sorted values; of the shape `(rows,)`."""
-        if name not in self._made:
-            texts = self._texts[name]
-            ranks = {text: rank for rank, text in enumerate(sorted(set(texts)))}
-            self._made[name] = np.fromiter(map(ranks.__getitem__, texts), np.int64, len(texts))
-        return self._made[name]
+        key = f"rank of {name}"
+        if key not in self._made:
+            if name == "session":
+                sessions = self.rows.sessions
+                ranks = np.empty(self._size, np.int64)
+                ranks[sorted(range(self._size), key=sessions.__getitem__)] = np.arange(self._size)
+            else:
+                codes, values = self.rows.codes(name)
+                places = {text: rank for rank, text in enumerate(sorted({text or "" for text in values}))}
+                ranks = np.array([places[text or ""] for text in values])[codes]
+            self._made[key] = ranks
+        return self._made[key]
 
     def is_text(self, name: str, value: str) -> np.ndarray:
         """Whether a column of text has this value; of the shape `(rows,)`, of bool."""
-        return np.fromiter((text == value for text in self._texts[name]), bool, len(self.rows))
+        return self._where_text(name, lambda text: text == value)
+
+    def _where_text(self, name: str, holds: Callable[[str], bool]) -> np.ndarray:
+        """Of which rows the text fulfils a condition, which is asked once of each text."""
+        if name == "session":
+            return np.fromiter(map(holds, self.rows.sessions[: self._size]), bool, self._size)
+        codes, values = self.rows.codes(name)
+        return np.fromiter((holds(text or "") for text in values), bool, len(values))[codes]
 
     @property
     def groups(self) -> np.ndarray:
         """A whole number per row, equal for the members of a group, in the order in which groups were sampled."""
         if "groups" not in self._made:
-            key = np.zeros(len(self.rows), np.int64)
+            key = np.zeros(self._size, np.int64)
             parts = [self.texts("mode"), *map(self.numbers, ("step", "k", "group"))]
             for part in parts:
                 key = key * (int(part.max(initial=0)) + 1) + part.astype(np.int64)
@@ -143,9 +141,9 @@ class Columns:
         Raises:
             FilterError: If there is none.
         """
-        if name in NUMBERS or name in TEXTS or name in self._numbers or name in (SPREAD, TOOL, *NOTES, *PER_TURN):
+        if name in NUMBERS or name in TEXTS or name in (SPREAD, TOOL, *NOTES, *PER_TURN):
             return name
-        name = name.removeprefix("reward.")
+        name = name.removeprefix("reward.").removeprefix(REWARD)
         for known in self.rewards:
             if name in (known, short_name(known)):
                 return REWARD + known
@@ -163,7 +161,7 @@ class Columns:
         Raises:
             FilterError: For a column that is not there, or a comparison that makes no sense for it.
         """
-        mask = np.ones(len(self.rows), dtype=bool)
+        mask = np.ones(self._size, dtype=bool)
         for condition in conditions:
             mask &= self._holds(condition)
         return mask
@@ -176,8 +174,7 @@ class Columns:
 
     def _holds(self, condition: Condition) -> np.ndarray:
         if not condition.name:
-            wanted = condition.value.casefold()
-            there = np.fromiter((wanted in text for text in self._searched), bool, len(self.rows))
+            there = self._contains("prompt", condition.value) | self._contains("answer", condition.value)
             return there | self._said(condition.value, "said")
         name = self.resolve(condition.name)
         if name == TOOL:
@@ -190,13 +187,19 @@ class Columns:
             return self._of_turns(name, condition)
         return self._compared(condition, self.numbers(name))
 
+    def _contains(self, name: str, text: str) -> np.ndarray:
+        codes, values = self.rows.codes(name)
+        folded, wanted = self._searched.setdefault(name, []), text.casefold()
+        folded += [(value or "").casefold() for value in values[len(folded) :]]
+        return np.fromiter((wanted in value for value in folded), bool, len(folded))[codes]
+
     def _said(self, text: str, column: str) -> np.ndarray:
-        return np.zeros(len(self.rows), bool) if self.said is None else self.said(text, column, len(self.rows))
+        return np.zeros(self._size, bool) if self.said is None else self.said(text, column, self._size)
 
     def _of_tools(self, condition: Condition) -> np.ndarray:
         if condition.sign not in ("=", "!="):
             raise FilterError(f"`{condition.written}` makes no sense: compare {TOOL} with `=` or `!=`.")
-        called = np.zeros(len(self.rows), bool)
+        called = np.zeros(self._size, bool)
         for part in condition.value.split(","):
             called |= self._said(part, TOOL)
         return called if condition.sign == "=" else ~called
@@ -206,7 +209,7 @@ class Columns:
         if condition.sign not in ("=", "!="):
             raise FilterError(f"`{condition.written}` makes no sense: compare {name} with `=` or `!=`.")
         wanted = condition.value.casefold()
-        has = np.zeros(len(self.rows), bool)
+        has = np.zeros(self._size, bool)
         for session, noted in self.notes.items():
             if (place := self.positions.get(session)) is not None:
                 text = noted["note"].casefold()
@@ -218,12 +221,9 @@ class Columns:
     def _of_turns(self, name: str, condition: Condition) -> np.ndarray:
         """Which rows have a turn of which a condition holds."""
         if name not in self._turns:
-            sizes = [len(row[PER_TURN[name]] or ()) for row in self.rows]
-            flat = [value for row in self.rows for value in row[PER_TURN[name]] or ()]
-            known = np.array([np.nan if value is None else value for value in flat], dtype=float)
-            self._turns[name] = np.repeat(np.arange(len(self.rows)), sizes), known
+            self._turns[name] = self.rows.flat(PER_TURN[name])
         places, values = self._turns[name]
-        mask = np.zeros(len(self.rows), bool)
+        mask = np.zeros(self._size, bool)
         mask[places[self._compared(condition, values)]] = True
         return mask
 
@@ -245,14 +245,13 @@ class Columns:
             raise FilterError(f"`{condition.written}` makes no sense: {name} is text, compare it with `=` or `!=`.")
         values = {part.strip().casefold() for part in condition.value.split(",")}
         whole = condition.value.casefold()
-        texts = self._texts[name]
-        equal = np.fromiter(((low := text.casefold()) in values or low == whole for text in texts), bool, len(texts))
+        equal = self._where_text(name, lambda text: (low := text.casefold()) in values or low == whole)
         if name == "error":  # the index has the conversation's own alone
             equal |= self._said(condition.value, "error")
         return equal if condition.sign == "=" else ~equal
 
     def _spread(self) -> np.ndarray:
-        if not self.rows:
+        if not self._size:
             return np.zeros(0)
         groups = np.unique(self.groups, return_inverse=True)[1]
         reward = self.numbers("reward")

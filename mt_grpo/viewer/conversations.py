@@ -93,23 +93,21 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
     counted = [each["reward"] for each in branches.values() if not each["copy"] and each["reward"] is not None]
     mean, deviation = moments(counted)
     accepted = _accepted(wholes[0]["row"].get("answer"))
-    numbers, firsts = np.unique(columns.groups, return_index=True)
     first = columns.rows[places[0]]
-    at = int(np.searchsorted(numbers, columns.groups[places[0]]))
-    keys = [_key(columns.rows[place]) for place in firsts.tolist()]
-    here = [key for key in keys if (key["mode"], key["step"]) == (mode, step)]
-    around = [keys[place] if 0 <= place < len(keys) else None for place in (at - 1, at + 1)]
-    around = [key if key and key["mode"] == mode else None for key in around]
+    at = columns.groups[places[0]]
+    of_mode = columns.is_text("mode", mode)
+    here = np.unique(columns.groups[of_mode & (columns.numbers("step") == step)])
+    before, after = (columns.groups[of_mode & beside] for beside in (columns.groups < at, columns.groups > at))
     names = sorted({name for whole in wholes for name in whole["index"]["rewards"]}, key=_order(wholes[0]))
     largest = {name: float(np.nanmax(columns.numbers(REWARD + name), initial=0.0)) for name in names}
     return {
         "key": _key(first),
         "question": question(wholes[0]["prompt"]),
         "accepted": accepted,
-        "number": here.index(_key(first)) + 1,
+        "number": int(np.searchsorted(here, at)) + 1,
         "of": len(here),
-        "previous": around[0],
-        "next": around[1],
+        "previous": _key_of(columns, before.max()) if len(before) else None,
+        "next": _key_of(columns, after.min()) if len(after) else None,
         "rewards": [{"name": name, "short": short_name(name), "largest": largest[name]} for name in names],
         "mean": mean,
         "deviation": deviation,
@@ -154,6 +152,10 @@ def _members(columns: Columns, mode: str, step: int, k: int, number: int) -> np.
 
 def _key(row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("mode", "step", "k", "group")}
+
+
+def _key_of(columns: Columns, group: int) -> dict[str, Any]:
+    return _key(columns.rows[int(np.argmax(columns.groups == group))])
 
 
 def _order(whole: dict[str, Any]) -> Callable[[str], tuple[int, str]]:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from mt_grpo.errors import UserError
-from mt_grpo.viewer.columns import SPREAD, Columns, Row
+from mt_grpo.runlog.table import Row
+from mt_grpo.viewer.columns import SPREAD, Columns
 
 EQUAL = 1e-9
 """Rewards that differ by less are the same."""

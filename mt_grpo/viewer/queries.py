@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.notes import read_notes, write_note
 from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.runlog.state import read_state
+from mt_grpo.runlog.table import Table
 from mt_grpo.viewer import conversations
 from mt_grpo.viewer.columns import SPREAD, Columns, parse_filter, short_name
 from mt_grpo.viewer.groups import groups
@@ -70,13 +71,12 @@ class Queries:
 
     def __init__(self, run: Run, cache: Path | None = None) -> None:
         self.run = run
-        self.columns = Columns()
+        self.columns = Columns(Table())
         self.words = SearchIndex(run, cache)
         self.version = 1
         """Grows with what the run writes."""
         self._lock = threading.Lock()
         self._metrics = self._written()
-        self._rows: list[dict[str, Any]] | None = None
         self._lost_at: tuple[int, dict[str, Any]] = 0, {}
         self._questions: dict[str, Callable[[Parameters], dict[str, Any]]] = {
             "run": self._about,
@@ -120,15 +120,14 @@ class Queries:
         return np.flatnonzero(self.columns.where(parse_filter(text)))
 
     def _refresh(self) -> None:
-        changed, written = self.run.refresh(), self._written()
-        if self._rows is not self.run.rows:  # the first question, or another run in the same folder
-            self.columns, self._rows = Columns(), self.run.rows
-            self.columns.said = self.words.where
-            self.columns.notes = read_notes(self.run.folder)
-            changed = list(range(len(self._rows)))
+        changed, written = bool(self.run.refresh()), self._written()
+        if self.columns.rows is not self.run.rows:  # the first question, or another run in the same folder
+            columns = Columns(self.run.rows)
+            columns.said, columns.notes = self.words.where, read_notes(self.run.folder)
+            self.columns, changed = columns, True
         if changed or written != self._metrics:
             self.words.follow(self.run.rows)
-            self.columns.put([self.run.rows[place] for place in changed])
+            self.columns.change()
             self._metrics = written
             self.version += 1
 
@@ -271,7 +270,7 @@ class Queries:
         return compare(self.columns, before, after)
 
 
-def selected(run: Run, text: str) -> list[dict[str, Any]]:
+def selected(run: Run, text: str) -> Sequence[dict[str, Any]]:
     """
     The rows of a run that a filter selects.
 
@@ -280,8 +279,7 @@ def selected(run: Run, text: str) -> list[dict[str, Any]]:
     """
     if not text.strip():
         return run.rows
-    columns = Columns()
-    columns.put(run.rows)
+    columns = Columns(run.rows)
     columns.notes = read_notes(run.folder)
     if searched(text):
         index = SearchIndex(run, cached(run.folder))

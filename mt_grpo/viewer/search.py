@@ -20,6 +20,7 @@ import numpy as np
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
 from mt_grpo.runlog.conversation import words
+from mt_grpo.runlog.table import Table
 
 BATCH = 64
 """Conversations that are added at once: a search waits for no more."""
@@ -62,7 +63,7 @@ class SearchIndex:
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._rows: list[dict[str, Any]] = []
+        self._rows = Table()
         self._places: dict[int, int] = {}  # of the documents that count
         self._documents: dict[Key, int] = {}
         self.problem: str | None = None
@@ -96,7 +97,7 @@ class SearchIndex:
 
     # Reading
 
-    def follow(self, rows: list[dict[str, Any]]) -> None:
+    def follow(self, rows: Table) -> None:
         """Reads, in its thread, what these rows have and the index lacks. They may grow, and rows may be replaced."""
         self._rows = rows
         if self._thread is None:
@@ -104,7 +105,7 @@ class SearchIndex:
             self._thread.start()
         self._wake.set()
 
-    def read_all(self, rows: list[dict[str, Any]]) -> None:
+    def read_all(self, rows: Table) -> None:
         """
         Reads what these rows have and the index lacks, before it returns.
 
@@ -136,10 +137,10 @@ class SearchIndex:
     def _read_missing(self) -> None:
         rows, missing = self._rows, []
         places: dict[int, int] = {}
-        for place, row in enumerate(rows[: len(rows)]):
-            number = self._documents.get(self._key(row))
+        for place, key in enumerate(self._keys(rows)):
+            number = self._documents.get(key)
             if number is None:
-                missing.append(place)
+                missing.append((place, key))
             else:
                 places[number] = place
         self._places = places
@@ -148,16 +149,19 @@ class SearchIndex:
                 return  # another run in the same folder
             self._add(rows, missing[begin : begin + BATCH])
 
-    def _key(self, row: dict[str, Any]) -> Key:
-        return row["session"], row["file"], row["row"], str(self._run.checksum(row["file"]))
+    def _keys(self, rows: Table) -> Iterator[Key]:
+        size = len(rows)
+        codes, files = rows.codes("file")
+        checksums = [str(self._run.checksum(file)) if file is not None else "" for file in files]
+        for place, file, row in zip(range(size), codes.tolist(), rows.numbers("row").tolist(), strict=False):
+            yield rows.sessions[place], files[file], row, checksums[file]
 
-    def _add(self, rows: list[dict[str, Any]], places: list[int]) -> None:
-        chosen = [rows[place] for place in places]
+    def _add(self, rows: Table, missing: list[tuple[int, Key]]) -> None:
+        chosen = [rows[place] for place, _ in missing]
         texts = [_columns(record) for _, record in self._run.records(chosen)]
         with self._lock:
             self._database.execute("BEGIN")
-            for place, row, columns in zip(places, chosen, texts, strict=True):
-                key = self._key(row)
+            for (place, key), columns in zip(missing, texts, strict=True):
                 cursor = self._database.execute(
                     "INSERT INTO documents (session, file, row, crc) VALUES (?, ?, ?, ?)", key
                 )

@@ -15,8 +15,9 @@ import numpy as np
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
+from mt_grpo.runlog.table import Row
 from mt_grpo.trajectory import StopReason
-from mt_grpo.viewer.columns import Columns, Row, short_name
+from mt_grpo.viewer.columns import Columns, short_name
 
 EPSILON = 1e-4
 """What the built-in rules add to a deviation before they divide by it."""

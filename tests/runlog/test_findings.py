@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
+from support.runs import index_line
 
 from mt_grpo.runlog.findings import Counts, find, find_in_run, why_equal
+from mt_grpo.runlog.table import Table
 
 
 def row(number, stop="answered", group=0, **fields):
@@ -99,7 +104,26 @@ def test_questions_are_blamed_only_where_nothing_else_is(right, rewards, why):
 
 def test_a_run_is_judged_by_its_training_and_all_failures():
     rows = [row(0, "max_steps", mode="eval"), row(1, "engine_error", mode="eval", error="gone"), row(2)]
-    assert [finding.kind for finding in find_in_run(rows)] == ["failed"]
+    table = Table()
+    table.add_rollouts([index_line(str(place), **fields) for place, fields in enumerate(rows)])
+    assert [finding.kind for finding in find_in_run(table)] == ["failed"]
+
+
+def test_a_table_is_counted_as_its_rows_are():
+    draw = random.Random(0)
+    for _ in range(40):
+        table = Table()
+        texts = {"stop": ("answered", "length", "env_error"), "where": (None, "a.py"), "first_raised": (None, "b", "")}
+        numbers = {"group": (0, 1, 2), "step": (0, 1), "sampled": (1, None), "calls": (0, 2), "reward": (None, 0.5, 1)}
+        more = {"right": (None, True, False), "errors": ([], [1, 2]), "turns": (0, 1), "raised": (0, 3)}
+        drawn = {**texts, **numbers, **more, "mode": ("train", "eval")}
+        size = draw.choice([0, 1, 30])
+        lines = [{name: draw.choice(values) for name, values in drawn.items()} for _ in range(size)]
+        if size:
+            table.add_rollouts([index_line(str(place), **fields) for place, fields in enumerate(lines)])
+        wanted, found = Counts().add(table), Counts().add_table(table, np.arange(size))
+        assert +found.stops == +wanted.stops and len(found.earned) == len(wanted.earned)
+        assert {**vars(found), "stops": 0, "earned": 0} == {**vars(wanted), "stops": 0, "earned": 0}
 
 
 def test_rows_of_old_indices_are_read():

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from support.runs import REWARDS, write_run
+from support.runs import REWARDS, index_line, write_run
 from tokenizers import Tokenizer
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Batch, RunLogError, RunWriter, open_run, read_trajectories
-from mt_grpo.runlog.index import Index
 from mt_grpo.runlog.index import written as written_line
 from mt_grpo.runlog.schema import CREDIT, ROLLOUTS, UPDATES
+from mt_grpo.runlog.table import Table
 from mt_grpo.runlog.writer import end_with_a_line
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 
@@ -201,11 +201,15 @@ def test_a_repeated_step_replaces_what_it_left(tmp_path):
 
 
 def test_a_repeated_update_replaces_later_ones():
-    index = Index(rows=[{"session": "s", "updates": [], "mismatch": None}], _places={"s": 0})
+    table = Table()
+    table.add_rollouts([index_line("s"), index_line("other")])
     for step, mismatch in ((3, 0.1), (4, 0.2), (4, 0.3), (3, 0.4)):
-        line = {"kind": "update", "session": "s", "step": step, "mismatch": mismatch, "entropy": 0, "clipped": 0}
-        assert list(index._merge([{**line, "file": "f", "row": 0}])) == [0]
-    assert index.rows[0]["mismatch"] == 0.4 and [update["step"] for update in index.rows[0]["updates"]] == [3]
+        line = {"step": step, "mismatch": mismatch, "entropy": 0.0, "clipped": 0.0, "file": f"u-{step}", "row": 7}
+        table.add_updates([{"session": "s", **line}, {"session": "other", **line, "step": 9}])
+        assert table[0]["mismatch"] == (0.4 if mismatch == 0.4 else 0.1)
+        assert [update["step"] for update in table[0]["updates"]] == list(range(3, step + 1))
+    assert table[0]["updates"] == [{"step": 3, "file": "u-3", "row": 7}]
+    assert [update["step"] for update in table[1]["updates"]] == [9] and table[1]["mismatch"] == 0.4
 
 
 def test_a_live_run_is_read_on(tmp_path):

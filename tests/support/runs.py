@@ -80,6 +80,16 @@ def write_run(
     return folder
 
 
+def index_line(session: str, **fields: Any) -> dict[str, Any]:
+    """A line of kind `rollout` of an index, of a conversation of a turn."""
+    numbers = dict.fromkeys(("step", "k", "rank", "group", "member", "forks", "calls", "row"), 0)
+    sizes = {"turns": 1, "tokens": [3], "context": 10, "unique": 13, "errors": [0]}
+    texts = {"mode": "train", "prompt": "", "stop": "answered", "error": None, "answer": None, "file": "a.parquet"}
+    rewards = {"right": None, "reward": 0.5, "rewards": {}, "turn_rewards": [None]}
+    times = {"start": 1.0, "seconds": 1.0, "turn_seconds": [1.0], "tool_seconds": [0.0]}
+    return {"session": session, **numbers, **sizes, **texts, **rewards, **times, **fields}
+
+
 def _copy_tokenizer(folder: Path) -> None:
     folder.mkdir(parents=True)
     shutil.copy(EMBEDDED, folder)

@@ -38,8 +38,7 @@ FILTERS = {
 @pytest.mark.parametrize("text", FILTERS)
 def test_a_filter_counts_what_a_loop_counts(queries, text):
     wanted = [place for place, row in enumerate(queries.run.rows) if FILTERS[text](row)]
-    columns = Columns()  # of the index alone, without the words of the conversations
-    columns.put(queries.run.rows)
+    columns = Columns(queries.run.rows)  # of the index alone, without the words of the conversations
     assert np.flatnonzero(columns.where(parse_filter(text))).tolist() == wanted
     assert text in ("turns=2 errors>0",) or wanted
 

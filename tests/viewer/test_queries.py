@@ -9,10 +9,11 @@ import statistics
 
 import orjson
 import pytest
-from support.runs import REWARDS, write_run
+from support.runs import REWARDS, index_line, write_run
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Batch, RunWriter, open_run
+from mt_grpo.runlog.table import Table
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 from mt_grpo.viewer.columns import Columns
@@ -42,12 +43,10 @@ def test_curves_are_means_over_the_conversations_of_a_step(queries):
 
 
 def test_long_runs_have_fewer_points():
-    columns = Columns()
-    run = {"kind": "rollout", "mode": "train", "k": 0, "group": 0, "member": 0, "prompt": "", "stop": "answered"}
-    rest = {"answer": None, "error": None, "right": None, "turns": 1, "tokens": [3], "errors": [0], "rewards": {}}
-    more = dict.fromkeys(("calls", "context", "unique", "forks", "seconds", "mismatch", "entropy", "clipped"), 1)
+    rows = Table()
     steps = 3 * POINTS + 7
-    columns.put([{**run, **rest, **more, "session": f"s{i}", "step": i, "reward": i} for i in range(steps)])
+    rows.add_rollouts([index_line(f"s{step}", step=step, reward=step) for step in range(steps)])
+    columns = Columns(rows)
     view = overview(columns, [], [])
     assert len(view["reward"]) == len(view["step"]) == POINTS
     assert all(isinstance(step, int) for step in view["step"]) and view["step"][0] == 0
