@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mt_grpo.app.doctor.command import made_arguments
 from mt_grpo.app.doctor.gpus import named_gpu
+from mt_grpo.app.doctor.load import Load
 from mt_grpo.app.doctor.memory import (
     COPIES,
     GB,
@@ -357,6 +358,21 @@ def test_more_gpus_serve_faster(shape):
     assert seconds(168, 168) < seconds(336, 336) < seconds(336, 100)
     assert assumed_lengths(100, 4, 48, 320) == Lengths(3.0, 72.0, 260.0)
     assert Step(1.0, 2.0, 3.0).scaled(2.0).total == 12.0
+
+
+def test_a_step_takes_less_where_batches_are_sampled_ahead():
+    assert [Step(4.0, 3.0, 2.0, staleness).total for staleness in (0, 1, 2, 4)] == [9.0, 4.5, 3.0, 2.0]
+    assert [Step(4.0, 3.0, 2.0, staleness, shared=True).total for staleness in (0, 1, 2)] == [9.0, 6.0, 6.0]
+    assert Step(4.0, 3.0, 2.0, 1).scaled(2.0).total == 9.0
+
+
+def test_sampling_ahead_without_a_server_takes_a_copy(shape):
+    def parts(copied):
+        return Load(shape, HALF, 1, 1, 1, 200, 1024, 2048, True, None, False, 8, copied, True).parts(COPIES)
+
+    alone, ahead = parts(False), parts(True)
+    assert ahead.pop("copy that samples") == 2 * shape.parameters + 8 * 1224 * shape.kv_bytes(2)
+    assert alone.pop("sampling beyond training") == 0 and alone == ahead
 
 
 @pytest.mark.parametrize(

@@ -336,9 +336,9 @@ class Case:
 
     @property
     def under_way(self) -> int:
-        """Conversations that are sampled at once."""
-        limit = self.args.max_concurrent_rollouts
-        return self.batch if limit is None else min(self.batch, limit * self.processes)
+        """Conversations that are sampled at once, those of batches that are sampled ahead among them."""
+        limit, most = self.args.max_concurrent_rollouts, self.batch * (1 + self.args.max_staleness)
+        return most if limit is None else min(most, limit * self.processes)
 
     @property
     def urls(self) -> list[str]:

@@ -39,6 +39,7 @@ class Load:
         chunk (`int`, *optional*): As in `head`.
         reference (`bool`): Whether there is a reference model.
         under_way (`int`): Conversations that the trainer's own model samples at once; 0 with a server.
+        copied (`bool`): Whether they are sampled from a copy of the model, while it is trained (`max_staleness`).
         on_gpu (`bool`): Whether processes have a GPU.
     """
 
@@ -54,6 +55,7 @@ class Load:
     chunk: int | None
     reference: bool
     under_way: int
+    copied: bool
     on_gpu: bool
 
     @classmethod
@@ -72,6 +74,7 @@ class Load:
             CHUNK_ELEMENTS["cuda" if case.on_gpu else "cpu"] if args.forward != "padded" else None,
             args.beta > 0,
             0 if args.use_vllm else case.under_way,
+            bool(args.max_staleness) and not args.use_vllm,
             case.on_gpu,
         )
 
@@ -92,9 +95,11 @@ class Load:
         if self.reference and not shape.adapter:
             held = weights(shape, precision)
             found["reference model"] = held / ranks if sharding.stage == 3 else held
-        if self.under_way:  # it samples before it trains, so the larger of the two counts
-            rows = min(-(-self.under_way // ranks), MOST_ROWS)
-            cache = rows * self.longest * shape.kv_bytes(precision.compute)
+        rows = min(-(-self.under_way // ranks), MOST_ROWS)
+        cache = float(rows * self.longest * shape.kv_bytes(precision.compute))
+        if self.copied:
+            found["copy that samples"] = weights(shape, precision) + cache
+        elif self.under_way:  # it samples before it trains, so the larger of the two counts
             found["sampling beyond training"] = max(0.0, cache - training - logits)
         found["CUDA and gaps" if self.on_gpu else "Python"] = RESERVE if self.on_gpu else PROCESS
         return found

@@ -9,7 +9,7 @@ import json
 import math
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +87,30 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of the parts of a step."""
+    """
+    Seconds of the parts of a step.
+
+    Args:
+        sampling, tools, training (`float`): Of each part.
+        staleness (`int`, *optional*, defaults to `0`): Batches that are sampled ahead.
+        shared (`bool`, *optional*, defaults to `False`): Whether one device samples and trains.
+    """
 
     sampling: float
     tools: float
     training: float
+    staleness: int = 0
+    shared: bool = False
 
     @property
     def total(self) -> float:
-        return self.sampling + self.tools + self.training
+        """The formula of docs/staleness.md, of a server that is not full."""
+        least = self.training + self.sampling * self.shared
+        return max(least, (self.sampling + self.tools + self.training) / (self.staleness + 1))
 
     def scaled(self, factor: float) -> Step:
-        return Step(self.sampling * factor, self.tools * factor, self.training * factor)
+        parts = {name: getattr(self, name) * factor for name in ("sampling", "tools", "training")}
+        return replace(self, **parts)
 
 
 def assumed_lengths(prompt: int, steps: int, turn: int | None, completion: int) -> Lengths:
@@ -258,12 +270,13 @@ def estimate(case: Case, lengths: Lengths, speed: Speed, ranks: int, servers: in
         sampling = own_engine_seconds(shape, speed, turns, turn, -(-case.batch // ranks))
     slowest = max(case.tool_seconds.values(), default=0.0)
     tokens = case.batch * lengths.unique
-    forwards = (args.num_iterations > 1 or args.use_vllm) + (args.beta > 0)  # old log-probs, and the reference's
+    corrected = args.num_iterations > 1 or args.use_vllm or args.max_staleness > 0
+    forwards = corrected + (args.beta > 0)  # old log-probs, and the reference's
     passes = args.num_iterations + forwards / 3
     microbatches = args.num_iterations * max(1, case.batch // (args.per_device_train_batch_size * ranks))
     checkpointing = bool(args.gradient_checkpointing)
     trained = training_seconds(shape, speed, tokens, ranks, checkpointing, passes, microbatches)
-    return Step(sampling, lengths.turns * slowest, trained)
+    return Step(sampling, lengths.turns * slowest, trained, args.max_staleness, not args.use_vllm)
 
 
 def step(case: Case) -> Lines:
@@ -289,8 +302,8 @@ def step(case: Case) -> Lines:
     several = f" for a batch and its {steps:g} optimiser steps" if steps != 1 else ""
     what = (
         f"{_seconds(found.total)}{several} ({source}): sampling {_seconds(found.sampling)}, tools {tools}, "
-        f"forward and backward {_seconds(found.training)}; for conversations of {lengths.turns:.1f} turns, "
-        f"{lengths.sampled:.0f} tokens sampled, {lengths.unique:.0f} trained on"
+        f"forward and backward {_seconds(found.training)}{_overlap(found)}; for conversations of "
+        f"{lengths.turns:.1f} turns, {lengths.sampled:.0f} tokens sampled, {lengths.unique:.0f} trained on"
     )
     hours = found.total * case.steps / case.steps_of_a_batch / 3600
     case.plan["step"]["hours of the run"] = hours
@@ -347,6 +360,11 @@ def _split(case: Case, lengths: Lengths, speed: Speed, factor: float) -> Lines:
     except ConfigError as error:
         mend += f"; with {trains} processes the batch does not divide: {error}".removesuffix(".")
     yield WARN, f"{what}; an estimate", mend
+
+
+def _overlap(step: Step) -> str:
+    """What of a step's parts goes on at the same time, in words."""
+    return f", of which `max_staleness: {step.staleness}` has some at the same time" if step.staleness else ""
 
 
 def _long(hours: float) -> str:
