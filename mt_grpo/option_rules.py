@@ -74,16 +74,65 @@ def check_options(
     check_staleness(options)
     check_rule(options, rule)
     check_branches(options, rule)
-    if options["use_vllm"] and options["vllm_mode"] != "server":
-        raise ConfigError(
-            f"`vllm_mode: {options['vllm_mode']}` is not supported: leave it out, and start the server with "
-            "`mt-grpo serve`."
-        )
+    check_servers(options)
     check_partner(options)
     check_environments(options)
     if options["simulated_user"] is not None:
         parse_user(options["simulated_user"])
     check_history(options["history"], options["compact_every"])
+
+
+def check_servers(options: Mapping[str, Any]) -> None:
+    """
+    Whether servers can do what the options ask of them where they run: on GPUs of their own, or on the trainer's.
+
+    Raises:
+        ConfigError: If they cannot.
+    """
+    if not options["use_vllm"]:
+        return
+    if options["vllm_mode"] == "server":
+        if options["vllm_enable_sleep_mode"]:
+            raise ConfigError(
+                "`vllm_enable_sleep_mode: true` gives a server's memory to training on the same GPU: set `vllm_mode: "
+                "colocate`, or leave it out, since this run's server has a GPU of its own."
+            )
+        if options["weight_sync"] == "ipc":
+            raise ConfigError(
+                "`weight_sync: ipc` hands over memory of a GPU that trainer and server share: set `vllm_mode: "
+                "colocate`, or choose `safetensors` or `nccl`."
+            )
+        return
+    if options["vllm_server_base_url"]:
+        raise ConfigError(
+            f"`vllm_mode: colocate` starts its servers itself, and `vllm_server_base_url: "
+            f"{options['vllm_server_base_url']}` names one: leave it out, or set `vllm_mode: server`."
+        )
+    if options["weight_sync"] == "nccl":
+        raise ConfigError(
+            "`weight_sync: nccl` needs a GPU for each end, and with `vllm_mode: colocate` both are on one: leave it "
+            "out, or choose `ipc` or `safetensors`."
+        )
+    if options["vllm_enable_sleep_mode"] and options["max_staleness"]:
+        raise ConfigError(
+            f"`max_staleness: {options['max_staleness']}` samples while the model is trained, when "
+            "`vllm_enable_sleep_mode: true` has taken the server's weights away: leave one of them out."
+        )
+
+
+def check_groups(options: Mapping[str, Any], processes: int) -> None:
+    """
+    Whether the processes of a run make whole groups for the servers that it starts.
+
+    Raises:
+        ConfigError: If they do not.
+    """
+    size = options["vllm_tensor_parallel_size"]
+    if options["use_vllm"] and options["vllm_mode"] == "colocate" and processes % size:
+        raise ConfigError(
+            f"`vllm_tensor_parallel_size: {size}` does not divide the {_processes(processes)} that train, and each "
+            "server of `vllm_mode: colocate` runs on the GPUs of so many of them: set a divisor, such as 1."
+        )
 
 
 def check_staleness(options: Mapping[str, Any]) -> None:
@@ -148,6 +197,7 @@ def check_batches(options: Mapping[str, Any], processes: int) -> None:
     Raises:
         ConfigError: If they do not; it says which numbers would do.
     """
+    check_groups(options, processes)
     sizes = f"{options['per_device_train_batch_size']} a device × {_processes(processes)}"
     step = options["per_device_train_batch_size"] * processes
     steps = options["steps_per_generation"] or options["gradient_accumulation_steps"]
@@ -208,6 +258,11 @@ def check_served(options: Mapping[str, Any]) -> None:
         raise ConfigError(
             "The recipe's trainer samples from its own model and would leave a server alone: set `use_vllm: true` for "
             "both commands."
+        )
+    if options.get("vllm_mode") == "colocate":
+        raise ConfigError(
+            "The recipe's trainer starts its servers itself (`vllm_mode: colocate`): run `mt-grpo train` alone, or "
+            "give both commands `--vllm_mode server`."
         )
 
 

@@ -380,13 +380,19 @@ class RunOptions:
     )
 
     vllm_mode: str = option(
-        "server", "A dedicated server is the only mode. `mt-grpo serve` starts it.", SERVER, page="server.md"
+        "server",
+        "server or colocate. `mt-grpo serve` starts the server, on other GPUs; or the trainer does, on its own. TRL's "
+        "default is colocate.",
+        SERVER,
+        names=("server", "colocate"),
+        page="colocate.md",
     )
     vllm_server_host: str = option("127.0.0.1", "Host of the vLLM server.", SERVER, of_server=True)
     weight_sync: str = option(
         "auto",
-        "auto, nccl, safetensors or lora. How weights reach the server: `nccl` goes from GPU to GPU, `safetensors` "
-        "(which `auto` is) through a file, and `lora` sends the adapter only.",
+        "auto, safetensors, nccl, ipc or lora. How weights reach the server: `safetensors` through a file, `nccl` "
+        "from GPU to GPU, `ipc` within a GPU, and `lora` sends the adapter only. `auto` is the first, and `ipc` with "
+        "`vllm_mode: colocate` on a GPU.",
         SERVER,
         page="server.md",
         of_server=True,
@@ -464,7 +470,10 @@ OF_LIBRARIES = {
     "use_vllm": Option("Sample with the server that `mt-grpo serve` starts.", SERVER),
     "vllm_server_port": Option("Port of the vLLM server.", SERVER, of_server=True),
     "vllm_server_base_url": Option(of_server=True),
-    "vllm_tensor_parallel_size": Option(of_server=True),
+    "vllm_tensor_parallel_size": Option(rule=ABOVE_ZERO, of_server=True),
+    "vllm_gpu_memory_utilization": Option(
+        rule=Rule(lambda value: 0 < value <= 1, "it is a share of a GPU's memory, so set one such as 0.3")
+    ),
     "vllm_max_model_length": Option(of_server=True),
     "output_dir": Option("Folder of the run.", RUN),
     "resume_from_checkpoint": Option(

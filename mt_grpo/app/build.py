@@ -43,6 +43,7 @@ from mt_grpo.training.environment import build_env
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.images import tokenizer_in
 from mt_grpo.training.model import resolve_base, resolve_model
+from mt_grpo.training.own_server import check_own_servers
 from mt_grpo.training.preflight import check_batch_sizes, check_rows_suffice, check_surroundings
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
@@ -166,6 +167,7 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         },
     )
     check_surroundings(args)  # the trainer does too, but rows are not loaded for a machine that cannot train
+    check_own_servers(args)
     checkpoint = Path(args.resume_from_checkpoint) if trains and args.resume_from_checkpoint else None
     if checkpoint is not None:
         check_checkpoint(checkpoint, batch_options(args), args.process_index, args.world_size)

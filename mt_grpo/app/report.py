@@ -164,7 +164,7 @@ def next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
     if args.weight_sync == "lora":
         options += ["--weight_sync", "auto"]
     arguments = [*_config(args), "--model_name_or_path", trained, *options]
-    if args.use_vllm:
+    if args.use_vllm and args.vllm_mode == "server":
         steps.append(("end the run's vLLM server, and start one of the trained model", _command("serve", *arguments)))
     steps.append(("see what the agent did, and the credit it got", _command("view", folder)))
     steps.append(("see what the trained agent does", _command("rollout", *arguments)))

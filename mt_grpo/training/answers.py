@@ -109,6 +109,11 @@ def score_answers(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
             fill_in(batch, leaves, _by_trainer(trainer, trees_of_rows(leaves), batch.mode, images))
 
 
+def asks_server(trainer: GRPOTrainer) -> bool:
+    """Whether a reward has the server score right answers."""
+    return bool(_asking(trainer, "server"))
+
+
 def _asking(trainer: GRPOTrainer, scorer: str) -> list[RightAnswer]:
     rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs, *trainer.state_scores]
     return [each for each in rewards if isinstance(each, RightAnswer) and each.scorer == scorer]

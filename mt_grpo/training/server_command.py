@@ -7,6 +7,7 @@ import os
 import sys
 import uuid
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -14,11 +15,12 @@ from transformers import AutoConfig, PreTrainedConfig
 from trl import ModelConfig
 
 import mt_grpo
+from mt_grpo.errors import ConfigError
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import resolve_base, resolve_model
-from mt_grpo.training.servers import replays_routes, transport_of
+from mt_grpo.training.servers import colocates, replays_routes, transport_of
 
 GUARD = "mt_grpo.vllm_plugin.guard.Guard"
 """The middleware that lets only the trainer's requests pass, and only with the key."""
@@ -62,6 +64,9 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
         command += ["--revision", model.model_revision]
     if args.trust_remote_code:
         command.append("--trust-remote-code")
+    if colocates(args) and args.device.type == "cuda":
+        command += ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+        command += ["--enable-sleep-mode"] if args.vllm_enable_sleep_mode else []  # the CPU build refuses the flag
     flags, variables = transport.server_flags(model)
     command += flags
     environment |= variables
@@ -92,6 +97,22 @@ def _carries_state(name: str, args: MTGRPOConfig, model: ModelConfig) -> bool:
         return False
     kinds = getattr(config, "layer_types", None) or []
     return any(kind == "linear_attention" or "attention" not in kind and kind not in ("mlp", "moe") for kind in kinds)
+
+
+def check_vllm() -> None:
+    """
+    Whether servers can be started.
+
+    Raises:
+        ConfigError: If vLLM is not installed where they run.
+    """
+    own = interpreter()
+    here = own == Path(sys.executable)
+    if not (find_spec("vllm") if here else list(own.parents[1].glob("lib/python*/site-packages/vllm"))):
+        raise ConfigError(
+            "`vllm_mode: colocate` starts a vLLM server, and vLLM is neither in `.venv-vllm` nor in this environment: "
+            'install it (`TORCH="" scripts/install.sh .venv-vllm ".[vllm]"`, or on a CPU `make server-cpu`).'
+        )
 
 
 def interpreter() -> Path:

@@ -28,20 +28,43 @@ from mt_grpo.weights.verification import EXACT, NARROW, compare, halved, probe_i
 _EVERYWHERE = "0.0.0.0"
 
 
-def server_urls(args: MTGRPOConfig) -> list[str]:
+def server_urls(args: MTGRPOConfig, processes: int | None = None) -> list[str]:
     """
     URLs of a run's servers: those of `vllm_server_base_url`, separated by commas, or else the one of
-    `vllm_server_host` and `vllm_server_port`.
+    `vllm_server_host` and `vllm_server_port`. Those that a trainer starts are on this machine, on that port and the
+    ones after it.
+
+    Args:
+        args (`MTGRPOConfig`): The options.
+        processes (`int`, *optional*): Processes that train; by default as many as this one was launched with.
     """
+    if colocates(args):
+        groups = (processes or args.world_size) // args.vllm_tensor_parallel_size
+        return [f"http://127.0.0.1:{args.vllm_server_port + group}" for group in range(groups)]
     if args.vllm_server_base_url:
         return [url.strip().rstrip("/") for url in args.vllm_server_base_url.split(",")]
     host = "127.0.0.1" if args.vllm_server_host == _EVERYWHERE else args.vllm_server_host
     return [f"http://{host}:{args.vllm_server_port}"]
 
 
+def colocates(args: MTGRPOConfig) -> bool:
+    """Whether the trainer starts its servers, on its own GPUs."""
+    return args.use_vllm and args.vllm_mode == "colocate" and args.replay is None
+
+
+def own_port(args: MTGRPOConfig) -> int:
+    """The port of the server that the group of this process shares its GPUs with."""
+    return args.vllm_server_port + args.process_index // args.vllm_tensor_parallel_size
+
+
 def transport_of(args: MTGRPOConfig) -> type[WeightTransport]:
-    """The transport that `weight_sync` names; `auto` is the one that works everywhere."""
-    return TRANSPORTS["safetensors" if args.weight_sync == "auto" else args.weight_sync]
+    """
+    The transport that `weight_sync` names. `auto` is the one that works everywhere, and between processes on one GPU
+    the one that copies least.
+    """
+    shares_gpu = colocates(args) and args.device.type == "cuda"
+    best = "ipc" if shares_gpu else "safetensors"
+    return TRANSPORTS[best if args.weight_sync == "auto" else args.weight_sync]
 
 
 def check_importance_sampling(args: MTGRPOConfig) -> None:
@@ -223,6 +246,7 @@ def server_client(args: MTGRPOConfig, tokenizer: Any, model: str) -> VLLMServerC
         tokenizer,
         model=model,
         server_timeout=args.vllm_server_timeout,
+        home=f"http://127.0.0.1:{own_port(args)}" if colocates(args) else None,
     )
 
 

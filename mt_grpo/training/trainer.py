@@ -28,7 +28,15 @@ from mt_grpo.option_rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.training.ahead import BatchesAhead
-from mt_grpo.training.answers import check_scorers, fill_in, hang_leaves, longest, score_answers, trees_of_rows
+from mt_grpo.training.answers import (
+    asks_server,
+    check_scorers,
+    fill_in,
+    hang_leaves,
+    longest,
+    score_answers,
+    trees_of_rows,
+)
 from mt_grpo.training.batch import IMAGES, OPTIONAL, TokenColumns, image_column, images_of, with_images
 from mt_grpo.training.config import MTGRPOConfig, changed, options_given
 from mt_grpo.training.environment import (
@@ -60,6 +68,7 @@ from mt_grpo.training.model import (
     without_dropout,
 )
 from mt_grpo.training.nonfinite import NumbersToTensorBoard, check_gradient, check_loss
+from mt_grpo.training.own_server import check_own_servers, hand_over, own_server
 from mt_grpo.training.preflight import (
     check_reward_columns,
     check_surroundings,
@@ -81,6 +90,7 @@ from mt_grpo.training.rollout_batch import EvaluationRows, RolloutBatch, branchi
 from mt_grpo.training.servers import (
     ModelCopy,
     check_importance_sampling,
+    colocates,
     lent_model,
     own_engine,
     own_weights,
@@ -184,6 +194,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         args = widened(args)
         check_rollout_func(rollout_func)
         check_surroundings(args)
+        if engine is None:
+            check_own_servers(args)
+        check_own_servers(args)
         if args.use_vllm or args.max_staleness:
             check_importance_sampling(args)
         self.replay = None if args.replay is None else Replay(args)
@@ -301,13 +314,17 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.use_vllm = args.use_vllm or bool(args.max_staleness)
         self.weight_sync: WeightTransport | ModelCopy | None = None
         self._synced_step = -1  # whose weights the servers have
+        self._servers_sleep = False  # while the model is trained
         if self.replay is not None:
             self.replay.check_tokenizer(self._tokenizer)
             engine = NoEngine(self._tokenizer, self.model.config.get_text_config().max_position_embeddings)
         if args.use_vllm and engine is None:
             engine = server_client(args, self._tokenizer, self.model.config.name_or_path)
-            self._run_on_all_ranks(engine.connect)
-            self.weight_sync = weight_sync(args, engine, lambda: self.model, self.accelerator)
+            with own_server(args, self.accelerator.unwrap_model(self.model)) as server:
+                self._run_on_all_ranks(engine.connect)
+                self.weight_sync = weight_sync(args, engine, lambda: self.model, self.accelerator)
+                hand_over(server, args, self.weight_sync)
+            self._servers_sleep = colocates(args) and args.vllm_enable_sleep_mode
         self._sampling = sampling_params(args)
         self._needs_routes = route_shape(self.model.config) is not None
         engine = engine or own_engine(args, self._tokenizer, self.model, self.accelerator)
@@ -404,6 +421,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._rollout(batch)
         if batch.mode == "train" and self.args.groups_without_signal == "resample" and self.replay is None:
             sample_again(batch, self.args.max_resample_times, self._rollout, self._score, self._judge)
+        if batch.mode == "train" and not asks_server(self):
+            self._take_memory_from_servers()
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
         if not replays_routes(self.args):
             batch.leave_out_routes()
@@ -419,6 +438,12 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             batch.leaves = {}
         self._count(batch)
         return batch.generated(image_token(self.model.config))
+
+    def _take_memory_from_servers(self) -> None:
+        """Before the model computes: servers on its GPUs sleep until conversations are sampled again."""
+        if self._servers_sleep:
+            self.weight_sync.sleep()
+            self._synced_step = -1
 
     def _rollout(self, batch: RolloutBatch) -> None:
         step, first = self.state.global_step, self.accelerator.process_index * len(batch.rows)
@@ -559,8 +584,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self._loss_inputs = inputs
-        if self._ahead is not None and self.model.training:
-            self._steps.before(self.optimizer)
+        if self.model.training:
+            self._take_memory_from_servers()
+            if self._ahead is not None:
+                self._steps.before(self.optimizer)
         try:
             loss = super().compute_loss(model, inputs, *args, **kwargs)
         finally:

@@ -47,13 +47,27 @@ ALLOWED = frozenset(
 SCHEDULING = frozenset({("POST", "/sleep", b"level=0&mode=keep"), ("POST", "/wake_up", b"tags=scheduling")})
 """A pause and its end, with their whole queries: with another one, these endpoints take the weights out of memory."""
 
+SLEEP = frozenset(
+    {
+        ("POST", "/sleep", b"level=1&mode=abort"),
+        ("POST", "/sleep", b"level=2&mode=abort"),
+        ("POST", "/wake_up", b"tags=weights"),
+        ("POST", "/wake_up", b"tags=kv_cache"),
+    }
+)
+"""What frees memory and takes it back. Only a server that shares its trainer's GPUs is asked for it."""
+
+SLEEPS = "MT_GRPO_SLEEPS"
+"""Environment variable of such a server."""
+
 
 class Guard:
     """
     ASGI middleware around the whole server. vLLM's development endpoints run any method of a worker for anyone. Its
     key guards only some paths. Its answers may be read by every web page. Here a request passes only if
 
-    - its method and path are in `allowed`, or with its query in `SCHEDULING`,
+    - its method and path are in `allowed`, or with its query in `SCHEDULING` (for a server that shares its trainer's
+      GPUs, in `SLEEP` too),
     - it has no `Origin` header (requests of web pages have one),
     - it has the key (`Authorization: Bearer KEY`), except for the health check.
 
@@ -69,6 +83,7 @@ class Guard:
     def __init__(self, app: App) -> None:
         self._app = app
         self._keys: list[str] = []
+        self._queries = SCHEDULING | SLEEP if os.environ.get(SLEEPS) else SCHEDULING
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -105,7 +120,7 @@ class Guard:
         request = (scope["method"], scope["path"])
         if b"origin" in headers:
             return 403, "Requests of web pages are refused."
-        if request not in self.allowed and (*request, scope["query_string"]) not in SCHEDULING:
+        if request not in self.allowed and (*request, scope["query_string"]) not in self._queries:
             return 403, "This server answers its trainer's requests only, and this is none of them."
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         known = [hmac.compare_digest(given, key.encode()) for key in self._keys]

@@ -26,7 +26,15 @@ from mt_grpo.rollout.engines.vllm.http import (
     wait_for_servers,
 )
 from mt_grpo.rollout.engines.vllm.lease import new_run, weight_label
-from mt_grpo.weights.updates import WeightSyncError, check_lease, check_still_leased, give_back
+from mt_grpo.weights.updates import (
+    WeightSyncError,
+    check_lease,
+    check_still_leased,
+    fall_asleep,
+    give_back,
+    wake_cache,
+    wake_weights,
+)
 from mt_grpo.weights.verification import (
     EXACT,
     PADDING,
@@ -84,6 +92,7 @@ class WeightTransport:
         dtype (`torch.dtype`, *optional*): The widest dtype of the servers' weights; `None` until it is known.
         checksum (`str`): Checksum of the weights that were sent last.
         in_flight (`bool`): Whether conversations go on while weights are sent, see `send_in_flight`.
+        asleep (`bool`): Whether the servers have given their memory to training, see `sleep`.
     """
 
     repeatable: bool = True
@@ -91,6 +100,9 @@ class WeightTransport:
 
     server_backend: str = "safetensors"
     """vLLM's weight-transfer backend, with which the server is started."""
+
+    sleep_level: int = 2
+    """How deep servers sleep: 1 where they keep weights that no sync sends, else 2."""
 
     _push: Callable[..., None]
     """Sends the weights of `step` to `server`; each transport's own method."""
@@ -109,7 +121,7 @@ class WeightTransport:
         self.accelerator = accelerator
         self.dtype: torch.dtype | None = None
         self.checksum = ""
-        self.in_flight = False
+        self.in_flight = self.asleep = False
         self._timeout = timeout
         self.get_model = get_model
         self.verify_every = verify_every
@@ -123,6 +135,8 @@ class WeightTransport:
         backend = DistributedBackend(accelerator)
         # elsewhere a forward is cheap, but takes every process, or a thread that knows its device
         self._computes_late = accelerator.device.type == "cpu" and not (backend.is_fsdp or backend.is_zero3)
+        self.end_server: Callable[[], None] | None = None
+        """Ends the server that this process started, if it did."""
         self._lock = threading.Lock()  # a server that is restarted is restored from another thread
         name = [new_run()]
         if accelerator.num_processes > 1:
@@ -165,6 +179,20 @@ class WeightTransport:
         """
         self.in_flight, self._computes_late, self.client.salted = True, False, True
 
+    def sleep(self) -> None:
+        """
+        Has the servers give their memory to training. The next `sync` wakes them: the memory of the weights, the
+        weights, then the memory of the cache. A server that sleeps already is left alone.
+
+        Raises:
+            WeightSyncError: In every process, if one does not.
+        """
+        if self.asleep:
+            return
+        with self._lock:
+            self._run(lambda: self._each_server(functools.partial(fall_asleep, level=self.sleep_level)))
+            self.asleep = True
+
     def sync(self, step: int) -> None:
         """
         Makes the servers sample with the trainer's weights as they are after optimiser step `step`.
@@ -185,9 +213,9 @@ class WeightTransport:
         self.begin()
         if self.num_syncs == 0:
             self._prove()
+        due = self.asleep or self.num_syncs % self.verify_every == 0
         self._send(step)
         self._expected = []
-        due = self.num_syncs % self.verify_every == 0
         if due or not self._computes_late:  # for servers that are restarted while other processes are busy
             self._expected = self._compute_expected(self.get_model(), measure=due)
         if due:
@@ -227,12 +255,14 @@ class WeightTransport:
             self._push_and_compare(self._control(base_url))
 
     def close(self) -> None:
-        """Gives the servers back to other runs."""
+        """Gives the servers back to other runs, and ends those that this run started."""
         atexit.unregister(self.close)
         if self.accelerator.is_main_process and self._begun:
             for server in self.client.pool.servers:
                 if server.up:
                     give_back(ServerControl(server.url, self.client.api_key, _GOODBYE), self.run)
+        if self.end_server is not None:
+            self.end_server()
 
     def _gather(self, step: int | None) -> None:
         """Every process: gets the weights ready to be sent; with `step` `None`, those of the proof."""
@@ -267,7 +297,15 @@ class WeightTransport:
 
     def _send(self, step: int | None) -> None:
         bring = functools.partial(self._bring, step=step)
+        if self.asleep:
+            if self.accelerator.device.type == "cuda":
+                torch.cuda.empty_cache()  # what training has kept for itself
+            self.accelerator.wait_for_everyone()
+            self._run(lambda: self._each_server(wake_weights))
         self._run(lambda: self._each_server(bring, bring), everywhere=lambda: self._gather(step))
+        if self.asleep:
+            self._run(lambda: self._each_server(wake_cache))
+            self.asleep = False
         self.client.weight_version = step
         for server in self.client.pool.servers:
             server.fingerprint = None

@@ -57,6 +57,29 @@ def updating(server: ServerControl, version: str) -> Iterator[None]:
     server.post("/finish_weight_update", {"weight_version": version})
 
 
+def fall_asleep(server: ServerControl, level: int) -> None:
+    """
+    Frees the memory of a server on the trainer's GPUs. Requests are paused first: one that was being computed would
+    read memory that is gone (vLLM issue 28714).
+
+    Args:
+        server (`ServerControl`): The server.
+        level (`int`): 1 keeps the weights in the machine's memory, 2 forgets them. Either forgets the cache.
+    """
+    server.post("/sleep", level="0", mode="keep")
+    server.post("/sleep", level=str(level), mode="abort")
+
+
+def wake_weights(server: ServerControl) -> None:
+    """Gives the weights of a sleeping server their memory. Of level 2 their contents are gone. It stays paused."""
+    server.post("/wake_up", tags="weights")
+
+
+def wake_cache(server: ServerControl) -> None:
+    """Gives the cache its memory, and ends the pause."""
+    server.post("/wake_up", tags="kv_cache")
+
+
 def push_file(server: ServerControl, path: Path, version: str, checksum: str) -> None:
     """
     Makes the server load a file of weights, and makes each of its workers confirm what its model received.

@@ -52,7 +52,7 @@ def advise(case: Case, load: Load, sharding: Sharding) -> str:
     def fits(plan: Plan) -> bool:
         load, sharding = plan
         tried.append(load.needs(sharding) / SPARE * (1 if load.on_gpu else load.processes))
-        return tried[-1] <= case.memory
+        return tried[-1] <= case.training_memory
 
     def fitting(changes: Iterable[Change], plan: Plan) -> list[str]:
         return next(([change.words] for change in changes if fits(change.of(*plan))), [])
@@ -68,7 +68,8 @@ def advise(case: Case, load: Load, sharding: Sharding) -> str:
         found = together or [f"{words}{beside}" for changes in large for words in fitting(changes, plan)]
     if found:
         return f"take {' or '.join(found[:MOST])}"
-    size = f"{'GPUs' if load.on_gpu else 'a machine'} of {math.ceil(min(tried) / GB)} GB"
+    beside_server = case.memory - case.training_memory
+    size = f"{'GPUs' if load.on_gpu else 'a machine'} of {math.ceil((min(tried) + beside_server) / GB)} GB"
     return f"no option that is known here makes it fit: take {size}, or a smaller model"
 
 

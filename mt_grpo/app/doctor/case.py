@@ -25,6 +25,7 @@ from trl import get_peft_config
 from mt_grpo.app.build import load_datasets, prompt_lengths
 from mt_grpo.app.doctor.gpus import GPU, find_gpu, named_gpu
 from mt_grpo.app.doctor.memory import (
+    ASLEEP,
     COPIES,
     EIGHT_BIT,
     GB,
@@ -45,7 +46,7 @@ from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.environment import check_env, prepare_tokenizer, rows_of
 from mt_grpo.training.model import resolve_base, resolve_model
-from mt_grpo.training.servers import server_urls
+from mt_grpo.training.servers import colocates, server_urls
 
 LONGEST = 64
 """How many prompts are encoded to count their tokens: those with the most characters."""
@@ -342,7 +343,20 @@ class Case:
 
     @property
     def urls(self) -> list[str]:
-        return server_urls(self.args)
+        return server_urls(self.args, self.processes)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the servers run on the GPUs that train."""
+        return colocates(self.args)
+
+    @property
+    def training_memory(self) -> float:
+        """Bytes of a GPU, or of this machine, that training may take: all but what a server keeps on the GPU."""
+        if not (self.colocated and self.on_gpu):
+            return self.memory
+        awake = self.args.vllm_gpu_memory_utilization * self.memory
+        return self.memory - (ASLEEP if self.args.vllm_enable_sleep_mode else awake)
 
     @property
     def local_port(self) -> int | None:

@@ -29,6 +29,8 @@ PROCESS = 0.7 * GB
 """Of a machine, for a Python process with torch."""
 SERVER_SHARE = 0.9
 """Of a GPU's memory that a server plans with; a little below vLLM's default."""
+ASLEEP = 2 * GB
+"""Of a GPU, for CUDA and the graphs of a server that sleeps there."""
 WHOLE = 16
 """Bytes of a parameter that is trained, its gradient and its optimiser's states, in all."""
 SPARE = 0.9
@@ -157,7 +159,7 @@ def head(shape: Shape, tokens: int, compute: int, chunk: int | None) -> float:
     return 3.0 * 4 * min(chunk, tokens * shape.vocabulary) + matrix
 
 
-def server_tokens(memory: float, shape: Shape, size: int, gpus: int = 1) -> int:
+def server_tokens(memory: float, shape: Shape, size: int, gpus: int = 1, share: float = SERVER_SHARE) -> int:
     """
     Tokens whose keys and values a server holds.
 
@@ -166,8 +168,9 @@ def server_tokens(memory: float, shape: Shape, size: int, gpus: int = 1) -> int:
         shape (`Shape`): The model's.
         size (`int`): Bytes of an element of weights and of keys and values.
         gpus (`int`, *optional*, defaults to `1`): Over which the server spreads the model.
+        share (`float`, *optional*): Of a GPU's memory that the server plans with.
     """
-    room = gpus * (SERVER_SHARE * memory - RESERVE) - size * shape.parameters
+    room = gpus * (share * memory - RESERVE) - size * shape.parameters
     return max(0, int(room / shape.kv_bytes(size)))
 
 

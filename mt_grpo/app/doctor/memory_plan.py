@@ -5,7 +5,7 @@ from __future__ import annotations
 from mt_grpo.app.doctor.advice import advise
 from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case, Lines
 from mt_grpo.app.doctor.load import Load
-from mt_grpo.app.doctor.memory import GB, SPARE, checkpoint, server_tokens, shared_memory
+from mt_grpo.app.doctor.memory import GB, RESERVE, SERVER_SHARE, SPARE, checkpoint, server_tokens, shared_memory
 from mt_grpo.app.doctor.surroundings import free_bytes
 
 RECORD = 8
@@ -16,9 +16,16 @@ CONVERSATION = 2000
 
 def training(case: Case) -> Lines:
     """Whether a training process fits; of several ways to spread the states, the first that does."""
-    total, ranks = case.memory, case.processes
+    total, ranks = case.training_memory, case.processes
     available = total if case.on_gpu else total / ranks
-    where = "a GPU" if case.on_gpu else "this machine" if ranks == 1 else f"this machine's share for each of {ranks}"
+    beside = f" beside the {(case.memory - total) / GB:.1f} GB of its server" if total < case.memory else ""
+    where = (
+        f"a GPU{beside}"
+        if case.on_gpu
+        else "this machine"
+        if ranks == 1
+        else f"this machine's share for each of {ranks}"
+    )
     rejected, load = [], Load.of(case)
     for sharding in case.candidates():
         found = load.parts(sharding)
@@ -61,7 +68,7 @@ def serving(case: Case) -> Lines:
         yield OK, f"{shape.kv_bytes(size):,} bytes a token on the CPU: `VLLM_CPU_KVCACHE_SPACE` bounds the GB", ""
         case.plan["server"] = {"bytes of a token": shape.kv_bytes(size)}
         return
-    tokens = server_tokens(case.memory, shape, size, gpus)
+    tokens = server_tokens(case.memory, shape, size, gpus, server_share(case))
     urls = len(case.urls)
     held, wanted = urls * tokens // case.longest, case.under_way
     case.plan["server"] = {"bytes of a token": shape.kv_bytes(size), "tokens": tokens, "conversations": held}
@@ -72,9 +79,38 @@ def serving(case: Case) -> Lines:
         + f"; {wanted} are under way at once"
     )
     if tokens < case.longest:
-        yield FAIL, what, _more_room(case, gpus, tokens)
+        mend = _more_room(case, gpus, tokens)
+        yield FAIL, what, f"raise `vllm_gpu_memory_utilization`, or {mend}" if case.colocated else mend
     elif held < wanted:
-        yield WARN, what, "at their longest, some wait for others: serve on more GPUs, or shorten conversations"
+        more = "raise `vllm_gpu_memory_utilization`" if case.colocated else "serve on more GPUs"
+        yield WARN, what, f"at their longest, some wait for others: {more}, or shorten conversations"
+    else:
+        yield OK, what, ""
+    if case.colocated:
+        yield from _sharing(case)
+
+
+def server_share(case: Case) -> float:
+    """The share of a GPU's memory that a server plans with."""
+    return float(case.args.vllm_gpu_memory_utilization) if case.colocated else SERVER_SHARE
+
+
+def _sharing(case: Case) -> Lines:
+    """Whether a server that is awake fits beside what a trainer keeps while it samples."""
+    load = Load.of(case)
+    ways = {sharding.name: load.parts(sharding)["states"] for sharding in case.candidates()}
+    name, kept = min(ways.items(), key=lambda item: item[1])
+    server = server_share(case) * case.memory
+    needed, room = kept + RESERVE + server, case.memory
+    case.plan["sampling"] = {"states": kept, "server": server, "available": room}
+    what = (
+        f"{needed / GB:.1f} of {room / GB:.1f} GB of a GPU while conversations are sampled: the server "
+        f"{server / GB:.1f}, the trainer's states {kept / GB:.1f} with {name}, CUDA {RESERVE / GB:.1f}"
+    )
+    if needed > room:
+        share = (room - kept - RESERVE) / room
+        lower = f"set `vllm_gpu_memory_utilization: {share:.2f}` at most" if share > 0.05 else ""
+        yield FAIL, what, lower or "train on more GPUs, or an adapter (`use_peft: true`)"
     else:
         yield OK, what, ""
 
@@ -82,7 +118,8 @@ def serving(case: Case) -> Lines:
 def _more_room(case: Case, gpus: int, tokens: int) -> str:
     """What gives a server room for one conversation."""
     for more in (2, 4, 8):
-        if more > gpus and server_tokens(case.memory, case.shape, case.served_size, more) >= case.longest:
+        held = server_tokens(case.memory, case.shape, case.served_size, more, server_share(case))
+        if more > gpus and held >= case.longest:
             shorter = f", or conversations of {tokens} tokens at most" if tokens > case.prompt else ""
             return f"spread the server over more GPUs (`vllm_tensor_parallel_size: {more}`){shorter}"
     return "serve a smaller model, or on GPUs with more memory: eight of these do not hold one conversation beside it"
@@ -117,7 +154,8 @@ def files(case: Case) -> Lines:
 
 
 def _shared(case: Case) -> Lines:
-    if not case.args.use_vllm or case.args.weight_sync not in ("auto", "safetensors"):
+    by_file = ("safetensors",) if case.colocated and case.on_gpu else ("auto", "safetensors")
+    if not case.args.use_vllm or case.args.weight_sync not in by_file:
         return
     folder = case.args.weight_sync_folder or "/dev/shm"
     needed, free = shared_memory(case.shape, case.served_size), free_bytes(folder)

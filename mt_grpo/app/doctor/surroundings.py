@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 from pathlib import Path
 
 import torch
@@ -14,9 +13,11 @@ from mt_grpo.app.env import MISSING, SERVER, version_here, version_in
 from mt_grpo.app.request import check_writable
 from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
+from mt_grpo.option_rules import check_groups
 from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.model import resolve_base
+from mt_grpo.training.own_server import is_free
 from mt_grpo.training.preflight import check_push, check_trackers
 from mt_grpo.training.servers import server_client
 
@@ -55,6 +56,11 @@ def server(case: Case) -> Lines:
     """Whether the servers answer and hold this run's model."""
     if not case.args.use_vllm:
         yield OK, "none is needed: the trainer samples from its own model", ""
+        return
+    if case.colocated:
+        check_groups(vars(case.args), case.processes)
+        several = f"{len(case.urls)} servers" if len(case.urls) > 1 else "a server"
+        yield OK, f"none is needed: the trainer starts {several} on its own {'GPUs' if case.on_gpu else 'machine'}", ""
         return
     for url in case.urls:
         fault = server_fault(url)
@@ -98,7 +104,15 @@ def server_environment(case: Case) -> Lines:
 
 def ports(case: Case) -> Lines:
     """Whether the ports of the run are free, or taken by its own server."""
-    if case.args.use_vllm and case.local_port is not None:
+    if case.colocated:
+        first = case.args.vllm_server_port
+        taken = [str(port) for port in range(first, first + len(case.urls)) if not is_free(port)]
+        if taken:
+            mend = "give the run another `vllm_server_port`: its servers take that one and those after it"
+            yield FAIL, f"port {', '.join(taken)} is taken, where the trainer starts a server", mend
+        else:
+            yield OK, f"port {first}{f' to {first + len(case.urls) - 1}' * (len(case.urls) > 1)} is free", ""
+    elif case.args.use_vllm and case.local_port is not None:
         port = case.local_port
         if is_free(port):
             yield OK, f"port {port} is free for the server", ""
@@ -118,17 +132,6 @@ def ports(case: Case) -> Lines:
             yield FAIL, f"port {MEETING_PORT}, where the processes meet, is taken", mend
     elif not case.args.use_vllm:
         yield OK, "none is needed", ""
-
-
-def is_free(port: int) -> bool:
-    """Whether a program can listen on a port of this machine."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port that was just left is free
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def trackers(case: Case) -> Lines:

@@ -17,7 +17,7 @@ import torch
 
 from mt_grpo.app.doctor.case import OK, WARN, Case, Lines, NotKnown
 from mt_grpo.app.doctor.gpus import GPU, named_gpu
-from mt_grpo.app.doctor.memory import Shape, server_tokens
+from mt_grpo.app.doctor.memory import SERVER_SHARE, Shape, server_tokens
 from mt_grpo.errors import ConfigError
 from mt_grpo.option_rules import check_batches
 
@@ -263,7 +263,8 @@ def estimate(case: Case, lengths: Lengths, speed: Speed, ranks: int, servers: in
         size, gpus = case.served_size, args.vllm_tensor_parallel_size
         at_once = case.under_way / servers
         if case.on_gpu:
-            at_once = min(at_once, server_tokens(case.memory, shape, size, gpus) / lengths.unique)
+            share = case.args.vllm_gpu_memory_utilization if case.colocated else SERVER_SHARE
+            at_once = min(at_once, server_tokens(case.memory, shape, size, gpus, share) / lengths.unique)
         sampling = server_seconds(shape, speed, lengths, case.batch / servers, at_once, size, gpus)
     else:
         turns = (REPLIES if args.max_env_steps is None else args.max_env_steps) + 1
@@ -310,7 +311,7 @@ def step(case: Case) -> Lines:
     what += f"; {_long(hours)} for the {case.steps} steps of the run"
     assumed = "" if lengths.measured else "half of what the recipe allows; `--calibrate RUN` takes those of a run"
     yield OK, what, assumed
-    if case.args.use_vllm and case.on_gpu:
+    if case.args.use_vllm and case.on_gpu and not case.colocated:
         yield from _split(case, lengths, speed, factor)
 
 

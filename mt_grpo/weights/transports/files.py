@@ -106,6 +106,8 @@ class LoraTransport(FolderTransport):
     own, which requests then ask for. The server must be started for it, as `mt-grpo serve` does.
     """
 
+    sleep_level = 1
+
     def __init__(
         self, client: VLLMServerClient, get_model: Callable[[], Any], accelerator: Accelerator, **options: Any
     ) -> None:

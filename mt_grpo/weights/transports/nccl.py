@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,18 +14,13 @@ from trl.import_utils import is_vllm_available
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl, find_key
-from mt_grpo.weights.transport import WeightTransport, weight_transport
-from mt_grpo.weights.updates import (
-    WeightSyncError,
-    check_lease,
-    paused,
-    updating,
-)
-from mt_grpo.weights.weight_file import FullParameters, exhaust
+from mt_grpo.weights.transport import weight_transport
+from mt_grpo.weights.transports.buckets import BUCKET, BucketTransport, Walk
+from mt_grpo.weights.updates import WeightSyncError
 
 
 @weight_transport("nccl")
-class NcclTransport(WeightTransport):
+class NcclTransport(BucketTransport):
     """
     Sends weights by NCCL broadcast between GPUs, as TRL does. It needs vLLM in the trainer's environment too. The
     server joins a process group when the run begins. A server that is restarted cannot join it again, so the run ends,
@@ -40,7 +33,6 @@ class NcclTransport(WeightTransport):
         ConfigError: If vLLM is not installed here, or there are several servers.
     """
 
-    repeatable = False
     server_backend = "nccl"
 
     def __init__(
@@ -59,7 +51,6 @@ class NcclTransport(WeightTransport):
             if hindrance:
                 raise ConfigError(f"`weight_sync: nccl` {fault}: mend that, or choose `weight_sync: safetensors`.")
         super().__init__(client, get_model, accelerator, **options)
-        self._parameters = FullParameters(get_model(), accelerator)
         self._group: NcclGroup | None = None
         self._group_port = group_port
 
@@ -79,44 +70,14 @@ class NcclTransport(WeightTransport):
                 "`mt-grpo serve` and this run's recipe, or choose `weight_sync: safetensors`."
             ) from error
 
-    def _gather(self, step: int | None) -> None:
-        """
-        Also sends the weights. All processes finish gathering a bucket before the main one sends it, because two
-        groups that broadcast at the same time may deadlock.
-        """
-        server = self._control(self.client.base_urls[0])
-        with contextlib.ExitStack() as update:
-
-            def begin_update() -> None:
-                self._wait_for_one()
-                check_lease(server, self.run)
-                update.enter_context(paused(server))
-                update.enter_context(updating(server, self._label(step)))
-
-            def send(bucket: list[tuple[str, torch.Tensor]]) -> None:
-                assert self._group is not None  # the process that sends has made it in `_prepare`
-                send_bucket(server, self._group, bucket)
-
-            # before anyone walks over the parameters, which all must do or none
-            self._run(begin_update)
-            self._parameters.model, self._parameters.dtype = self.get_model(), self.dtype
-            self._parameters.changed = self.changed
-            walk = iter(self._parameters)
-            try:
-                while bucket := self._take(walk):
-                    self._run(functools.partial(send, bucket))
-            finally:  # a failure ends all processes at the same bucket; gathering the rest takes all of them
-                exhaust(walk)
-
-    def _take(self, walk: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    def _take(self, walk: Walk) -> Bucket:
         bucket = take_bucket(walk, self.accelerator.is_main_process)
-        if self.accelerator.device.type == "cuda":
-            torch.accelerator.synchronize()
-        self.accelerator.wait_for_everyone()
+        self._finish()  # two groups that broadcast at the same time may deadlock
         return bucket
 
-    def _push(self, server: ServerControl, step: int | None) -> None:
-        """Does nothing: `_gather`, in which every process takes part, has sent the weights."""
+    def _deliver(self, servers: list[ServerControl], bucket: Bucket) -> None:
+        assert self._group is not None  # the process that sends has made it in `_prepare`
+        send_bucket(servers[0], self._group, bucket)
 
     def restore(self, base_url: str) -> None:
         raise WeightSyncError(
@@ -124,9 +85,6 @@ class NcclTransport(WeightTransport):
             "from its latest checkpoint."
         )
 
-
-BUCKET = 2**28
-"""Bytes that are gathered before they are sent. The server needs as much memory beside its model."""
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -158,12 +116,12 @@ class NcclGroup:
         self._client.communicator.destroy()
 
 
-def take_bucket(walk: Iterator[tuple[str, torch.Tensor]], keep: bool, size: int = BUCKET) -> Bucket:
+def take_bucket(walk: Walk, keep: bool, size: int = BUCKET) -> Bucket:
     """
     The next tensors of a walk, together `size` bytes or little more; empty at the end.
 
     Args:
-        walk (`Iterator`): Names and whole tensors. A tensor may change when the walk continues.
+        walk (`Iterator`): Names and whole tensors.
         keep (`bool`): Whether this process needs the contents.
         size (`int`, *optional*): Bytes.
     """

@@ -66,6 +66,7 @@ class VLLMServerClient:
         max_retries (`int`, *optional*, defaults to `4`): Repeats of a request after failures of the server.
         max_concurrent (`int`, *optional*, defaults to `1024`): Most requests under way at once.
         server_timeout (`float`, *optional*, defaults to `240.0`): Seconds to wait for a server that is not up.
+        home (`str`, *optional*): The server that gets all conversations of this process while it is up.
 
     Attributes:
         context_length (`int`): The shortest `max_model_len` among the servers; 0 before `connect`.
@@ -75,6 +76,7 @@ class VLLMServerClient:
         incoming_version (`int`, *optional*): That of weights which are being sent while conversations go on: a server
             may have them already, or not yet.
         salted (`bool`): Whether requests read no prefix that was cached with other weights, see `salt`.
+        remedy (`str`): What to do when no server is left, as the last sentence of the error.
         restore (`Callable[[str], None]`, *optional*): Sends the weights to a server that came back without them. It is
             called in a thread with the server's URL. Without it the client waits until the server has the weights.
     """
@@ -90,8 +92,9 @@ class VLLMServerClient:
         max_retries: int = 4,
         max_concurrent: int = 1024,
         server_timeout: float = 240.0,
+        home: str | None = None,
     ) -> None:
-        self.pool = ServerPool([base_urls] if isinstance(base_urls, str) else list(base_urls), api_key)
+        self.pool = ServerPool([base_urls] if isinstance(base_urls, str) else list(base_urls), api_key, home)
         self.tokenizer = tokenizer
         self.expected_model = model
         self.model = ""
@@ -106,6 +109,7 @@ class VLLMServerClient:
         self.salted = False
         self.run: str | None = None
         self.restore: Callable[[str], None] | None = None
+        self.remedy = f"Start it with `{START_COMMAND}`, R.yaml being this run's recipe."
         self._wire: Connections | None = None
 
     @property
@@ -331,8 +335,8 @@ class VLLMServerClient:
         """The error for when no server is left."""
         faults = " ".join(dict.fromkeys(server.fault for server in self.pool.servers))
         return (
-            f"No vLLM server answered for {self.server_timeout:.0f} s at {', '.join(self.base_urls)}. {faults} Start "
-            f"it with `{START_COMMAND}`, R.yaml being this run's recipe."
+            f"No vLLM server answered for {self.server_timeout:.0f} s at {', '.join(self.base_urls)}. {faults} "
+            f"{self.remedy}"
         )
 
 
@@ -438,9 +442,11 @@ class ServerPool:
     Args:
         urls (`list[str]`): The servers.
         api_key (`str`, *optional*): Their key.
+        home (`str`, *optional*): The server that gets every group while it is up.
     """
 
-    def __init__(self, urls: list[str], api_key: str | None = None) -> None:
+    def __init__(self, urls: list[str], api_key: str | None = None, home: str | None = None) -> None:
+        self._home = home
         self.servers = [Server(url.rstrip("/"), api_key) for url in urls]
         self._server: dict[str, Server] = {}
         self._group: dict[str, int] = {}
@@ -461,13 +467,18 @@ class ServerPool:
             up = [candidate for candidate in self.servers if candidate.up]
             if not up:
                 return None
-            chosen = min(up, key=lambda one: (len(one.sessions), zlib.crc32(f"{one.url}/{group}".encode())))
+            chosen = min(up, key=lambda one: self._rank(one, group))
             self._server_of_group[group] = chosen
         if server is not None:
             server.sessions.discard(session)
         self._server[session] = chosen
         chosen.sessions.add(session)
         return chosen
+
+    def _rank(self, server: Server, group: int) -> tuple[bool, int, int]:
+        """The least is chosen."""
+        by_name = zlib.crc32(f"{server.url}/{group}".encode())
+        return server.url != self._home, len(server.sessions), by_name
 
     def join(self, session: str, other: str) -> None:
         """Puts a conversation that is not placed yet into the group of another one."""

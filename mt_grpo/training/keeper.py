@@ -1,0 +1,55 @@
+"""
+Runs a server, and ends it together with the process that asked for it, whatever ends that: `keeper.py PARENT COMMAND`.
+It is run as a script, and imports nothing of this package, so that it begins at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+LOOK = 1.0
+"""Seconds between two looks."""
+PATIENCE = 20.0
+"""Seconds that the server has to end by itself."""
+_DIE_WITH_PARENT = 1  # of prctl
+
+
+def main(parent: int, command: list[str]) -> int:
+    """
+    Args:
+        parent (`int`): The process that asked. Its end is seen by this one's standard input, which it holds open, and,
+            where a child of it holds that too, by who this process's parent is.
+        command (`list[str]`): What starts the server.
+
+    Returns:
+        `int`: The server's status.
+    """
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # they are for the parent
+        signal.signal(ignored, signal.SIG_IGN)
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_begin)
+    while server.poll() is None and os.getppid() == parent:
+        readable, _, _ = select.select([0], [], [], LOOK)
+        if readable and not os.read(0, 1):
+            break
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(PATIENCE)
+    return server.wait()
+
+
+def _begin() -> None:
+    for restored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(restored, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,241 @@
+"""Servers that the trainer starts on its own GPUs, with a scripted server in the place of vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from support.colocated import IDLE, Sleeper
+from support.loopback import free_port
+from support.models import CPU_RUN, build_model
+from support.trainers import Letters
+
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.errors import ConfigError
+from mt_grpo.option_rules import check_batches, check_served
+from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, keeper, own_server, server_command
+from mt_grpo.training.own_server import OwnServer, check_own_servers
+from mt_grpo.training.servers import server_urls, transport_of
+
+COLOCATE = {**CPU_RUN, "use_vllm": True, "vllm_mode": "colocate"}
+UPDATE = ["/start_weight_update", "/update_weights", "/init_weight_transfer_engine", "/finish_weight_update"]
+PUSH = ["/sleep?level=0&mode=keep", *UPDATE, "/reset_prefix_cache?reset_running_requests=true"]
+PUSH += ["/wake_up?tags=scheduling"]
+CONTROL = {path.split("?")[0] for path in PUSH}
+
+
+def config(folder, **options) -> MTGRPOConfig:
+    return MTGRPOConfig(str(folder), **{**COLOCATE, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"vllm_server_base_url": "http://a:1"}, "starts its servers itself, and `vllm_server_base_url"),
+        ({"weight_sync": "nccl"}, "needs a GPU for each end"),
+        ({"vllm_enable_sleep_mode": True, "max_staleness": 1}, "has taken the server's weights away"),
+        ({"vllm_mode": "server", "vllm_enable_sleep_mode": True}, "set `vllm_mode: colocate`, or leave it out"),
+        ({"vllm_mode": "server", "weight_sync": "ipc"}, "a GPU that trainer and server share"),
+        ({"vllm_mode": "beside"}, "`vllm_mode"),
+        ({"vllm_tensor_parallel_size": 0}, "`vllm_tensor_parallel_size"),
+        ({"vllm_gpu_memory_utilization": 30}, "`vllm_gpu_memory_utilization"),
+    ],
+)
+def test_what_cannot_go_together_is_one_sentence(tmp_path, options, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        config(tmp_path, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_tensor_parallel_groups_divide_the_processes(tmp_path):
+    options = vars(config(tmp_path, vllm_tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="`vllm_tensor_parallel_size: 2` does not divide the 3 processes"):
+        check_batches(options, 3)
+
+
+def test_there_is_a_server_for_each_group(tmp_path):
+    args = config(tmp_path, vllm_server_port=9000, vllm_tensor_parallel_size=2)
+    assert server_urls(args, 4) == ["http://127.0.0.1:9000", "http://127.0.0.1:9001"]
+
+
+def test_auto_is_the_transport_that_works_on_a_cpu(tmp_path):
+    assert transport_of(config(tmp_path)).server_backend == "safetensors"
+
+
+def test_a_port_that_is_taken_is_said_before_work(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"Port {port} is taken.*another `vllm_server_port`"):
+            check_own_servers(config(tmp_path, vllm_server_port=port))
+
+
+def test_without_vllm_no_server_can_be_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_command, "interpreter", lambda: tmp_path / "bin" / "python")
+    with pytest.raises(ConfigError, match="vLLM is neither in `.venv-vllm` nor in this environment"):
+        check_own_servers(config(tmp_path, vllm_server_port=free_port()))
+
+
+def test_a_server_of_its_own_is_not_started_by_serve(tmp_path):
+    with pytest.raises(ConfigError, match="starts its servers itself"):
+        check_served(vars(config(tmp_path)))
+
+
+def test_a_server_that_ends_at_its_start_says_why(monkeypatch):
+    code = "raise ValueError('Free memory on the device is less than desired')"
+    server = OwnServer([sys.executable, "-c", code], dict(os.environ), "http://127.0.0.1:1")
+    monkeypatch.setattr(own_server, "SLICE", 0.05)
+    with pytest.raises(ServerSetupError, match="Free memory on the device") as error:
+        server.wait(60.0)
+    server.close()
+    assert str(server.log) in str(error.value) and server.log.exists()
+    server.log.unlink()
+
+
+STARTS = """
+import os, signal, subprocess, sys
+keeper, pid = sys.argv[1:]
+code = "import os, sys, time; open(sys.argv[1], 'w').write(f'{os.getpid()}.'); time.sleep(600)"
+command = [sys.executable, "-S", "-c", code, pid]
+subprocess.Popen([sys.executable, "-I", "-S", keeper, str(os.getpid()), *command], stdin=subprocess.PIPE)
+while not os.path.exists(pid) or not open(pid).read().endswith("."):
+    pass
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""What a trainer does that has started a server and is killed."""
+
+
+def test_a_killed_trainer_leaves_no_server(tmp_path):
+    pid = tmp_path / "pid"
+    trainer = subprocess.run([sys.executable, "-c", STARTS, keeper.__file__, str(pid)], timeout=300)
+    assert trainer.returncode == -signal.SIGKILL
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(pid.read_text().removesuffix("."))).wait(60)
+
+
+@pytest.fixture
+def served(tmp_path, tokenizer, questions, monkeypatch):
+    """Makes trainers whose server is scripted."""
+    folder, port = tmp_path / "base", free_port()
+    model = build_model(tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    servers = []
+
+    def command_at(host, port, args, about):
+        servers.append(Sleeper(tokenizer, port, str(folder)))
+        return IDLE, {}
+
+    monkeypatch.setattr(own_server, "command_at", command_at)
+    monkeypatch.setattr(own_server, "check_vllm", lambda: None)
+    made = []
+
+    def build(**options):
+        made.append(
+            MTGRPOEnvTrainer(
+                str(folder),
+                MultiTurnToolEnv(system_prompt=""),
+                [],
+                [Letters()],
+                config(
+                    tmp_path,
+                    **{
+                        "vllm_server_port": port,
+                        "vllm_importance_sampling_mode": "token_truncate",
+                        "max_steps": 2,
+                        "max_completion_length": 8,
+                        "save_strategy": "no",
+                    }
+                    | options,
+                ),
+                questions,
+                eval_dataset=questions.select(range(2)),
+                processing_class=tokenizer,
+            )
+        )
+        return made[-1]
+
+    build.servers = servers
+    yield build
+    for trainer in made:
+        trainer.weight_sync.close()
+    for server in servers:
+        server.http.stop()
+
+
+def children() -> list[psutil.Process]:
+    """Processes in the place of servers, once there are some."""
+    while not (found := [one for one in psutil.Process().children(recursive=True) if one.cmdline() == IDLE]):
+        pass
+    return found
+
+
+def asked(calls: list[str]) -> list[str]:
+    """What concerns weights, memory and sampling; equal calls in a row are one."""
+    kept = [call for call in calls if call.split("?")[0] in (*CONTROL, "/v1/completions")]
+    return [call for call, before in zip(kept, [None, *kept], strict=False) if call != before]
+
+
+def test_servers_sleep_while_the_model_is_trained(served):
+    trainer = served(vllm_enable_sleep_mode=True)
+    trainer.train()
+    sleep = ["/sleep?level=0&mode=keep", "/sleep?level=2&mode=abort"]
+    calls = asked(served.servers[0].http.calls)
+    first = calls.index("/start_weight_update") - 1
+    once = [*PUSH, "/v1/completions"]
+    wake = ["/wake_up?tags=weights", *PUSH, "/wake_up?tags=kv_cache", "/v1/completions"]
+    assert calls[first:] == [*once, *once, *sleep, *wake, *sleep]  # the proof, then the true weights
+    trainer.evaluate()
+    assert asked(served.servers[0].http.calls)[first + len(once) * 2 + len(wake) + 4 :] == wake
+
+
+def test_without_sleep_the_server_is_paused_only(served):
+    trainer = served()
+    trainer.train()
+    assert not [
+        call for call in served.servers[0].http.calls if "level=2" in call or "weights" in call.split("?")[-1:]
+    ]
+
+
+def test_the_end_of_a_run_ends_its_server(served):
+    trainer = served()
+    started = children()
+    log = Path(trainer.runner.engine.remedy.split()[-1].rstrip("."))
+    assert len(started) == 1 and log.exists()
+    trainer.weight_sync.close()
+    assert not psutil.wait_procs(started, 60)[1] and not log.exists()
+
+
+def test_a_server_that_is_lost_ends_the_run_in_a_sentence(served, monkeypatch):
+    monkeypatch.setattr(own_server, "GONE", 0.2)
+    trainer = served()
+    served.servers[0].http.stop()
+    with pytest.raises(ServerGoneError, match="The run that started it has to be started again. Its output is in"):
+        trainer.train()
+
+
+def test_a_trainer_that_fails_leaves_no_server(served, monkeypatch):
+    started = []
+
+    def fails(*args):
+        started.extend(children())
+        raise ConfigError("as it happens")
+
+    monkeypatch.setattr("mt_grpo.training.trainer.weight_sync", fails)
+    with pytest.raises(ConfigError, match="as it happens"):
+        served()
+    assert not psutil.wait_procs(started, 60)[1]
+
+
+def test_a_model_without_a_name_is_refused(tmp_path, tokenizer):
+    with pytest.raises(ConfigError, match="save it to a folder"):
+        own_server.start_own_server(config(Path(tmp_path)), build_model(tokenizer))

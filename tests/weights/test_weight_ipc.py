@@ -1,0 +1,109 @@
+"""The transfer within a GPU, without one: how memory is mapped is scripted, the rest is as in a run."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support.models import build_model
+from support.replicas import Replica, step_of
+
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.weights.transports import ipc
+from mt_grpo.weights.transports.ipc import IpcTransport, Shared
+from mt_grpo.weights.updates import WeightSyncError
+
+EXPORTED: dict[str, torch.Tensor] = {}
+"""Memory that was handed out, by the name of its GPU."""
+
+
+def exported(memory):
+    EXPORTED["GPU 0"] = memory
+    return {"GPU 0": "GPU 0"}
+
+
+class Mapping(Replica):
+    """A server that reads memory of the trainer, as vLLM's worker of a GPU does."""
+
+    def __init__(self, tokenizer) -> None:
+        super().__init__(tokenizer)
+        self.backend, self.packed = "ipc", None
+
+    def answer(self, method, path, body):
+        if path == "/init_weight_transfer_engine":
+            self.packed = body["init_info"]["packed"]
+            return 200, {}
+        if path != "/update_weights":
+            return super().answer(method, path, body)
+        self.updates += 1
+        if self.updates <= self.lost:
+            return 500, "CUDA out of memory"
+        info = body["update_info"]
+        memory = EXPORTED[pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))["GPU 0"]]
+        parts = memory[: sum(info["tensor_sizes"])].split(info["tensor_sizes"])
+        about = zip(info["names"], info["dtype_names"], info["shapes"], parts, strict=True)
+        self.take({name: part.view(getattr(torch, dtype)).view(shape).clone() for name, dtype, shape, part in about})
+        return 200, {}
+
+
+@pytest.fixture
+def mapping(tokenizer, monkeypatch):
+    monkeypatch.setattr(ipc, "exported", exported)
+    monkeypatch.setattr(Shared.__init__, "__defaults__", (40_000,))
+    server = Mapping(tokenizer)
+    yield server
+    server.http.stop()
+
+
+def transport(server, model):
+    client = VLLMServerClient(server.http.url, server.tokenizer, server_timeout=5.0)
+    return IpcTransport(client, lambda: model, Accelerator(cpu=True))
+
+
+def test_weights_arrive_in_buckets_while_the_server_is_paused(mapping, model):
+    sync = transport(mapping, model)
+    sync.sync(3)
+    posts = [path for method, path, _ in mapping.http.requests if method == "POST"]
+    assert posts[0] == "/init_weight_transfer_engine" and mapping.packed
+    updates = posts.count("/update_weights") // 2
+    push = ["/sleep", "/start_weight_update", *["/update_weights"] * updates, "/finish_weight_update"]
+    push += ["/reset_prefix_cache", "/wake_up"]
+    assert posts[1:] == [*push, "/v1/completions"] * 2 and updates > 2  # halved ones first, as a proof
+    assert step_of(mapping.version) == "3"
+    for name, weight in model.state_dict().items():
+        assert torch.equal(mapping.model.state_dict()[name], weight)
+    sync.close()
+
+
+def test_a_layer_without_weights_is_seen_at_once(mapping, model, tokenizer):
+    mapping.model = build_model(tokenizer)
+    mapping.skipped = {"model.layers.1.mlp.down_proj.weight"}
+    with pytest.raises(WeightSyncError, match="changed to see them arrive"):
+        transport(mapping, model).sync(0)
+
+
+def test_a_server_that_fails_is_resumed_and_ends_the_run(mapping, model):
+    mapping.lost = 1
+    with pytest.raises(WeightSyncError, match="CUDA out of memory"):
+        transport(mapping, model).sync(0)
+    posts = [path for method, path, _ in mapping.http.requests if method == "POST"]
+    assert posts[-2:] == ["/finish_weight_update", "/wake_up"]
+
+
+def test_a_server_that_maps_no_memory_is_refused(mapping, model):
+    mapping.backend = "safetensors"
+    with pytest.raises(WeightSyncError, match="for servers that the trainer starts"):
+        transport(mapping, model).sync(0)
+
+
+def test_tensors_begin_where_their_type_can_be_read(mapping):
+    walk = iter([("a", torch.ones(3, dtype=torch.bfloat16)), ("b", torch.ones(2)), ("c", torch.ones(50_000))])
+    shared = Shared(torch.device("cpu"))
+    names = []
+    while (packed := shared.take(walk)) is not None:
+        names.append(packed.names)
+    assert names == [["a"], ["b"], ["c"]]  # 6 bytes are no whole number of floats, and the last needs more memory
+    assert EXPORTED["GPU 0"].numel() == 200_000
