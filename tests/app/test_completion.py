@@ -94,7 +94,7 @@ def test_words_of_the_other_commands_are_completed(complete):
     assert complete("doctor", "--accelerate_config", "zero") == ["zero2", "zero3"]
     assert complete("train", "--accelerate_config", "my") == ["my recipe.yaml"]
     assert complete("recipes", "") == ["ls", "cp"]
-    assert complete("recipes", "cp", "Qwen/g") == ["Qwen/gsm8k.yaml"]
+    assert complete("recipes", "cp", "Qwen/gsm8k.") == ["Qwen/gsm8k.yaml"]
     assert complete("completion", "b") == ["bash"]
     assert complete("env", "") == []
     assert complete("credit", "r") == ["runs"] and complete("credit", "runs", "--st") == ["--step"]

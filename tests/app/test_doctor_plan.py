@@ -111,6 +111,9 @@ SHAPES = {
     "Qwen3-32B": {**SEVEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120}
     | {"intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
     | {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960},
+    "Qwen3-1.7B": {**SEVEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2048}
+    | {"intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    | {"vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True},
     "Qwen2.5-1.5B": {**SEVEN, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12}
     | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
 }
@@ -150,6 +153,33 @@ def test_a_recipe_fits_the_gpus_that_it_names(recipe, gpu_memory, launched, tmp_
     assert found["processes"]["status"] == found["training memory"]["status"] == "ok"
     assert "16 prompts × 21" in found["processes"]["what"]
     assert recipe.endswith("1gpu") or found["server memory"]["status"] == "ok"
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_training_and_serving_on_the_same_gpus_is_planned(gpus, tmp_path, capsys):
+    path = ROOT / "Qwen" / f"gsm8k_colocate_{gpus}gpu.yaml"
+    folder = model_folder(tmp_path / "model", "Qwen/Qwen3-1.7B")
+    options = ["--gpu_memory", "80", "--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "run")]
+    options += ["--num_processes", str(gpus), *(["--accelerate_config", "zero2"] if gpus > 1 else []), "--json"]
+
+    def plan(*more):
+        main(["doctor", str(path), *options, *more])
+        printed = json.loads(capsys.readouterr().out)
+        found = [one for one in printed["findings"] if one["check"] in ("training memory", "server memory", "server")]
+        return found, printed["plan"]
+
+    found, whole = plan()
+    assert "of 80 GB" in path.read_text().split("\n\n")[0]
+    assert {one["status"] for one in found} <= {"ok", "warn"} and "the trainer starts" in found[0]["what"]
+    assert whole["training"]["available"] / GB == pytest.approx(78)  # a server that sleeps keeps little
+    assert whole["sampling"]["server"] / GB == pytest.approx(0.65 * 80)
+    assert "splits" not in whole
+    if gpus == 1:
+        awake, shared = plan("--vllm_enable_sleep_mode", "false")
+        assert shared["training"]["available"] / GB == pytest.approx(0.35 * 80)
+        assert next(one["status"] for one in awake if one["check"] == "training memory") == "fail"
+        full, _ = plan("--vllm_gpu_memory_utilization", "0.9")
+        assert re.search(r"`vllm_gpu_memory_utilization: 0\.7\d` at most", full[-1]["mend"])
 
 
 def test_the_first_recipe_of_the_readme_fits_the_gpu_it_names(tmp_path, monkeypatch, capsys):
