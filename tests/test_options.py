@@ -44,7 +44,10 @@ WRONG = [
     ({"forward": "trees"}, "`forward` is 'trees'; the nearest is 'tree': choose one of tree, padded, turn_by_turn."),
     ({"history": "keeps"}, "`history` is 'keeps'; the nearest is 'keep': choose one of keep, strip_thinking, "),
     ({"history": "compact"}, "`history: compact` needs `compact_every`"),
-    ({"use_vllm": True, "vllm_mode": "colocate"}, "`vllm_mode: colocate` is not supported"),
+    (
+        {"use_vllm": True, "vllm_mode": "colocate", "vllm_server_base_url": "http://a:1"},
+        "`vllm_mode: colocate` starts its servers itself",
+    ),
 ]
 
 

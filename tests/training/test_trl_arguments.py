@@ -239,7 +239,7 @@ def test_a_grpo_config_keeps_each_of_its_values(trainer, tmp_path):
     ("options", "message"),
     [
         ({"generation_kwargs": {"num_beams": 2}}, "`generation_kwargs` is .* no effect"),
-        ({"use_vllm": True}, "`vllm_mode: colocate` is not supported"),
+        ({"use_vllm": True, "vllm_server_base_url": "http://a:1"}, "`vllm_mode: colocate` starts its servers itself"),
     ],
 )
 def test_a_grpo_config_is_held_to_the_same_rules(trainer, options, message):
