@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from mt_grpo.app.opening import opened
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.export import FORMS
 from mt_grpo.runlog.export import export as export_run
 from mt_grpo.runlog.schema import FOLDER
@@ -78,7 +77,7 @@ def view(arguments: list[str]) -> int:
             raise ConfigError(f"`--export` takes the folder of one run, and {folder} is none: name one in it.")
         return _serve(Runs(folder), folders[0], port, options)
     exports = "--export" in options
-    queries = Queries(_opened(folders[0]), None if exports else cached(folder))
+    queries = Queries(opened(folders[0]), None if exports else cached(folder))
     if exports:
         path = Path(options["--export"])
         number = export_page(queries, path, options.get("--filter", ""), "--overwrite" in options)
@@ -116,7 +115,7 @@ def export(arguments: list[str]) -> int:
     folders, options = read_words("export", arguments, values=("--to", "--output", "--filter"), flags=("--overwrite",))
     if len(folders) != 1 or "--to" not in options:
         raise ConfigError(f"Write `mt-grpo export RUN --to FORM`, where FORM is one of {', '.join(FORMS)}.")
-    run = _opened(folders[0])
+    run = opened(folders[0])
     rows = selected(run, options.get("--filter", ""))
     print(export_run(run, options["--to"], options.get("--output"), rows, "--overwrite" in options))
     return 0
@@ -141,16 +140,6 @@ def read_words(
         else:
             raise ConfigError(f"`mt-grpo {command}` has no option {word}{did_you_mean(word, (*values, *flags))}.")
     return folders, options
-
-
-def _opened(folder: str) -> Run:
-    """The run. Its index is many objects that stay: to look for garbage among them would take a third of the time."""
-    gc.disable()
-    try:
-        return open_run(folder)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _port(text: str) -> int:

@@ -72,8 +72,9 @@ The reader merges the lines of a session into one row: the fields of `rollout`; 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -86,18 +87,18 @@ from mt_grpo.runlog import files
 from mt_grpo.runlog.conversation import LINES, misfit
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import FOLDER
-from mt_grpo.runlog.table import Table
+from mt_grpo.runlog.table import Table, block_of
 
 PART = 2**23
 """Bytes that are read at a time."""
+NEAR = 2**16
+"""Bytes at a time in which the end of a line is looked for."""
+
+Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 _CHECKSUM = len(b',"crc":"01234567"}')
 _ENDED = re.compile(rb',"crc":"[0-9a-f]{8}"\}.', re.DOTALL)
 """A whole line that something else than a line feed ends."""
-
-
-_ADD = {"rollout": Table.add_rollouts, "credit": Table.add_credit, "update": Table.add_updates}
-"""How lines become rows, by kind, in the order in which they are added."""
 
 
 def written(line: dict[str, Any]) -> bytes:
@@ -119,6 +120,45 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     return line
 
 
+Part = list[tuple[str, Any]]
+"""What a part of an index says, in order: lines of other kinds as they are, and blocks of a `Table`, by kind."""
+
+
+def read_part(folder: Path, name: str, bounds: tuple[int, int, int]) -> tuple[int, Part]:
+    """
+    A part of a file of an index, which another process may read.
+
+    Args:
+        folder (`Path`): The run's.
+        name (`str`): The file.
+        bounds (`(int, int, int)`): Where it begins and ends, and the size of the file.
+
+    Returns:
+        `(int, list)`: Where its last whole line ends, and what it says.
+
+    Raises:
+        UserError: If the file cannot be read, or a whole line is damaged.
+    """
+    begin, end, size = bounds
+    added = files.read(folder, name, begin, end - begin) or b""
+    whole = added.rfind(b"\n") + 1  # the last line may be half written
+    return begin + whole, list(_blocks(_lines(folder / name, added, whole, end >= size)))
+
+
+def _bounds(folder: Path, name: str, begin: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """The parts of a file from `begin` on; each but the last ends with a line."""
+    while begin < size:
+        end = begin + PART
+        while end < size:
+            near = files.read(folder, name, end, NEAR) or b""
+            found = near.find(b"\n")
+            end += len(near) if found < 0 else found + 1
+            if found >= 0 or not near:
+                break
+        yield begin, min(end, size), size
+        begin = end
+
+
 def _lines(path: Path, added: bytes, whole: int, last: bool) -> Iterator[dict[str, Any]]:
     """The lines in the first `whole` bytes of what was added to an index, or of its last part."""
     raws = added[:whole].splitlines()
@@ -132,6 +172,30 @@ def _lines(path: Path, added: bytes, whole: int, last: bool) -> Iterator[dict[st
                 f"{path} has a damaged line ({error}), which begins with {raw[:40].decode(errors='replace')!r}: "
                 "remove it; the conversations stay in the Parquet files beside it."
             ) from None
+
+
+def _blocks(lines: Iterable[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Lines as what they say, see `Part`."""
+    waiting: dict[str, dict[str, dict[str, Any]]] = {"rollout": {}, "credit": {}, "update": {}}
+    rollouts, credit, updates = waiting.values()
+
+    def together() -> Iterator[tuple[str, Any]]:
+        for kind, of_kind in waiting.items():
+            if of_kind:
+                yield kind, block_of(kind, list(of_kind.values()))
+                of_kind.clear()
+
+    for line in lines:
+        kind = line.pop("kind")
+        if kind not in waiting:
+            yield kind, line
+            continue
+        session, of_kind = line["session"], waiting[kind]
+        # a row replaces what was said of its session before; a block has one line of a session
+        if session in of_kind or (kind == "rollout" and (session in credit or session in updates)):
+            yield from together()
+        of_kind[session] = line
+    yield from together()
 
 
 @dataclass
@@ -153,13 +217,14 @@ class Index:
     _offsets: dict[str, int] = field(default_factory=dict)
     _inodes: dict[str, int] = field(default_factory=dict)
 
-    def read(self, folder: Path) -> np.ndarray:
+    def read(self, folder: Path, each: Each = map) -> np.ndarray:
         """
         Reads what was added to the index files of a folder. If a file is gone, another or shorter, a run has replaced
         this one or has trimmed it, and everything is read again.
 
         Args:
             folder (`Path`): The run's `output_dir`.
+            each (`Callable`): Calls a function with each of some values, in their order; perhaps in other processes.
 
         Returns:
             `np.ndarray` of ints: Positions in `rows` of the sessions that are added or changed.
@@ -178,45 +243,22 @@ class Index:
         self._inodes = inodes
         for name, size in sizes.items():
             offset = self._offsets.get(name, 0)
-            while size > offset:  # part by part: lines take several times as much memory as their bytes
-                added = files.read(folder, name, offset, PART) or b""
-                whole = added.rfind(b"\n") + 1  # the last line may be half written
-                if not whole and len(added) == PART:  # a line that is longer than a part
-                    added = files.read(folder, name, offset) or b""
-                    whole = added.rfind(b"\n") + 1
-                last = offset + len(added) >= size
-                changed += self._merge(list(_lines(folder / name, added, whole, last)))
-                self._offsets[name] = offset = offset + whole
-                if last or not whole:
-                    break
+            # part by part: lines take several times as much memory as their bytes
+            for end, part in each(partial(read_part, folder, name), _bounds(folder, name, offset, size)):
+                changed += self._merge(part)
+                self._offsets[name] = end
         return np.unique(np.concatenate(changed))
 
-    def _merge(self, lines: Iterable[dict[str, Any]]) -> Iterator[np.ndarray]:
-        waiting: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in _ADD}
-        rollouts, credit, updates = waiting.values()
-        places = self.rows.places
-        for line in lines:
-            kind = line.pop("kind")
-            if kind == "step":
-                self._add_step(line)
+    def _merge(self, part: Part) -> Iterator[np.ndarray]:
+        for kind, found in part:
+            if kind in ("rollout", "credit", "update"):
+                yield self.rows.add(kind, found)
+            elif kind == "step":
+                self._add_step(found)
             elif kind == "run":
-                self.run = line
+                self.run = found
             elif kind == "file":
-                self.files[line["file"]] = line["size"], line["crc32"]
-            elif kind in waiting:
-                session, of_kind = line["session"], waiting[kind]
-                # a row replaces what was said of its session before; of credit and updates, one is added at a time
-                if session in of_kind or (kind == "rollout" and (session in credit or session in updates)):
-                    yield from self._add(waiting)
-                if kind == "rollout" or session in rollouts or session in places:
-                    of_kind[session] = line
-        yield from self._add(waiting)
-
-    def _add(self, waiting: dict[str, dict[str, dict[str, Any]]]) -> Iterator[np.ndarray]:
-        for kind, lines in waiting.items():
-            if lines:
-                yield _ADD[kind](self.rows, list(lines.values()))
-                lines.clear()
+                self.files[found["file"]] = found["size"], found["crc32"]
 
     def _add_step(self, line: dict[str, Any]) -> None:
         while self.steps and self.steps[-1]["step"] >= line["step"]:  # a resumed run takes them again

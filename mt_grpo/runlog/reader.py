@@ -30,7 +30,7 @@ from mt_grpo.runlog.conversation import (
     read_weights,
     words,
 )
-from mt_grpo.runlog.index import Index
+from mt_grpo.runlog.index import Each, Index
 from mt_grpo.runlog.messages import Said, turn_texts, ways
 from mt_grpo.runlog.table import Table
 
@@ -66,12 +66,13 @@ MOST_SHOWN = 80
 """Characters of a wrong name that are repeated."""
 
 
-def open_run(folder: str | Path) -> Run:
+def open_run(folder: str | Path, each: Each = map) -> Run:
     """
     Opens the folder of a run, which may still go on.
 
     Args:
         folder (`str` or `Path`): The run's `output_dir`.
+        each (`Callable`, *optional*): Reads the parts of a long index: `map`, or that of a pool of processes.
 
     Raises:
         UserError: If it is no folder, no run's folder, or one without conversations.
@@ -95,7 +96,7 @@ def open_run(folder: str | Path) -> Run:
             f"{folder} has no conversations: the file {schema.FOLDER}/{schema.INDEX} is not there (a run writes it "
             "with its first batch)."
         )
-    return Run(folder)
+    return Run(folder, each)
 
 
 class Run:
@@ -106,12 +107,12 @@ class Run:
         folder (`Path`): The folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, each: Each = map) -> None:
         self.folder = folder
         self._rollouts = folder / schema.FOLDER
         self._checked: dict[str, tuple[int, int, tuple[int, int] | None]] = {}
         self._index = Index()
-        self.refresh()
+        self._index.read(folder, each)
 
     @property
     def rows(self) -> Table:

@@ -52,6 +52,70 @@ ROOM = 1024
 _NEVER = -1
 
 
+Block = dict[str, Any]
+"""Lines of a kind by column: numbers as arrays, texts as their codes and values, lists as their sizes and numbers."""
+
+
+def block_of(kind: str, lines: Sequence[Row]) -> Block:
+    """The columns of lines of kind `rollout`, `credit` or `update`. Small, so that another process may send them."""
+    return _BLOCKS[kind](lines) | {"session": [line["session"] for line in lines]}
+
+
+def _rollouts(lines: Sequence[Row]) -> Block:
+    values = zip(*map(itemgetter(*_REQUIRED), lines), strict=True)
+    columns: dict[str, Sequence[Any]] = dict(zip(_REQUIRED, values, strict=True))
+    for name in (*FLOATS, *TEXTS):
+        if name not in columns:
+            columns[name] = [line.get(name) for line in lines]
+    block: Block = {name: np.array(columns[name], np.int32) for name in WHOLES}
+    block |= {name: np.array([line.get(name, 0) for line in lines], np.int32) for name in COUNTS}
+    block |= {name: np.array(columns[name], float) for name in FLOATS}
+    block |= {name: _coded(columns[name]) for name in TEXTS}
+    block |= {name: _flattened(columns[name], LISTS[name]) for name in _PER_TURN}
+    block["names"] = _coded(map(tuple, columns["rewards"]))
+    block["rewards"] = _flattened([each.values() for each in columns["rewards"]], float)
+    return block
+
+
+def _credit(lines: Sequence[Row]) -> Block:
+    advantages = _flattened([line["advantages"] for line in lines], float)
+    return {"advantages": advantages, **_where(lines)}
+
+
+def _updates(lines: Sequence[Row]) -> Block:
+    numbers = {name: np.array([line[name] for line in lines], float) for name in _OF_UPDATES}
+    return {"step": np.array([line["step"] for line in lines], np.int32), **numbers, **_where(lines)}
+
+
+def _where(lines: Sequence[Row]) -> Block:
+    rows = np.array([line["row"] for line in lines], np.int32)
+    return {"file": _coded(line["file"] for line in lines), "row": rows}
+
+
+_BLOCKS = {"rollout": _rollouts, "credit": _credit, "update": _updates}
+
+_OF_UPDATES = ("mismatch", "entropy", "clipped")
+
+
+class _Codes(dict[Any, int]):
+    """A number for each text, from 0 in the order in which they are asked for; 0 is none."""
+
+    def __missing__(self, text: Any) -> int:
+        code = self[text] = len(self)
+        return code
+
+
+def _coded(texts: Iterable[Any]) -> tuple[np.ndarray, list[Any]]:
+    known = _Codes({None: 0})
+    codes = np.array(list(map(known.__getitem__, texts)), np.int32)
+    return codes, list(known)
+
+
+def _flattened(lists: Sequence[Collection[float | None]], kind: type) -> tuple[np.ndarray, np.ndarray]:
+    sizes = np.array(list(map(len, lists)), np.int32)
+    return sizes, np.array(list(chain.from_iterable(lists)), kind)
+
+
 class Table(Sequence[Row]):
     """
     A row per conversation, in the order in which they were first added.
@@ -144,71 +208,72 @@ class Table(Sequence[Row]):
 
     # Adding
 
-    def add_rollouts(self, lines: Sequence[Row]) -> np.ndarray:
+    def add(self, kind: str, block: Block) -> np.ndarray:
         """
-        Adds rows from lines of kind `rollout`, each of another session. A row replaces the one that its session has,
-        and the credit and the updates of that. Returns the places of the rows.
+        Adds lines of kind `rollout`, `credit` or `update`, each of another session.
+
+        A row replaces the one that its session has, and the credit and the updates of that. Credit and updates of
+        sessions without a row are passed over. A step that is taken again replaces the updates of it and of later
+        ones.
+
+        Args:
+            kind (`str`): What the lines are.
+            block (`dict`): Their columns: `block_of`.
+
+        Returns:
+            `np.ndarray` of ints: The places of the rows that are added or changed.
         """
+        if kind == "rollout":
+            return self._add_rollouts(block)
+        found = np.array([self.places.get(session, _NEVER) for session in block["session"]], np.int64)
+        there = np.flatnonzero(found >= 0)
+        places = found[there]
+        if kind == "credit":
+            sizes, values = block["advantages"]
+            self._lists["advantages"].put(places, *_of_lists(sizes, values, there))
+            self._texts["credit_file"].put(places, block["file"][0][there], block["file"][1])
+            self._wholes["credit_row"][places] = block["row"][there]
+        else:
+            self._add_updates(places, block, there)
+        return places
+
+    def _add_rollouts(self, block: Block) -> np.ndarray:
         known, sessions = self.places, self.sessions
-        for line in lines:
-            if (session := line["session"]) not in known:
+        for session in block["session"]:
+            if session not in known:
                 known[session] = len(sessions)
                 sessions.append(session)
-        places = self._places(lines)
-        self._make_room(len(self.sessions))
-        columns = dict(zip(_REQUIRED, zip(*map(itemgetter(*_REQUIRED), lines), strict=True), strict=True))
-        for name in WHOLES:
-            self._wholes[name][places] = columns[name]
-        for name in COUNTS:
-            self._wholes[name][places] = [line.get(name, 0) for line in lines]
-        for name, values in self._floats.items():
-            given = columns[name] if name in columns else [line.get(name) for line in lines]
-            values[places] = np.array(given, float)
-        for name in TEXTS:
-            self._texts[name].put(places, columns[name] if name in columns else [line.get(name) for line in lines])
-        self._texts["names"].put(places, map(tuple, columns["rewards"]))
-        for name in _PER_TURN:
-            self._lists[name].put(places, columns[name])
-        self._lists["rewards"].put(places, [each.values() for each in columns["rewards"]])
+        places = np.array(list(map(known.__getitem__, block["session"])), np.int64)
+        self._make_room(len(sessions))
+        for name in (*WHOLES, *COUNTS):
+            self._wholes[name][places] = block[name]
+        for name in FLOATS:
+            self._floats[name][places] = block[name]
+        for name in (*TEXTS, "names"):
+            self._texts[name].put(places, *block[name])
+        for name in (*_PER_TURN, "rewards"):
+            self._lists[name].put(places, *block[name])
         replaced = places[places < self._size]
         if len(replaced):
             self._lists["advantages"].clear(replaced)
             self._texts["credit_file"].codes[replaced] = 0
             self._wholes["last_update"][replaced] = _NEVER
             self._updates.forget(replaced)
-        self._size = len(self.sessions)
+        self._size = len(sessions)
         return places
 
-    def add_credit(self, lines: Sequence[Row]) -> np.ndarray:
-        """Adds lines of kind `credit`, each of another session that has a row. Returns the places of the rows."""
-        places = self._places(lines)
-        self._lists["advantages"].put(places, [line["advantages"] for line in lines])
-        self._texts["credit_file"].put(places, [line["file"] for line in lines])
-        self._wholes["credit_row"][places] = [line["row"] for line in lines]
-        return places
-
-    def add_updates(self, lines: Sequence[Row]) -> np.ndarray:
-        """
-        Adds lines of kind `update`, each of another session that has a row. A step that is taken again replaces the
-        updates of it and of later ones. Returns the places of the rows.
-        """
-        places = self._places(lines)
-        steps = np.array([line["step"] for line in lines], np.int32)
-        again = steps <= self._wholes["last_update"][places]
+    def _add_updates(self, places: np.ndarray, block: Block, there: np.ndarray) -> None:
+        last, steps = self._wholes["last_update"], block["step"][there]
+        again = steps <= last[places]
         for place, step in zip(places[again].tolist(), steps[again].tolist(), strict=True):
-            kept = self._updates.forget_from(place, step)
-            self._wholes["last_update"][place] = kept if kept is not None else _NEVER
-        first = self._wholes["last_update"][places] == _NEVER
-        for name in ("mismatch", "entropy", "clipped"):
-            values = np.array([line[name] for line in lines], float)
-            chosen = slice(None) if name == "clipped" else first
-            self._floats[name][places[chosen]] = values[chosen]
-        self._wholes["last_update"][places] = steps
-        self._updates.add(places, steps, lines)
-        return places
-
-    def _places(self, lines: Sequence[Row]) -> np.ndarray:
-        return np.array([self.places[line["session"]] for line in lines], np.int64)
+            last[place] = self._updates.forget_from(place, step)
+        first = last[places] == _NEVER
+        for name in ("mismatch", "entropy"):
+            self._floats[name][places[first]] = block[name][there][first]
+        self._floats["clipped"][places] = block["clipped"][there]
+        last[places] = steps
+        codes, files = block["file"]
+        self._updates.add(places, steps, codes[there], files, block["row"][there])
 
     def _make_room(self, size: int) -> None:
         if size <= self._room:
@@ -224,31 +289,24 @@ class Table(Sequence[Row]):
             lists.make_room(self._room)
 
 
-class _Codes(dict[Any, int]):
-    """A number for each text, from 0 in the order in which they are asked for; 0 is none."""
-
-    def __missing__(self, text: Any) -> int:
-        code = self[text] = len(self)
-        return code
-
-
 class _Texts:
-    """A column of texts, each of which is kept once."""
+    """A column of texts, each of which is kept once; the first is none."""
 
     def __init__(self) -> None:
         self.codes = np.zeros(0, np.int32)
-        self._known = _Codes({None: 0})
-        self._values: list[Any] = [None]
+        self.values: list[Any] = [None]
+        self._known: dict[Any, int] = {None: 0}
 
-    @property
-    def values(self) -> list[Any]:
-        """The texts in the order of their codes; `None` is the first."""
-        if len(self._values) < len(self._known):
-            self._values = list(self._known)
-        return self._values
+    def put(self, places: np.ndarray, codes: np.ndarray, texts: list[Any]) -> None:
+        self.codes[places] = self.coded(texts)[codes]
 
-    def put(self, places: np.ndarray, values: Iterable[Any]) -> None:
-        self.codes[places] = list(map(self._known.__getitem__, values))
+    def coded(self, texts: list[Any]) -> np.ndarray:
+        """The codes of texts, which are kept."""
+        for text in texts:
+            if text not in self._known:
+                self._known[text] = len(self.values)
+                self.values.append(text)
+        return np.array([self._known[text] for text in texts], np.int32)
 
     def at(self, place: int) -> Any:
         return self.values[self.codes.item(place)]
@@ -266,14 +324,13 @@ class _Lists:
     def make_room(self, room: int) -> None:
         self._starts, self._sizes = _longer(self._starts, room, 0), _longer(self._sizes, room, -1)
 
-    def put(self, places: np.ndarray, lists: Sequence[Collection[float | None]]) -> None:
-        sizes = np.array(list(map(len, lists)), np.int32)
-        ends = self._used + np.cumsum(sizes, dtype=np.int64)
-        used = int(ends[-1]) if len(ends) else self._used
+    def put(self, places: np.ndarray, sizes: np.ndarray, values: np.ndarray) -> None:
+        used = self._used + len(values)
         if used > len(self._values):
             self._values = _longer(self._values, max(2 * len(self._values), used), 0)
-        self._values[self._used : used] = np.array(list(chain.from_iterable(lists)), self._values.dtype)
-        self._starts[places], self._sizes[places], self._used = ends - sizes, sizes, used
+        self._values[self._used : used] = values
+        self._starts[places] = self._used + np.cumsum(sizes, dtype=np.int64) - sizes
+        self._sizes[places], self._used = sizes, used
 
     def clear(self, places: np.ndarray) -> None:
         self._sizes[places] = -1
@@ -303,27 +360,22 @@ class _Updates:
         self._numbers = np.zeros((4, 0), np.int32)
         """Of each the row, its step, its file and the row there."""
         self._used = 0
-        self._files: list[str] = []
-        self._known: dict[str, int] = {}
+        self._files = _Texts()
         self._order: np.ndarray | None = None
 
-    def add(self, places: np.ndarray, steps: np.ndarray, lines: Sequence[Row]) -> None:
-        used = self._used + len(lines)
+    def add(
+        self, places: np.ndarray, steps: np.ndarray, codes: np.ndarray, files: list[Any], rows: np.ndarray
+    ) -> None:
+        used = self._used + len(places)
         if used > self._numbers.shape[1]:
             self._numbers = _longer(self._numbers, max(2 * self._numbers.shape[1], used), 0)
-        for line in lines:
-            if self._known.setdefault(line["file"], len(self._files)) == len(self._files):
-                self._files.append(line["file"])
-        added = [(self._known[line["file"]], line["row"]) for line in lines]
-        self._numbers[:, self._used : used] = np.stack([places, steps, *np.array(added, np.int32).T])
+        self._numbers[:, self._used : used] = places, steps, self._files.coded(files)[codes], rows
         self._used, self._order = used, None
 
     def of(self, place: int) -> list[Row]:
         """Those of a row, as the index has them."""
-        _, *columns = self._numbers[:, self._of(place)].tolist()
-        return [
-            {"step": step, "file": self._files[file], "row": row} for step, file, row in zip(*columns, strict=True)
-        ]
+        found = self._numbers[1:, self._of(place)].T.tolist()
+        return [{"step": step, "file": self._files.values[file], "row": row} for step, file, row in found]
 
     def forget(self, places: np.ndarray) -> None:
         """Removes those of some rows."""
@@ -331,13 +383,13 @@ class _Updates:
         of_rows[np.isin(of_rows, places)] = _NEVER
         self._order = None
 
-    def forget_from(self, place: int, step: int) -> int | None:
-        """Removes those of a row from a step on. Returns the step of the last that stays, `None` if there is none."""
+    def forget_from(self, place: int, step: int) -> int:
+        """Removes those of a row from a step on. Returns the step of the last that stays, -1 if there is none."""
         found = np.flatnonzero(self._numbers[0, : self._used] == place)
         later = self._numbers[1, found] >= step
         self._numbers[0, found[later]] = _NEVER
         self._order = None
-        return None if later.all() else int(self._numbers[1, found[~later][-1]])
+        return _NEVER if later.all() else int(self._numbers[1, found[~later][-1]])
 
     def _of(self, place: int) -> np.ndarray:
         of_rows = self._numbers[0, : self._used]
@@ -346,6 +398,15 @@ class _Updates:
         order = self._order
         begin, end = np.searchsorted(of_rows, [place, place + 1], sorter=order)
         return order[begin:end]
+
+
+def _of_lists(sizes: np.ndarray, values: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Some of the lists that `_flattened` made."""
+    if len(chosen) == len(sizes):
+        return sizes, values
+    inside = np.zeros(len(sizes), bool)
+    inside[chosen] = True
+    return sizes[chosen], values[np.repeat(inside, sizes)]
 
 
 def _longer(column: np.ndarray, room: int, fill: float) -> np.ndarray:

@@ -9,7 +9,7 @@ import pytest
 from support.runs import index_line
 
 from mt_grpo.runlog.findings import Counts, find, find_in_run, why_equal
-from mt_grpo.runlog.table import Table
+from mt_grpo.runlog.table import Table, block_of
 
 
 def row(number, stop="answered", group=0, **fields):
@@ -102,10 +102,14 @@ def test_questions_are_blamed_only_where_nothing_else_is(right, rewards, why):
     assert "question" not in why_equal(Counts().add(rows(stop="length")))
 
 
+def put(table, rows):
+    table.add("rollout", block_of("rollout", [index_line(str(n), **fields) for n, fields in enumerate(rows)]))
+
+
 def test_a_run_is_judged_by_its_training_and_all_failures():
     rows = [row(0, "max_steps", mode="eval"), row(1, "engine_error", mode="eval", error="gone"), row(2)]
     table = Table()
-    table.add_rollouts([index_line(str(place), **fields) for place, fields in enumerate(rows)])
+    put(table, rows)
     assert [finding.kind for finding in find_in_run(table)] == ["failed"]
 
 
@@ -120,7 +124,7 @@ def test_a_table_is_counted_as_its_rows_are():
         size = draw.choice([0, 1, 30])
         lines = [{name: draw.choice(values) for name, values in drawn.items()} for _ in range(size)]
         if size:
-            table.add_rollouts([index_line(str(place), **fields) for place, fields in enumerate(lines)])
+            put(table, lines)
         wanted, found = Counts().add(table), Counts().add_table(table, np.arange(size))
         assert +found.stops == +wanted.stops and len(found.earned) == len(wanted.earned)
         assert {**vars(found), "stops": 0, "earned": 0} == {**vars(wanted), "stops": 0, "earned": 0}

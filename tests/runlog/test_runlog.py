@@ -19,7 +19,7 @@ from mt_grpo.errors import UserError
 from mt_grpo.runlog import Batch, RunLogError, RunWriter, open_run, read_trajectories
 from mt_grpo.runlog.index import written as written_line
 from mt_grpo.runlog.schema import CREDIT, ROLLOUTS, UPDATES
-from mt_grpo.runlog.table import Table
+from mt_grpo.runlog.table import Table, block_of
 from mt_grpo.runlog.writer import end_with_a_line
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 
@@ -202,10 +202,11 @@ def test_a_repeated_step_replaces_what_it_left(tmp_path):
 
 def test_a_repeated_update_replaces_later_ones():
     table = Table()
-    table.add_rollouts([index_line("s"), index_line("other")])
+    table.add("rollout", block_of("rollout", [index_line("s"), index_line("other")]))
     for step, mismatch in ((3, 0.1), (4, 0.2), (4, 0.3), (3, 0.4)):
         line = {"step": step, "mismatch": mismatch, "entropy": 0.0, "clipped": 0.0, "file": f"u-{step}", "row": 7}
-        table.add_updates([{"session": "s", **line}, {"session": "other", **line, "step": 9}])
+        both = [{"session": "s", **line}, {"session": "other", **line, "step": 9}]
+        table.add("update", block_of("update", both))
         assert table[0]["mismatch"] == (0.4 if mismatch == 0.4 else 0.1)
         assert [update["step"] for update in table[0]["updates"]] == list(range(3, step + 1))
     assert table[0]["updates"] == [{"step": 3, "file": "u-3", "row": 7}]

@@ -107,4 +107,14 @@ def test_a_step_leads_to_its_groups_branches_and_members(plain, branched):
             page.wait_for_selector("a.member")
             assert page.locator("a.member").count() == 5  # copies are in the line of their conversation
             assert "5 conversations and 3 copies" in page.inner_text("main")
+            page.focus("button.same")
+            assert page.inner_text("button.same") == "▸ 3 copies: members 6, 7, 8"
+            page.keyboard.press("Enter")
+            assert page.locator("a.member").count() == 8
+            page.keyboard.press("Tab")
+            page.keyboard.press("Enter")
+            page.wait_for_selector(".tokens")
+            assert "train-000000-000000-000005" in page.url
+            page.go_back()
+            page.wait_for_selector("a.member")
             assert page.locator(".of-branches svg").count() == 1

@@ -77,25 +77,42 @@ function table(view, chosen) {
   return h('section', { class: 'card group', css: { '--heat': `${Math.max(60, columns * 42)}px` } },
     h('div', { class: 'member th' }, h('span', {}, ''), h('span', {}, 'reward · stop'), legend, h('span', {}, 'answer'), heat,
       h('span', { class: 'n' }, 'time')),
-    folded(view.members).map(same => line(view, same, { size, longest, highest, colour: chosen.colour })))
+    folded(view.members).map(same => lines(view, same, { size, longest, highest, colour: chosen.colour })))
 }
 
 /** Members in a line each, those that sampled the same tokens in one. */
 function folded(members) {
   const lines = new Map()
   for (const member of members) {
-    const key = member.row.sampled === undefined ? member.row.session : `${member.row.sampled} ${member.row.turns} ${member.row.reward}`
+    const key = member.row.sampled === null ? member.row.session : `${member.row.sampled} ${member.row.turns} ${member.row.reward}`
     lines.set(key, [...(lines.get(key) ?? []), member])
   }
   return [...lines.values()]
 }
 
-/** Who stands in a line: copies of one conversation, or several that sampled the same. */
+/** A line, and below it those that are folded into it, behind a button. */
+function lines(view, members, drawn) {
+  const [first, ...others] = members
+  if (!others.length) return line(view, first, drawn)
+  const words = same(members)
+  const button = h('button', { type: 'button', class: 'as-link same', 'aria-expanded': 'false', onclick: () => {
+    const open = box.classList.toggle('open')
+    button.setAttribute('aria-expanded', String(open))
+    button.textContent = `${open ? '▾' : '▸'} ${words}`
+    inside.replaceChildren(...(open ? others.map(member => line(view, member, drawn)) : []))
+  } }, `▸ ${words}`)
+  const inside = h('div', {})
+  const box = h('div', { class: 'folded' }, line(view, first, drawn), button, inside)
+  return box
+}
+
+/** Who is folded into a line: copies of its conversation, and others that sampled the same. */
 function same(members) {
-  const copies = members.filter(member => member.branch.copy).length
-  const equal = members.length - copies - 1
+  const others = members.slice(1)
+  const copies = others.filter(member => member.branch.copy).length
+  const equal = others.length - copies
   const words = [copies && plural(copies, 'copy', 'copies'), equal && `${equal} the same`].filter(Boolean)
-  return words.length ? h('small', { class: 'dim same', title: `members ${members.map(member => member.row.member + 1).join(', ')}` }, `+ ${words.join(', ')}`) : null
+  return `${words.join(', ')}: ${plural(others.length, 'member').replace(/^\d+ /, '')} ${others.map(member => member.row.member + 1).join(', ')}`
 }
 
 /** The first words of a name, as many as tell it apart from the others. */
@@ -114,15 +131,14 @@ function meanings(colour) {
   return [h('span', { class: 'key p6' }, name[0]), h('span', { class: 'key m6' }, name[1])]
 }
 
-function line(view, members, { size, longest, highest, colour }) {
-  const member = members[0]
+function line(view, member, { size, longest, highest, colour }) {
   const { row, turns } = member
   const of = member.branch.root === row.member + 1 ? '' : ` of ${member.branch.root}`
   const kind = { true: 'right', false: 'wrong' }[row.right] ?? ''
   const mark = { true: '✓ ', false: '✗ ' }[row.right] ?? ''
   return h('a', { class: 'member', href: link('trajectory', { session: row.session }) },
     h('span', { class: 'dim', title: of && `branch${of}, which shares ${plural(member.branch.shared, 'turn')}` }, String(row.member + 1), of && h('small', {}, of)),
-    h('span', {}, h('b', { class: 'reward' }, number(row.reward)), ' ', chip(row.stop), same(members),
+    h('span', {}, h('b', { class: 'reward' }, number(row.reward)), ' ', chip(row.stop),
       h('span', { class: 'gauge' }, h('span', { css: { width: `${Math.max(0, (row.reward ?? 0) / highest) * 100}%` } }))),
     h('span', { class: 'turns' }, turns.flatMap(turn => segments(turn, size, longest, colour, turns.length))),
     h('span', { class: `mono answer ${kind}`, title: row.answer ?? '' }, mark + (row.answer ?? '–')),

@@ -1,0 +1,66 @@
+"""Opens a run for a command. A long index is read by several processes, which are gone when the run is open."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from mt_grpo.runlog import Run, open_run
+from mt_grpo.runlog.index import Each
+from mt_grpo.runlog.schema import FOLDER
+
+LONG = 2**26
+"""Bytes of an index that one process reads in half a second or more."""
+
+MOST = 4
+"""Processes: more would wait for this one, which puts together what they read."""
+
+
+def opened(folder: str) -> Run:
+    """
+    The run in a folder; call it before there are threads.
+
+    Raises:
+        UserError: As `open_run`.
+    """
+    size = sum(path.lstat().st_size for path in (Path(folder) / FOLDER).glob("index*.jsonl"))
+    gc.disable()  # what is read stays: looking for garbage in it would take a third of the time
+    try:
+        if size < LONG or sys.platform != "linux":
+            return open_run(folder)
+        with _processes() as each:
+            return open_run(folder, each)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextmanager
+def _processes() -> Iterator[Each]:
+    # forks: all is imported here already, and the only thread of this process is this one
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(min(MOST, len(os.sched_getaffinity(0))), context, _begin)
+    try:
+        yield pool.map
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that made this one
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
