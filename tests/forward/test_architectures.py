@@ -97,10 +97,19 @@ def test_llama_4_scales_queries_by_depth_in_long_rows():
         torch.testing.assert_close(torch.cat(token_logps(model, [tree])[0]), together, rtol=1e-5, atol=5e-6)
 
 
+DROPPING = {
+    "gpt-2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=4, attn_pdrop=0.5, embd_pdrop=0.0, resid_pdrop=0.0)
+    ),
+    "bloom": lambda: build_random("bloom", attention_dropout=0.5, hidden_dropout=0.0),  # scores are written out
+    "gemma 2": lambda: build_random("gemma 2", attention_dropout=0.5),
+}
+
+
+@pytest.mark.parametrize("kind", DROPPING)
 @pytest.mark.parametrize("attention", ["segment", "dense"])
-def test_weights_of_attention_are_dropped_in_training(attention, trees):
-    config = GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=4, attn_pdrop=0.5, embd_pdrop=0.0, resid_pdrop=0.0)
-    model = GPT2LMHeadModel(config).train()
+def test_weights_of_attention_are_dropped_in_training(kind, attention, trees):
+    model = DROPPING[kind]().train()
     first, again = (torch.cat(token_logps(model, trees[:1], attention=attention)[0]) for _ in range(2))
     assert not torch.equal(first, again)
     model.eval()

@@ -162,6 +162,23 @@ def assert_blocks_agree(layout, window):
                 assert not block.any()
 
 
+def test_flex_sinks_learn_as_written_out(monkeypatch):
+    monkeypatch.setattr(flex, "compiled_flex_attention", lambda device: flex_attention)  # compiled on GPUs only
+    packed = pack([make_tree([([1, 2], [3]), ([1, 4], [5, 6])])])
+    tensors = [
+        tensor.detach().float() for tensor in make_qkv(len(packed.input_ids))
+    ]  # no backward of its own on a CPU
+    gradients = []
+    for kernel in ("flex", "dense"):
+        score = make_score("sinks", dtype=torch.float32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            output = KERNELS[kernel](TreeLayout(packed, kernel), *tensors, 0.3, None, score)
+        weights = torch.linspace(-1, 1, output.numel()).view_as(output)
+        gradients += torch.autograd.grad((output * weights).sum(), score.sinks)
+    torch.testing.assert_close(*gradients)
+
+
 def test_flex_skips_the_blocks_of_other_branches():
     prompt, branches = list(range(BLOCK)), 4
     trees = [make_tree([([*prompt, 1000 + branch], [7] * (BLOCK - 1))]) for branch in range(branches)]

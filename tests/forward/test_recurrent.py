@@ -59,6 +59,14 @@ def test_long_and_short_chains_score_as_one_forward_a_turn(kind):
     assert_equal(model, long_forest())
 
 
+@pytest.mark.parametrize("kind", ["qwen3.5", "lfm2", "mamba 2"])
+def test_short_chains_are_convolved_with_what_is_above_them(kind):
+    """A chain of one token, which is a second child, has children: their history is not what stands before it."""
+    prompt = [3, 4, 5, 6]
+    forest = [[([*prompt, 7, 8], [9, 10]), ([*prompt, 11, 12], [13, 14]), ([*prompt, 11, 15], [16, 17, 18])]]
+    assert_equal(make(kind), forest)
+
+
 @pytest.mark.parametrize("kind", ONE_OF_EACH_KIND)
 @settings(max_examples=10, deadline=None)
 @given(forests, st.sampled_from([1.0, 0.7]))
