@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward.packing import FlatTree, Packed
+from mt_grpo.forward.packing import FlatTree, Packed, flatten
+from mt_grpo.token_tree import TokenTree
 
 TYPES = ("mm_token_type_ids", "token_type_ids")
 """Arguments by which models are told which tokens are an image's: 1, and 0 for text."""
@@ -38,6 +39,27 @@ class ImageInputs:
 
 Images = Mapping[int, ImageInputs]
 """Images by the id of their tokens."""
+
+
+BLANK = -(2**31) - 1
+"""The id of an image that no conversation shows."""
+
+
+def with_blank(trees: Sequence[FlatTree | TokenTree], images: Images) -> list[FlatTree | TokenTree]:
+    """
+    The trees of a forward; and one that is the image `BLANK` alone, if `images` has it and none of them shows any.
+    Processes that train together reduce the vision tower's gradients together, and gather its weights if these are
+    sharded. So each of them looks at an image in each forward.
+    """
+    if BLANK not in images or any((_tokens(tree) < 0).any() for tree in trees):
+        return list(trees)
+    blank = TokenTree()
+    blank.add_turn([BLANK] * images[BLANK].size, [], [])
+    return [*trees, blank]
+
+
+def _tokens(tree: FlatTree | TokenTree) -> np.ndarray:
+    return flatten(tree).tokens if isinstance(tree, TokenTree) else tree.tokens
 
 
 def image_token(config: PreTrainedConfig) -> int | None:

@@ -71,6 +71,12 @@ class ImageEncoder:
         """An image that a conversation shows, by its id."""
         return self._by_id[image]
 
+    def blank(self) -> ImageInputs:
+        """A small image that no conversation shows."""
+        from PIL import Image
+
+        return self.encode({"type": "image", "image": Image.new("RGB", (32, 32))}).inputs
+
     def _find_marker(self) -> str:
         words = "A question about it."
         parts = [{"type": "image"}, {"type": "text", "text": words}]

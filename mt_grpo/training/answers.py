@@ -19,7 +19,7 @@ from torch import nn
 from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.images import Images
+from mt_grpo.forward.images import Images, with_blank
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import pack
@@ -105,7 +105,8 @@ def score_answers(trainer: GRPOTrainer, batch: RolloutBatch) -> None:
     for together in [asking] if trainer.args.forward == "tree" else [[each] for each in asking]:
         if together:
             leaves = _leaves(trainer, batch, together)
-            images = {number: image.inputs for one in batch.trajectories for number, image in one.images.items()}
+            shown = {number: image.inputs for one in batch.trajectories for number, image in one.images.items()}
+            images = {**trainer.blank, **shown}
             fill_in(batch, leaves, _by_trainer(trainer, trees_of_rows(leaves), batch.mode, images))
 
 
@@ -182,6 +183,7 @@ def mean_logprobs(
     given = len(trees)
     if not any(tree.nodes for tree in trees):
         trees = [*trees, _nothing()]
+    trees = with_blank(trees, images or {})
     if forward != "tree":
         return [
             [turn.mean().item() for turn in tree]

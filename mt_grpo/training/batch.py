@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mt_grpo.forward.images import ImageInputs, Images
+from mt_grpo.forward.images import ImageInputs, Images, with_blank
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import score_packed
-from mt_grpo.forward.packing import FlatTree, Packed, pack
+from mt_grpo.forward.packing import FlatTree, Packed, flatten, pack
 from mt_grpo.forward.routes import NO_ROUTE
 from mt_grpo.forward.rows import score_rows
 from mt_grpo.rollout import TokenRow
@@ -208,7 +208,7 @@ def batch_logps(
     trees, lengths = batch_trees(
         prompt_ids, prompt_mask, completion_ids, loss_mask, completion_mask, parent, prompt_routes, routes
     )
-    packed = pack([*trees, *leaves])
+    packed = pack(with_blank([*trees, *leaves], images or {}))
     plain = packed.tree >= len(trees)
     wants_loss = router_losses is not None
     plain_labels = plain if leaves else None
@@ -245,7 +245,8 @@ def rows_logps(
     for each branch. A trained token is scored in the first of them that has it.
     """
     trees, lengths = batch_trees(prompt_ids, prompt_mask, completion_ids, loss_mask, completion_mask, parent)
-    scores = score_rows(model, trees, temperature, truncation, router_losses is not None, images)
+    rows = [flatten(tree) if isinstance(tree, TokenTree) else tree for tree in with_blank(trees, images or {})]
+    scores = score_rows(model, rows, temperature, truncation, router_losses is not None, images)
     if router_losses is not None and scores.router_loss is not None:
         router_losses.append(scores.router_loss)
     device = scores.logps.device

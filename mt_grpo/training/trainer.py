@@ -21,7 +21,7 @@ from mt_grpo.credit import Rule, estimate_parts, rule_says, whole_rule
 from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import source_of, tool_names
-from mt_grpo.forward.images import image_token
+from mt_grpo.forward.images import BLANK, Images, image_token
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.integrations.trl import Factory
 from mt_grpo.option_rules import check_eval_batch
@@ -331,6 +331,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         images = image_encoder(self.processing_class, self.model.config, engine)
         check_images(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
         self._prove_images = images is not None
+        several = images is not None and self.accelerator.num_processes > 1
+        self.blank: Images = {BLANK: images.blank()} if several else {}
         self.runner = build_runner(self.env, engine, args, images)
         if args.max_staleness:
             self.weight_sync = self.weight_sync or own_weights(engine, self.model, args, self.accelerator)
@@ -615,13 +617,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             if inputs is None:
                 split = input_ids.size(1) - logits_to_keep
                 columns = TokenColumns.of_rollouts(self.batch.token_rows, input_ids[:, split:], split)
-                images = images_of(image_column(self.batch.token_rows))
+                images = {**self.blank, **images_of(image_column(self.batch.token_rows))}
                 if images:
                     ids = input_ids[:, :split], input_ids[:, split:]
                     input_ids = torch.cat(self._ids_with_images(*ids), dim=1)
             else:
                 columns = TokenColumns.of_inputs(inputs)
-                images = images_of(inputs.get(IMAGES))
+                images = {**self.blank, **images_of(inputs.get(IMAGES))}
             if self.args.forward == "padded" and columns.parent is None and not self.gave_up_trees and not images:
                 results = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs

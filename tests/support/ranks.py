@@ -30,6 +30,7 @@ from mt_grpo.training.model import load_reference
 from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.step_log.records import read_audit
 from mt_grpo.weights.weight_file import FullParameters
+from support.images import ScriptedSight, build_processor, build_vision_model, picture
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 
 BATCH = 8
@@ -70,6 +71,8 @@ SCENARIOS = {
         "save_strategy": "steps",
         "save_steps": 3,
     },
+    # every other question shows an image, so in each step one of two ranks has none
+    "images": {"shuffle_dataset": False, "ddp_find_unused_parameters": False},
     "spoilt": {},  # the second rank's loss is not finite
     "measured": {"do_eval": True, "per_device_eval_batch_size": 3, "num_generations_eval": 1},
     # ten evaluated conversations, eight to a batch: of the second batch the second rank has none
@@ -165,6 +168,11 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
         {"prompt": [{"role": "user", "content": f"What is {number} of Peru"}], "answer": f"Lima {number}"}
         for number in range(6)
     ]
+    processor = build_processor() if scenario == "images" else tokenizer
+    if scenario == "images":
+        tokenizer = processor.tokenizer
+        for row in rows[::2]:
+            row["images"] = [picture("red", (16, 16 + 8 * len(row["answer"])))]
     options = {
         **CPU_RUN,
         "max_completion_length": 480,
@@ -191,6 +199,8 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     if scenario == "adapter":
         adapter = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
     model = build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None)
+    if scenario == "images":
+        model = build_vision_model(tokenizer)
     if scenario == "wrong_trees":  # it looks at a token's place in the row, which trees change
         model.get_input_embeddings().register_forward_hook(
             lambda module, inputs, output: output + 0.01 * torch.arange(output.size(1))[:, None]
@@ -205,14 +215,14 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
         [] if scenario == "branches" else [Searched(), *[InformationGain()][: scenario in INFORMED]],
         [] if scenario == "turns" else [Length()],
         args,
-        Dataset.from_list(rows),
+        rows if scenario == "images" else Dataset.from_list(rows),
         Dataset.from_list(rows[: 5 if scenario == "uneven" else 6]) if options.get("do_eval") else None,
-        engine=ScriptedEngine(
+        engine=(ScriptedSight if scenario == "images" else ScriptedEngine)(
             tokenizer,
             silent_at_first if scenario == "steps" else conversation,
             uneven_times if scenario == "ahead" else 0.0,
         ),
-        processing_class=tokenizer,
+        processing_class=processor,
         peft_config=adapter,
         callbacks=[watch := Watch()],
     )

@@ -80,6 +80,15 @@ def test_two_ranks_with_sharded_weights_learn_what_one_learns(tmp_path, alone):
     assert_the_same_is_learnt(alone, two)
 
 
+def test_ranks_with_and_without_images_learn_what_one_learns(tmp_path):
+    """In each forward every rank looks at an image, so none waits for the gradients of another's vision tower."""
+    one = run(tmp_path / "one", 1, "images")
+    assert_the_same_is_learnt(one, run(tmp_path / "two", 2, "images"))
+    sharded = run(tmp_path / "sharded", 2, "images", **SHARDED)
+    assert sharded["sharded"]
+    assert_the_same_is_learnt(one, sharded)
+
+
 def test_sharded_weights_train_after_an_evaluation(tmp_path, alone):
     """FSDP and DeepSpeed wrap a model once, with its optimiser: an evaluation must not do it first."""
     assert_the_same_is_learnt(alone, run(tmp_path, 2, "measured", **SHARDED))
