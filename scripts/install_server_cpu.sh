@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes the environment of a vLLM server that runs on a CPU: install_server_cpu.sh VENV. It is apart from the trainer's,
 # since vLLM pins an older transformers. torch comes first and pinned. Three packages that vLLM pulls in may be built for
-# another torch, and then break every import of transformers: two of them are removed, and torchvision where it cannot be
-# imported. vLLM's Qwen3.5 needs it. The project itself goes in
-# without its dependencies: the server needs only its plugin.
+# another torch, and then break every import of transformers: two of them are removed. torchvision stays, since vLLM's
+# models of images and Qwen3.5 import it: they call its Python part only. Where its compiled operators do not load, the
+# two that its Python part describes are declared without a kernel, so that it can be imported. The project itself goes
+# in without its dependencies: the server needs only its plugin.
 set -euo pipefail
 venv=$1
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
@@ -13,5 +14,16 @@ venv=$1
     exit 1
 }
 "$venv/bin/pip" uninstall --quiet --yes torchaudio torchcodec
-"$venv/bin/python" -c "import torchvision" 2> /dev/null || "$venv/bin/pip" uninstall --quiet --yes torchvision
+"$venv/bin/python" -c "import torchvision" 2> /dev/null || "$venv/bin/python" - << 'END'
+import importlib.util
+from pathlib import Path
+
+folder = Path(importlib.util.find_spec("torchvision").origin).parent
+with open(folder / "extension.py", "a") as file:
+    file.write("""
+for _name in ("nms", "qnms"):  # declared by mt_grpo's scripts/install_server_cpu.sh
+    torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+""")
+END
+"$venv/bin/python" -c "import torchvision"
 "$venv/bin/pip" install --quiet --no-deps --editable .

@@ -204,6 +204,10 @@ def _by_server(
     trainer: GRPOTrainer, trajectories: list[Trajectory], rows: list[list[TokenTree]]
 ) -> list[list[list[float]]]:
     engine = trainer.runner.engine
+    if any(trajectory.images for trajectory in trajectories):
+        raise ConfigError(
+            "A server cannot say how likely an answer is in a conversation that shows images: set `scorer: trainer`."
+        )
 
     async def leaves_of(tree: TokenTree, session: str) -> list[float]:
         asked = []

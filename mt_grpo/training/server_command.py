@@ -16,6 +16,7 @@ from trl import ModelConfig
 
 import mt_grpo
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.images import image_token
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
@@ -70,32 +71,36 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
     flags, variables = transport.server_flags(model)
     command += flags
     environment |= variables
+    config = _read_config(resolve_base(name), args, model)
+    if config is not None and image_token(config) is not None:
+        # the endpoint that takes token ids with images, of pixels as the trainer's processor makes them
+        command += ["--enable-scale-out", "--no-mm-device-do-normalize"]
     if args.use_cpu or not torch.cuda.is_available():
         # a seeded prompt split over two steps ends vLLM's CPU build ("CPU Generator does not use offset")
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
-        if _carries_state(resolve_base(name), args, model):
+        if config is not None and _carries_state(config):
             command.append("--no-enable-prefix-caching")  # states are cached where prompts are split only
         for name, value in _cpu_defaults().items():
             environment[name] = os.environ.get(name, value)
-    elif replays_routes(args) and route_shape(_read_config(resolve_base(name), args, model)) is not None:
+    elif replays_routes(args) and config is not None and route_shape(config) is not None:
         command.append("--enable-return-routed-experts")  # the CPU build cannot
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return command, environment
 
 
-def _read_config(name: str, args: MTGRPOConfig, model: ModelConfig) -> PreTrainedConfig:
+def _read_config(name: str, args: MTGRPOConfig, model: ModelConfig) -> PreTrainedConfig | None:
+    """The configuration of a model; `None` where there is none, since the server says what is wrong with its model."""
     where = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
-    config: PreTrainedConfig = AutoConfig.from_pretrained(name, **where)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **where)
+    except OSError:
+        return None
     return config
 
 
-def _carries_state(name: str, args: MTGRPOConfig, model: ModelConfig) -> bool:
+def _carries_state(config: PreTrainedConfig) -> bool:
     """Whether a model has layers of linear attention, state spaces or convolutions."""
-    try:
-        config = _read_config(name, args, model).get_text_config()
-    except OSError:  # the server says what is wrong with its model
-        return False
-    kinds = getattr(config, "layer_types", None) or []
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
     return any(kind == "linear_attention" or "attention" not in kind and kind not in ("mlp", "moe") for kind in kinds)
 
 

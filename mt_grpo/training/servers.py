@@ -232,7 +232,7 @@ def lent_model(engine: Engine, model: Any, args: MTGRPOConfig, accelerator: Acce
         yield
 
 
-def server_client(args: MTGRPOConfig, tokenizer: Any, model: str) -> VLLMServerClient:
+def server_client(args: MTGRPOConfig, tokenizer: Any, model: str, image_token: int | None = None) -> VLLMServerClient:
     """
     The client of a run's servers, not yet connected.
 
@@ -240,6 +240,7 @@ def server_client(args: MTGRPOConfig, tokenizer: Any, model: str) -> VLLMServerC
         args (`MTGRPOConfig`): The run's options.
         tokenizer: The trainer's tokenizer.
         model (`str`): Name or path of the model that the servers must hold.
+        image_token (`int`, *optional*): The id that it knows the tokens of images by, if it takes images.
     """
     return VLLMServerClient(
         server_urls(args),
@@ -247,6 +248,7 @@ def server_client(args: MTGRPOConfig, tokenizer: Any, model: str) -> VLLMServerC
         model=model,
         server_timeout=args.vllm_server_timeout,
         home=f"http://127.0.0.1:{own_port(args)}" if colocates(args) else None,
+        image_token=image_token,
     )
 
 

@@ -319,7 +319,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self.replay.check_tokenizer(self._tokenizer)
             engine = NoEngine(self._tokenizer, self.model.config.get_text_config().max_position_embeddings)
         if args.use_vllm and engine is None:
-            engine = server_client(args, self._tokenizer, self.model.config.name_or_path)
+            config = self.model.config
+            engine = server_client(args, self._tokenizer, config.name_or_path, image_token(config))
             with own_server(args, self.accelerator.unwrap_model(self.model)) as server:
                 self._run_on_all_ranks(engine.connect)
                 self.weight_sync = weight_sync(args, engine, lambda: self.model, self.accelerator)

@@ -133,7 +133,9 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
 
     def _repack_output_layers(self) -> None:
         """Repacks output layers on a CPU. They use a packed copy, which is old if they share the embedding."""
-        if current_platform.is_cpu() and self.model_config.hf_text_config.tie_word_embeddings:
+        # a model of images says so in its whole configuration, others in that of their text
+        configs = self.model_config.hf_config, self.model_config.hf_text_config
+        if current_platform.is_cpu() and any(config.to_dict().get("tie_word_embeddings") for config in configs):
             for module in self.model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)

@@ -23,16 +23,19 @@ class WeightSyncError(UserError, RuntimeError):
 
 
 @contextlib.contextmanager
-def paused(server: ServerControl) -> Iterator[None]:
+def paused(server: ServerControl, images: bool = False) -> Iterator[None]:
     """
-    Pauses the server. Requests under way continue afterwards. The prefix cache, of other weights, is emptied. A sleep
-    of level 0 is vLLM's `/pause` without the 20 ms that this waits afterwards.
+    Pauses the server. Requests under way continue afterwards. The prefix cache, of other weights, is emptied, and with
+    `images` what the vision tower made of images. A sleep of level 0 is vLLM's `/pause` without the 20 ms that this
+    waits afterwards.
     """
     try:
         server.post("/sleep", level="0", mode="keep")
         yield
         if server.post("/reset_prefix_cache", reset_running_requests="true") != {"success": True}:
             raise WeightSyncError(f"The vLLM server at {server.base_url} could not empty its prefix cache.")
+        if images:  # after it, which takes every request under way out of the batch that holds some of it
+            server.post("/reset_encoder_cache")
     except BaseException:  # Ctrl-C as well: a server that stays paused answers nobody
         server.tidy_up("/wake_up", tags="scheduling")
         raise
@@ -80,7 +83,7 @@ def wake_cache(server: ServerControl) -> None:
     server.post("/wake_up", tags="kv_cache")
 
 
-def push_file(server: ServerControl, path: Path, version: str, checksum: str) -> None:
+def push_file(server: ServerControl, path: Path, version: str, checksum: str, images: bool = False) -> None:
     """
     Makes the server load a file of weights, and makes each of its workers confirm what its model received.
 
@@ -89,12 +92,13 @@ def push_file(server: ServerControl, path: Path, version: str, checksum: str) ->
         path (`Path`): The file, on a path that the server sees too.
         version (`str`): Weight version that the server has afterwards.
         checksum (`str`): Checksum of the weights.
+        images (`bool`, *optional*, defaults to `False`): Whether the model looks at images.
 
     Raises:
         RequestFailed: With the server's words, after the update was ended and the server resumed.
         WeightSyncError: If a worker loaded something else, or nothing; after the same.
     """
-    with paused(server), updating(server, version):
+    with paused(server, images), updating(server, version):
         server.post("/update_weights", {"update_info": {"path": str(path)}})
         confirm(server, checksum)
 

@@ -13,8 +13,8 @@ from support.upstreams import SAMPLING, client_of, completion
 from mt_grpo.concurrency import run
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engine import EngineError
-from mt_grpo.rollout.engines.vllm.client import ServerPool
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
+from mt_grpo.rollout.engines.vllm.pool import ServerPool
 from mt_grpo.vllm_plugin import keys
 
 

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from support.marks import needs_server
 from support.models import CPU_RUN
-from support.servers import SERVER_PYTHON, RealServer
+from support.servers import RealServer
 from support.template_matrix import ASKED, Exchange, tokenizer_of, turns_of, written
 from support.trainers import Letters
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, GptOssConfig, Qwen3_5TextConfig
@@ -51,7 +51,6 @@ FAMILIES = {
         layer_types=["linear_attention", "full_attention"],
     ),
 }
-HAS_TORCHVISION = any(SERVER_PYTHON.parents[1].glob("lib/python*/site-packages/torchvision"))
 
 
 def build(family: str):
@@ -89,8 +88,6 @@ def learn_by_heart(model, family: str, tokenizer) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_sampled_and_trained_alike(family, tmp_path):
-    if family.startswith("qwen3_5") and not HAS_TORCHVISION:
-        pytest.skip("vLLM's Qwen3.5 needs torchvision; see docs/templates.md")
     coarse = family.startswith("qwen3_5")  # the kernels of vLLM's CPU build know of bfloat16 only
     model, tokenizer = build(family)
     learn_by_heart(model, family, tokenizer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,8 +117,34 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PreTrainedConfig], dict[st
 """Models, their configurations, and what their decoders and vision towers have of their own."""
 
 
+SERVED = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [8, 4, 4]},
+}
+"""A decoder of Qwen2.5-VL with heads that vLLM's CPU build takes."""
+
+
+def save_for_server(model: PreTrainedModel, processor: ImageTextProcessor, folder: Path) -> None:
+    """Saves a Qwen2.5-VL with all that vLLM reads, also of videos."""
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    for name in ("processor_config.json", "tokenizer_config.json"):
+        written = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(written | {"processor_class": "Qwen2_5_VLProcessor"}))
+    sizes = {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": MERGE}
+    videos = {"video_processor_type": "Qwen2VLVideoProcessor", "size": {"shortest_edge": 64, "longest_edge": 4096}}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos | sizes))
+
+
 def build_vision_model(
-    tokenizer: PreTrainedTokenizerFast, seed: int = 0, family: str = "qwen2_5_vl"
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int = 0,
+    family: str = "qwen2_5_vl",
+    tied: bool = False,
+    **decoder: object,
 ) -> PreTrainedModel:
     """A model of a few thousand parameters with random weights, which looks at its images."""
     torch.manual_seed(seed)
@@ -128,13 +156,13 @@ def build_vision_model(
         "pad_token_id": tokenizer.pad_token_id,
     }
     config = config_class(
-        text_config={**_TEXT, **text, **ids},
-        vision_config={**_VISION, **vision},
+        text_config={**_TEXT, **text, **ids, **decoder},
+        vision_config={**_VISION, **vision, "out_hidden_size": decoder.get("hidden_size", _TEXT["hidden_size"])},
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,
         vision_end_token_id=end,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     return model_class(config)
 

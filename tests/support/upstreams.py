@@ -16,14 +16,18 @@ def completion(*ids: int, fingerprint: str = "one", reason: str = "stop") -> tup
 
 
 def upstream(tokenizer, complete, *, version="7", model="base", port=0, **endpoints):
-    """A server that is healthy and fits, and whose completions come from `complete(number, body)`."""
+    """
+    A server that is healthy and fits, and whose completions come from `complete(number, body)`. `endpoints` are its
+    answers at other paths, or make them from a body.
+    """
     numbers = iter(range(1000))
 
     def script(method, path, body):
         if path == "/v1/completions":
             return complete(next(numbers), body)
         if path in endpoints:
-            return endpoints[path]
+            answer = endpoints[path]
+            return answer(body) if callable(answer) else answer
         config = {"model_config": {"logprobs_mode": "processed_logprobs"}}
         entry = {"id": model, "root": model, "max_model_len": 64}
         return {

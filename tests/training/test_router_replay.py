@@ -16,7 +16,7 @@ from support.trainers import check_log_probs
 
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.rollout.engines.vllm.client import read_sample
+from mt_grpo.rollout.engines.vllm.requests import read_sample
 from mt_grpo.token_tree import Routes
 
 

@@ -6,22 +6,18 @@ group are placed on one server, so that its prefix cache helps them.
 from __future__ import annotations
 
 import asyncio
-import base64
 import functools
-import io
 import logging
 import time
-import zlib
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
-import numpy as np
 import orjson
 
+from mt_grpo.forward.images import Images
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.rollout.engines.vllm.http import (
     CONNECT_TIMEOUT,
@@ -29,16 +25,36 @@ from mt_grpo.rollout.engines.vllm.http import (
     RequestFailed,
     Server,
     ServerGoneError,
+    ServerSetupError,
     ask,
     check_server,
     open_session,
     wait_for_servers,
 )
+from mt_grpo.rollout.engines.vllm.images import (
+    GENERATE,
+    RENDER,
+    Layout,
+    Shown,
+    features_of,
+    layout_request,
+    shown_in,
+)
 from mt_grpo.rollout.engines.vllm.lease import weight_label
-from mt_grpo.token_tree import Routes
+from mt_grpo.rollout.engines.vllm.pool import ServerPool
+from mt_grpo.rollout.engines.vllm.requests import (
+    completion_request,
+    generate_request,
+    read_generated,
+    read_logprob,
+    read_sample,
+    scoring_request,
+)
 
 T = TypeVar("T")
+Content = Callable[[Server, int], Awaitable[bytes]]
 logger = logging.getLogger(__name__)
+COMPLETIONS = "/v1/completions"
 START_COMMAND = "mt-grpo serve --config R.yaml"
 TOKEN_TIME = 0.1
 """Most seconds that a busy server takes per sampled token."""
@@ -67,6 +83,7 @@ class VLLMServerClient:
         max_concurrent (`int`, *optional*, defaults to `1024`): Most requests under way at once.
         server_timeout (`float`, *optional*, defaults to `240.0`): Seconds to wait for a server that is not up.
         home (`str`, *optional*): The server that gets all conversations of this process while it is up.
+        image_token (`int`, *optional*): The id that the model knows the tokens of images by, if it takes images.
 
     Attributes:
         context_length (`int`): The shortest `max_model_len` among the servers; 0 before `connect`.
@@ -93,6 +110,7 @@ class VLLMServerClient:
         max_concurrent: int = 1024,
         server_timeout: float = 240.0,
         home: str | None = None,
+        image_token: int | None = None,
     ) -> None:
         self.pool = ServerPool([base_urls] if isinstance(base_urls, str) else list(base_urls), api_key, home)
         self.tokenizer = tokenizer
@@ -103,6 +121,7 @@ class VLLMServerClient:
         self.max_retries = max_retries
         self.max_concurrent = max_concurrent
         self.server_timeout = server_timeout
+        self.image_token = image_token
         self.context_length = 0
         self.weight_version: int | None = None
         self.incoming_version: int | None = None
@@ -153,19 +172,94 @@ class VLLMServerClient:
             EngineError: If the server refuses the request, or fails more than `max_retries` times.
             ServerGoneError: If no server is up for `server_timeout` seconds.
         """
-        assert sampling.max_tokens is not None
-        read = functools.partial(read_sample, routes_from=sampling.routes_from)
-        versions: list[int | None] = []  # when the request was sent, at the latest attempt
 
-        def content() -> bytes:
-            versions[:] = [self.weight_version]
+        async def content(server: Server, failures: int) -> bytes:
             return completion_request(self.model, context, sampling, **self.salt)
 
-        sample = await self._ask(session, context, content, read, TOKEN_TIME * sampling.max_tokens)
+        return await self._sample(session, context, sampling, content, COMPLETIONS)
+
+    async def generate_with_images(
+        self, context: list[int], images: Images, sampling: SamplingParams, session: str
+    ) -> Sample:
+        """Samples one action; see `ImageEngine`. Raises as `generate`, or `ServerSetupError` as `_layout`."""
+        shown = shown_in(context, images)
+        if not shown:
+            return await self.generate(context, sampling, session)
+        assert self.image_token is not None
+        ids = [self.image_token if token < 0 else token for token in context]
+
+        async def content(server: Server, failures: int) -> bytes:
+            layout = await self._layout(server)
+            if failures:  # the server may have forgotten an image
+                server.images.clear()
+            else:
+                await self._hand_over(server, layout, shown)
+            features = features_of(shown, layout if failures else None)
+            return generate_request(self.model, ids, sampling, features, **self.salt)
+
+        return await self._sample(session, context, sampling, content, GENERATE)
+
+    async def _sample(
+        self, session: str, context: list[int], sampling: SamplingParams, content: Content, path: str
+    ) -> Sample:
+        assert sampling.max_tokens is not None
+        read = functools.partial(
+            read_sample if path == COMPLETIONS else read_generated, routes_from=sampling.routes_from
+        )
+        versions: list[int | None] = []  # when the request was sent, at the latest attempt
+
+        async def noted(server: Server, failures: int) -> bytes:
+            body = await content(server, failures)
+            versions[:] = [self.weight_version]
+            return body
+
+        sample = await self._ask(session, context, noted, read, TOKEN_TIME * sampling.max_tokens, path)
         (sample.weight_version,) = versions
         last = self.weight_version if self.incoming_version is None else self.incoming_version
         sample.last_weight_version = last
         return sample
+
+    async def _layout(self, server: Server) -> Layout:
+        """
+        How a server takes images; it is asked once.
+
+        Raises:
+            ServerSetupError: If it takes none as the trainer has them.
+        """
+        if server.layout is None:
+            body = orjson.dumps(layout_request(self.model))
+            try:
+                server.layout = Layout.read(await self._call(server, "POST", RENDER, body))
+            except RequestFailed as error:
+                if error.status not in (403, 404):
+                    raise
+                raise ServerSetupError(
+                    f"The vLLM server at {server.url} is given tokens of text only, and a conversation shows an "
+                    "image: start it with `mt-grpo serve`, or with `--enable-scale-out`."
+                ) from error
+        return server.layout
+
+    async def _hand_over(self, server: Server, layout: Layout, shown: list[Shown]) -> None:
+        """Sends images that a server was not sent before. Conversations that show one of them meanwhile wait."""
+        sending = self._connection().images
+        for each in shown:
+            if each.name in server.images:
+                continue
+            if (server.url, each.name) not in sending:
+                task = asyncio.ensure_future(self._send_image(server, layout, each))
+                sending[server.url, each.name] = task
+                task.add_done_callback(functools.partial(_sent, sending, server.url, each.name))
+            await asyncio.shield(sending[server.url, each.name])
+
+    async def _send_image(self, server: Server, layout: Layout, shown: Shown) -> None:
+        """Has a server look at an image, which it then knows by its name: it keeps those of a request."""
+        assert self.image_token is not None
+        alone = Shown(shown.name, 0, shown.image)
+        ids = [self.image_token] * shown.image.size
+        sampling = SamplingParams(max_tokens=1)
+        body = generate_request(self.model, ids, sampling, features_of([alone], layout), **self.salt)
+        await self._call(server, "POST", GENERATE, body)
+        server.images.add(shown.name)
 
     @property
     def salt(self) -> dict[str, str]:
@@ -177,11 +271,12 @@ class VLLMServerClient:
 
         async def one(number: int) -> float:
             given, token = context + tokens[:number], tokens[number]
+
+            async def content(server: Server, failures: int) -> bytes:
+                return scoring_request(self.model, given, token, **self.salt)
+
             return await self._ask(
-                session,
-                given,
-                lambda: scoring_request(self.model, given, token, **self.salt),
-                lambda answer, request: read_logprob(answer, token, request),
+                session, given, content, lambda answer, request: read_logprob(answer, token, request)
             )
 
         return list(await asyncio.gather(*map(one, range(len(tokens)))))
@@ -208,13 +303,15 @@ class VLLMServerClient:
         self,
         session: str,
         context: list[int],
-        content: Callable[[], bytes],
+        content: Content,
         read: Callable[[Any, str], T],
         more: float = 0.0,
+        path: str = COMPLETIONS,
     ) -> T:
         """
-        Asks for a completion until `read` can read the answer. `content` makes the body of each attempt. `read` is
-        given the answer and the request's name. The server may take `more` seconds longer than usual.
+        Asks for a completion until `read` can read the answer. `content` makes the body of each attempt, for a server
+        and after so many failures. `read` is given the answer and the request's name. The server may take `more`
+        seconds longer than usual.
         """
         async with self._connection().place():
             failures = 0
@@ -223,8 +320,13 @@ class VLLMServerClient:
                 drops = server.drops
                 try:
                     limit = self.request_timeout + more
-                    answer = await self._call(server, "POST", "/v1/completions", content(), limit)
-                    found = read(answer, f"POST {server.url}/v1/completions")
+                    answer = await self._call(server, "POST", path, await content(server, failures), limit)
+                    found = read(answer, f"POST {server.url}{path}")
+                    if path == COMPLETIONS:
+                        fingerprint = answer.get("system_fingerprint")
+                        restarted = server.fingerprint not in (None, fingerprint)
+                    else:  # its answers say nothing of the server
+                        fingerprint, restarted = server.fingerprint, not await self._has_weights(server)
                 except RequestFailed as error:
                     # a server that was restarted knows no adapter, and says so with a 404
                     if (error.repeat or error.status == 404) and server.up and not await self._serves(server):
@@ -237,11 +339,7 @@ class VLLMServerClient:
                     continue
                 if server.drops != drops:  # left out meanwhile: what it sampled may come from other weights
                     continue
-                fingerprint = answer.get("system_fingerprint")
-                if server.fingerprint not in (
-                    None,
-                    fingerprint,
-                ):  # restarted between two requests, without its weights
+                if restarted:  # between two requests, without its weights
                     server.drop(f"The server at {server.url} was restarted.")
                     continue
                 server.fingerprint = fingerprint
@@ -327,7 +425,7 @@ class VLLMServerClient:
         """Connections of the running event loop; those of an earlier loop cannot be used in another."""
         loop = asyncio.get_running_loop()
         if self._wire is None or self._wire.loop is not loop:
-            self._wire = Connections(loop, open_session(), asyncio.Semaphore(self.max_concurrent), {})
+            self._wire = Connections(loop, open_session(), asyncio.Semaphore(self.max_concurrent), {}, {})
             self.pool.wait_anew()
         return self._wire
 
@@ -340,183 +438,18 @@ class VLLMServerClient:
         )
 
 
-def completion_request(model: str, context: list[int], sampling: SamplingParams, **more: Any) -> bytes:
-    """
-    The body that samples one action, with `more` options. It sets every option, so that defaults of the server's model
-    do not apply.
-    """
-    body = {
-        "model": model,
-        "prompt": context,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "seed": sampling.seed,
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
-        "logprobs": 0,
-        # ids come with the log-probabilities; `return_token_ids` would send the whole prompt back as well
-        "return_tokens_as_token_ids": True,
-    }
-    if sampling.routes_from:
-        body["routed_experts_prompt_start"] = sampling.routes_from
-    return orjson.dumps(body | more)
-
-
-def read_sample(answer: Any, request: str, routes_from: int = 0) -> Sample:
-    """
-    The sample in an answer of `/v1/completions`, with its routes where the server gives them. `routes_from` is the
-    token of the context that they begin with.
-
-    Raises:
-        RequestFailed: If the answer holds no sample, or the server aborted the request. A repeat may help.
-    """
-    try:
-        choice = answer["choices"][0]
-        ids = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
-        logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
-        reason = choice["finish_reason"]
-        routes = read_routes(choice.get("routed_experts"), routes_from)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        shown = str(answer)[:400]
-        raise RequestFailed(
-            f"{request} was answered with something that is not a completion: {shown}", True
-        ) from error
-    if reason not in ("stop", "length") or not ids or len(ids) != len(logprobs):
-        raise RequestFailed(
-            f"{request} was answered with {len(ids)} tokens, {len(logprobs)} log-probabilities and the finish reason "
-            f"{reason!r}.",
-            True,
-        )
-    return Sample(ids, logprobs, reason, routes=routes)
-
-
-def read_routes(encoded: str | None, first: int) -> Routes | None:
-    """The routes of a choice: an array `(tokens, layers, k)` as a `.npy` file in base64. Raises `ValueError`."""
-    if not encoded:
-        return None
-    found = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
-    return Routes(first, found[:1].nbytes, found.tobytes()) if len(found) else None
-
-
-def scoring_request(model: str, context: list[int], token: int, **more: Any) -> bytes:
-    """
-    The body that asks for the log-prob of one token after `context`.
-
-    `prompt_logprobs` would give those of all tokens in one request, but a request with it does not read the prefix
-    cache. Temperature 1 without truncation makes the processed log-probs the model's own.
-    """
-    sampling = SamplingParams(max_tokens=1)
-    return completion_request(model, context, sampling, seed=None, logprob_token_ids=[token], **more)
-
-
-def read_logprob(answer: Any, token: int, request: str) -> float:
-    """
-    The log-prob in an answer.
-
-    Raises:
-        RequestFailed: If it is not there. A repeat may help.
-    """
-    try:
-        return float(answer["choices"][0]["logprobs"]["top_logprobs"][0][f"token_id:{token}"])
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        shown = str(answer)[:400]
-        raise RequestFailed(f"{request} was answered without the log-prob of token {token}: {shown}", True) from error
-
-
-class ServerPool:
-    """
-    Places conversations on servers.
-
-    Conversations with the same first context, as in a GRPO group, are a group. A group goes to the server with the
-    fewest conversations. A hash that is the same in every process breaks ties. A conversation stays on its server
-    while that is up.
-
-    Args:
-        urls (`list[str]`): The servers.
-        api_key (`str`, *optional*): Their key.
-        home (`str`, *optional*): The server that gets every group while it is up.
-    """
-
-    def __init__(self, urls: list[str], api_key: str | None = None, home: str | None = None) -> None:
-        self._home = home
-        self.servers = [Server(url.rstrip("/"), api_key) for url in urls]
-        self._server: dict[str, Server] = {}
-        self._group: dict[str, int] = {}
-        self._server_of_group: dict[int, Server] = {}
-        self._members: Counter[int] = Counter()
-
-    def place(self, session: str, context: list[int]) -> Server | None:
-        """The server of a conversation; `None` while no server is up."""
-        server = self._server.get(session)
-        if server is not None and server.up:
-            return server
-        if session not in self._group:
-            self._group[session] = hash(tuple(context))
-            self._members[self._group[session]] += 1
-        group = self._group[session]
-        chosen = self._server_of_group.get(group)
-        if chosen is None or not chosen.up:
-            up = [candidate for candidate in self.servers if candidate.up]
-            if not up:
-                return None
-            chosen = min(up, key=lambda one: self._rank(one, group))
-            self._server_of_group[group] = chosen
-        if server is not None:
-            server.sessions.discard(session)
-        self._server[session] = chosen
-        chosen.sessions.add(session)
-        return chosen
-
-    def _rank(self, server: Server, group: int) -> tuple[bool, int, int]:
-        """The least is chosen."""
-        by_name = zlib.crc32(f"{server.url}/{group}".encode())
-        return server.url != self._home, len(server.sessions), by_name
-
-    def join(self, session: str, other: str) -> None:
-        """Puts a conversation that is not placed yet into the group of another one."""
-        if other in self._group:
-            self._group[session] = self._group[other]
-            self._members[self._group[session]] += 1
-
-    def wait_anew(self) -> None:
-        """Restarts the clock of servers that are down: between rollouts nobody asked whether they are back."""
-        for server in self.servers:
-            if not server.up:
-                server.down_since = time.monotonic()
-
-    def release(self, session: str) -> None:
-        """Forgets a conversation, and its group after the last member."""
-        group = self._group.pop(session, None)
-        if group is None:
-            return
-        server = self._server.pop(session, None)
-        if server is not None:
-            server.sessions.discard(session)
-        self._members[group] -= 1
-        if not self._members[group]:
-            del self._members[group]
-            self._server_of_group.pop(group, None)
-
-
 @dataclass
 class Connections:
     """
-    The parts of a client that belong to one event loop: connections, tasks that wait for servers, and the number of
-    requests under way.
+    The parts of a client that belong to one event loop: connections, tasks that wait for servers or send them an image
+    (by URL and name), and the number of requests under way.
     """
 
     loop: asyncio.AbstractEventLoop
     http: aiohttp.ClientSession
     gate: asyncio.Semaphore
     watchers: dict[str, asyncio.Future[None]]
+    images: dict[tuple[str, str], asyncio.Future[None]]
     asking: int = 0
 
     @property
@@ -539,3 +472,11 @@ class Connections:
         self.watchers.pop(server.url, None)
         if not done.cancelled():
             server.failure = done.exception()
+
+
+def _sent(
+    sending: dict[tuple[str, str], asyncio.Future[None]], url: str, name: str, done: asyncio.Future[None]
+) -> None:
+    del sending[url, name]
+    if not done.cancelled():
+        done.exception()  # told to the conversations that waited, if they still do

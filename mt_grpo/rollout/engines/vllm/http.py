@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
 import aiohttp
@@ -23,6 +23,9 @@ from mt_grpo.concurrency import run
 from mt_grpo.errors import UserError
 from mt_grpo.rollout.engine import EngineError
 from mt_grpo.vllm_plugin.keys import read_key
+
+if TYPE_CHECKING:
+    from mt_grpo.rollout.engines.vllm.images import Layout
 
 CONNECT_TIMEOUT = 5.0
 """Seconds after which a host that does not answer counts as unreachable."""
@@ -140,6 +143,8 @@ class Server:
         failure (`BaseException`, *optional*): Why it can never be used again; `None` if it can.
         drops (`int`): How often it was left out.
         sessions (`set[str]`): Conversations under way on it.
+        layout (`Layout`, *optional*): How it takes images, once asked.
+        images (`set[str]`): Names of the images that it was sent.
     """
 
     url: str
@@ -150,6 +155,8 @@ class Server:
     failure: BaseException | None = None
     drops: int = 0
     sessions: set[str] = field(default_factory=set)
+    layout: Layout | None = None
+    images: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.key = self.api_key
@@ -172,7 +179,7 @@ class Server:
 
     def mark_up(self) -> None:
         """Uses the server for conversations again."""
-        self.down_since, self.fault, self.fingerprint = None, "", None
+        self.down_since, self.fault, self.fingerprint, self.images = None, "", None, set()
 
 
 async def exchange(

@@ -1,0 +1,164 @@
+"""
+Images in requests to vLLM's `/inference/v1/generate`, which takes token ids, and images as the model takes them. So a
+server looks at what the trainer's processor made. An image is named by its content, and sent to a server once.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_grpo.forward.images import ImageInputs, Images
+from mt_grpo.images import as_png
+from mt_grpo.rollout.engines.vllm.http import ServerSetupError
+
+GENERATE = "/inference/v1/generate"
+RENDER = "/v1/chat/completions/render"
+_SIDE = 64  # pixels of the image by which a server is asked how it takes images
+_RAW = 3  # vLLM's number for bytes of a tensor in msgpack
+_names: weakref.WeakKeyDictionary[ImageInputs, str] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Field:
+    """
+    How vLLM takes one input of an image.
+
+    Args:
+        dtype (`str`): Its dtype, by torch's name.
+        kind (`str`): How it joins those of several images: `"batched"`, `"flat"` or `"shared"`.
+        options (`dict`): Of this kind, as vLLM writes them.
+    """
+
+    dtype: str
+    kind: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image in a context: its name, its place, and what the model takes."""
+
+    name: str
+    offset: int
+    image: ImageInputs
+
+
+class Layout:
+    """
+    How a server takes images, as its own rendering of one shows.
+
+    Args:
+        fields (`dict[str, Field]`): Its inputs by name.
+    """
+
+    def __init__(self, fields: dict[str, Field]) -> None:
+        self.fields = fields
+
+    @classmethod
+    def read(cls, answer: Any) -> Layout:
+        """
+        The layout in a server's rendering of a message with one image.
+
+        Raises:
+            ServerSetupError: If its tokens do not stand together: the endpoint cannot be told which are its own.
+        """
+        import msgspec
+
+        features = answer["features"]
+        (place,) = features["mm_placeholders"]["image"]
+        (content,) = features["kwargs_data"]["image"]
+        tokens = answer["token_ids"][place["offset"] : place["offset"] + place["length"]]
+        if len(set(tokens)) > 1:
+            raise ServerSetupError(
+                "vLLM's endpoint for token ids takes images whose tokens stand together, and those of this model have "
+                "others between them: sample with the model itself (`use_vllm: false`)."
+            )
+        item = msgspec.msgpack.decode(base64.b64decode(content), ext_hook=lambda code, data: None)
+        return cls({name: Field(each["data"][0], *each["field"]) for name, each in item.items()})
+
+    def write(self, image: ImageInputs) -> str:
+        """
+        An image as vLLM reads it.
+
+        Raises:
+            ServerSetupError: If vLLM takes something else of an image than the trainer's processor returns.
+        """
+        import msgspec
+
+        if image.inputs.keys() != self.fields.keys():
+            raise ServerSetupError(
+                f"vLLM takes {', '.join(sorted(self.fields))} of an image, and the trainer's processor returns "
+                f"{', '.join(sorted(image.inputs))}: sample with the model itself (`use_vllm: false`)."
+            )
+        item = {}
+        for name, field in self.fields.items():
+            dtype, tensor = getattr(torch, field.dtype), image.inputs[name]
+            if tensor.is_floating_point() and not dtype.is_floating_point:
+                raise ServerSetupError(
+                    f"vLLM takes `{name}` of an image as {field.dtype}, before they are normalized: start it with "
+                    "`mt-grpo serve`, or with `--no-mm-device-do-normalize`."
+                )
+            tensor = tensor.to(dtype)
+            if field.kind == "batched":
+                (tensor,) = tensor
+            data = field.dtype, tuple(tensor.shape), msgspec.msgpack.Ext(_RAW, _bytes_of(tensor))
+            item[name] = {"data": data, "field": (field.kind, field.options)}
+        return base64.b64encode(msgspec.msgpack.encode(item)).decode()
+
+
+def layout_request(model: str) -> dict[str, Any]:
+    """The body that asks a server to render an image. It is another one each time: one that it knows comes empty."""
+    from PIL import Image
+
+    image = Image.frombytes("RGB", (_SIDE, _SIDE), os.urandom(3 * _SIDE**2))
+    url = f"data:image/png;base64,{base64.b64encode(as_png(image)).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}]
+    return {"messages": [{"role": "user", "content": content}], **({"model": model} if model else {})}
+
+
+def shown_in(context: list[int], images: Images) -> list[Shown]:
+    """The images whose tokens, of ids below 0, stand in a context, in order."""
+    found, index = list[Shown](), 0
+    while index < len(context):
+        if context[index] >= 0:
+            index += 1
+            continue
+        image = images[context[index]]
+        found.append(Shown(name_of(image), index, image))
+        index += image.size
+    return found
+
+
+def name_of(image: ImageInputs) -> str:
+    """The name of an image by what the model takes of it: 32 hexadecimal digits."""
+    name = _names.get(image)
+    if name is None:
+        content = blake2b(digest_size=16)
+        for key, tensor in sorted(image.inputs.items()):
+            content.update(f"{key} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            content.update(_bytes_of(tensor))
+        name = _names[image] = content.hexdigest()
+    return name
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def features_of(shown: Iterable[Shown], layout: Layout | None = None) -> dict[str, Any]:
+    """The images of a request, with a layout in full, and else by their names."""
+    shown = list(shown)
+    return {
+        "mm_hashes": {"image": [each.name for each in shown]},
+        "mm_placeholders": {"image": [{"offset": each.offset, "length": each.image.size} for each in shown]},
+        "kwargs_data": {"image": [None if layout is None else layout.write(each.image) for each in shown]},
+    }

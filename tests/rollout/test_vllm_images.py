@@ -1,0 +1,148 @@
+"""Images in requests to a vLLM server that is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import torch
+from support.models import build_tokenizer
+from support.upstreams import SAMPLING, client_of, completion, upstream
+
+from mt_grpo.forward.images import ImageInputs
+from mt_grpo.rollout.engines.vllm.http import ServerSetupError
+
+TOKEN = 7
+PIXELS, GRID = torch.arange(24.0).reshape(12, 2), torch.tensor([[1, 3, 4]])
+FIELDS = {
+    "pixel_values": ["bfloat16", "flat", {"slices": [[[0, 4, None]]], "dim": 0, "keep_on_cpu": False}],
+    "image_grid_thw": ["int64", "batched", {"keep_on_cpu": True}],
+}
+
+
+def image(pixels=PIXELS):
+    return ImageInputs(3, {"pixel_values": pixels, "image_grid_thw": GRID})
+
+
+def rendering(fields, ids=(1, TOKEN, TOKEN, 2)):
+    raw = msgspec.msgpack.Ext(3, b"")
+    item = {name: {"data": [dtype, [0], raw], "field": field} for name, (dtype, *field) in fields.items()}
+    content = base64.b64encode(msgspec.msgpack.encode(item)).decode()
+    features = {"mm_placeholders": {"image": [{"offset": 1, "length": 2}]}, "kwargs_data": {"image": [content]}}
+    return 200, {"token_ids": ids, "features": features}
+
+
+class Looker:
+    """Scripts the endpoint that takes images: one token a time, and it fails where it does not know an image."""
+
+    def __init__(self, forgets=()):
+        self.requests, self.known, self.forgets = [], {}, list(forgets)
+
+    def __call__(self, body):
+        self.requests.append(body)
+        features = body["features"]
+        for name, content in zip(features["mm_hashes"]["image"], features["kwargs_data"]["image"], strict=True):
+            if content is not None:
+                self.known[name] = content
+        if self.forgets and len(self.requests) == self.forgets[0]:
+            self.forgets.pop()
+            self.known.clear()
+        if features["mm_hashes"]["image"][0] not in self.known:
+            return 500, {"error": {"message": "Internal server error"}}
+        choice = {"token_ids": [5], "logprobs": {"content": [{"logprob": -0.25}]}, "finish_reason": "stop"}
+        return 200, {"choices": [choice]}
+
+    def sent(self):
+        """How often images came with their content."""
+        return sum(part is not None for body in self.requests for part in body["features"]["kwargs_data"]["image"])
+
+
+@contextmanager
+def served(tokenizer, looker, **endpoints):
+    endpoints = {"/v1/chat/completions/render": rendering(FIELDS), "/inference/v1/generate": looker, **endpoints}
+    server = upstream(tokenizer, lambda number, body: completion(5), **endpoints)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def ask(server, tokenizer, images, *contexts):
+    client = client_of(tokenizer, server, image_token=TOKEN)
+
+    async def run():
+        try:
+            asked = (
+                client.generate_with_images(context, images, SAMPLING, str(number))
+                for number, context in enumerate(contexts)
+            )
+            return await asyncio.gather(*asked)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+def test_images_are_sent_as_the_model_takes_them(tokenizer):
+    looker = Looker()
+    with served(tokenizer, looker) as server:
+        (sample,) = ask(server, tokenizer, {-4: image()}, [1, -4, -4, -4, 2])
+    assert (sample.ids, sample.logprobs, sample.finish_reason) == ([5], [-0.25], "stop")
+    request = looker.requests[-1]
+    assert request["token_ids"] == [1, TOKEN, TOKEN, TOKEN, 2]
+    assert request["features"]["mm_placeholders"] == {"image": [{"offset": 1, "length": 3}]}
+    assert request["sampling_params"]["seed"] == SAMPLING.seed
+    (content,) = looker.known.values()
+    item = msgspec.msgpack.decode(base64.b64decode(content), ext_hook=lambda code, data: bytes(data))
+    dtype, shape, data = item["pixel_values"]["data"]
+    assert (dtype, shape) == ("bfloat16", [12, 2])
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(12, 2), PIXELS.bfloat16())
+    assert item["image_grid_thw"]["data"][1] == [3]  # of the one image, without a batch
+    assert [item[name]["field"] for name in FIELDS] == [field[1:] for field in FIELDS.values()]
+
+
+def test_conversations_that_show_one_image_send_it_once(tokenizer):
+    looker = Looker()
+    with served(tokenizer, looker) as server:
+        ask(server, tokenizer, {-4: image(), -9: image(PIXELS + 1)}, *[[1, -4, -4, -4], [-9] * 3 + [-4] * 3] * 4)
+    assert looker.sent() == 2
+    assert len(looker.known) == 2
+
+
+def test_an_image_that_the_server_forgot_is_sent_again(tokenizer):
+    looker = Looker(forgets=[2])  # the first one brought the image
+    with served(tokenizer, looker) as server:
+        (sample,) = ask(server, tokenizer, {-4: image()}, [1, -4, -4, -4])
+    assert sample.ids == [5]
+    assert looker.sent() == 2
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "sentence"),
+    [
+        ({"/v1/chat/completions/render": (404, {"detail": "Not Found"})}, "is given tokens of text only"),
+        (
+            {"/v1/chat/completions/render": rendering(FIELDS | {"num_patches": ["int64", "batched", {}]})},
+            "takes image_grid_thw, num_patches, pixel_values of an image",
+        ),
+        (
+            {"/v1/chat/completions/render": rendering(FIELDS | {"pixel_values": ["uint8", "flat", {}]})},
+            "as uint8, before they are normalized: .* `--no-mm-device-do-normalize`",
+        ),
+        (
+            {"/v1/chat/completions/render": rendering(FIELDS, (1, TOKEN, 3, 2))},
+            "takes images whose tokens stand together",
+        ),
+    ],
+)
+def test_a_server_that_cannot_take_the_images_ends_the_run(tokenizer, endpoints, sentence):
+    with served(tokenizer, Looker(), **endpoints) as server, pytest.raises(ServerSetupError, match=sentence):
+        ask(server, tokenizer, {-4: image()}, [1, -4, -4, -4])
