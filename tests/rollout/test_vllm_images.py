@@ -12,6 +12,7 @@ import torch
 from support.models import build_tokenizer
 from support.upstreams import SAMPLING, client_of, completion, upstream
 
+from mt_grpo.concurrency import run
 from mt_grpo.forward.images import ImageInputs
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError
 
@@ -23,16 +24,22 @@ FIELDS = {
 }
 
 
+async def closing(client, asked):
+    try:
+        return await asked
+    finally:
+        await client.close()
+
+
 def image(pixels=PIXELS):
     return ImageInputs(3, {"pixel_values": pixels, "image_grid_thw": GRID})
 
 
-def rendering(fields, ids=(1, TOKEN, TOKEN, 2)):
+def rendering(fields):
     raw = msgspec.msgpack.Ext(3, b"")
     item = {name: {"data": [dtype, [0], raw], "field": field} for name, (dtype, *field) in fields.items()}
     content = base64.b64encode(msgspec.msgpack.encode(item)).decode()
-    features = {"mm_placeholders": {"image": [{"offset": 1, "length": 2}]}, "kwargs_data": {"image": [content]}}
-    return 200, {"token_ids": ids, "features": features}
+    return 200, {"features": {"kwargs_data": {"image": [content]}}}
 
 
 class Looker:
@@ -73,17 +80,14 @@ def served(tokenizer, looker, **endpoints):
 def ask(server, tokenizer, images, *contexts):
     client = client_of(tokenizer, server, image_token=TOKEN)
 
-    async def run():
-        try:
-            asked = (
-                client.generate_with_images(context, images, SAMPLING, str(number))
-                for number, context in enumerate(contexts)
-            )
-            return await asyncio.gather(*asked)
-        finally:
-            await client.close()
+    async def together():
+        asked = (
+            client.generate_with_images(context, images, SAMPLING, str(number))
+            for number, context in enumerate(contexts)
+        )
+        return await asyncio.gather(*asked)
 
-    return asyncio.run(run())
+    return run(closing(client, together()))
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +141,30 @@ def test_an_image_that_the_server_forgot_is_sent_again(tokenizer):
             {"/v1/chat/completions/render": rendering(FIELDS | {"pixel_values": ["uint8", "flat", {}]})},
             "as uint8, before they are normalized: .* `--no-mm-device-do-normalize`",
         ),
-        (
-            {"/v1/chat/completions/render": rendering(FIELDS, (1, TOKEN, 3, 2))},
-            "takes images whose tokens stand together",
-        ),
     ],
 )
 def test_a_server_that_cannot_take_the_images_ends_the_run(tokenizer, endpoints, sentence):
     with served(tokenizer, Looker(), **endpoints) as server, pytest.raises(ServerSetupError, match=sentence):
         ask(server, tokenizer, {-4: image()}, [1, -4, -4, -4])
+
+
+def test_an_image_with_other_tokens_inside_ends_the_run(tokenizer):
+    with served(tokenizer, Looker()) as server, pytest.raises(ServerSetupError, match="whose tokens stand together"):
+        ask(server, tokenizer, {-4: image()}, [-4, 3, -4, -4])
+
+
+def test_a_sample_with_the_token_of_an_image_is_drawn_again(tokenizer):
+    drawn = {}
+
+    def complete(number, body):
+        drawn[body["seed"]] = body["stop_token_ids"]
+        return completion(5, TOKEN) if number < 2 else completion(5, 6)
+
+    server = upstream(tokenizer, complete)
+    try:
+        client = client_of(tokenizer, server, image_token=TOKEN)
+        sample = run(closing(client, client.generate([1, 2], SAMPLING, "")))
+    finally:
+        server.stop()
+    assert sample.ids == [5, 6]
+    assert list(drawn.values()) == [[TOKEN]] * 3

@@ -79,7 +79,7 @@ def test_a_model_is_sampled_and_trained_alike_on_images(served):
     for step in steps:  # the second and third sample with a vision tower that was trained
         assert step["sampling/sampling_logp_difference/max"] < 1e-4
     assert (model.model.visual.patch_embed.proj.weight - before).abs().max() > 1e-3
-    assert all(len(one.images) == 4 for one in trainer.batch.trajectories)
+    assert all(len(one.images) == 3 for one in trainer.batch.trajectories)
 
 
 def test_an_image_of_the_same_size_has_a_prefix_of_its_own(served):

@@ -111,7 +111,7 @@ def test_only_a_sleep_that_keeps_the_weights_passes(guarded, method, path, query
     [
         *(("POST", path) for path in ("/collective_rpc", "/sleep", "/wake_up", "/abort_requests", "/invocations")),
         *(("POST", path) for path in ("/start_profile", "/scale_elastic_ep", "/reset_mm_cache", "/detokenize")),
-        *(("POST", path) for path in ("/v1/responses", "/v1/embeddings", "/inference/v1/generate", "/", "")),
+        *(("POST", path) for path in ("/v1/responses", "/v1/embeddings", "/", "")),
         *(("GET", path) for path in ("/docs", "/openapi.json", "/load", "/ping", "/is_sleeping", "/v1/realtime")),
         *(("POST", path) for path in ("//collective_rpc", "/v1/../collective_rpc", "/health/../collective_rpc")),
         *(

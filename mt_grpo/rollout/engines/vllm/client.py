@@ -11,14 +11,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import aiohttp
 import orjson
 
 from mt_grpo.forward.images import Images
-from mt_grpo.rollout.engine import Sample, SamplingParams
+from mt_grpo.rollout.engine import EngineError, Sample, SamplingParams
 from mt_grpo.rollout.engines.vllm.http import (
     CONNECT_TIMEOUT,
     POLL,
@@ -52,13 +52,18 @@ from mt_grpo.rollout.engines.vllm.requests import (
 )
 
 T = TypeVar("T")
-Content = Callable[[Server, int], Awaitable[bytes]]
+Body = Callable[[Server, int], Awaitable[bytes]]
+"""Makes the body of an attempt, for a server and after so many failures."""
+Content = Callable[[Server, int, SamplingParams], Awaitable[bytes]]
+"""Makes that of a sample."""
 logger = logging.getLogger(__name__)
 COMPLETIONS = "/v1/completions"
 START_COMMAND = "mt-grpo serve --config R.yaml"
 TOKEN_TIME = 0.1
 """Most seconds that a busy server takes per sampled token."""
 _LONGEST_BACKOFF = 8.0
+_ATTEMPTS = 8
+_ANOTHER = 0x9E3779B9  # torch's generator on a CPU knows 32 bits of a seed
 
 
 class VLLMServerClient:
@@ -173,8 +178,8 @@ class VLLMServerClient:
             ServerGoneError: If no server is up for `server_timeout` seconds.
         """
 
-        async def content(server: Server, failures: int) -> bytes:
-            return completion_request(self.model, context, sampling, **self.salt)
+        async def content(server: Server, failures: int, drawing: SamplingParams) -> bytes:
+            return completion_request(self.model, context, drawing, **self.salt)
 
         return await self._sample(session, context, sampling, content, COMPLETIONS)
 
@@ -188,32 +193,53 @@ class VLLMServerClient:
         assert self.image_token is not None
         ids = [self.image_token if token < 0 else token for token in context]
 
-        async def content(server: Server, failures: int) -> bytes:
+        async def content(server: Server, failures: int, drawing: SamplingParams) -> bytes:
             layout = await self._layout(server)
             if failures:  # the server may have forgotten an image
                 server.images.clear()
             else:
                 await self._hand_over(server, layout, shown)
             features = features_of(shown, layout if failures else None)
-            return generate_request(self.model, ids, sampling, features, **self.salt)
+            return generate_request(self.model, ids, drawing, features, **self.salt)
 
         return await self._sample(session, context, sampling, content, GENERATE)
 
     async def _sample(
         self, session: str, context: list[int], sampling: SamplingParams, content: Content, path: str
     ) -> Sample:
-        assert sampling.max_tokens is not None
-        read = functools.partial(
-            read_sample if path == COMPLETIONS else read_generated, routes_from=sampling.routes_from
+        """Samples until there is no token of an image in the sample: no image would stand behind it."""
+        if self.image_token is None:
+            return await self._sample_once(session, context, sampling, content, path)
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self.image_token))
+        for attempt in range(_ATTEMPTS):
+            another = replace(sampling, seed=sampling.seed ^ attempt * _ANOTHER)
+            sample = await self._sample_once(session, context, another, content, path)
+            if self.image_token not in sample.ids:
+                return sample
+        raise EngineError(
+            f"The model wrote the token of an image {_ATTEMPTS} times, behind which no image would stand."
         )
+
+    async def _sample_once(
+        self, session: str, context: list[int], sampling: SamplingParams, content: Content, path: str
+    ) -> Sample:
+        assert sampling.max_tokens is not None
+        read = read_sample if path == COMPLETIONS else read_generated
         versions: list[int | None] = []  # when the request was sent, at the latest attempt
 
         async def noted(server: Server, failures: int) -> bytes:
-            body = await content(server, failures)
+            body = await content(server, failures, sampling)
             versions[:] = [self.weight_version]
             return body
 
-        sample = await self._ask(session, context, noted, read, TOKEN_TIME * sampling.max_tokens, path)
+        sample = await self._ask(
+            session,
+            context,
+            noted,
+            functools.partial(read, routes_from=sampling.routes_from),
+            TOKEN_TIME * sampling.max_tokens,
+            path,
+        )
         (sample.weight_version,) = versions
         last = self.weight_version if self.incoming_version is None else self.incoming_version
         sample.last_weight_version = last
@@ -303,7 +329,7 @@ class VLLMServerClient:
         self,
         session: str,
         context: list[int],
-        content: Content,
+        content: Body,
         read: Callable[[Any, str], T],
         more: float = 0.0,
         path: str = COMPLETIONS,

@@ -65,24 +65,10 @@ class Layout:
 
     @classmethod
     def read(cls, answer: Any) -> Layout:
-        """
-        The layout in a server's rendering of a message with one image.
-
-        Raises:
-            ServerSetupError: If its tokens do not stand together: the endpoint cannot be told which are its own.
-        """
-        import msgspec
-
-        features = answer["features"]
-        (place,) = features["mm_placeholders"]["image"]
-        (content,) = features["kwargs_data"]["image"]
-        tokens = answer["token_ids"][place["offset"] : place["offset"] + place["length"]]
-        if len(set(tokens)) > 1:
-            raise ServerSetupError(
-                "vLLM's endpoint for token ids takes images whose tokens stand together, and those of this model have "
-                "others between them: sample with the model itself (`use_vllm: false`)."
-            )
-        item = msgspec.msgpack.decode(base64.b64decode(content), ext_hook=lambda code, data: None)
+        """The layout in a server's rendering of a message with one image."""
+        msgpack = _msgpack()
+        (content,) = answer["features"]["kwargs_data"]["image"]
+        item = msgpack.decode(base64.b64decode(content), ext_hook=lambda code, data: None)
         return cls({name: Field(each["data"][0], *each["field"]) for name, each in item.items()})
 
     def write(self, image: ImageInputs) -> str:
@@ -92,8 +78,7 @@ class Layout:
         Raises:
             ServerSetupError: If vLLM takes something else of an image than the trainer's processor returns.
         """
-        import msgspec
-
+        msgpack = _msgpack()
         if image.inputs.keys() != self.fields.keys():
             raise ServerSetupError(
                 f"vLLM takes {', '.join(sorted(self.fields))} of an image, and the trainer's processor returns "
@@ -110,9 +95,21 @@ class Layout:
             tensor = tensor.to(dtype)
             if field.kind == "batched":
                 (tensor,) = tensor
-            data = field.dtype, tuple(tensor.shape), msgspec.msgpack.Ext(_RAW, _bytes_of(tensor))
+            data = field.dtype, tuple(tensor.shape), msgpack.Ext(_RAW, _bytes_of(tensor))
             item[name] = {"data": data, "field": (field.kind, field.options)}
-        return base64.b64encode(msgspec.msgpack.encode(item)).decode()
+        return base64.b64encode(msgpack.encode(item)).decode()
+
+
+def _msgpack() -> Any:
+    """The library of vLLM's own format."""
+    try:
+        import msgspec
+    except ImportError:
+        raise ServerSetupError(
+            "Images for a vLLM server are written with msgspec, which is not installed: `pip install "
+            "'mt-grpo[images]'`."
+        ) from None
+    return msgspec.msgpack
 
 
 def layout_request(model: str) -> dict[str, Any]:
@@ -126,13 +123,24 @@ def layout_request(model: str) -> dict[str, Any]:
 
 
 def shown_in(context: list[int], images: Images) -> list[Shown]:
-    """The images whose tokens, of ids below 0, stand in a context, in order."""
+    """
+    The images whose tokens, of ids below 0, stand in a context, in order.
+
+    Raises:
+        ServerSetupError: If those of an image do not stand together: vLLM cannot be told which are its own.
+    """
     found, index = list[Shown](), 0
     while index < len(context):
-        if context[index] >= 0:
+        token = context[index]
+        if token >= 0:
             index += 1
             continue
-        image = images[context[index]]
+        image = images[token]
+        if context[index : index + image.size] != [token] * image.size:
+            raise ServerSetupError(
+                "vLLM's endpoint for token ids takes images whose tokens stand together, and those of this model have "
+                "others between them: sample with the model itself (`use_vllm: false`)."
+            )
         found.append(Shown(name_of(image), index, image))
         index += image.size
     return found
