@@ -390,9 +390,9 @@ class RunOptions:
     vllm_server_host: str = option("127.0.0.1", "Host of the vLLM server.", SERVER, of_server=True)
     weight_sync: str = option(
         "auto",
-        "auto, safetensors, nccl, ipc or lora. How weights reach the server: `safetensors` through a file, `nccl` "
-        "from GPU to GPU, `ipc` within a GPU, and `lora` sends the adapter only. `auto` is the first, and `ipc` with "
-        "`vllm_mode: colocate` on a GPU.",
+        "auto, safetensors, http, nccl, ipc or lora. How weights reach the server: `safetensors` through a file, "
+        "`http` over the network, `nccl` from GPU to GPU, `ipc` within a GPU, and `lora` sends the adapter only. "
+        "`auto` is the first, and `ipc` with `vllm_mode: colocate` on a GPU.",
         SERVER,
         page="server.md",
         of_server=True,

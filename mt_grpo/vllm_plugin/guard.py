@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import os
@@ -9,6 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError
 from mt_grpo.vllm_plugin.keys import remove_key, write_key
 
 Message = dict[str, Any]
@@ -17,6 +19,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 HEALTH = ("GET", "/health")
+FETCH = "/mt_grpo/fetch"
+"""The guard's own endpoint: brings a file of weights here, see `fetch.py`."""
 ALLOWED = frozenset(
     {
         HEALTH,
@@ -86,15 +90,21 @@ class Guard:
     def __init__(self, app: App) -> None:
         self._app = app
         self._keys: list[str] = []
+        self._fetcher = Fetcher()
         self._queries = SCHEDULING | SLEEP if os.environ.get(SLEEPS) else SCHEDULING
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._live(scope, receive, send)
+            try:
+                await self._live(scope, receive, send)
+            finally:
+                self._fetcher.close()
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
         elif (refusal := self._refusal(scope)) is not None:
             await _refuse(send, *refusal)
+        elif scope["path"] == FETCH:
+            await self._fetch(receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -117,13 +127,26 @@ class Guard:
         finally:
             remove_key(args.host, args.port, key)
 
+    async def _fetch(self, receive: Receive, send: Send) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        try:
+            asked = json.loads(body)
+            path = await asyncio.to_thread(self._fetcher.fetch, str(asked["url"]), int(asked["size"]))
+        except (FetchError, ValueError, KeyError, TypeError) as error:
+            await _answer(send, 502, {"error": str(error)})
+        else:
+            await _answer(send, 200, {"path": path})
+
     def _refusal(self, scope: Message) -> tuple[int, str] | None:
         """Status and reason if a request does not pass; `None` if it does."""
         headers = dict(scope["headers"])
         request = (scope["method"], scope["path"])
         if b"origin" in headers:
             return 403, "Requests of web pages are refused."
-        if request not in self.allowed and (*request, scope["query_string"]) not in self._queries:
+        if request not in (*self.allowed, ("POST", FETCH)) and (*request, scope["query_string"]) not in self._queries:
             return 403, "This server answers its trainer's requests only, and this is none of them."
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         known = [hmac.compare_digest(given, key.encode()) for key in self._keys]
@@ -133,8 +156,11 @@ class Guard:
 
 
 async def _refuse(send: Send, status: int, reason: str) -> None:
-    body = json.dumps({"error": reason}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
+    await _answer(send, status, {"error": reason}, *([(b"www-authenticate", b"Bearer")] if status == 401 else []))
+
+
+async def _answer(send: Send, status: int, content: dict[str, str], *more: tuple[bytes, bytes]) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,12 @@ def give_back(server: ServerControl, run: str) -> None:
             server.post("/update_weight_version", {"new_version": released(f"{run}:{held.step}")})
 
 
-def check_folder(server: ServerControl, config: dict[str, Any], folder: Path) -> None:
+def check_folder(
+    server: ServerControl,
+    config: dict[str, Any],
+    folder: Path,
+    bring: Callable[[Path], Path] = lambda file: file,
+) -> None:
     """
     Makes sure that a server sees the trainer's files.
 
@@ -198,6 +203,7 @@ def check_folder(server: ServerControl, config: dict[str, Any], folder: Path) ->
         server (`ServerControl`): The server.
         config (`dict`): Its configuration.
         folder (`Path`): Folder of the weight files.
+        bring (`Callable`, *optional*): Brings a file to the server; its path there. By default it is there.
 
     Raises:
         WeightSyncError: If it does not; the message says what it sees.
@@ -210,8 +216,9 @@ def check_folder(server: ServerControl, config: dict[str, Any], folder: Path) ->
         )
     nonce = folder / f"{uuid.uuid4().hex}.nonce"
     save_file({"nonce": torch.randn(8)}, nonce)
+    seen = bring(nonce)
     try:
-        confirm(server, file_checksum(nonce), nonce)
+        confirm(server, file_checksum(nonce), seen)
     except WeightSyncError as error:
         raise WeightSyncError(
             f"The vLLM server at {server.base_url} does not see the files in {folder}, where the trainer hands "
@@ -219,7 +226,7 @@ def check_folder(server: ServerControl, config: dict[str, Any], folder: Path) ->
             f"may read ({error.__cause__})."
         ) from error
     try:
-        confirm(server, "wrong on purpose", nonce)
+        confirm(server, "wrong on purpose", seen)
     except WeightSyncError:
         nonce.unlink()
         return

@@ -37,6 +37,7 @@ from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, token_logps
 from mt_grpo.trajectory import StopReason, Trajectory
 from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
+from mt_grpo.weights.transports.http import HttpTransport
 from mt_grpo.weights.updates import WeightSyncError
 
 pytestmark = [needs_server, pytest.mark.server]
@@ -71,8 +72,8 @@ class Served:
         asyncio.run(client.connect())
         return client
 
-    def sync(self, client, model=None, **options) -> SafetensorsTransport:
-        return SafetensorsTransport(client, lambda: model or self.model, Accelerator(cpu=True), **options)
+    def sync(self, client, model=None, kind=SafetensorsTransport, **options) -> SafetensorsTransport:
+        return kind(client, lambda: model or self.model, Accelerator(cpu=True), **options)
 
     def prompts(self, number: int = 6) -> list[list[int]]:
         texts = [f"user What is the capital of Peru {index}" for index in range(number)]
@@ -396,6 +397,19 @@ def test_after_a_sync_the_server_samples_with_trained_weights(trained):
     assert file.name == "weights-00000005.safetensors"
     sync.close()
     assert not file.parent.exists()
+
+
+@pytest.mark.parametrize("trained", ["tied"], indirect=True)
+def test_weights_come_over_the_network_as_by_file(trained):
+    client, contexts = trained.client(), trained.prompts()
+    sync = trained.sync(client, kind=HttpTransport, verify_every=1)
+    sync.sync(0)
+    train_a_little(trained.model)
+    sync.sync(1)
+    samples = generate(client, contexts, SamplingParams(max_tokens=40, seed=3))
+    assert largest_difference(trained.model, contexts, samples) < TOLERANCE
+    assert {sample.weight_version for sample in samples} == {1}
+    sync.close()
 
 
 def test_each_token_of_requests_in_flight_has_one_version(tied):

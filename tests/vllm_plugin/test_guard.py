@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import stat
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError, find_key
 from mt_grpo.vllm_plugin import keys
-from mt_grpo.vllm_plugin.guard import ALLOWED, SCHEDULING, Guard
+from mt_grpo.vllm_plugin.guard import ALLOWED, FETCH, SCHEDULING, SLEEP, SLEEPS, Guard
 
 KEY = "the key"
 ARGS = SimpleNamespace(host="127.0.0.1", port=8000, api_key=None)
@@ -132,6 +133,33 @@ def test_nothing_else_passes_though_the_key_is_right(guarded, method, path):
     override = (b"x-http-method-override", b"GET")
     assert ask(guard, method, path, bearer(), override, **raw)["status"] == 403
     assert not server.reached
+
+
+@pytest.mark.parametrize(("method", "path", "query"), sorted(SLEEP))
+def test_a_server_sleeps_only_on_its_trainers_gpus(monkeypatch, method, path, query):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    for sleeps, status in (("", 403), ("1", 200)):
+        monkeypatch.setenv(SLEEPS, sleeps)
+        guard = Guard(Server())
+        live(guard)
+        assert ask(guard, method, path, bearer(), query_string=query)["status"] == status
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"url": "file:///etc/passwd", "size": 1}', b'{"url": "nothing"}'])
+def test_what_cannot_be_fetched_is_answered_with_why(guarded, body):
+    server, guard = guarded
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": body}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": FETCH, "headers": [bearer()], "query_string": b""}
+    asyncio.run(guard(scope, receive, send))
+    assert sent[0]["status"] == 502 and json.loads(sent[1]["body"])["error"] and not server.reached
+    assert ask(guard, "POST", FETCH)["status"] == 401
 
 
 @pytest.mark.parametrize("origin", [b"http://evil.example", b"null", b"http://127.0.0.1:8000", b""])

@@ -154,7 +154,7 @@ def files(case: Case) -> Lines:
 
 
 def _shared(case: Case) -> Lines:
-    by_file = ("safetensors",) if case.colocated and case.on_gpu else ("auto", "safetensors")
+    by_file = ("safetensors", "http", *(() if case.colocated and case.on_gpu else ("auto",)))
     if not case.args.use_vllm or case.args.weight_sync not in by_file:
         return
     folder = case.args.weight_sync_folder or "/dev/shm"

@@ -1,0 +1,37 @@
+"""A trainer that starts a real vLLM server, on this machine's CPU."""
+
+from __future__ import annotations
+
+import json
+
+import psutil
+import pytest
+from support.forked import run_processes
+from support.loopback import free_port
+from support.marks import needs_server
+from support.servers import ROOT, START_LIMIT
+
+pytestmark = [needs_server, pytest.mark.server, pytest.mark.slow]
+
+
+def test_the_quickstart_trains_with_a_server_of_its_own(tmp_path):
+    options = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_enable_sleep_mode": True,
+        "vllm_server_port": free_port(),
+        "vllm_server_timeout": START_LIMIT,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "max_steps": 2,
+        "per_device_train_batch_size": 16,
+        "do_eval": False,
+        "output_dir": str(tmp_path / "run"),
+    }
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = ["-m", "mt_grpo", "train", str(ROOT / "recipes/quickstart.yaml"), *arguments]
+    run_processes(command, 1, tmp_path / "log", {})
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["sampling/sampling_logp_difference/max"] for row in rows if "loss" in row) < 1e-3
+    port = str(options["vllm_server_port"])
+    assert not [one for one in psutil.process_iter(["cmdline"]) if port in (one.info["cmdline"] or [])]

@@ -1,0 +1,155 @@
+"""The transfer over the network: what the trainer offers, and how a server fetches it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from accelerate import Accelerator
+from support.loopback import Loopback, Reply
+from support.replicas import Replica, step_of
+
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.vllm_plugin import fetch
+from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError
+from mt_grpo.vllm_plugin.guard import FETCH
+from mt_grpo.weights.transports.http import FileOffer, HttpTransport
+from mt_grpo.weights.updates import WeightSyncError
+
+UPDATE = ["/sleep", "/start_weight_update", "/update_weights", "/init_weight_transfer_engine"]
+UPDATE += ["/finish_weight_update", "/reset_prefix_cache", "/wake_up"]
+
+
+class Remote(Replica):
+    """A server on another machine: it sees only what it has fetched."""
+
+    def __init__(self, tokenizer, folder: Path) -> None:
+        super().__init__(tokenizer)
+        self.folder, self.fetcher, self.urls = folder, Fetcher(str(folder)), []
+
+    def answer(self, method, path, body):
+        if path == FETCH and path != self.refused:
+            self.urls.append(body["url"])
+            return 200, {"path": self.fetcher.fetch(**body)}
+        if path == "/update_weights":
+            assert Path(body["update_info"]["path"]).is_relative_to(self.folder)
+        return super().answer(method, path, body)
+
+
+@pytest.fixture
+def remote(tokenizer, tmp_path):
+    server = Remote(tokenizer, tmp_path)
+    yield server
+    server.http.stop()
+    server.fetcher.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def sync(remote, model):
+    client = VLLMServerClient(remote.http.url, remote.tokenizer, server_timeout=5.0)
+    sync = HttpTransport(client, lambda: model, Accelerator(cpu=True))
+    yield sync
+    sync.close()
+
+
+def test_weights_are_fetched_before_the_server_is_paused(remote, sync):
+    for step in range(3):
+        sync.sync(step)
+    posts = [path for method, path, _ in remote.http.requests if method == "POST"]
+    nonce, proof = [FETCH, *UPDATE[3:4] * 2], [FETCH, *UPDATE, "/v1/completions"]
+    assert posts == nonce + proof * 2 + [FETCH, *UPDATE] * 2
+    assert step_of(remote.version) == "2" and sync.checksum == remote.loaded
+    assert len(list(remote.folder.glob("*/*"))) == fetch.FILES
+
+
+def test_a_server_that_comes_back_fetches_the_latest(remote, sync, model):
+    sync.sync(0)
+    model.model.embed_tokens.weight.data *= 1.5
+    sync.sync(1)
+    remote.version, remote.loaded = "default", "nothing"
+    sync.restore(remote.http.url)
+    assert step_of(remote.version) == "1" and sync.checksum == remote.loaded
+
+
+def test_a_server_that_cannot_fetch_is_refused_at_the_start(remote, sync):
+    remote.refused = FETCH
+    with pytest.raises(WeightSyncError, match="cannot fetch the trainer's weights.*`mt-grpo serve`"):
+        sync.begin()
+
+
+@pytest.fixture
+def offer(tmp_path):
+    (tmp_path / "weights.safetensors").write_bytes(bytes(range(256)) * 100)
+    offer = FileOffer(tmp_path, "127.0.0.1")
+    yield offer.url("127.0.0.1")
+    offer.close()
+
+
+@pytest.mark.parametrize("name", ["other.safetensors", "../weights.safetensors", "%2e%2e/etc/passwd", ".hidden", ""])
+def test_an_offer_has_only_the_files_of_its_folder(offer, tmp_path, name):
+    (tmp_path / ".hidden").touch()
+    assert httpx.get(f"{offer}/{name}").status_code == 404
+
+
+def test_an_offer_is_for_those_who_know_its_secret(offer):
+    assert httpx.get(f"{offer}/weights.safetensors").status_code == 206
+    assert httpx.get(f"{offer.rsplit('/', 1)[0]}/guessed/weights.safetensors").status_code == 404
+
+
+def test_what_is_fetched_is_what_was_offered(offer, tmp_path):
+    fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
+    assert (tmp_path / "copy").read_bytes() == bytes(range(256)) * 100
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
+
+
+@pytest.fixture
+def broken():
+    """Closes each connection after 700 bytes, and notes where each began."""
+    content, begun = bytes(range(256)) * 10, []
+
+    def answer(request):
+        begin = int(re.fullmatch(r"bytes=(\d+)-", request.headers["Range"])[1])
+        begun.append(begin)
+        return Reply(206, content[begin : begin + 700], len(content) - begin)
+
+    server = Loopback(answer)
+    yield server.url, begun, content
+    server.stop()
+
+
+def test_a_broken_connection_is_gone_on_from_its_end(broken, tmp_path, quick):
+    url, begun, content = broken
+    fetch.download(f"{url}/weights", tmp_path / "copy", len(content))
+    assert (tmp_path / "copy").read_bytes() == content
+    assert begun == [0, 700, 1400, 2100]
+
+
+def test_a_file_that_is_not_there_is_said_at_once(offer, tmp_path):
+    with pytest.raises(FetchError, match="HTTP 404"):
+        fetch.download(f"{offer}/gone", tmp_path / "copy", 10)
+
+
+def test_a_trainer_that_is_gone_is_given_up(tmp_path, quick):
+    with pytest.raises(FetchError, match="could not be read from byte 0 of 10"):
+        fetch.download("http://127.0.0.1:9/weights", tmp_path / "copy", 10)
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "nothing"])
+def test_only_http_is_fetched(tmp_path, url):
+    with pytest.raises(FetchError, match="is no address of a file"):
+        Fetcher(str(tmp_path)).fetch(url, 10)
+
+
+def test_files_of_a_killed_server_are_removed(offer, tmp_path):
+    (old := tmp_path / f"{fetch.machine()}-999999999").mkdir()
+    fetcher = Fetcher(str(tmp_path))
+    fetcher.fetch(f"{offer}/weights.safetensors", 25_600)
+    assert not old.exists()
+    fetcher.close()
