@@ -8,6 +8,9 @@ their prompt once where it takes them into one batch. The last token of a contex
 be computed. vLLM caches whole blocks, so that they are counted in whole blocks too. This is counted from the tokens on
 the client's side; what was served comes from the server's own metrics.
 
+The same conversations are then sampled from two servers. A group stays on one of them, so that two serve as large a
+share of the prompts from their caches as one.
+
     python benchmarks/prefix_cache.py [--quick]
 
 Needs `.venv-vllm` (`make server-cpu`). Prints a table and writes `benchmarks/results/prefix_cache.json`.
@@ -38,6 +41,8 @@ from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 TARGET = 0.99
+TARGET_OF_TWO = 0.95
+"""Share of prompt tokens from the caches of two servers, over that of one."""
 LENGTH = 4096
 SUBJECTS = ("river", "mountain", "moon", "country", "capital", "writer", "element", "state")
 
@@ -106,9 +111,9 @@ def build_model(folder: str) -> None:
     build_tokenizer().save_pretrained(folder)
 
 
-def run(url: str, folder: str, groups: int, members: int, turns: int) -> dict[str, Any]:
-    """One round of rollouts; the server's metrics before and after it."""
-    client = Recorded(url, build_tokenizer(), model=folder)
+def run(urls: list[str], folder: str, groups: int, members: int, turns: int) -> dict[str, Any]:
+    """One round of rollouts; the servers' metrics before and after it."""
+    client = Recorded(urls, build_tokenizer(), model=folder)
     client.asked = []
     asyncio.run(client.connect())
     env = Passages(system_prompt="Search, then answer. " + search("ocean") * 3, max_steps=turns - 1)
@@ -127,17 +132,18 @@ def run(url: str, folder: str, groups: int, members: int, turns: int) -> dict[st
             await client.close()
 
     names = {"hits": "vllm:prefix_cache_hits_total", "queries": "vllm:prefix_cache_queries_total"}
-    before = {key: metric(url, name) for key, name in names.items()}
+    before = {key: sum(metric(url, name) for url in urls) for key, name in names.items()}
     start = time.perf_counter()
     trajectories = asyncio.run(go())
     seconds = time.perf_counter() - start
-    served = {key: int(metric(url, name) - before[key]) for key, name in names.items()}
+    served = {key: int(sum(metric(url, name) for url in urls) - before[key]) for key, name in names.items()}
     tokens = sum(len(context) for context, _ in client.asked)
     if served["queries"] != tokens:
         raise SystemExit(f"The server counts {served['queries']} prompt tokens, not {tokens}.")
-    block = block_size(url)
+    block = block_size(urls[0])
     row = {"tokens": reusable(client.asked, 1), "blocks": reusable(client.asked, block), "hits": served["hits"]}
     return row | {
+        "servers": len(urls),
         "block": block,
         "conversations": len(requests),
         "turns": sum(len(trajectory.turns) for trajectory in trajectories) / len(trajectories),
@@ -145,6 +151,7 @@ def run(url: str, folder: str, groups: int, members: int, turns: int) -> dict[st
         "context": tokens,
         "of_blocks": row["hits"] / row["blocks"],
         "of_tokens": row["hits"] / row["tokens"],
+        "of_prompts": row["hits"] / tokens,
         "seconds": seconds,
     }
 
@@ -152,11 +159,18 @@ def run(url: str, folder: str, groups: int, members: int, turns: int) -> dict[st
 def show(rows: list[dict[str, Any]]) -> None:
     """Tokens, and shares of the reusable ones."""
     table = Table(title="Prompt tokens from the server's prefix cache")
-    columns = ("block", "conversations", "turns each", "prompt tokens", "reusable", "in whole blocks")
+    columns = ("servers", "block", "conversations", "turns each", "prompt tokens", "reusable", "in whole blocks")
     for column in (*columns, "from the cache", "share of blocks", "target", "share of tokens", "wall, s"):
         table.add_column(column, justify="right")
     for row in rows:
-        cells = [row["block"], row["conversations"], f"{row['turns']:.1f}", row["context"], row["tokens"]]
+        cells = [
+            row["servers"],
+            row["block"],
+            row["conversations"],
+            f"{row['turns']:.1f}",
+            row["context"],
+            row["tokens"],
+        ]
         cells += [row["blocks"], row["hits"], f"{row['of_blocks']:.4f}", f">= {TARGET}", f"{row['of_tokens']:.4f}"]
         table.add_row(*map(str, cells), f"{row['seconds']:.1f}")
     Console(width=170).print(table)
@@ -174,14 +188,23 @@ def main() -> None:
         for flags in ((),) if quick else ((), ("--block-size", "32")):
             with serve(read(folder, "--vllm_max_model_length", str(LENGTH)), *flags) as url:
                 version = ServerControl(url).get("/version")["version"]
-                rows.append(run(url, folder, groups, members, turns))
+                rows.append(run([url], folder, groups, members, turns))
                 show(rows)
+        if not quick:
+            flags, limit = ("--block-size", "32"), ("--vllm_max_model_length", str(LENGTH))
+            with serve(read(folder, *limit), *flags) as one, serve(read(folder, *limit), *flags) as other:
+                rows.append(run([one, other], folder, groups, members, turns))
+                rows[-1]["of_one"] = rows[-1]["of_prompts"] / rows[-2]["of_prompts"]
+                show(rows)
+                print(f"Two servers over one: {rows[-1]['of_one']:.3f} (target: >= {TARGET_OF_TWO})")
     if not quick:
         settings = {"groups": groups, "members": members, "turns": turns, "seed": 0, "target": TARGET, "vllm": version}
         write("prefix_cache", settings, rows)
-    least = min(row["of_blocks"] for row in rows)
+    least = min(row["of_blocks"] for row in rows if row["servers"] == 1)
     if least < TARGET:
         raise SystemExit(f"The cache served {least:.4f} of what it could; target: {TARGET}.")
+    if not quick and rows[-1]["of_one"] < TARGET_OF_TWO:
+        raise SystemExit(f"Two servers reach {rows[-1]['of_one']:.3f} of one; target: {TARGET_OF_TWO}.")
 
 
 if __name__ == "__main__":

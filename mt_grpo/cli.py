@@ -171,7 +171,7 @@ def rollout(arguments: list[str]) -> int:
 
 
 def serve(arguments: list[str]) -> int:
-    """`mt-grpo serve`: becomes the vLLM server that the recipe's trainer needs; returns only where it cannot."""
+    """`mt-grpo serve`: becomes the vLLM server that the recipe's trainer needs, or starts several and waits."""
     request = read_request(arguments, "serve")
     check_served(request.values)
     check_places(request.values, "serve")
@@ -180,8 +180,7 @@ def serve(arguments: list[str]) -> int:
         from mt_grpo.app import serve as server
         from mt_grpo.app.recipe import build_recipe
 
-    server.serve(build_recipe(request))
-    return 1
+    return server.serve(build_recipe(request), request.own["replicas"])
 
 
 @_interruptible

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mt_grpo.addresses import expand_addresses
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.option_values import (
@@ -75,6 +76,7 @@ def check_options(
     check_rule(options, rule)
     check_branches(options, rule)
     check_servers(options)
+    check_addresses(options)
     check_partner(options)
     check_environments(options)
     if options["simulated_user"] is not None:
@@ -132,6 +134,22 @@ def check_groups(options: Mapping[str, Any], processes: int) -> None:
         raise ConfigError(
             f"`vllm_tensor_parallel_size: {size}` does not divide the {_processes(processes)} that train, and each "
             "server of `vllm_mode: colocate` runs on the GPUs of so many of them: set a divisor, such as 1."
+        )
+
+
+def check_addresses(options: Mapping[str, Any]) -> None:
+    """
+    Whether the servers of a run are addresses, each named once, and as many as the run needs.
+
+    Raises:
+        ConfigError: If they are not.
+    """
+    urls = expand_addresses(options["vllm_server_base_url"] or [], "vllm_server_base_url")
+    least = options["vllm_min_servers"]
+    if least is not None and least > max(len(urls), 1):
+        raise ConfigError(
+            f"`vllm_min_servers: {least}` wants more servers than are named, {max(len(urls), 1)}: name the others in "
+            "`vllm_server_base_url`, or lower it."
         )
 
 

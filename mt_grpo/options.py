@@ -388,6 +388,21 @@ class RunOptions:
         page="colocate.md",
     )
     vllm_server_host: str = option("127.0.0.1", "Host of the vLLM server.", SERVER, of_server=True)
+    vllm_server_base_url: list[str] | None = option(
+        None,
+        "Addresses of several servers. A list, or ranges such as `http://node[1-4]:8000`; in place of host and port.",
+        SERVER,
+        page="server.md#several-servers",
+        of_server=True,
+    )
+    vllm_min_servers: int | None = option(
+        None,
+        "Servers that a run needs. It begins with so many, and the others join when they are up. Where unset, it "
+        "waits for all, and goes on with those that are up.",
+        SERVER,
+        rule=ABOVE_ZERO,
+        page="server.md#several-servers",
+    )
     weight_sync: str = option(
         "auto",
         "auto, safetensors, http, nccl, ipc or lora. How weights reach the server: `safetensors` through a file, "
@@ -432,7 +447,7 @@ OF_LIBRARIES = {
     "dataset_test_split": Option("Split to evaluate on.", MODEL),
     "dataset_streaming": Option("Read rows when they are needed.", MODEL),
     "trust_remote_code": Option("Run code that comes with the model.", of_server=True),
-    "max_steps": Option("Optimiser steps; -1: as many as `num_train_epochs` makes.", TRAINING),
+    "max_steps": Option("Optimiser steps; -1: those of `num_train_epochs`.", TRAINING),
     "num_generations": Option(
         "Conversations for each prompt.",
         TRAINING,
@@ -462,14 +477,13 @@ OF_LIBRARIES = {
         also="boolean",
     ),
     "beta": Option("Weight of the KL divergence from the first model.", TRAINING, rule=NOT_BELOW_ZERO),
-    "use_peft": Option("Train a LoRA adapter; see the options `lora_...`.", TRAINING, of_server=True),
+    "use_peft": Option("Train a LoRA adapter; see `lora_...`.", TRAINING, of_server=True),
     "lora_r": Option(of_server=True),
     "bf16": Option("Train in bfloat16. Where unset, on a GPU that can, unless `fp16` is set.", TRAINING),
     "do_eval": Option("Measure the agent before and after training.", TRAINING),
     "use_cpu": Option("Use no GPU.", TRAINING, of_server=True),
-    "use_vllm": Option("Sample with the server that `mt-grpo serve` starts.", SERVER),
+    "use_vllm": Option("Sample with servers of vLLM. `mt-grpo serve` starts them.", SERVER),
     "vllm_server_port": Option("Port of the vLLM server.", SERVER, of_server=True),
-    "vllm_server_base_url": Option(of_server=True),
     "vllm_tensor_parallel_size": Option(rule=ABOVE_ZERO, of_server=True),
     "vllm_gpu_memory_utilization": Option(
         rule=Rule(lambda value: 0 < value <= 1, "it is a share of a GPU's memory, so set one such as 0.3")
@@ -480,7 +494,7 @@ OF_LIBRARIES = {
         "A checkpoint's folder, or true for the latest in `output_dir`.", RUN, also="boolean"
     ),
     "save_steps": Option("Steps between two checkpoints.", RUN),
-    "report_to": Option("Where metrics are sent: wandb, trackio, tensorboard ...", RUN),
+    "report_to": Option("Where metrics go: wandb, trackio, tensorboard ...", RUN),
     "seed": Option("Seed of everything drawn.", RUN),
     "top_p": Option(rule=Rule(lambda value: 0 < value <= 1, "set a number above 0 and at most 1, or leave it out")),
     "min_p": Option(rule=Rule(lambda value: 0 <= value <= 1, "set a number from 0 to 1, or leave it out")),

@@ -65,7 +65,15 @@ OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "default": None,
         },
     },
-    "serve": {**TRUST},
+    "serve": {
+        **TRUST,
+        "replicas": {
+            "description": "Servers to start, each on GPUs of its own.",
+            "type": "integer",
+            "minimum": 1,
+            "default": None,
+        },
+    },
     "doctor": {
         **TRUST,
         "num_processes": {

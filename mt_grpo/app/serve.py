@@ -1,17 +1,20 @@
-"""`mt-grpo serve`: becomes the vLLM server that a recipe's trainer needs."""
+"""`mt-grpo serve`: becomes the vLLM server that a recipe's trainer needs, or starts several."""
 
 from __future__ import annotations
 
 import os
-import shlex
 from urllib.parse import urlsplit
 
+import torch
+
+from mt_grpo.addresses import expand_addresses
 from mt_grpo.app.recipe import Recipe
+from mt_grpo.app.replicas import Replica, run_replicas, share_gpus
 from mt_grpo.errors import ConfigError
 from mt_grpo.option_rules import check_served
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.server_command import command_at
-from mt_grpo.training.servers import server_urls
+from mt_grpo.training.servers import EVERYWHERE
 from mt_grpo.vllm_plugin.keys import check_folder
 
 
@@ -20,39 +23,76 @@ def server_command(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
     The command that starts a recipe's server, and the environment variables it needs; see `command_at`.
 
     Raises:
-        ConfigError: If the recipe's server is on another machine.
+        ConfigError: If the recipe's servers are on other machines.
     """
-    host, port = _address(recipe.training)
+    host, port = _addresses(recipe.training, None)[0]
     return command_at(host, port, recipe.training, recipe.model)
 
 
-def serve(recipe: Recipe) -> None:
+def serve(recipe: Recipe, replicas: int | None = None) -> int:
     """
-    Prints the command and becomes it.
+    Prints the command and becomes it; of several servers prints all commands, and waits until the servers have ended.
+
+    Args:
+        recipe (`Recipe`): The recipe.
+        replicas (`int`, *optional*): Servers to start; by default as many as the recipe names.
+
+    Returns:
+        `int`: Exit status of several servers.
 
     Raises:
-        ConfigError: If the recipe's trainer samples by itself, its server is on another machine, or it has to make up
-            a key and there is no place that only this user can read.
+        ConfigError: If the recipe's trainer samples by itself, its servers are on other machines, there are too few
+            GPUs, or a server has to make up a key and there is no place that only this user can read.
     """
-    check_served(vars(recipe.training))
+    args = recipe.training
+    check_served(vars(args))
     if not os.environ.get("VLLM_API_KEY"):
         try:
             check_folder()
         except PermissionError as error:
             raise ConfigError(str(error)) from error
-    command, environment = server_command(recipe)
-    print(" ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(command)]), flush=True)
-    os.execve(command[0], command, {**os.environ, **environment})
+    addresses = _addresses(args, replicas)
+    if len(addresses) == 1:
+        command, environment = server_command(recipe)
+        print(Replica("", command, environment).line, flush=True)
+        os.execve(command[0], command, {**os.environ, **environment})
+        return 1
+    found = []
+    shares = _shares(args, len(addresses))
+    for (host, port), share in zip(addresses, shares, strict=True):
+        command, environment = command_at(host, port, args, recipe.model)
+        found.append(Replica(f"http://{host}:{port}", command, environment | share))
+    if not expand_addresses(args.vllm_server_base_url or [], "vllm_server_base_url"):
+        host, first = addresses[0]
+        host = "THIS_MACHINE" if host == EVERYWHERE else host
+        print(f"The trainer finds them with `--vllm_server_base_url http://{host}:[{first}-{addresses[-1][1]}]`.")
+    return run_replicas(found)
 
 
-def _address(args: MTGRPOConfig) -> tuple[str, int]:
-    if not args.vllm_server_base_url:
-        return args.vllm_server_host, args.vllm_server_port
-    urls = server_urls(args)
-    parts = urlsplit(urls[0])
-    if len(urls) > 1 or parts.hostname not in ("127.0.0.1", "localhost"):
+def _addresses(args: MTGRPOConfig, replicas: int | None) -> list[tuple[str, int]]:
+    """Hosts and ports of the servers that are started here."""
+    urls = expand_addresses(args.vllm_server_base_url or [], "vllm_server_base_url")
+    if not urls:
+        return [(args.vllm_server_host, args.vllm_server_port + number) for number in range(replicas or 1)]
+    parts = [urlsplit(url) for url in urls]
+    if any(part.hostname not in ("127.0.0.1", "localhost") for part in parts):
         raise ConfigError(
-            f"`vllm_server_base_url: {args.vllm_server_base_url}` is not one server on this machine: start each on "
-            "its own machine, with `--vllm_server_base_url ''`, `--vllm_server_host` and `--vllm_server_port`."
+            f"`vllm_server_base_url: {', '.join(args.vllm_server_base_url)}` names servers on other machines: start "
+            "each on its own machine, with `--vllm_server_base_url ''`, `--vllm_server_host` and `--vllm_server_port`."
         )
-    return parts.hostname, parts.port or 80
+    if replicas is not None and replicas > len(parts):
+        raise ConfigError(
+            f"`--replicas {replicas}` starts more servers than `vllm_server_base_url` names, {len(parts)}: name the "
+            "others too, or leave `--replicas` out."
+        )
+    return [(str(part.hostname), part.port or 80) for part in parts][:replicas]
+
+
+def _shares(args: MTGRPOConfig, servers: int) -> list[dict[str, str]]:
+    """What of the machine each of several servers gets, as environment variables."""
+    if args.use_cpu or not torch.cuda.is_available():
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (torch.get_num_threads() - 1) // servers))
+        return [{"OMP_NUM_THREADS": threads}] * servers
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
+    return [{"CUDA_VISIBLE_DEVICES": gpus} for gpus in share_gpus(servers, args.vllm_tensor_parallel_size, visible)]

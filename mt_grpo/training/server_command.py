@@ -26,6 +26,9 @@ from mt_grpo.training.servers import colocates, replays_routes, transport_of
 GUARD = "mt_grpo.vllm_plugin.guard.Guard"
 """The middleware that lets only the trainer's requests pass, and only with the key."""
 
+DRAIN = 30
+"""Seconds that a server which is told to end gives the requests under way."""
+
 
 def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> tuple[list[str], dict[str, str]]:
     """
@@ -55,6 +58,8 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
         "--enable-prefix-caching",
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
         *("--weight-transfer-config", json.dumps({"backend": transport.server_backend})),
+        # for requests under way at SIGTERM; the guard sends others away meanwhile
+        *("--shutdown-timeout", str(DRAIN)),
         # answers carry it: a client sees by it that the server was restarted and has lost its weights
         *("--fingerprint-mode", "custom", "--fingerprint-value", f"mt-grpo-{uuid.uuid4().hex[:12]}"),
     ]

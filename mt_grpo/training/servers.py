@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
+from mt_grpo.addresses import expand_addresses
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import LocalEngine
@@ -25,13 +26,13 @@ from mt_grpo.weights.transport import TRANSPORTS, WeightTransport
 from mt_grpo.weights.updates import WeightSyncError
 from mt_grpo.weights.verification import EXACT, NARROW, compare, halved, probe_ids, trainer_logprobs
 
-_EVERYWHERE = "0.0.0.0"
+EVERYWHERE = "0.0.0.0"
 
 
 def server_urls(args: MTGRPOConfig, processes: int | None = None) -> list[str]:
     """
-    URLs of a run's servers: those of `vllm_server_base_url`, separated by commas, or else the one of
-    `vllm_server_host` and `vllm_server_port`. Those that a trainer starts are on this machine, on that port and the
+    URLs of a run's servers: those of `vllm_server_base_url`, or else the one of `vllm_server_host` and
+    `vllm_server_port`. Those that a trainer starts are on this machine, on that port and the
     ones after it.
 
     Args:
@@ -41,9 +42,10 @@ def server_urls(args: MTGRPOConfig, processes: int | None = None) -> list[str]:
     if colocates(args):
         groups = (processes or args.world_size) // args.vllm_tensor_parallel_size
         return [f"http://127.0.0.1:{args.vllm_server_port + group}" for group in range(groups)]
-    if args.vllm_server_base_url:
-        return [url.strip().rstrip("/") for url in args.vllm_server_base_url.split(",")]
-    host = "127.0.0.1" if args.vllm_server_host == _EVERYWHERE else args.vllm_server_host
+    urls = expand_addresses(args.vllm_server_base_url or [], "vllm_server_base_url")
+    if urls:
+        return urls
+    host = "127.0.0.1" if args.vllm_server_host == EVERYWHERE else args.vllm_server_host
     return [f"http://{host}:{args.vllm_server_port}"]
 
 
@@ -249,6 +251,7 @@ def server_client(args: MTGRPOConfig, tokenizer: Any, model: str, image_token: i
         server_timeout=args.vllm_server_timeout,
         home=f"http://127.0.0.1:{own_port(args)}" if colocates(args) else None,
         image_token=image_token,
+        min_servers=args.vllm_min_servers,
     )
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import hmac
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError
@@ -21,6 +25,15 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 HEALTH = ("GET", "/health")
 FETCH = "/mt_grpo/fetch"
 """The guard's own endpoint: brings a file of weights here, see `fetch.py`."""
+BEGINS = frozenset(
+    {
+        HEALTH,
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/inference/v1/generate"),
+    }
+)
+"""What is refused from the moment the server is told to end, so that clients go elsewhere."""
 ALLOWED = frozenset(
     {
         HEALTH,
@@ -81,6 +94,8 @@ class Guard:
     The key is vLLM's own: `--api-key`, which `ps` shows to everybody, or `VLLM_API_KEY`. If neither is given, the
     server makes a key. While it runs, trainers of the same user on the same machine can read the key (`keys.py`).
 
+    From SIGTERM on, health and completions are answered with 503, while vLLM finishes the requests under way.
+
     Args:
         app: The server.
     """
@@ -92,11 +107,13 @@ class Guard:
         self._keys: list[str] = []
         self._fetcher = Fetcher()
         self._queries = SCHEDULING | SLEEP if os.environ.get(SLEEPS) else SCHEDULING
+        self._ending = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             try:
-                await self._live(scope, receive, send)
+                with self._listening():
+                    await self._live(scope, receive, send)
             finally:
                 self._fetcher.close()
         elif scope["type"] != "http":
@@ -107,6 +124,26 @@ class Guard:
             await self._fetch(receive, send)
         else:
             await self._app(scope, receive, send)
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Notices the signals that end the server, and leaves them to it."""
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        if threading.current_thread() is not threading.main_thread():  # others get no signals
+            handlers = {}
+
+        def heard(before: Callable[..., object], number: int, frame: object) -> None:
+            self._ending = True
+            before(number, frame)
+
+        for number, before in handlers.items():
+            if callable(before):
+                signal.signal(number, functools.partial(heard, before))
+        try:
+            yield
+        finally:
+            for number, before in handlers.items():
+                signal.signal(number, before)
 
     async def _live(self, scope: Message, receive: Receive, send: Send) -> None:
         args = scope["app"].state.args
@@ -146,6 +183,8 @@ class Guard:
         request = (scope["method"], scope["path"])
         if b"origin" in headers:
             return 403, "Requests of web pages are refused."
+        if self._ending and request in BEGINS:
+            return 503, "This server is shutting down."
         if request not in (*self.allowed, ("POST", FETCH)) and (*request, scope["query_string"]) not in self._queries:
             return 403, "This server answers its trainer's requests only, and this is none of them."
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")

@@ -6,7 +6,7 @@ import atexit
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from mt_grpo.rollout.engines.vllm.http import (
     wait_for_servers,
 )
 from mt_grpo.rollout.engines.vllm.lease import new_run, weight_label
+from mt_grpo.weights.newcomers import prove_newcomers, take_in, tell_apart
 from mt_grpo.weights.updates import (
     WeightSyncError,
     check_lease,
@@ -164,7 +165,9 @@ class WeightTransport:
         """
         if self._begun:
             return
-        self._run(lambda: self._each_server(self._examine))
+        self._run(lambda: self._each_server(self.examine))
+        for server in self.client.pool.servers:
+            server.awaits_proof = not server.up
         mixed = {"no": torch.float32, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.bfloat16)
         assert self.dtype is not None  # every server was asked
         dtypes = (next(self.get_model().parameters()).dtype, mixed, self.dtype)
@@ -211,10 +214,12 @@ class WeightTransport:
     def _sync(self, step: int) -> None:
         self.accelerator.wait_for_everyone()  # until no process restores a server with the weights of before
         self.begin()
+        newcomers = prove_newcomers(self) if self.num_syncs else []
         if self.num_syncs == 0:
+            self._run(lambda: tell_apart(self._each_server, self.run, self.client.base_urls))
             self._prove()
-        due = self.asleep or self.num_syncs % self.verify_every == 0
-        self._send(step)
+        due = bool(newcomers) or self.asleep or self.num_syncs % self.verify_every == 0
+        self._send(step, newcomers)
         self._expected = []
         if due or not self._computes_late:  # for servers that are restarted while other processes are busy
             self._expected = self._compute_expected(self.get_model(), measure=due)
@@ -276,7 +281,25 @@ class WeightTransport:
     _change = staticmethod(halved)
     """Context in which a model computes as if its weights were those of the proof."""
 
-    def _examine(self, server: ServerControl) -> None:
+    def prove_at(self, numbers: list[int]) -> list[int]:
+        """Every process: which servers answer with weights that were changed on purpose and sent to them alone."""
+        with self._change(self.accelerator.unwrap_model(self.get_model())) as self.changed:
+            self._expected = trainer_logprobs(self.get_model(), self._probe)
+        self._run(lambda: None, everywhere=lambda: self._gather(None))
+
+        def prove(server: ServerControl) -> None:
+            self._bring(server, None)
+            self._compare(server, self._served_name(None))
+
+        proved = self.those_that(numbers, prove)
+        self.changed = None
+        return proved
+
+    def _served_name(self, step: int | None) -> str:
+        """The name of the model in requests, once the weights of `step` are there."""
+        return ""
+
+    def examine(self, server: ServerControl) -> None:
         check_lease(server, self.run)
         config = server.get("/server_info", config_format="json")["vllm_config"]
         dtype = getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
@@ -295,7 +318,7 @@ class WeightTransport:
         self._verify()
         self.changed = None
 
-    def _send(self, step: int | None) -> None:
+    def _send(self, step: int | None, newcomers: Sequence[int] = ()) -> None:
         bring = functools.partial(self._bring, step=step)
         if self.asleep:
             if self.accelerator.device.type == "cuda":
@@ -306,6 +329,8 @@ class WeightTransport:
         if self.asleep:
             self._run(lambda: self._each_server(wake_cache))
             self.asleep = False
+        if newcomers:
+            take_in(self, self.those_that(list(newcomers), bring))
         self.client.weight_version = step
         for server in self.client.pool.servers:
             server.fingerprint = None
@@ -338,9 +363,11 @@ class WeightTransport:
         self._bring(server, self.client.weight_version)
         self._compare(server)
 
-    def _compare(self, server: ServerControl) -> None:
+    def _compare(self, server: ServerControl, name: str | None = None) -> None:
         self._expected = self._expected or self._compute_expected(self.accelerator.unwrap_model(self.get_model()))
-        verdict = compare(server_logprobs(server, self.client.model, self._probe), self._expected)
+        verdict = compare(
+            server_logprobs(server, self.client.model if name is None else name, self._probe), self._expected
+        )
         logger.info("Weight sync verified at %s: %.2e nats a token.", server.base_url, verdict.difference)
         if verdict.difference > self.tolerance:
             weights = "" if self.changed is None else ", with weights that were changed to see them arrive"
@@ -391,6 +418,26 @@ class WeightTransport:
         if failure is not None or seen.failure is not None:
             raise WeightSyncError(seen.failure if failure is None else str(failure)) from failure
 
+    def those_that(self, numbers: list[int], action: Callable[[ServerControl], None]) -> list[int]:
+        """Every process: which servers the main process could do something with. A failure ends nothing."""
+        done: list[int] = []
+
+        def each() -> None:
+            for number in numbers:
+                server = self.client.pool.servers[number]
+                try:
+                    action(self._control(server.url))
+                    done.append(number)
+                except (RequestFailed, WeightSyncError) as error:
+                    server.fault = str(error)
+                    logger.warning("The run goes on without the vLLM server at %s: %s", server.url, error)
+
+        self._run(each)
+        box = [done]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(box)
+        return box[0]
+
     def _each_server(
         self, action: Callable[[ServerControl], None], again: Callable[[ServerControl], None] | None = None
     ) -> None:
@@ -424,9 +471,10 @@ class WeightTransport:
 
     def _wait_for_one(self) -> None:
         """Waits until at least one server is up."""
-        servers = self.client.pool.servers
-        if any(server.up for server in servers):
+        every = self.client.pool.servers
+        if any(server.up for server in every):
             return
+        servers = [server for server in every if not (self.num_syncs and server.awaits_proof)]
         since = max(server.down_since for server in servers if server.down_since is not None)
         silent = run(wait_for_servers(servers, 1, since, self.client.server_timeout, logger.warning))
         if len(silent) == len(servers):

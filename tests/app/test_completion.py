@@ -74,7 +74,7 @@ def test_options_of_recipes_are_completed(complete, fields, command):
     own = {
         "train": {"--dry_run", "--trust", *launched},
         "rollout": {"--num_prompts", "--audit", "--save", "--trust"},
-        "serve": {"--trust"},
+        "serve": {"--trust", "--replicas"},
         "doctor": {"--trust", "--gpu", "--gpu_memory", "--calibrate", "--probe", "--json", *launched},
     }
     assert offered - {f"--{name}" for name in fields} == {"--config", "--help", "--help-all", *own.get(command, ())}

@@ -13,6 +13,7 @@ from support.recipes import parse_recipe
 from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from mt_grpo.app import serve
+from mt_grpo.app.replicas import share_gpus
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 from mt_grpo.training import server_command
@@ -100,6 +101,41 @@ def test_servers_on_other_machines_are_not_started_from_here():
     with pytest.raises(ConfigError, match="start each on its own machine"):
         command("--vllm_server_base_url", "http://a:1,http://b:2")
     assert command("--vllm_server_base_url", "http://localhost:7001")[1]["--port"] == "7001"
+
+
+def started(monkeypatch, *options) -> list:
+    """The servers that `mt-grpo serve` would start at once."""
+    found = []
+    monkeypatch.setattr(serve, "run_replicas", lambda replicas: found.extend(replicas) or 0)
+    monkeypatch.setattr(os, "execve", lambda *arguments: pytest.fail("it became one server"))
+    assert main(["serve", *QUICKSTART, *options]) == 0
+    return found
+
+
+def test_replicas_have_ports_and_identities_of_their_own(monkeypatch, capsys):
+    found = started(monkeypatch, "--replicas", "3", "--vllm_server_port", "8100")
+    assert [replica.url for replica in found] == [f"http://127.0.0.1:{port}" for port in (8100, 8101, 8102)]
+    values = [replica.command[replica.command.index("--fingerprint-value") + 1] for replica in found]
+    assert len(set(values)) == 3
+    assert "--vllm_server_base_url http://127.0.0.1:[8100-8102]" in capsys.readouterr().out
+
+
+def test_all_servers_that_a_recipe_names_here_are_started(monkeypatch):
+    found = started(monkeypatch, "--vllm_server_base_url", "http://127.0.0.1:[7001-7002]", "http://localhost:80")
+    assert [replica.url.rpartition(":")[2] for replica in found] == ["7001", "7002", "80"]
+
+
+def test_more_replicas_than_addresses_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(os, "execve", lambda *arguments: pytest.fail("it was started"))
+    arguments = ["--vllm_server_base_url", "http://127.0.0.1:[7001-7002]", "--replicas", "3"]
+    assert main(["serve", *QUICKSTART, *arguments]) == 1
+    assert "`--replicas 3` starts more servers than `vllm_server_base_url` names, 2" in capsys.readouterr().err
+
+
+def test_each_replica_has_gpus_of_its_own():
+    assert share_gpus(2, 2, ["0", "1", "4", "5"]) == ["0,1", "4,5"]
+    with pytest.raises(ConfigError, match="3 servers take 6 GPUs, 2 each, and 4 are visible"):
+        share_gpus(3, 2, ["0", "1", "2", "3"])
 
 
 def test_serve_prints_the_command_and_becomes_it(monkeypatch, capsys):

@@ -73,6 +73,7 @@ class Replica:
                 "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": self.lora is not None},
             },
             "/weight_info": {"weight_version": self.version},
+            "/version": {"version": "0.31.0"},
             "/tokenize": {"tokens": self.tokenizer.encode(body.get("prompt", ""), add_special_tokens=False)},
             "/reset_prefix_cache": {"success": True},
         }.get(path, {})

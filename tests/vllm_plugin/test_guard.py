@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import stat
 from types import SimpleNamespace
 
@@ -307,3 +308,33 @@ def test_a_folder_that_others_may_have_made_is_refused(root, monkeypatch, make):
     assert not list(root.glob("*/*"))
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     assert find_key(URL) == KEY
+
+
+@pytest.mark.own_process
+def test_a_server_told_to_end_begins_nothing_more(monkeypatch):
+    """vLLM's own handler is called all the same, and finishes what is under way."""
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    heard, guard = [], Guard(Server())
+    before = lambda number, frame: heard.append(number)  # noqa: E731
+    signal.signal(signal.SIGTERM, before)
+
+    def status(method, path):
+        """Inside the server's own loop, where nothing has to be waited for."""
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": method, "path": path, "headers": [bearer()], "query_string": b""}
+        with pytest.raises(StopIteration):
+            guard(scope, None, send).send(None)
+        return sent[0]["status"]
+
+    def during():
+        assert status("GET", "/health") == 200
+        os.kill(os.getpid(), signal.SIGTERM)
+        asked = [("GET", "/health"), ("POST", "/v1/completions"), ("GET", "/metrics")]
+        assert [status(*one) for one in asked] == [503, 503, 200]
+
+    live(guard, during)
+    assert heard == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is before

@@ -67,7 +67,7 @@ def test_by_nccl_the_server_is_paused_while_the_weights_travel(receiver, sync_of
     sync = sync_of(model)
     sync.sync(3)
     push = ["/sleep", *UPDATE, "/reset_prefix_cache", "/wake_up"]
-    assert posts(receiver) == [*push, "/v1/completions"] * 2  # halved ones first, as a proof
+    assert posts(receiver)[1:] == [*push, "/v1/completions"] * 2  # halved ones first, as a proof
     assert sync.client.weight_version == 3 and step_of(receiver.version) == "3"
 
 

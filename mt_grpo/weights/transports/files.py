@@ -170,6 +170,9 @@ class LoraTransport(FolderTransport):
             shutil.rmtree(self._previous)
         self._previous = self._adapter(step)
 
+    def _served_name(self, step: int | None) -> str:
+        return self._adapter(step).name
+
     def _adapter(self, step: int | None) -> Path:
         return self._folder / f"adapter-{'proof' if step is None else f'{step:08d}'}"
 

@@ -29,6 +29,7 @@ from mt_grpo.rollout.engines.vllm.http import (
     ask,
     check_server,
     open_session,
+    router_words,
     wait_for_servers,
 )
 from mt_grpo.rollout.engines.vllm.images import (
@@ -89,6 +90,8 @@ class VLLMServerClient:
         server_timeout (`float`, *optional*, defaults to `240.0`): Seconds to wait for a server that is not up.
         home (`str`, *optional*): The server that gets all conversations of this process while it is up.
         image_token (`int`, *optional*): The id that the model knows the tokens of images by, if it takes images.
+        min_servers (`int`, *optional*): Servers without which nothing is sampled. `connect` waits for this many, and
+            the others join later. Unset: `connect` waits for all, and goes on with those that are up.
 
     Attributes:
         context_length (`int`): The shortest `max_model_len` among the servers; 0 before `connect`.
@@ -116,6 +119,7 @@ class VLLMServerClient:
         server_timeout: float = 240.0,
         home: str | None = None,
         image_token: int | None = None,
+        min_servers: int | None = None,
     ) -> None:
         self.pool = ServerPool([base_urls] if isinstance(base_urls, str) else list(base_urls), api_key, home)
         self.tokenizer = tokenizer
@@ -127,6 +131,7 @@ class VLLMServerClient:
         self.max_concurrent = max_concurrent
         self.server_timeout = server_timeout
         self.image_token = image_token
+        self.min_servers = min_servers
         self.context_length = 0
         self.weight_version: int | None = None
         self.incoming_version: int | None = None
@@ -154,20 +159,48 @@ class VLLMServerClient:
         """
         try:
             servers, began = self.pool.servers, time.monotonic()
-            silent = await wait_for_servers(servers, len(servers), began, self.server_timeout, progress)
-            if len(silent) == len(servers):
-                raise ServerGoneError(self.gone())
+            enough = self.min_servers or len(servers)
+            silent = await wait_for_servers(servers, enough, began, self.server_timeout, progress)
+            if len(servers) - len(silent) < (self.min_servers or 1):
+                raise ServerGoneError(self.gone(silent))
             for server in silent:
                 server.drop(server.fault)
-                progress(f"Going on without the vLLM server at {server.url}: {server.fault}")
-            lengths = []
-            for server in servers:
-                if server.up:
-                    get, post = self._caller(server, "GET"), self._caller(server, "POST")
-                    lengths.append(await check_server(server.url, self.expected_model, self.tokenizer, get, post))
-            self.context_length = min(lengths)
+                progress(
+                    f"Going on without the vLLM server at {server.url}, which joins when it is up: {server.fault}"
+                )
+            up = [server for server in servers if server.up]
+            for server in up:
+                await check_server(server, self.expected_model, self.tokenizer, len(servers) > 1)
+            self.context_length = min(server.context_length for server in up)
+            for server in up:
+                self._check_beside(server)
         finally:
             await self.close()
+
+    async def check(self, server: Server) -> None:
+        """
+        Holds a server that comes later against what the run needs.
+
+        Raises:
+            RequestFailed: If it does not answer.
+            ServerSetupError: If it cannot serve this run.
+        """
+        await check_server(server, self.expected_model, self.tokenizer, len(self.pool.servers) > 1)
+        self._check_beside(server)
+
+    def _check_beside(self, server: Server) -> None:
+        """Whether a server can stand in for the others."""
+        first = next(one for one in self.pool.servers if one.context_length)
+        if server.version != first.version:
+            raise ServerSetupError(
+                f"The servers run different versions of vLLM, {first.version} at {first.url} and {server.version} at "
+                f"{server.url}, which compute different log-probs: install the same version for both."
+            )
+        if server.context_length < self.context_length:
+            raise ServerSetupError(
+                f"The vLLM server at {server.url} takes {server.context_length} tokens of context, and this run began "
+                f"with {self.context_length}: start it with this run's recipe."
+            )
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
         """
@@ -365,14 +398,18 @@ class VLLMServerClient:
                     continue
                 if server.drops != drops:  # left out meanwhile: what it sampled may come from other weights
                     continue
+                if fingerprint in server.past:
+                    raise ServerSetupError(router_words(server.url, "is several servers in turn, as behind a router"))
                 if restarted:  # between two requests, without its weights
+                    if server.fingerprint not in (None, fingerprint):
+                        server.past.add(str(server.fingerprint))
                     server.drop(f"The server at {server.url} was restarted.")
                     continue
                 server.fingerprint = fingerprint
                 return found
 
     async def _server(self, session: str, context: list[int]) -> Server:
-        """The server of a conversation. It waits while no server is up."""
+        """The server of a conversation. It waits while fewer servers than needed are up."""
         wire = self._connection()
         while True:
             for server in self.pool.servers:
@@ -382,9 +419,10 @@ class VLLMServerClient:
                     watcher.add_done_callback(functools.partial(wire.end_watch, server))
                 if server.failure is not None:
                     raise server.failure
-            placed = self.pool.place(session, context)
-            if placed is not None:
-                return placed
+            if sum(one.up for one in self.pool.servers) >= (self.min_servers or 1):
+                placed = self.pool.place(session, context)
+                if placed is not None:
+                    return placed
             since = max(one.down_since for one in self.pool.servers if one.down_since is not None)
             left = since + self.server_timeout - time.monotonic()
             if left <= 0:
@@ -396,7 +434,13 @@ class VLLMServerClient:
         while True:
             try:
                 await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
+                if not server.context_length:
+                    await self.check(server)
                 held = await self._weights_of(server)
+                if server.awaits_proof:  # the next sync proves it
+                    server.fault = f"The server at {server.url} is up, and joins at the next weight sync."
+                    await asyncio.sleep(POLL)
+                    continue
                 if self.incoming_version is not None:  # a sync has left it out, and goes on
                     await asyncio.sleep(POLL)
                     continue
@@ -407,6 +451,10 @@ class VLLMServerClient:
                     await asyncio.to_thread(self.restore, server.url)
                 else:
                     server.fault = f"The server at {server.url} was restarted and waits for its weights."
+            except ServerSetupError as error:  # the others serve the run
+                if server.fault != str(error):
+                    logger.warning("%s The run goes on without it.", error)
+                server.fault = str(error)
             except (RequestFailed, OSError) as error:
                 server.fault = str(error)
             await asyncio.sleep(POLL)
@@ -436,12 +484,6 @@ class VLLMServerClient:
         info = await self._call(server, "GET", "/weight_info", timeout=CONNECT_TIMEOUT)
         return info.get("weight_version") if isinstance(info, dict) else None
 
-    def _caller(self, server: Server, method: str) -> Callable[..., Any]:
-        async def call(path: str, body: dict[str, Any] | None = None) -> Any:
-            return await self._call(server, method, path, None if body is None else orjson.dumps(body))
-
-        return call
-
     async def _call(
         self, server: Server, method: str, path: str, content: bytes | None = None, timeout: float | None = None
     ) -> Any:
@@ -455,12 +497,17 @@ class VLLMServerClient:
             self.pool.wait_anew()
         return self._wire
 
-    def gone(self) -> str:
-        """The error for when no server is left."""
-        faults = " ".join(dict.fromkeys(server.fault for server in self.pool.servers))
+    def gone(self, silent: list[Server] | None = None) -> str:
+        """The error for when too few servers are left; `silent` are those that do not answer, by default all."""
+        silent = silent or [server for server in self.pool.servers if not server.up] or self.pool.servers
+        faults = " ".join(dict.fromkeys(server.fault for server in silent))
+        urls = ", ".join(server.url for server in silent)
+        answering = len(self.pool.servers) - len(silent)
+        if not answering:
+            return f"No vLLM server answered for {self.server_timeout:.0f} s at {urls}. {faults} {self.remedy}"
         return (
-            f"No vLLM server answered for {self.server_timeout:.0f} s at {', '.join(self.base_urls)}. {faults} "
-            f"{self.remedy}"
+            f"{answering} of {len(self.pool.servers)} vLLM servers answered for {self.server_timeout:.0f} s, and "
+            f"`vllm_min_servers` wants {self.min_servers}; none did at {urls}. {faults} {self.remedy}"
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import time
@@ -36,6 +37,7 @@ _REPEATABLE = {408, 425, 429}
 POLL = 0.5
 """Seconds between looks at a server that is down."""
 _FIRST_TOLD = 10.0  # seconds after which a wait is told of again
+_CHECK_TIMEOUT = 60.0  # seconds for a call of the checks at the start
 _LAST_WORDS = 10.0  # seconds for a call that tidies up after a failure
 
 
@@ -109,7 +111,7 @@ def read_answer(request: str, status: int, body: bytes) -> Any:
     if status != 200:
         raise RequestFailed(
             f"{request} was answered with HTTP {status}: {_words(body)}",
-            repeat=status >= 500 or status in _REPEATABLE,
+            repeat=_passes(status),
             status=status,
         )
     try:
@@ -123,6 +125,10 @@ def read_answer(request: str, status: int, body: bytes) -> Any:
 def no_answer(request: str, error: Exception) -> RequestFailed:
     """The failure for a lost connection or a timeout."""
     words = str(error) or "nothing was said"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return RequestFailed(
+            f"{request} was answered with something that is not HTTP: {error.message}", True, True, error.status
+        )
     if isinstance(error, TimeoutError):
         words = "it took longer than the time limit of a request"
     return RequestFailed(f"{request} got no answer ({type(error).__name__}: {words}).", True, unreachable=True)
@@ -140,7 +146,11 @@ class Server:
         fault (`str`): The failure that was seen when it stopped.
         fingerprint (`str`, *optional*): The identity that its answers carry, once seen. A restarted server has
             another.
+        past (`set[str]`): Identities that it had before. One comes back only where several servers answer in turn.
         failure (`BaseException`, *optional*): Why it can never be used again; `None` if it can.
+        context_length (`int`): Most tokens of a request; 0 until it was held against what the run needs.
+        version (`str`, *optional*): vLLM's version, where there are several servers.
+        awaits_proof (`bool`): Whether it is left out until weights are seen to arrive at it. Weight sync sets it.
         drops (`int`): How often it was left out.
         sessions (`set[str]`): Conversations under way on it.
         layout (`Layout`, *optional*): How it takes images, once asked.
@@ -152,7 +162,11 @@ class Server:
     down_since: float | None = None
     fault: str = ""
     fingerprint: str | None = None
+    past: set[str] = field(default_factory=set)
     failure: BaseException | None = None
+    context_length: int = 0
+    version: str | None = None
+    awaits_proof: bool = False
     drops: int = 0
     sessions: set[str] = field(default_factory=set)
     layout: Layout | None = None
@@ -223,7 +237,8 @@ async def wait_for_servers(
     servers: list[Server], enough: int, since: float, timeout: float, progress: Callable[[str], None]
 ) -> list[Server]:
     """
-    Asks servers for their health, again and again, until enough of them answer.
+    Asks servers for their health, again and again, until enough of them answer. Whether they can serve a run is found
+    out by `check_server`.
 
     Args:
         servers (`list[Server]`): The servers. Each gets its latest failure as its `fault`.
@@ -234,16 +249,21 @@ async def wait_for_servers(
 
     Returns:
         `list[Server]`: Those that do not answer.
+
+    Raises:
+        ServerSetupError: If something else than a vLLM server answers.
     """
     silent, told = list(servers), 0.0
     async with open_session() as http:
         while True:
             for server in list(silent):
                 try:
-                    await ask(http, server, "GET", "/health")
+                    await _hear(http, server)
                     silent.remove(server)
                 except RequestFailed as error:
                     server.fault = str(error)
+                    if error.status is not None and not _passes(error.status):
+                        raise _foreign(server.url, str(error)) from error
             waited = time.monotonic() - since
             if len(servers) - len(silent) >= enough or waited >= timeout:
                 return silent
@@ -255,6 +275,25 @@ async def wait_for_servers(
                 )
                 told = max(2 * told, _FIRST_TOLD)  # a server that takes minutes is told of a few times
             await asyncio.sleep(min(POLL, max(0.0, timeout - waited)))
+
+
+async def _hear(http: aiohttp.ClientSession, server: Server) -> None:
+    """Asks a server for its health. The status says it: what stands before a server may answer with a text."""
+    status, body = await exchange(http, server, "GET", "/health", None, CONNECT_TIMEOUT)
+    if status != 200:
+        read_answer(f"GET {server.url}/health", status, body)
+
+
+def _passes(status: int) -> bool:
+    """Whether a refusal with this status may pass by itself."""
+    return status >= 500 or status in _REPEATABLE
+
+
+def _foreign(url: str, words: str) -> ServerSetupError:
+    return ServerSetupError(
+        f"What answers at {url} is no vLLM server ({words.removesuffix('.')}): give the address of one, which "
+        "`mt-grpo serve` starts."
+    )
 
 
 class ServerControl:
@@ -318,45 +357,76 @@ def _cut(text: str, length: int = 400) -> str:
     return text if len(text) <= length else f"{text[:length]} ..."
 
 
-async def check_server(url: str, model: str | None, tokenizer: Any, get: Call, post: Call) -> int:
+async def check_server(server: Server, model: str | None, tokenizer: Any, several: bool = False) -> None:
     """
-    Compares a server with what the trainer expects.
+    Compares a server with what the trainer expects, and notes its context length and its version.
 
     Args:
-        url (`str`): URL of the server, for messages.
+        server (`Server`): The server.
         model (`str`, *optional*): Name or path of the model it must hold.
         tokenizer: The trainer's tokenizer. It must encode a text and every added token as the server does.
-        get, post (`Callable`): Coroutine functions that call an endpoint of the server by its path.
-
-    Returns:
-        `int`: The server's context length in tokens.
+        several (`bool`, *optional*, defaults to `False`): Whether there are others, whose version it must have.
 
     Raises:
+        RequestFailed: If it does not answer.
         ServerSetupError: If they do not fit together.
     """
-    try:
-        models = (await get("/v1/models"))["data"]
-    except RequestFailed as error:
-        if error.status == 401:
+    url = server.url
+    async with open_session() as http:
+
+        async def call(method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+            return await ask(http, server, method, path, None if body is None else orjson.dumps(body), _CHECK_TIMEOUT)
+
+        get, post = functools.partial(call, "GET"), functools.partial(call, "POST")
+        try:
+            models = (await get("/v1/models"))["data"]
+            served = next((entry for entry in models if model is None or _same(model, entry)), None)
+            roots = ", ".join(repr(entry["root"]) for entry in models)
+        except RequestFailed as error:
+            if error.status == 401:
+                raise ServerSetupError(
+                    f"The vLLM server at {url} refuses the API key: start server and trainer with the same "
+                    "`VLLM_API_KEY`, or both without it, on one machine and as one user."
+                ) from error
+            if error.unreachable or (error.status is not None and _passes(error.status)):
+                raise
+            raise _foreign(url, str(error)) from error
+        except (KeyError, TypeError) as error:
+            raise _foreign(url, f"GET {url}/v1/models was answered with no list of models") from error
+        await _check_router(url, get)
+        if served is None:
             raise ServerSetupError(
-                f"The vLLM server at {url} refuses the API key: start server and trainer with the same "
-                "`VLLM_API_KEY`, or both without it, on one machine and as one user."
-            ) from (error)
-        raise
-    served = next((entry for entry in models if model is None or _same(model, entry)), None)
-    if served is None:
-        raise ServerSetupError(
-            f"The vLLM server at {url} serves {models[0]['root']!r}, not {model!r}: start it with this run's recipe."
-        )
-    text = _PROBE + "".join(sorted(tokenizer.get_added_vocab()))
-    body = {"model": served["id"], "prompt": text, "add_special_tokens": False}
-    if (await post("/tokenize", body))["tokens"] != tokenizer.encode(text, add_special_tokens=False):
-        raise ServerSetupError(
-            f"The tokenizer of the vLLM server at {url} encodes text differently from the trainer's: start the server "
-            "with the model and the tokenizer of this run's recipe."
-        )
-    await _check_flags(url, get)
-    return served["max_model_len"]
+                f"The vLLM server at {url} serves {roots}, not {model!r}: start it with this run's recipe."
+            )
+        text = _PROBE + "".join(sorted(tokenizer.get_added_vocab()))
+        body = {"model": served["id"], "prompt": text, "add_special_tokens": False}
+        if (await post("/tokenize", body))["tokens"] != tokenizer.encode(text, add_special_tokens=False):
+            raise ServerSetupError(
+                f"The tokenizer of the vLLM server at {url} encodes text differently from the trainer's: start the "
+                "server with the model and the tokenizer of this run's recipe."
+            )
+        await _check_flags(url, get)
+        if several:
+            server.version = (await get("/version"))["version"]
+        server.context_length = served["max_model_len"]
+
+
+async def _check_router(url: str, get: Call) -> None:
+    """vLLM's router lists its workers. It sends a pause or an update to one of them, and answers as if to all."""
+    try:
+        workers = (await get("/workers"))["workers"]
+        urls = ", ".join(worker["url"] for worker in workers)
+    except (RequestFailed, KeyError, TypeError):
+        return
+    raise ServerSetupError(router_words(url, f"is a router before {urls}"))
+
+
+def router_words(url: str, what: str) -> str:
+    """Why weights are not sent to a router."""
+    return (
+        f"What answers at {url} {what}: a pause, weights and their proof would reach one server only, so name the "
+        "servers themselves in `vllm_server_base_url`; the conversations of a group stay on one of them all the same."
+    )
 
 
 async def _check_flags(url: str, get: Call) -> None:

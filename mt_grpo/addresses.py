@@ -1,0 +1,77 @@
+"""Addresses of several servers: lists, and ranges as schedulers of clusters write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from mt_grpo.errors import ConfigError
+
+MOST = 1024
+"""Most addresses of one option: more are a mistyped range."""
+
+_RANGE = re.compile(r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]")
+_COMMA = re.compile(r",(?![^\[\]]*\])")  # not inside a range
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def expand_addresses(given: str | Iterable[str], option: str) -> list[str]:
+    """
+    The addresses that an option names, each once and without a trailing slash.
+
+    Args:
+        given (`str` or `Iterable[str]`): Addresses. Each may be several, separated by commas, and have ranges:
+            `http://node[1-3,7]:8000` is `http://node1:8000` to `http://node3:8000` and `http://node7:8000`. A range
+            that begins with a zero keeps its width: `node[08-10]` is `node08`, `node09`, `node10`.
+        option (`str`): The option, for errors.
+
+    Raises:
+        ConfigError: If one is no address, a range runs backwards, or an address is named twice.
+    """
+    found: dict[tuple[str, str, int, str], str] = {}
+    for text in [given] if isinstance(given, str) else given:
+        for part in filter(None, (piece.strip() for piece in _COMMA.split(text))):
+            for url in _expand(part, option):
+                key = _identity(url, option)
+                if key in found:
+                    raise ConfigError(
+                        f"`{option}` names {url} twice{'' if found[key] == url else f', also as {found[key]}'}: leave "
+                        "one of the two out."
+                    )
+                found[key] = url
+                if len(found) > MOST:
+                    raise ConfigError(f"`{option}: {part}` names more than {MOST} servers: shorten its range.")
+    return list(found.values())
+
+
+def _expand(text: str, option: str) -> Iterable[str]:
+    match = _RANGE.search(text)
+    if match is None:
+        yield text.rstrip("/")
+        return
+    for part in match[1].split(","):
+        first, _, last = part.partition("-")
+        last = last or first
+        if int(last) < int(first):
+            raise ConfigError(
+                f"`{option}: {text}` has a range that runs from {first} to {last}: write the smaller number first."
+            )
+        width = len(first) if first.startswith("0") else 0
+        for number in range(int(first), int(last) + 1):
+            yield from _expand(f"{text[: match.start()]}{number:0{width}d}{text[match.end() :]}", option)
+
+
+def _identity(url: str, option: str) -> tuple[str, str, int, str]:
+    """What two spellings of one address have in common."""
+    try:
+        parts = urlsplit(url)
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
+    except ValueError:
+        scheme, host, port = "", None, None
+    if scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+        raise ConfigError(
+            f"`{option}: {url}` is no address of a server: write it as `http://HOST:PORT`, several in a list, or as a "
+            "range such as `http://node[1-4]:8000`."
+        )
+    return scheme, "localhost" if host in _LOCAL else host, port or (443 if scheme == "https" else 80), parts.path

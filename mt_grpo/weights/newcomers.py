@@ -1,0 +1,89 @@
+"""
+The servers of a run: each address leads to one, and to one of its own; one that comes up late joins at a weight sync.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from mt_grpo.rollout.engines.vllm.http import ServerControl, router_words
+from mt_grpo.rollout.engines.vllm.lease import read_lease, weight_label
+from mt_grpo.weights.updates import WeightSyncError
+
+if TYPE_CHECKING:
+    from mt_grpo.weights.transport import WeightTransport
+
+logger = logging.getLogger(__name__)
+LOOKS = 8
+"""Requests that tell one server from several that answer in turn."""
+
+
+def tell_apart(each_server: Callable[[Callable[[ServerControl], None]], None], run: str, urls: Iterable[str]) -> None:
+    """
+    Makes sure that each address leads to one server, and to one of its own: each is given a weight version of its own,
+    and asked for it several times.
+
+    Args:
+        each_server (`Callable`): Does something with every server that is up.
+        run (`str`): This run, which may use them.
+        urls (`Iterable[str]`): Their addresses.
+
+    Raises:
+        WeightSyncError: If an address leads to several servers in turn, or two lead to one.
+    """
+    labels = {url: weight_label(run, f"start{number}") for number, url in enumerate(urls)}
+
+    def look(server: ServerControl) -> None:
+        for _ in range(LOOKS):
+            seen = server.get("/weight_info")["weight_version"]
+            other = next((url for url, label in labels.items() if label == seen), None)
+            if other is None:
+                raise WeightSyncError(router_words(server.base_url, "is several servers in turn, as behind a router"))
+            if other != server.base_url:
+                raise WeightSyncError(
+                    f"{server.base_url} and {other} lead to the same vLLM server, or to a router: name each server "
+                    "once in `vllm_server_base_url`."
+                )
+
+    each_server(lambda server: server.post("/update_weight_version", {"new_version": labels[server.base_url]}))
+    each_server(look)
+
+
+def prove_newcomers(transport: WeightTransport) -> list[int]:
+    """
+    Every process: proves that weights reach servers that came up after the start, before any conversation is sent to
+    them. One that cannot be used is left out.
+
+    Returns:
+        `list[int]`: The numbers of those that passed. They have the weights of the proof.
+    """
+    servers = transport.client.pool.servers
+    if not any(server.awaits_proof for server in servers):
+        return []
+    # a context length is known of those that the client has heard and found to fit
+    waiting = [number for number, server in enumerate(servers) if server.awaits_proof and server.context_length]
+
+    def examine(server: ServerControl) -> None:
+        held = read_lease(server.get("/weight_info")["weight_version"])
+        if held is not None and held.run == transport.run and held.step != "proof":
+            raise WeightSyncError(f"{server.base_url} leads to a server that this run uses already.")
+        dtype = transport.dtype
+        transport.examine(server)
+        if transport.dtype != dtype:
+            wider, transport.dtype = transport.dtype, dtype
+            raise WeightSyncError(f"The vLLM server at {server.base_url} holds weights in {wider}, not {dtype}.")
+
+    found = transport.those_that(waiting, examine)
+    return transport.prove_at(found) if found else []
+
+
+def take_in(transport: WeightTransport, numbers: Iterable[int]) -> None:
+    """Every process: conversations are sent to these servers from here on."""
+    for number in numbers:
+        server = transport.client.pool.servers[number]
+        server.awaits_proof = False
+        server.mark_up()
+        if transport.accelerator.is_main_process:
+            logger.warning("The vLLM server at %s has joined.", server.url)

@@ -1,0 +1,81 @@
+"""Servers that are started together end together, and none ends another."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from support.own_process import TERMINAL
+
+SUPERVISOR = (
+    TERMINAL
+    + """
+from mt_grpo.app.replicas import Replica, run_replicas
+child = [sys.executable, "-c"]
+programs = sys.argv[1:]
+replicas = [Replica(f"http://server{n}", [*child, code], {"NUMBER": str(n)}) for n, code in enumerate(programs)]
+sys.exit(run_replicas(replicas))
+"""
+)
+SERVES = """
+import os, signal, sys
+def end(number, frame):
+    print("finished", os.environ["NUMBER"], flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+STAYS = SERVES.replace("sys.exit(0)", "pass")
+
+
+def supervised(*programs: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", SUPERVISOR, *programs]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def read_until(process, *lines: str) -> None:
+    left = list(lines)
+    while left:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        if line.strip() in left:
+            left.remove(line.strip())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_every_server_finish(number):
+    process = supervised(SERVES, SERVES)
+    read_until(process, "up", "up")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and {"finished 0", "finished 1"} <= set(out.split("\n")) and not err
+
+
+def test_a_second_signal_ends_what_does_not_finish():
+    process = supervised(STAYS)
+    read_until(process, "up")
+    process.send_signal(signal.SIGTERM)
+    read_until(process, "finished 0")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_a_server_that_ends_by_itself_ends_no_other():
+    process = supervised("raise SystemExit(3)", SERVES)
+    read_until(process, "up")
+    assert process.stderr.readline() == "mt-grpo: the server at http://server0 has ended with status 3.\n"
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_servers_that_all_end_by_themselves_are_a_failure():
+    process = supervised("raise SystemExit(3)", "raise SystemExit(4)")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and len(err.splitlines()) == 2

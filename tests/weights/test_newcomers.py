@@ -1,0 +1,123 @@
+"""Servers that come late, and addresses that do not lead to a server of their own each."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from support.loopback import ScriptedServer
+from support.models import build_model
+from support.replicas import Replica, step_of
+
+from mt_grpo.rollout import SamplingParams
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
+from mt_grpo.weights.updates import WeightSyncError
+
+
+@pytest.fixture
+def replicas(tokenizer):
+    pair = [Replica(tokenizer), Replica(tokenizer)]
+    yield pair
+    for replica in pair:
+        replica.http.stop()
+
+
+@pytest.fixture
+def late(tokenizer, replicas):
+    """A run on the first server, whose second is up from a moment on."""
+    client = VLLMServerClient([replica.http.url for replica in replicas], tokenizer, min_servers=1)
+    replicas[1].http.stopped = True
+    asyncio.run(client.connect(lambda words: None))
+    return client
+
+
+def sample(client, number: int = 6) -> list:
+    async def go():
+        taken = [await client.generate([one, 1], SamplingParams(max_tokens=1), str(one)) for one in range(number)]
+        for one in range(number):
+            client.release(str(one))
+        await client.close()
+        return taken
+
+    return asyncio.run(go())
+
+
+def hear(client, number: int = 1) -> None:
+    """Rollouts during which a server is found to be up."""
+
+    async def go():
+        while not client.pool.servers[number].context_length:
+            await client.generate([1], SamplingParams(max_tokens=1), "one")
+            await asyncio.sleep(0.01)
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+@pytest.mark.parametrize("kind", [SafetensorsTransport, LoraTransport])
+def test_a_late_server_is_proved_before_it_samples(tokenizer, replicas, late, kind):
+    model = build_model(tokenizer)
+    if kind is LoraTransport:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+        for replica in replicas:
+            replica.model = build_model(tokenizer)
+    sync = kind(late, lambda: model, Accelerator(cpu=True))
+    sync.sync(0)
+    replicas[1].http.stopped = False
+    hear(late)
+    assert not replicas[1].http.asked("/v1/completions") and not late.pool.servers[1].up
+    sync.sync(1)
+    assert late.pool.servers[1].up and [step_of(replica.version) for replica in replicas] == ["1", "1"]
+    scored = replicas[1].http.asked("/v1/completions")
+    assert len(scored) == 2 and all("prompt_logprobs" in body for body in scored)  # changed weights, and true ones
+    taken = sample(late)
+    assert {one.ids[0] for one in taken} == {1}
+    assert all(len(replica.http.asked("/v1/completions")) > 2 for replica in replicas)
+    sync.close()
+
+
+@pytest.mark.parametrize("fault", ["deaf", "blind"])
+def test_a_late_server_that_takes_no_weights_is_left_out(tokenizer, replicas, late, caplog, fault):
+    model = build_model(tokenizer)
+    replicas[1].model = build_model(tokenizer)  # what the trainer holds: equal answers would prove nothing
+    sync = SafetensorsTransport(late, lambda: model, Accelerator(cpu=True))
+    sync.sync(0)
+    replicas[1].http.stopped = False
+    setattr(replicas[1], fault, True)
+    replicas[1].agrees = fault == "deaf"
+    hear(late)
+    sync.sync(1)
+    assert not late.pool.servers[1].up
+    assert f"The run goes on without the vLLM server at {replicas[1].http.url}" in caplog.text
+    assert {one.ids[0] for one in sample(late)} == {1}
+    sync.close()
+
+
+def start_of(tokenizer, urls) -> str:
+    model = build_model(tokenizer)
+    client = VLLMServerClient(urls, tokenizer)
+    sync = SafetensorsTransport(client, lambda: model, Accelerator(cpu=True))
+    with pytest.raises(WeightSyncError) as caught:
+        sync.sync(0)
+    sync.close()
+    return str(caught.value)
+
+
+def test_one_server_under_two_addresses_is_refused(tokenizer, replicas):
+    other = ScriptedServer(replicas[0].answer)
+    words = start_of(tokenizer, [replicas[0].http.url, other.url])
+    assert "lead to the same vLLM server" in words and other.url in words
+    other.stop()
+
+
+def test_what_spreads_requests_over_servers_is_refused(tokenizer, replicas):
+    turns = itertools.cycle(replicas)
+    proxy = ScriptedServer(lambda *request: next(turns).answer(*request))
+    words = start_of(tokenizer, [proxy.url])
+    assert f"What answers at {proxy.url} is several servers in turn" in words
+    assert not any(replica.updates for replica in replicas)
+    proxy.stop()
