@@ -142,7 +142,7 @@ def assert_the_same_run(one, two):
         torch.testing.assert_close(weights[1][name], weight, rtol=0, atol=0)
 
 
-def test_what_fails_in_flight_is_trained_once_and_in_order(tmp_path, start, hold):
+def test_what_fails_in_flight_is_trained_once_in_order(tmp_path, start, hold):
     """Conversations end with an error, and a whole batch of them; with and without batches in flight."""
     found = []
     for processes, staleness in ((1, 0), (2, 1), (2, 2)):
@@ -159,7 +159,7 @@ def test_what_fails_in_flight_is_trained_once_and_in_order(tmp_path, start, hold
     ("path", "step"),
     [("/update_weights", 3), ("/finish_weight_update", 3)],
 )
-def test_a_server_killed_in_a_sync_ends_both_ranks_and_loses_nothing(tmp_path, start, hold, whole, path, step):
+def test_a_server_killed_in_a_sync_ends_both_ranks(tmp_path, start, hold, whole, path, step):
     """With batches in flight. The run says where to go on, and goes on there."""
     server, folder = hold(), tmp_path / "run"
     server.change(
@@ -197,7 +197,7 @@ MOMENTS = {
     ("moment", "step", "number"),
     [("waiting", 3, signal.SIGTERM), ("sync", 2, signal.SIGINT), ("evaluation", 2, signal.SIGTERM)],
 )
-def test_a_signal_in_flight_ends_both_ranks_and_loses_nothing(tmp_path, start, hold, whole, moment, step, number):
+def test_a_signal_in_flight_ends_both_ranks(tmp_path, start, hold, whole, moment, step, number):
     server, folder = hold(), tmp_path / "run"
     server.change(hold=lambda *asked: MOMENTS[moment](server.step, *asked))
     ranks = start(server, "run")
