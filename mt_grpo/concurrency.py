@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from mt_grpo.errors import describe_error
+from mt_grpo.errors import ONLY_MAIN, describe_error
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 GRACE = 5.0
 """Seconds that cancelled tasks may take to end before they are left behind."""
 _LOOK = 0.1  # seconds between looks for Ctrl-C: a signal that another thread took does not wake the one that waits
-_ONLY_MAIN = "signal only works in main thread"  # what Python says of `signal.signal` elsewhere
 _TASKS: contextvars.ContextVar[Any] = contextvars.ContextVar("tasks that the coroutine given to `run` has begun")
 
 
@@ -202,7 +201,8 @@ def _anywhere(function: Callable[[], T]) -> T:
     except Exception as error:
         reasons = error, error.__cause__
         main = _Wait.main
-        if main is None or not any(isinstance(one, ValueError) and _ONLY_MAIN in str(one) for one in reasons):
+        kinds = ValueError, RuntimeError  # of `signal.signal`, and of an event loop's `add_signal_handler`
+        if main is None or not any(isinstance(one, kinds) and ONLY_MAIN in str(one) for one in reasons):
             raise
     return main.call(function)
 

@@ -121,12 +121,24 @@ def defined_at(function: Callable[..., Any]) -> str:
     return f" ({code.co_filename}, line {code.co_firstlineno})"
 
 
+ONLY_MAIN = "only works in main thread"
+"""What Python says of what sets the handler of a signal, elsewhere."""
+
+
 def describe_error(error: BaseException) -> str:
-    """The kind of an exception and what it says, as far as it can say it; of a group also its first member's."""
+    """
+    The kind of an exception and what it says, as far as it can say it; of a group also its first member's. Where code
+    failed for its thread, also the mend.
+    """
     if isinstance(error, RemoteError):
         return error.said
     try:
         said = f"{type(error).__name__}: {error}"
+        if ONLY_MAIN in said and isinstance(error, (ValueError, RuntimeError)):
+            said += (
+                " (what needs the main thread must be a plain function, with `max_staleness: 0`; a tool may be one in "
+                "a process of its own instead, with `tool_processes: 1`)"
+            )
         return f"{said}: {describe_error(error.exceptions[0])}" if isinstance(error, BaseExceptionGroup) else said
     except BaseException:  # the exception is the user's class, and its `__str__` user's code
         return type(error).__name__

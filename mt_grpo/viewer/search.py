@@ -61,8 +61,9 @@ class SearchIndex:
     def __init__(self, run: Run, path: Path | None = None) -> None:
         self._run = run
         self._lock, self._reading = threading.Lock(), threading.Lock()
-        self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._following = threading.Lock()
+        self._thread: threading.Thread | None = None  # while there is something to read
+        self._more = False  # whether rows were given since it last began to read
         self._rows = Table()
         self._places: dict[int, int] = {}  # of the documents that count
         self._documents: dict[Key, int] = {}
@@ -100,10 +101,11 @@ class SearchIndex:
     def follow(self, rows: Table) -> None:
         """Reads, in its thread, what these rows have and the index lacks. They may grow, and rows may be replaced."""
         self._rows = rows
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="mt-grpo-search", daemon=True)
-            self._thread.start()
-        self._wake.set()
+        with self._following:
+            self._more = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="mt-grpo-search", daemon=True)
+                self._thread.start()
 
     def read_all(self, rows: Table) -> None:
         """
@@ -121,14 +123,20 @@ class SearchIndex:
         return len(self._places)
 
     def _work(self) -> None:
-        while True:
-            self._wake.wait()
-            self._wake.clear()
+        while self._goes_on():
             try:
                 self._catch_up()
                 self.problem = None
             except (UserError, sqlite3.Error, OSError) as error:
                 self.problem = str(error)
+
+    def _goes_on(self) -> bool:
+        """Whether there is more to read; the thread ends where there is not."""
+        with self._following:
+            more, self._more = self._more, False
+            if not more:
+                self._thread = None
+            return more
 
     def _catch_up(self) -> None:
         with self._reading:

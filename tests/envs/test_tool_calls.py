@@ -387,3 +387,24 @@ def test_what_sets_a_signal_handler_runs_in_the_main_thread():
     assert sorted(call.result for call in calls) == ["Error: ValueError: of its own", "in time", "in time"]
     # where the main thread does not wait, it is the tool's error
     assert "signal only works in main thread" in run(made(limited))[0].error
+
+
+def test_an_event_loop_of_its_own_may_handle_signals():
+    def served():
+        async def serve():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
+
+        asyncio.run(serve())
+        return "served"
+
+    call = ToolCall("served")
+    run_and_wait(execute_calls([call], {"served": made(served, "served")}, 20.0))
+    assert call.result == "served"
+    assert "RuntimeError: set_wakeup_fd only works in main thread" in run(made(served))[0].error
+
+
+def test_what_needs_the_main_thread_says_how_to_mend_it():
+    (call,) = run(made(lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL)))
+    assert call.error.startswith("ValueError: signal only works in main thread")
+    assert "with `max_staleness: 0`" in call.error and "`tool_processes: 1`" in call.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import shlex
 import shutil
@@ -111,6 +112,22 @@ def test_an_agent_that_blocks_for_good_is_left_behind():
             break
     go.set()
     assert trajectory.env_rewards == {"reward": 1.0}
+
+
+def test_an_agent_that_never_began_is_not_warned_of(recwarn):
+    """Another one blocked their loop until its conversation was over."""
+    go, loops = threading.Event(), []
+
+    async def agent(row, client):
+        loops.append(asyncio.get_running_loop())
+        go.wait()
+
+    run_agent(agent, answers, rows=[{}] * 3, idle_timeout=0.5)
+    go.set()
+    for _ in range(3):
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loops[0]).result(60)
+    gc.collect()
+    assert not [str(each.message) for each in recwarn if "never awaited" in str(each.message)]
 
 
 def test_an_agent_that_crashes_keeps_its_turns():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import urllib.request
 
 import pytest
@@ -96,6 +97,22 @@ def test_an_index_is_kept_and_follows_the_run(tmp_path):
     again.read_all(run.rows)
     assert again.read == len(run.rows) > few
     assert again.where("look it up", "said", len(run.rows)).sum() == sum(row["calls"] > 0 for row in run.rows)
+
+
+def test_an_index_that_has_read_all_has_no_thread(run_folder):
+    def end():
+        for thread in threading.enumerate():
+            if thread.name == "mt-grpo-search":
+                thread.join(60)
+                assert not thread.is_alive()
+
+    end()  # of tests before
+    run = open_run(run_folder)
+    index = SearchIndex(run)
+    for _ in range(2):
+        index.follow(run.rows)
+        end()
+    assert index.read == len(run.rows)
 
 
 def test_a_damaged_index_is_made_again(tmp_path, run_folder):

@@ -224,20 +224,21 @@ class _AgentLoop(LoopThread):
 _agents = OnePerProcess(_AgentLoop)
 
 
-async def run_agent(work: Coroutine[Any, Any, Any], name: str) -> Any:
+async def run_agent(work: Callable[[], Coroutine[Any, Any, Any]], name: str) -> Any:
     """
     Runs an agent's coroutine in the loop of the agents. All agents of a process share it, so that they may share
     clients and locks.
 
     Args:
-        work (`Coroutine`): It is cancelled when this call is, and not waited for.
+        work (`Callable`): Makes the coroutine, once the loop comes to it: of one that blocks it may be never. It is
+            cancelled when this call is, and not waited for.
         name (`str`): Name of its task.
     """
     agents = _agents.get(fit=lambda loop: loop.lives)
     agents.ask()
 
     async def named() -> Any:
-        return await begin(work, name)
+        return await begin(work(), name)
 
     return await agents.run(named())
 
@@ -356,16 +357,16 @@ class AgentEnv:
             result = await in_thread(partial(agent, row, client), name)
             if not inspect.isawaitable(result):
                 return result
-            return await run_agent(_closing(result, client), name)
-        return await run_agent(_closing(agent(row, client), client), name)
+            return await run_agent(lambda: _closing(lambda: result, client), name)
+        return await run_agent(lambda: _closing(lambda: agent(row, client), client), name)
 
     async def close(self) -> None:
         """There is nothing to close."""
 
 
-async def _closing(work: Any, client: AgentClient) -> Any:
+async def _closing(work: Callable[[], Any], client: AgentClient) -> Any:
     try:
-        return await work
+        return await work()
     finally:
         await client.close()
 
