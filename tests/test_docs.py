@@ -101,8 +101,9 @@ def test_the_server_has_the_gpu_after_those_that_train():
     """Elsewhere vLLM takes 92 % of the first of the trainer's."""
     pattern = r"(\S* )mt-grpo serve --config (recipes/(?!quickstart)[\w./]+)"
     started = [(name, *found.groups()) for name, line in LINES for found in re.finditer(pattern, line)]
-    served = {path.name for path in RECIPES if path.parent.name == "Qwen" and "\nuse_vllm: true" in path.read_text()}
-    assert {name for name, _, _ in started} >= {"gpus.md", *served}
+    texts = {path.name: path.read_text() for path in RECIPES if path.parent.name == "Qwen"}
+    served = {name for name, text in texts.items() if "\nuse_vllm: true" in text and "mode: colocate" not in text}
+    assert {name for name, _, _ in started} >= {"scale.md", *served}
     for _, before, recipe in started:
         assert before.endswith(f"CUDA_VISIBLE_DEVICES={processes_of(ROOT / recipe)} ")
 
