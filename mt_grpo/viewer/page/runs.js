@@ -67,7 +67,7 @@ const cell = (name, kind, ...children) => h('span', { class: `${kind} run-${name
 const COLUMNS = [['tick', ''], ['name', 'run'], ['status', 'status'], ['step', 'step'], ['rule', 'rule'], ['model', 'model'], ['reward', 'reward'], ['last', 'last 5']]
 
 const head = () => h('div', { class: 'run th', role: 'row' }, COLUMNS.map(([name, title]) =>
-  h('span', { class: `run-${name}`, role: 'columnheader', 'aria-label': title || 'compared' }, title)))
+  h('span', { class: `run-${name}`, role: 'columnheader' }, title || h('span', { class: 'unseen' }, 'compared'))))
 
 function row(run, state, tick) {
   const at = state.ticked.indexOf(run.name)

@@ -44,7 +44,7 @@ export function turnCard(whole, number_, places, spans, open = null, reading = f
     turn.fork_cause && h('span', { class: 'chip cut', title: 'why its context does not extend the one before' }, turn.fork_cause),
     open && h('a', { class: 'saw', href: link('context', { session: whole.index.session, turn: number_ + 1 }), title: 'The context of this turn (c)' }, 'what it saw'),
     turn.weight_version !== null && h('span', { class: 'right-end' }, `weights of step ${turn.weight_version}`))
-  return [h('article', { class: `turn ${side}`, id: `turn-${number_ + 1}`, 'aria-label': `turn ${number_ + 1}` },
+  return [h('article', { class: `turn ${side}`, id: open && `turn-${number_ + 1}`, 'aria-label': `turn ${number_ + 1}` },
     head, reading ? h('div', { class: 'to-read' }, read(turn.message), calls(turn)) : text(whole, turn, places, spans)), reply(turn, reading)]
 }
 
