@@ -409,6 +409,36 @@ class _File(TypedDict):
 
 
 @with_config(STRICT)
+class _Reward(TypedDict):
+    name: str
+    kind: Literal["turn", "outcome"]
+    weight: Number
+    maximum: NotRequired[Number | None]
+
+
+@with_config(STRICT)
+class _Rule(TypedDict):
+    name: str
+
+
+@with_config(STRICT)
+class _Run(TypedDict):
+    group_size: NotRequired[Whole | None]
+    group_size_eval: NotRequired[Whole | None]
+    processes: NotRequired[Annotated[int, Field(gt=0, lt=2**31)]]
+    rewards: NotRequired[list[_Reward]]
+    estimator: NotRequired[str | dict[str, Any] | None]
+    rule: NotRequired[_Rule | None]
+    rule_says: NotRequired[str | None]
+    model: NotRequired[str | None]
+    tools: NotRequired[list[str] | None]
+    chat_template_kwargs: NotRequired[dict[str, Any] | None]
+    command: NotRequired[str | None]
+    versions: NotRequired[dict[str, str | None] | None]
+    options: NotRequired[dict[str, Any] | None]
+
+
+@with_config(STRICT)
 class _Metrics(TypedDict):
     step: Whole
     grad_norm: NotRequired[float | None]
@@ -499,7 +529,7 @@ LINES = {
     "update": _Update,
     "step": _Step,
     "file": _File,
-    "run": dict[str, Any],
+    "run": _Run,
     "metrics": _Metrics,
     "state": _State,
     "notes": dict[str, _Note],

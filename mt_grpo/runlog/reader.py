@@ -60,6 +60,8 @@ MOST_BYTES = 2**29
 MOST_VALUES = 2**26
 """Entries of a column of a row group."""
 
+METRICS = "metrics.jsonl"
+
 MOST_NAMES = 1000
 """Conversations among which the nearest to a wrong name is looked for."""
 MOST_SHOWN = 80
@@ -111,6 +113,7 @@ class Run:
         self.folder = folder
         self._rollouts = folder / schema.FOLDER
         self._checked: dict[str, tuple[int, int, tuple[int, int] | None]] = {}
+        self._metrics: tuple[int, list[dict[str, Any]], int | None] = 0, [], None
         self._index = Index()
         self._index.read(folder, each)
 
@@ -153,24 +156,21 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`; a line's `step` is the number of steps that were taken."""
-        return self.metrics_of(self.folder)
+        path = files.find(self.folder, METRICS)
+        state = None if path is None else path.stat()
+        whole, lines, inode = self._metrics
+        if state is None or state.st_ino != inode or state.st_size < whole:
+            whole, lines = 0, []
+        if state is not None and state.st_size > whole:
+            end, added = _metrics(self.folder, whole)
+            whole, lines = whole + end, lines + added if added else lines
+        self._metrics = whole, lines, state and state.st_ino
+        return lines
 
     @staticmethod
     def metrics_of(folder: Path) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl` in a folder whose index need not be read."""
-        data = files.read(folder, "metrics.jsonl") or b""
-        lines = []
-        for raw in data[: data.rfind(b"\n") + 1].splitlines():
-            try:
-                line = orjson.loads(raw)
-                wrong = misfit("metrics", line)
-            except orjson.JSONDecodeError as error:
-                wrong = str(error)
-            if wrong is not None:
-                path = folder / "metrics.jsonl"
-                raise UserError(f"{path} has a line that is not JSON of metrics ({wrong}): remove that line.")
-            lines.append(line)
-        return lines
+        return _metrics(folder, 0)[1]
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -343,6 +343,23 @@ class Run:
             raise UserError(
                 f"{self._rollouts / name} is damaged ({words}): bring it back, or look at another conversation."
             ) from None
+
+
+def _metrics(folder: Path, offset: int) -> tuple[int, list[dict[str, Any]]]:
+    """The size of the whole lines of `metrics.jsonl` from `offset` on, and what they say."""
+    data = files.read(folder, METRICS, offset) or b""
+    whole = data.rfind(b"\n") + 1
+    lines = []
+    for raw in data[:whole].splitlines():
+        try:
+            line = orjson.loads(raw)
+            wrong = misfit("metrics", line)
+        except orjson.JSONDecodeError as error:
+            wrong = str(error)
+        if wrong is not None:
+            raise UserError(f"{folder / METRICS} has a line that is not JSON of metrics ({wrong}): remove that line.")
+        lines.append(line)
+    return whole, lines
 
 
 def _check_columns(found: pa.Schema, known: pa.Schema, columns: list[str]) -> None:

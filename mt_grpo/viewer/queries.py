@@ -77,12 +77,14 @@ class Queries:
         """Grows with what the run writes."""
         self._lock = threading.Lock()
         self._metrics = self._written()
+        self._curves_of: list[dict[str, Any]] | None = None
+        self._all_curves: dict[str, Any] = {}
         self._lost_at: tuple[int, dict[str, Any]] = 0, {}
         self._questions: dict[str, Callable[[Parameters], dict[str, Any]]] = {
             "run": self._about,
             "runs": lambda asked: {"runs": []},  # it is one run alone, see `mt_grpo.viewer.runs`
             "overview": self._overview,
-            "metrics": lambda asked: metric_curves(self.run.metrics()),
+            "metrics": self._curves,
             "find": self._find,
             "groups": self._groups,
             "group": self._group,
@@ -154,6 +156,12 @@ class Queries:
         """That training took, where it is finished."""
         metrics = self.run.metrics()
         return next((row["train_runtime"] for row in reversed(metrics) if "train_runtime" in row), None)
+
+    def _curves(self, asked: Parameters) -> dict[str, Any]:
+        metrics = self.run.metrics()
+        if self._curves_of is not metrics:  # it is another list once there are more
+            self._curves_of, self._all_curves = metrics, metric_curves(metrics)
+        return self._all_curves
 
     def _waterfall(self, asked: Parameters) -> dict[str, Any]:
         steps = self.columns.numbers("step")[self.columns.is_text("mode", asked.get("mode", "train"))]

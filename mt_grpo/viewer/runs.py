@@ -16,6 +16,7 @@ import orjson
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, files, open_run
+from mt_grpo.runlog.conversation import misfit
 from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.runlog.state import read_state
 from mt_grpo.viewer.columns import Columns
@@ -253,9 +254,10 @@ def about_run(folder: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         found = _RUN.findall(file.read(HEAD))
     try:
-        return orjson.loads(found[0]) if found else {}
+        line = orjson.loads(found[0]) if found else {}
     except orjson.JSONDecodeError:  # opening the run names the line
         return {}
+    return line if misfit("run", line) is None else {}
 
 
 def _axis(folder: Path, metrics: list[dict[str, Any]], by: str) -> list[float | None]:

@@ -64,7 +64,7 @@ def everything(folder: Path, output: Path | None = None) -> list[Any]:
         return found
     found[0] = list(run.rows)
     queries = Queries(run)
-    for question in ("run", "overview", "find", "group", "trajectory", "compare", "lost"):
+    for question in ("run", "overview", "find", "groups", "group", "trajectory", "why", "compare", "panel", "lost"):
         take(lambda question=question: without_times(json.loads(as_json(queries.answer(question, {})))))
     for row in list(run.rows):
         take(lambda row=row: run.trajectory(row["session"]))
@@ -241,6 +241,12 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "index of another process a pipe": lambda folder: os.mkfifo(folder / "rollouts/index.rank1.jsonl"),
     "rollouts a link out": linked_rollouts,
     "rollouts a file": lambda folder: (shutil.rmtree(folder / "rollouts"), (folder / "rollouts").touch()),
+    "a run with a rule of text": line("run", rule="mt_grpo"),
+    "a run with options in a list": line("run", options=[1]),
+    "a run with a tool that is a number": line("run", tools=[7]),
+    "a run with rewards of text": line("run", rewards="exact_match"),
+    "sampled a text": line("rollout", sampled="x"),
+    "branch of a number": line("rollout", branch_of=7),
     "step a text": line("rollout", step="1"),
     "step huge": line("rollout", step=2**40),
     "step of 30 digits": line("rollout", step=10**30),

@@ -1,4 +1,4 @@
-"""What a reader with weak eyes or a screen reader needs of each view: contrast, and a name for whatever can be used."""
+"""What weak eyes and screen readers need of each view: contrast, and a name for whatever can be used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ FAULTS = """() => {
   const faults = []
   for (const e of document.body.querySelectorAll('*')) {
     if (!seen(e)) continue
-    if (said(e) && !e.closest('svg, :disabled, .unseen') && contrast(e) < 4.49) faults.push(`${contrast(e)} ${short(e)}`)
+    const read = said(e) && !e.closest('svg, :disabled, .unseen')
+    if (read && contrast(e) < 4.49) faults.push(`${contrast(e)} ${short(e)}`)
     if (e.matches(used) && !named(e)) faults.push(`no name: ${short(e)}`)
     if (e.closest('[aria-hidden=true]') && e.matches('a[href], button, input')) faults.push(`hidden: ${short(e)}`)
   }

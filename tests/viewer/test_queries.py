@@ -236,3 +236,20 @@ def test_what_is_not_there_is_said(queries, question, asked, words):
 @pytest.mark.parametrize("question", ["run", "overview", "find", "group", "trajectory", "compare", "lost"])
 def test_every_answer_is_json(queries, question):
     json.loads(orjson.dumps(queries.answer(question, {})))
+
+
+def test_metrics_are_read_on_and_read_anew_when_replaced(tmp_path):
+    folder = write_run(tmp_path / "run", steps=2, groups=1)
+    run, path = open_run(folder), folder / "metrics.jsonl"
+    assert [line["step"] for line in run.metrics()] == [1, 2] and run.metrics() is run.metrics()
+    with path.open("ab") as file:
+        file.write(b'{"step":3,"reward":0.5}\n{"step":4,"rew')
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3]
+    with path.open("ab") as file:
+        file.write(b'ard":1}\n')
+    assert run.metrics()[-1] == {"step": 4, "reward": 1} and len(run.metrics()) == 4
+    path.with_name("other").write_bytes(b'{"step":9}\n')
+    path.with_name("other").replace(path)
+    assert run.metrics() == [{"step": 9}]
+    path.unlink()
+    assert run.metrics() == []
