@@ -252,7 +252,7 @@ def warn_without_routes(batch: RolloutBatch) -> bool:
     if PartialState().is_main_process and not any(row.routes for row in batch.token_rows):
         logger.warning(
             "The engine does not say which experts its tokens went to, so some are trained through others: start the "
-            "server with `mt-grpo serve` on a GPU, which asks vLLM for `--enable-return-routed-experts`, or set "
+            "server with `mt-grpo serve`, which asks vLLM for `--enable-return-routed-experts`, or set "
             "`router_replay: false` to go without."
         )
     return False

@@ -80,15 +80,19 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
     if config is not None and image_token(config) is not None:
         # the endpoint that takes token ids with images, of pixels as the trainer's processor makes them
         command += ["--enable-scale-out", "--no-mm-device-do-normalize"]
+    routes = replays_routes(args) and config is not None and route_shape(config) is not None
     if args.use_cpu or not torch.cuda.is_available():
         # a seeded prompt split over two steps ends vLLM's CPU build ("CPU Generator does not use offset")
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
         if config is not None and _carries_state(config):
             command.append("--no-enable-prefix-caching")  # states are cached where prompts are split only
+        elif routes:
+            command += ["--enable-return-routed-experts", "--no-async-scheduling"]
+            environment["MT_GRPO_ROUTES"] = "1"  # see mt_grpo.vllm_plugin.routes
         for name, value in _cpu_defaults().items():
             environment[name] = os.environ.get(name, value)
-    elif replays_routes(args) and config is not None and route_shape(config) is not None:
-        command.append("--enable-return-routed-experts")  # the CPU build cannot
+    elif routes:
+        command.append("--enable-return-routed-experts")
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return command, environment
 

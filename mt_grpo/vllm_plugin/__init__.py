@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import partialmethod
 
 BACKEND = "safetensors"
@@ -16,6 +17,7 @@ def register() -> None:
     """
     Registers the weight-transfer engine with this process of the server, and bounds the time that the server takes to
     end. Without the bound, a vLLM that is told to end waits for answers of its engine, which it has already killed.
+    With `MT_GRPO_ROUTES` the CPU build returns the routes of mixtures.
     """
     import uvicorn
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -27,3 +29,7 @@ def register() -> None:
     if "MT_GRPO_SERVER" in os.environ:  # other servers of the same environment are left alone
         bounded = partialmethod(uvicorn.Config.__init__, timeout_graceful_shutdown=SECONDS_TO_END)
         uvicorn.Config.__init__ = bounded  # type: ignore[method-assign, assignment]  # vLLM has no option for it
+    if os.environ.get("MT_GRPO_ROUTES") and "mt_grpo.vllm_plugin.routes" not in sys.modules:
+        from mt_grpo.vllm_plugin.routes import return_routes_on_cpu
+
+        return_routes_on_cpu()

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from support.recipes import parse_recipe
-from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen2_5_VLConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 from mt_grpo.app import serve
 from mt_grpo.app.replicas import share_gpus
@@ -205,3 +205,22 @@ def test_a_hybrid_on_a_cpu_caches_no_prefixes(hybrid, tmp_path):
     (Qwen3_5TextConfig(num_hidden_layers=4) if hybrid else Qwen3Config()).save_pretrained(tmp_path)
     words, _, _ = command("--model_name_or_path", str(tmp_path))
     assert ("--no-enable-prefix-caching" in words) == hybrid
+
+
+@pytest.mark.parametrize(
+    ("replay", "hybrid", "returned"), [("true", False, True), ("false", False, False), ("true", True, False)]
+)
+def test_a_mixture_on_a_cpu_says_which_experts_tokens_went_to(replay, hybrid, returned, tmp_path):
+    config = Qwen3NextConfig if hybrid else Qwen3MoeConfig  # a hybrid has no prefix cache there, which routes need
+    config(num_experts=8, num_experts_per_tok=2).save_pretrained(tmp_path)
+    options = ["--model_name_or_path", str(tmp_path), "--router_replay", replay]
+    words, environment = serve.server_command(parse_recipe([*QUICKSTART, *options]))
+    assert ("--enable-return-routed-experts" in words) == ("--no-async-scheduling" in words) == returned
+    assert ("MT_GRPO_ROUTES" in environment) == returned
+
+
+@pytest.mark.parametrize("images", [True, False])
+def test_the_server_of_a_vision_model_takes_token_ids_with_images(images, tmp_path):
+    (Qwen2_5_VLConfig if images else Qwen3Config)().save_pretrained(tmp_path)
+    words, _ = serve.server_command(parse_recipe([*QUICKSTART, "--model_name_or_path", str(tmp_path)]))
+    assert ("--enable-scale-out" in words) == ("--no-mm-device-do-normalize" in words) == images
