@@ -220,7 +220,7 @@ def test_a_mixture_on_a_cpu_says_which_experts_tokens_went_to(replay, hybrid, re
 
 
 @pytest.mark.parametrize("images", [True, False])
-def test_the_server_of_a_vision_model_takes_token_ids_with_images(images, tmp_path):
+def test_the_server_of_a_vision_model_takes_images(images, tmp_path):
     (Qwen2_5_VLConfig if images else Qwen3Config)().save_pretrained(tmp_path)
     words, _ = serve.server_command(parse_recipe([*QUICKSTART, "--model_name_or_path", str(tmp_path)]))
     assert ("--enable-scale-out" in words) == ("--no-mm-device-do-normalize" in words) == images
