@@ -1,6 +1,7 @@
 """
-Images in messages. A message's content may be a list of parts, and a part `{"type": "image", "image": ...}` shows an
-image. Imports Pillow only where there is an image to read.
+Images and videos in messages. A message's content may be a list of parts. A part `{"type": "image", "image": ...}`
+shows an image, a part `{"type": "video", "video": [...]}` a video, which is the list of its frames. Imports Pillow
+only where there is an image to read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mt_grpo.errors import UserError
 KINDS = ("image", "image_url", "input_image")
 """Types of parts that show an image: of chat templates, and of OpenAI's two interfaces."""
 
-OTHER_MEDIA = ("video", "audio", "input_audio", "video_url", "audio_url")
+OTHER_MEDIA = ("audio", "input_audio", "video_url", "audio_url")
 """Types of parts that show what no rollout can keep."""
 
 
@@ -42,12 +43,24 @@ def is_image_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in KINDS
 
 
+def is_shown(part: Any) -> bool:
+    """Whether a part of a message's content shows an image or a video."""
+    return is_image_part(part) or (isinstance(part, dict) and part.get("type") == "video")
+
+
+def is_read(part: Any) -> bool:
+    """Whether a part that shows something is in the form that `read_parts` gives it."""
+    if part["type"] == "video":
+        return isinstance(part.get("video"), list) and bool(part["video"]) and all(map(is_image, part["video"]))
+    return part["type"] == "image" and is_image(part.get("image"))
+
+
 def image_parts(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The parts of messages that show images, in order."""
+    """The parts of messages that show images or videos, in order."""
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            yield from filter(is_image_part, content)
+            yield from filter(is_shown, content)
 
 
 def read_parts(content: list[Any]) -> list[Any]:
@@ -56,7 +69,7 @@ def read_parts(content: list[Any]) -> list[Any]:
     image of Pillow's, and no part has a key without a value, as the rows of a `datasets.Dataset` have them.
 
     Raises:
-        ImageError: If a part shows something that is no image, or a video or a sound.
+        ImageError: If a part shows something that is no image or list of images, or a sound.
     """
     return [_read_part(part) for part in content]
 
@@ -69,9 +82,11 @@ def _read_part(part: Any) -> Any:
     part = {key: value for key, value in part.items() if value is not None}
     if part.get("type") in OTHER_MEDIA:
         raise ImageError(
-            f"A message shows a part of type {part['type']!r}, and rollouts hold text and images: show frames of a "
-            "video as images, or a transcript of a sound as text."
+            f"A message shows a part of type {part['type']!r}, and rollouts hold text, images and videos: show a "
+            "video as the list of its frames, or a transcript of a sound as text."
         )
+    if part.get("type") == "video":
+        return {**part, "video": _read_frames(part.get("video"))}
     if not is_image_part(part):
         return part
     shown = part.get("image") if part["type"] == "image" else part.get("image_url", part.get("image"))
@@ -86,17 +101,26 @@ def _read_part(part: Any) -> Any:
     return {"type": "image", "image": read_image(shown), **rest}
 
 
+def _read_frames(frames: Any) -> list[Any]:
+    if not isinstance(frames, (list, tuple)) or not frames:
+        raise ImageError(
+            f"A video is the list of its frames, which are images, and {_named(frames)[4:]} is none: decode it first, "
+            "and give some of its frames (`fps` says how many there are per second)."
+        )
+    return [read_image(frame) for frame in frames]
+
+
 def shows_images(value: Any) -> bool:
     """Whether what a tool returned is an image, or a list of parts with an image."""
     if not isinstance(value, list):
         return is_image(value)
     parts = all(is_image(part) or (isinstance(part, dict) and "type" in part) for part in value)
-    return parts and any(is_image(part) or is_image_part(part) for part in value)
+    return parts and any(is_image(part) or is_shown(part) for part in value)
 
 
 def in_words(part: Any) -> str:
-    """The text of a part of a content; an image is its `alt`, or `IN_TEXT`."""
-    if is_image_part(part):
+    """The text of a part of a content; an image or a video is its `alt`, or `IN_TEXT`."""
+    if is_shown(part):
         return str(part.get("alt") or IN_TEXT)
     return str(part.get("text") or "") if isinstance(part, dict) else str(part)
 

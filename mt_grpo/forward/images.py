@@ -1,6 +1,7 @@
 """
 Images among tokens. The tokens of an image have an id of their own below 0, which is made of its content: so two
-prompts with the same words and other images share no prefix, and all that compares tokens compares images too.
+prompts with the same words and other images share no prefix, and all that compares tokens compares images too. Those
+of a video do too: its id is odd, an image's is even.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mt_grpo.forward.packing import FlatTree, Packed, flatten
 from mt_grpo.token_tree import TokenTree
 
 TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Arguments by which models are told which tokens are an image's: 1, and 0 for text."""
+"""Arguments by which models are told which tokens are an image's, and which a video's, see `kinds`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +42,7 @@ Images = Mapping[int, ImageInputs]
 """Images by the id of their tokens."""
 
 
-BLANK = -(2**31) - 1
+BLANK = -(2**31) - 2
 """The id of an image that no conversation shows."""
 
 
@@ -68,15 +69,31 @@ def image_token(config: PreTrainedConfig) -> int | None:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
 
 
+def video_token(config: PreTrainedConfig) -> int | None:
+    """The id that a model knows the tokens of videos by; `None` for a model that takes none."""
+    names = ("video_token_id", "video_token_index")
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+
+
 def pretrained(model: nn.Module) -> PreTrainedModel:
     """The model of transformers in a wrapper."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def real_ids(ids: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Ids as the model knows them: those of images become its image token."""
-    token = image_token(config)
+    """Ids as the model knows them: those of images become its image token, those of videos its video token."""
+    token, of_videos = image_token(config), video_token(config)
+    if of_videos is not None:
+        ids = ids.masked_fill(kinds(ids) == VIDEO, of_videos)
     return ids if token is None else ids.masked_fill(ids < 0, token)
+
+
+IMAGE, VIDEO = 1, 2
+
+
+def kinds(ids: Tensor) -> Tensor:
+    """What each token is of: `IMAGE`, `VIDEO`, or 0 for text."""
+    return (ids < 0).long() * (IMAGE + (ids & 1))
 
 
 def in_order(ids: np.ndarray, images: Images) -> list[int]:
@@ -96,8 +113,8 @@ def joined(order: Sequence[int], images: Images, device: torch.device) -> dict[s
     processors pad a batch.
     """
     found: dict[str, Tensor] = {}
-    for name in images[order[0]].inputs if order else ():
-        parts = [images[image].inputs[name] for image in order]
+    for name in dict.fromkeys(name for image in order for name in images[image].inputs):
+        parts = [images[image].inputs[name] for image in order if name in images[image].inputs]
         shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
         found[name] = torch.cat([_padded(part, shape) for part in parts]).to(device)
     return found
@@ -131,7 +148,7 @@ def row_inputs(model: nn.Module, ids: Tensor, images: Images) -> dict[str, Tenso
 def type_ids(forward: Callable[..., Any], ids: Tensor) -> dict[str, Tensor]:
     """Which tokens are an image's, by the name under which a forward takes it."""
     parameters = inspect.signature(forward).parameters
-    return {name: (ids < 0).long() for name in TYPES if name in parameters}
+    return {name: kinds(ids) for name in TYPES if name in parameters}
 
 
 def takes_features(backbone: Any) -> bool:
@@ -145,8 +162,22 @@ def packed_features(backbone: Any, packed: Packed, images: Images, device: torch
     however many branches show it.
     """
     order = in_order(packed.input_ids, images)
+    of_kind = {"image": [each for each in order if not each & 1], "video": [each for each in order if each & 1]}
+    return {
+        "mm_encoder_outputs": {
+            kind: _features(getattr(backbone, f"get_{kind}_features"), shown, images, device)
+            for kind, shown in of_kind.items()
+            if shown
+        }
+    }
+
+
+def _features(look: Callable[..., Any], order: Sequence[int], images: Images, device: torch.device) -> Any:
+    """What a model makes of images, or of videos, as often as they are shown. It looks at each once."""
     unique = list(dict.fromkeys(order))
-    features = backbone.get_image_features(**joined(unique, images, device), return_dict=True)
+    known = inspect.signature(look).parameters
+    inputs = {name: value for name, value in joined(unique, images, device).items() if name in known}
+    features = look(**inputs, return_dict=True)
     places = [unique.index(image) for image in order]
     projected = getattr(features, "pooler_output", None) is not None  # Llama 4 projects them later
     name = "pooler_output" if projected else "last_hidden_state"
@@ -154,8 +185,8 @@ def packed_features(backbone: Any, packed: Packed, images: Images, device: torch
     setattr(features, name, _in_places(getattr(features, name), sizes, places))
     deep = getattr(features, "deepstack_features", None)  # of Qwen3-VL, for several layers
     if deep is not None:
-        features.deepstack_features = [[of_layer[place] for place in places] for of_layer in deep]
-    return {"mm_encoder_outputs": {"image": features}}
+        features.deepstack_features = [_in_places(of_layer, sizes, places) for of_layer in deep]
+    return features
 
 
 def _in_places(found: Tensor | Sequence[Tensor], sizes: Sequence[int], places: Sequence[int]) -> Any:
@@ -189,7 +220,7 @@ def packed_positions(backbone: Any, packed: Packed, images: Images, device: torc
     for path in FlatTree(packed.input_ids, packed.input_ids, packed.parent).paths():
         ids = torch.from_numpy(packed.input_ids[path])[None]
         order = in_order(packed.input_ids[path], images)
-        given = {**joined(order, images, torch.device("cpu")), "mm_token_type_ids": (ids < 0).long()}
+        given = {**joined(order, images, torch.device("cpu")), "mm_token_type_ids": kinds(ids)}
         given = {name: value for name, value in given.items() if name in known}
         positions[:, path] = ask(input_ids=real_ids(ids, backbone.config), **given)[0][:, 0]
     return positions[:, None].to(device)

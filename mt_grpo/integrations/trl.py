@@ -23,7 +23,7 @@ from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, Prototype, source_of
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, describe_error
-from mt_grpo.images import is_image_part, read_parts, shows_images
+from mt_grpo.images import is_shown, read_parts, shows_images
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.rewards import EnvReward, RewardFunc
 from mt_grpo.tools import Tool
@@ -333,7 +333,7 @@ def _text(said: Any) -> Any:
     """
     if isinstance(said, list) and said and all(isinstance(part, dict) and "type" in part for part in said):
         for part in said:
-            if part["type"] != "text" and not is_image_part(part):
+            if part["type"] != "text" and not is_shown(part):
                 raise PartError(f"A part of type {part['type']!r} cannot be shown: models read text and images.")
         return said if shows_images(said) else "".join(part["text"] for part in said)
     return said if shows_images(said) else str(said)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, overload
 
-from mt_grpo.images import image_parts, in_words, is_image_part
+from mt_grpo.images import image_parts, in_words, is_shown
 from mt_grpo.rollout.chat_template import ChatTemplate, TemplateError
 from mt_grpo.rollout.images import EncodedImage, ImageEncoder
 from mt_grpo.rollout.special_tokens import SpecialTokens, template_constants
@@ -109,9 +109,9 @@ class ChatRenderer:
 
     def _in_words(self, message: Message) -> Message:
         content = message.get("content")
-        if not isinstance(content, list) or not any(map(is_image_part, content)):
+        if not isinstance(content, list) or not any(map(is_shown, content)):
             return message
-        if any(is_image_part(part) and "alt" not in part for part in content):
+        if any(is_shown(part) and "alt" not in part for part in content):
             raise TemplateError(
                 f"A message of {message['role']!r} shows an image, and this run gives its model text only: use a "
                 "model that takes images, with its processor, and sample with `use_vllm: false`."

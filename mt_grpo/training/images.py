@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMix
 from trl.data_utils import prepare_multimodal_messages
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.images import image_token
+from mt_grpo.forward.images import image_token, video_token
 from mt_grpo.images import ImageError, read_image, read_parts
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import ImageEngine
@@ -76,7 +76,7 @@ def image_encoder(processor: Any, config: PreTrainedConfig, engine: Engine) -> I
     """What encodes the images of a run; `None` where model, processor or engine take none."""
     takes, token = isinstance(processor, ProcessorMixin) and "image_processor" in vars(processor), image_token(config)
     if takes and token is not None and isinstance(engine, ImageEngine):
-        return ImageEncoder(processor, token)
+        return ImageEncoder(processor, token, video_token(config))
     return None
 
 

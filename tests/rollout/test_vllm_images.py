@@ -116,7 +116,7 @@ def test_images_are_sent_as_the_model_takes_them(tokenizer):
 def test_conversations_that_show_one_image_send_it_once(tokenizer):
     looker = Looker()
     with served(tokenizer, looker) as server:
-        ask(server, tokenizer, {-4: image(), -9: image(PIXELS + 1)}, *[[1, -4, -4, -4], [-9] * 3 + [-4] * 3] * 4)
+        ask(server, tokenizer, {-4: image(), -10: image(PIXELS + 1)}, *[[1, -4, -4, -4], [-10] * 3 + [-4] * 3] * 4)
     assert looker.sent() == 2
     assert len(looker.known) == 2
 
@@ -151,6 +151,11 @@ def test_a_server_that_cannot_take_the_images_ends_the_run(tokenizer, endpoints,
 def test_an_image_with_other_tokens_inside_ends_the_run(tokenizer):
     with served(tokenizer, Looker()) as server, pytest.raises(ServerSetupError, match="whose tokens stand together"):
         ask(server, tokenizer, {-4: image()}, [-4, 3, -4, -4])
+
+
+def test_a_video_ends_the_run(tokenizer):
+    with served(tokenizer, Looker()) as server, pytest.raises(ServerSetupError, match="Videos are not sent to a vLLM"):
+        ask(server, tokenizer, {-3: image()}, [1, -3, -3, -3])
 
 
 def test_a_sample_with_the_token_of_an_image_is_drawn_again(tokenizer):

@@ -48,13 +48,62 @@ class ImageTextProcessor(ProcessorMixin):
         return [*super().model_input_names, "mm_token_type_ids"]
 
 
-def build_processor(template: str = "qwen2_5_vl", **options: object) -> ImageTextProcessor:
+class VideoTextProcessor(ImageTextProcessor):
+    """With videos too, which are given as frames: two frames are one of the video's patches in time."""
+
+    video_token = "<|video_pad|>"
+    timed = True
+    """Whether positions follow the time, as those of Qwen2.5-VL do."""
+
+    def __init__(
+        self, image_processor: object = None, tokenizer: object = None, chat_template: str | None = None
+    ) -> None:
+        super().__init__(image_processor, tokenizer, chat_template)
+        self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
+        self.video_processor = self._frames
+
+    def _frames(self, videos: list[list[Image.Image]], video_metadata: list[dict], **options: object) -> dict:
+        pixels, grids = [], []
+        for frames in videos:
+            found = [self.image_processor(images=[frame], return_tensors="pt") for frame in frames]
+            patches = [each["pixel_values"].unflatten(1, (3, 2, -1)) for each in found]
+            pairs = [
+                torch.cat([a[:, :, :1], b[:, :, 1:]], dim=2) for a, b in zip(patches[::2], patches[1::2], strict=True)
+            ]
+            pixels += [pair.flatten(1) for pair in pairs]
+            grids.append([len(pairs), *found[0]["image_grid_thw"][0, 1:].tolist()])
+        found = {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(grids)}
+        seconds = {"second_per_grid_ts": torch.tensor([2 / float(each.get("fps", 24)) for each in video_metadata])}
+        return {**found, **(seconds if self.timed else {})}
+
+    def replace_video_token(self, video_inputs: dict, video_idx: int, **kwargs: object) -> str:
+        return self.video_token * int(video_inputs["video_grid_thw"][video_idx].prod() // MERGE**2)
+
+    @property
+    def model_input_names(self) -> list[str]:
+        return [*super().model_input_names, "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"]
+
+
+class UntimedVideoProcessor(VideoTextProcessor):
+    """As Qwen3-VL's, which writes the time before each two frames."""
+
+    timed = False
+
+    def replace_video_token(self, video_inputs: dict, video_idx: int, **kwargs: object) -> str:
+        pairs, height, width = video_inputs["video_grid_thw"][video_idx].tolist()
+        frames = self.video_token * (height * width // MERGE**2)
+        return "".join(f"<{pair} seconds><|vision_start|>{frames}<|vision_end|>" for pair in range(pairs))
+
+
+def build_processor(
+    template: str = "qwen2_5_vl", kind: type[ImageTextProcessor] = ImageTextProcessor, **options: object
+) -> ImageTextProcessor:
     """A tokenizer with vision tokens, and Qwen2-VL's image processor for small images; one token is 8 by 8 pixels."""
     tokenizer = build_tokenizer(template)
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
     sizes = {"min_pixels": 64, "max_pixels": 4096, "patch_size": PATCH, "temporal_patch_size": 2, "merge_size": MERGE}
     images = Qwen2VLImageProcessorPil(**{**sizes, **options})
-    return ImageTextProcessor(images, tokenizer, tokenizer.chat_template)
+    return kind(images, tokenizer, tokenizer.chat_template)
 
 
 _TEXT = {

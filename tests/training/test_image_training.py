@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from support.images import build_processor, build_vision_model, picture
+from support.images import VideoTextProcessor, build_processor, build_vision_model, picture
 from support.models import CPU_RUN, build_model
 from support.trainers import batch, check_log_probs
 from support.vision import VISION_FAMILIES
@@ -125,6 +125,29 @@ def test_tree_and_engine_agree_on_what_was_sampled(tmp_path):
     check_log_probs(trainer, inputs)
 
 
+@pytest.mark.slow
+def test_a_run_trains_on_videos_and_writes_their_frames(tmp_path):
+    processor = build_processor(kind=VideoTextProcessor)
+    parts = [
+        {"type": "video", "video": [picture("red"), picture("blue")], "fps": 1},
+        {"type": "text", "text": "What?"},
+    ]
+    trainer = MTGRPOEnvTrainer(
+        build_vision_model(processor.tokenizer),
+        Screen,
+        args=MTGRPOConfig(str(tmp_path), **CPU_RUN, max_steps=1, learning_rate=1e-3),
+        reward_funcs=words,
+        train_dataset=[{"prompt": [{"role": "user", "content": parts}]}] * 4,
+        processing_class=processor,
+    )
+    trainer.train()
+    assert trainer.args.forward == "tree" and losses(trainer)[0][1] > 0
+    run = open_run(tmp_path)
+    record = run.trajectory(run.rows[0]["session"])
+    files = record["prompt"][0]["content"][0]["video"]
+    assert len(set(files)) == 2 and all((tmp_path / "rollouts" / file).exists() for file in files)
+
+
 # What cannot be shown
 
 
@@ -161,9 +184,18 @@ def test_an_engine_of_tokens_refuses_images(tmp_path):
         ("What?", [b"no image"], "An image of 8 bytes cannot be read as an image: it is broken, or of no known kind"),
         ("What?", ["/no/such.png"], "The image '/no/such.png' cannot be read as an image: No such file or directory"),
         ([{"type": "image"}] * 2, [picture()], r"Number of images provided \(1\) does not match"),
-        ([{"type": "video", "video": "a.mp4"}], [], "shows a part of type 'video', and rollouts hold text and images"),
+        (
+            [{"type": "video", "video": "a.mp4"}],
+            [],
+            "A video is the list of its frames, .* 'a.mp4' is none: decode it",
+        ),
+        (
+            [{"type": "audio", "audio": "a.wav"}],
+            [],
+            "shows a part of type 'audio', and rollouts hold text, images and",
+        ),
     ],
-    ids=["bytes", "path", "places", "video"],
+    ids=["bytes", "path", "places", "video", "sound"],
 )
 def test_a_row_with_a_bad_image_is_one_sentence(prompt, images, problem):
     row = {"prompt": [{"role": "user", "content": prompt}], "images": images}

@@ -23,7 +23,7 @@ from transformers.generation import (
 )
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.images import ImageInputs, Images, image_token, row_inputs
+from mt_grpo.forward.images import ImageInputs, Images, image_token, row_inputs, video_token
 from mt_grpo.forward.routes import Recorder
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.token_tree import Routes
@@ -190,7 +190,7 @@ class TransformersEngine:
         for request in batch:
             images |= request.images
         inputs = row_inputs(self.model, ids, images)
-        never = image_token(self.model.config)  # no image would stand behind it
+        never = [image_token(self.model.config), video_token(self.model.config)]  # no image would stand behind it
         recorder = _Recorder(batch, width, device, greedy=drawing[0] == 0, never=never)
         routes = Recorder(self.model) if self.record_routes else nullcontext()
         with routes:
@@ -270,14 +270,20 @@ def _warpers(drawing: tuple[float, ...]) -> list[LogitsProcessor]:
 class _Recorder(LogitsProcessor):
     """
     Draws each row's token from the processed distribution with the row's own uniform numbers, and keeps its
-    log-probability. It masks all other tokens, so that the greedy search of `generate` takes this one. The token
-    `never` is not drawn.
+    log-probability. It masks all other tokens, so that the greedy search of `generate` takes this one. The tokens
+    `never` are not drawn.
     """
 
     def __init__(
-        self, batch: list[_Request], width: int, device: torch.device, greedy: bool, never: int | None = None
+        self,
+        batch: list[_Request],
+        width: int,
+        device: torch.device,
+        greedy: bool,
+        never: Sequence[int | None] = (),
     ) -> None:
-        self._width, self._greedy, self._never = width, greedy, never
+        self._width, self._greedy = width, greedy
+        self._never = [token for token in never if token is not None]
         longest = max(request.budget for request in batch)
         uniforms = [np.random.Generator(np.random.Philox(request.sampling.seed)).random(longest) for request in batch]
         self._uniforms = torch.tensor(np.stack(uniforms), device=device)
@@ -287,7 +293,7 @@ class _Recorder(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         logprobs = torch.log_softmax(scores.float(), dim=-1)
         drawable = logprobs
-        if self._never is not None:
+        if self._never:
             drawable = logprobs.clone()
             drawable[:, self._never] = -torch.inf
         if self._greedy:

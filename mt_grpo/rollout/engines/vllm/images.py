@@ -127,7 +127,8 @@ def shown_in(context: list[int], images: Images) -> list[Shown]:
     The images whose tokens, of ids below 0, stand in a context, in order.
 
     Raises:
-        ServerSetupError: If those of an image do not stand together: vLLM cannot be told which are its own.
+        ServerSetupError: If those of an image do not stand together: vLLM cannot be told which are its own. Or if
+            there is a video.
     """
     found, index = list[Shown](), 0
     while index < len(context):
@@ -135,6 +136,11 @@ def shown_in(context: list[int], images: Images) -> list[Shown]:
         if token >= 0:
             index += 1
             continue
+        if token & 1:
+            raise ServerSetupError(
+                "Videos are not sent to a vLLM server: sample with the model itself (`use_vllm: false`), or show "
+                "frames as images."
+            )
         image = images[token]
         if context[index : index + image.size] != [token] * image.size:
             raise ServerSetupError(
