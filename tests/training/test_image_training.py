@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from support.images import VideoTextProcessor, build_processor, build_vision_mod
 from support.models import CPU_RUN, build_model
 from support.trainers import batch, check_log_probs
 from support.vision import VISION_FAMILIES
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, TrainerCallback
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.envs import Outcome
+from mt_grpo.envs import MultiTurnToolEnv, Outcome
 from mt_grpo.errors import ConfigError
 from mt_grpo.images import image_digest, image_parts, read_image
 from mt_grpo.rollout.engines.scripted import ScriptedEngine
@@ -101,6 +102,34 @@ def test_a_resumed_run_trains_on_the_images_that_were_left(tmp_path):
     whole = trained(tmp_path, **options)
     resumed = trained(tmp_path, str(tmp_path / "run" / "checkpoint-1"), **options)
     assert losses(resumed)[-1] == pytest.approx(losses(whole)[-1], rel=1e-5)
+
+
+class Finished(TrainerCallback):
+    """Steps end when the batches ahead are finished, so that a checkpoint has them."""
+
+    trainer: MTGRPOEnvTrainer
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        while self.trainer.runner.under_way:
+            time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", [Screen, MultiTurnToolEnv([], system_prompt="")], ids=["own", "tools"])
+def test_conversations_with_images_are_sampled_ahead(tmp_path, env):
+    """They are those of a run that waits, and a resumed run goes on with those that are finished."""
+    options = {"env": env, "learning_rate": 0.0, "save_strategy": "steps", "save_steps": 1}
+    found = []
+    for staleness, resumed in ((0, False), (2, False), (2, True)):
+        trainer = trainer_of(tmp_path, **options, max_staleness=staleness)
+        finished = Finished()
+        finished.trainer = trainer
+        trainer.add_callback(finished)
+        trainer.train(str(tmp_path / "run" / "checkpoint-1") if resumed else None)
+        records = [each for each in open_run(tmp_path / "run").trajectories() if each["session"].startswith("train")]
+        found.append({each["session"]: [node["tokens"] for node in each["tree"]["nodes"]] for each in records})
+        assert trainer.state.global_step == 3 and len(found[-1]) == 12
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.slow

@@ -105,6 +105,17 @@ def test_what_an_engine_sampled_is_trained_as_it_was(build, replay, tmp_path, op
     assert (metrics(tmp_path / "run")[0]["sequences/mean"] > 1) == ("history" in options)
 
 
+def test_a_run_that_sampled_ahead_is_replayed_without_waiting(build, replay, tmp_path):
+    """With its correction for earlier weights."""
+    trainer = build(output_dir=str(tmp_path / "run"), max_staleness=1, max_steps=3)
+    trainer.train()
+    again = replay(max_staleness=1, max_steps=3)
+    again.train()
+    assert same(weights(trainer), weights(again))
+    run, replayed = metrics(tmp_path / "run"), metrics(tmp_path / "again")
+    assert [line["loss"] for line in run] == [line["loss"] for line in replayed]
+
+
 def test_another_rule_is_credited_on_the_logged_scores(run, replay, tmp_path):
     folder, before = run
     trainer = replay(advantage_estimator="grpo_or", loss_type="grpo")
