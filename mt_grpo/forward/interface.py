@@ -164,7 +164,8 @@ def attend_over_tree(
     **others: Any,
 ) -> Tensor:
     """
-    Attention over a packed row of `N` tokens, with transformers' names.
+    Attention over a packed row of `N` tokens, with transformers' names. Where several processes compute the row, each
+    has the queries, keys and values of its own tokens.
 
     Args:
         query (`Tensor`): `(1, heads, N, head_dim)`.
@@ -196,15 +197,22 @@ def attend_over_tree(
     layout.layers.add(module.layer_idx)
     # normalised queries and keys can be wider than values under autocast
     query, key = _at_depth(module, query, layout).to(value.dtype), key.to(value.dtype)
+    share = layout.share
+    if share is not None:
+        query, key, value = share.to_heads(query, key, value)
+        s_aux = None if s_aux is None else share.of_heads(s_aux)
     scaling = scaling or query.size(-1) ** -0.5
 
     def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "dropout": dropout}
         return _eager(module)(module, query, key, value, mask[None, None], **options)[0].transpose(1, 2)
 
-    score = Score(softcap, alibi, s_aux, dropout, eager if alibi is None else None)
+    # a layer's own way counts on all of its heads
+    score = Score(softcap, alibi, s_aux, dropout, eager if alibi is None and share is None else None)
     kernel = KERNELS[layout.attention(query.device, dropout)]
     output = kernel(layout, query, key, value, scaling, mask.window, score)
+    if share is not None:
+        output = share.to_tokens(output)
     return output.transpose(1, 2).contiguous()
 
 
@@ -217,7 +225,8 @@ def _at_depth(module: Any, query: Tensor, layout: TreeLayout) -> Tensor:
         scales: np.ndarray = np.log1p((position + 1) // module.floor_scale) * module.attn_scale + 1
         return scales
 
-    ratio = scale(layout.depth) / scale(np.arange(layout.size))
+    depth = layout.depth if layout.share is None else layout.depth[layout.share.tokens]
+    ratio = scale(depth) / scale(np.arange(len(depth)))
     return query * torch.from_numpy(ratio).to(query)[:, None]
 
 

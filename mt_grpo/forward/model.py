@@ -32,6 +32,7 @@ from mt_grpo.forward.recurrent.layers import (
     recurrent_layers,
 )
 from mt_grpo.forward.routes import Replayer, route_shape
+from mt_grpo.forward.sequence_parallel import SequenceGroup, long_enough
 
 
 @dataclass(frozen=True)
@@ -116,15 +117,23 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
                 f"{missing} layers of {type(self).__name__} do not go through transformers' attention interface, so "
                 "trees cannot be packed for it; set `forward: padded`."
             )
-        predictor, label = (
-            torch.from_numpy(array).to(kwargs["input_ids"].device)
-            for array in (tree.packed.predictor, tree.packed.label)
-        )
-        sampling = Sampling(tree.temperature, tree.truncation, tree.plain)
-        scores = score_states(self, outputs, predictor, label, sampling, self._head_in_float32)
+        scores = _label_scores(self, tree, outputs)
         return (*scores, _router_loss(config, outputs.router_logits, tree.packed)) if tree.router_loss else scores
 
     model.forward = types.MethodType(forward, model)
+
+
+def _label_scores(model: PreTrainedModel, tree: TreeInput, outputs: Any) -> tuple[Tensor, ...]:
+    """Log-probs and entropies, `(M,)`, of the labels of a row."""
+    predictor, label, plain, share = tree.packed.predictor, tree.packed.label, tree.plain, tree.layout.share
+    if share is not None:
+        mine = share.of_labels(predictor)
+        predictor, label = predictor[mine] - share.tokens.start, label[mine]
+        plain = None if plain is None else plain[mine]
+    sampling = Sampling(tree.temperature, tree.truncation, plain)
+    labels = torch.from_numpy(predictor), torch.from_numpy(label)
+    scores = score_states(model, outputs, *labels, sampling, model._head_in_float32)
+    return scores if share is None else share.join(scores, mine)
 
 
 def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor, position_ids: Tensor) -> Any:
@@ -166,6 +175,7 @@ def score_packed(
     plain: np.ndarray | None = None,
     router_loss: bool = False,
     images: Images | None = None,
+    sequence: SequenceGroup | None = None,
 ) -> TreeScores:
     """
     One forward over a packed row.
@@ -179,14 +189,43 @@ def score_packed(
         plain (`np.ndarray`, *optional*): `(M,)` bool: labels that are scored at temperature 1 and without truncation.
         router_loss (`bool`, *optional*, defaults to `False`): Whether to compute the loss that balances experts.
         images (`Images`, *optional*): The images in the row.
+        sequence (`SequenceGroup`, *optional*): The processes that compute the row together. Each gives the same row,
+            and gets all scores.
     """
     device = next(model.parameters()).device
-    layout = TreeLayout(packed, attention)
+    if sequence is not None:
+        packed = long_enough(packed, sequence.size)
+    layout = TreeLayout(packed, attention, sequence)
+    mine = slice(None) if layout.share is None else layout.share.tokens
     input_ids, position_ids = (
-        torch.from_numpy(array).to(device)[None] for array in (packed.input_ids, packed.position_ids)
+        torch.from_numpy(array[mine]).to(device)[None] for array in (packed.input_ids, packed.position_ids)
     )
     tree = TreeInput(packed, layout, temperature, truncation, plain, router_loss, images)
     return TreeScores(*model(input_ids=input_ids, position_ids=position_ids, tree=tree))
+
+
+def score_own(
+    model: nn.Module,
+    packed: Packed,
+    attention: str = "auto",
+    temperature: float = 1.0,
+    truncation: Truncation | None = None,
+    plain: np.ndarray | None = None,
+    router_loss: bool = False,
+    images: Images | None = None,
+    sequence: SequenceGroup | None = None,
+) -> TreeScores:
+    """
+    As `score_packed`, where each process gives a row of its own: the group computes one after the other. For forwards
+    without a gradient, since activations of all rows would be kept for one.
+    """
+    if sequence is None:
+        return score_packed(model, packed, attention, temperature, truncation, plain, router_loss, images)
+    found = [
+        score_packed(model, row, attention, temperature, truncation, of_row, sequence=sequence)
+        for row, of_row in sequence.gather((packed, plain))
+    ]
+    return found[sequence.rank]
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -201,6 +240,31 @@ def check_model(model: PreTrainedModel) -> None:
     if reason is not None:
         raise UnsupportedModelError(
             f"{type(model).__name__} {reason}, so trees cannot be packed for it; set `forward: padded`."
+        )
+
+
+def check_sequence_parallel(model: PreTrainedModel | PeftModel, size: int) -> None:
+    """
+    Refuses a model that several processes cannot compute together.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): A model that can run over packed trees.
+        size (`int`): How many processes there are.
+
+    Raises:
+        UnsupportedModelError: With the reason.
+    """
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
+    name = type(model).__name__
+    if recurrent_layers(model):
+        raise UnsupportedModelError(f"{name} has layers whose state runs along the row")
+    if has_own_attention(model):
+        raise UnsupportedModelError(f"{name} computes its attention itself")
+    if isinstance(heads, int) and heads % size:
+        fitting = ", ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
+        raise UnsupportedModelError(
+            f"{name} has {heads} attention heads, which {size} processes cannot share equally (its numbers: {fitting})"
         )
 
 

@@ -27,6 +27,7 @@ from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import FlatTree, flatten, pack
 from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.forward.rows import score_rows
+from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.token_tree import TokenTree
 
 EXACT = 1e-4
@@ -73,7 +74,14 @@ class Proof:
         return self.difference <= self.allowed
 
 
-def prove(model: nn.Module, length: int, *, attention: str = "auto", mixed_precision: str = "no") -> None:
+def prove(
+    model: nn.Module,
+    length: int,
+    *,
+    attention: str = "auto",
+    mixed_precision: str = "no",
+    sequence: SequenceGroup | None = None,
+) -> None:
     """
     Proves a model for rows of up to `length` tokens, unless this was done before. Every rank calls it at the same
     point, since a sharded forward is collective. All ranks get the same result. It draws no random numbers and leaves
@@ -85,6 +93,7 @@ def prove(model: nn.Module, length: int, *, attention: str = "auto", mixed_preci
         attention (`str`, *optional*, defaults to `"auto"`): As in `run`.
         mixed_precision (`str`, *optional*, defaults to `"no"`): What the wrapper computes in, as accelerate has it:
             `"no"` (the parameters' own type), `"bf16"`, `"fp16"` or `"fp8"`.
+        sequence (`SequenceGroup`, *optional*): The processes that compute a row together.
 
     Raises:
         UnsupportedModelError: If the model scores the tree differently from each turn alone.
@@ -101,7 +110,7 @@ def prove(model: nn.Module, length: int, *, attention: str = "auto", mixed_preci
             f"in shorter ones, so trees cannot be packed for it; keep rows within {known} tokens."
         )
     depth = probe_depth(base.config.get_text_config(), length, known)
-    proof = measure(model, depth, attention=attention, mixed_precision=mixed_precision)
+    proof = measure(model, depth, attention=attention, mixed_precision=mixed_precision, sequence=sequence)
     if not proof.holds:
         raise UnsupportedModelError(
             f"{type(base).__name__} scores packed trees {proof.difference:.1e} nats away from one forward for each "
@@ -245,6 +254,7 @@ def measure(
     mixed_precision: str = "no",
     rows: bool = False,
     shown: tuple[FlatTree, Images] | None = None,
+    sequence: SequenceGroup | None = None,
 ) -> Proof:
     """
     Scores the probe tree both ways. Turn by turn uses the attention that the model had before `enable_trees`. In
@@ -269,7 +279,8 @@ def measure(
             scores = found_in_rows.logps
             order = np.lexsort((found_in_rows.column, found_in_rows.turn, found_in_rows.tree))
         else:
-            scores, order = score_packed(model, packed, attention, images=images).logps, packed.turn_order
+            scores = score_packed(model, packed, attention, images=images, sequence=sequence).logps
+            order = packed.turn_order
         step = rounding_step(model, mixed_precision)
         with _own_attention(base):
             expected = torch.cat([_turn_by_turn(model, base, tree, scores.device, images) for tree in trees])

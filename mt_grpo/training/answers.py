@@ -21,8 +21,9 @@ from trl import GRPOTrainer
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.images import Images, with_blank
 from mt_grpo.forward.logps import token_logps
-from mt_grpo.forward.model import score_packed
+from mt_grpo.forward.model import score_own
 from mt_grpo.forward.packing import pack
+from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.rewards import RewardFunc, RightAnswer
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import ScoringEngine
@@ -151,7 +152,9 @@ def _by_trainer(
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             trees = [tree for row in part for tree in row]
-            means = iter(mean_logprobs(trainer.model, trees, args.forward, args.tree_attention, images))
+            means = iter(
+                mean_logprobs(trainer.model, trees, args.forward, args.tree_attention, images, trainer.sequence)
+            )
             found += [[next(means) for _ in row] for row in part]
     return found
 
@@ -168,6 +171,7 @@ def mean_logprobs(
     forward: str = "tree",
     attention: str = "auto",
     images: Images | None = None,
+    sequence: SequenceGroup | None = None,
 ) -> list[list[float]]:
     """
     The mean log-prob per token of each turn's action, from one forward of `"tree"` or `"padded"`, also if there is
@@ -179,6 +183,7 @@ def mean_logprobs(
         forward (`str`, *optional*, defaults to `"tree"`), attention (`str`, *optional*, defaults to `"auto"`): As in
             `token_logps`.
         images (`Images`, *optional*): The images in the trees.
+        sequence (`SequenceGroup`, *optional*): The processes that compute a row together.
     """
     given = len(trees)
     if not any(tree.nodes for tree in trees):
@@ -190,7 +195,8 @@ def mean_logprobs(
             for tree in token_logps(model, trees, forward=forward, images=images)[:given]
         ]
     packed = pack(trees)
-    return leaf_means(packed, score_packed(model, packed, attention, images=images).logps, trees)[:given]
+    logps = score_own(model, packed, attention, images=images, sequence=sequence).logps
+    return leaf_means(packed, logps, trees)[:given]
 
 
 def _nothing() -> TokenTree:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from mt_grpo.forward.images import ImageInputs, Images, with_blank
 from mt_grpo.forward.lm_head import Truncation
-from mt_grpo.forward.model import score_packed
+from mt_grpo.forward.model import score_own, score_packed
 from mt_grpo.forward.packing import FlatTree, Packed, flatten, pack
 from mt_grpo.forward.routes import NO_ROUTE
 from mt_grpo.forward.rows import score_rows
+from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.rollout import TokenRow
 from mt_grpo.token_tree import TokenTree
 
@@ -189,6 +190,8 @@ def batch_logps(
     temperature: float = 1.0,
     truncation: Truncation | None = None,
     images: Images | None = None,
+    sequence: SequenceGroup | None = None,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor, list[list[float]]]:
     """
     Log-probabilities and entropies of a TRL batch from one packed forward, in which shared prefixes are computed once.
@@ -201,6 +204,8 @@ def batch_logps(
             without truncation: contexts of the rows, each followed by a leaf, which is the action of a turn.
         router_losses (`list`, *optional*): Where the loss that balances experts is put, if it is wanted.
         images (`Images`, *optional*): The images in the rows and leaves.
+        sequence (`SequenceGroup`, *optional*): The processes that compute a row together.
+        shared (`bool`, *optional*, defaults to `False`): Whether each of them has the same batch, not one of its own.
 
     Returns:
         Two `(B, T)` tensors, 0 where `loss_mask` is 0; and the means of the leaves, as `leaf_means` has them.
@@ -212,7 +217,10 @@ def batch_logps(
     plain = packed.tree >= len(trees)
     wants_loss = router_losses is not None
     plain_labels = plain if leaves else None
-    outputs = score_packed(model, packed, attention, temperature, truncation, plain_labels, wants_loss, images)
+    score = score_packed if shared else score_own
+    outputs = score(
+        model, packed, attention, temperature, truncation, plain_labels, wants_loss, images, sequence=sequence
+    )
     if router_losses is not None and outputs.router_loss is not None:
         router_losses.append(outputs.router_loss)
     device = outputs.logps.device

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from mt_grpo.forward.attention.score import Chunk, Window, oldest
 from mt_grpo.forward.packing import Packed
 from mt_grpo.forward.recurrent.schedule import Schedule
+from mt_grpo.forward.sequence_parallel import SequenceGroup, Share
 from mt_grpo.imports import Registry
 
 BLOCK = 128
@@ -27,13 +28,16 @@ class TreeLayout:
     Args:
         packed (`Packed`): The row.
         attention (`str`): `"auto"`, `"segment"`, `"flex"` or `"dense"`.
+        sequence (`SequenceGroup`, *optional*): The processes that compute the row together.
 
     Masks are made on the device of the queries, which may differ between layers, and are kept.
     """
 
-    def __init__(self, packed: Packed, attention: str = "auto") -> None:
+    def __init__(self, packed: Packed, attention: str = "auto", sequence: SequenceGroup | None = None) -> None:
         self.subtree_end, self.depth = packed.subtree_end, packed.position_ids
         self.size = len(packed.subtree_end)
+        self.share = None if sequence is None else Share(sequence, self.size)
+        """The tokens that this process computes, where several compute the row."""
         self.layers: set[int | None] = set()
         """Layers whose attention was called with this layout."""
         self.choose: Callable[[int, Tensor], Tensor] | None = None

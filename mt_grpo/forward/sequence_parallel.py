@@ -1,0 +1,191 @@
+"""
+One packed row over several processes, as DeepSpeed-Ulysses has it (Jacobs et al. 2023).
+
+Each process computes embedding, norms, MLPs and output layer for its share of the row's tokens. For the core of
+attention it gets all tokens of a share of the heads, and gives their outputs back. So attention sees the whole tree, by
+the same mask and the same kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import gcd
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import init_device_mesh
+
+from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward.packing import Packed
+
+
+class SequenceGroup:
+    """
+    The processes that compute a row together.
+
+    Args:
+        group (`ProcessGroup`): Theirs.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    @classmethod
+    def of_neighbours(cls, size: int, device: torch.device) -> SequenceGroup:
+        """
+        The group of this process, where each `size` consecutive ranks make one, as accelerate's `sp_size` groups them.
+        `size` divides the number of processes. This is a collective call.
+        """
+        mesh = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=("dp", "sp"))
+        return cls(mesh.get_group("sp"))
+
+    def gather(self, thing: Any) -> list[Any]:
+        """What each process of the group brings, by rank. This is a collective call of the group."""
+        things: list[Any] = [None] * self.size
+        dist.all_gather_object(things, thing, self.group)
+        return things
+
+
+def long_enough(packed: Packed, size: int) -> Packed:
+    """The row, with tokens that nothing sees at its end, where it has fewer than `size`."""
+    length = len(packed.input_ids)
+    if length >= size:
+        return packed
+    more = np.arange(length, size)
+    added = {"input_ids": 0 * more, "position_ids": 0 * more, "parent": 0 * more - 1, "subtree_end": more}
+    return replace(packed, **{name: np.concatenate([getattr(packed, name), new]) for name, new in added.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """
+    The tokens of a packed row that this process computes: those that come after each other, as many as others have.
+
+    Args:
+        group (`SequenceGroup`): The processes that compute the row.
+        length (`int`): Tokens of the row, at least one for each process.
+    """
+
+    group: SequenceGroup
+    length: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many tokens each process computes."""
+        least, more = divmod(self.length, self.group.size)
+        return [least + (rank < more) for rank in range(self.group.size)]
+
+    @property
+    def tokens(self) -> slice:
+        """Where in the row the tokens of this process are."""
+        ends = list(accumulate(self.sizes))
+        return slice(ends[self.group.rank] - self.sizes[self.group.rank], ends[self.group.rank])
+
+    def of_labels(self, predictor: np.ndarray) -> np.ndarray:
+        """Which labels, `(M,)` bool, are predicted by tokens of this process."""
+        found: np.ndarray = (predictor >= self.tokens.start) & (predictor < self.tokens.stop)
+        return found
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """
+        From all heads of this process's tokens to all tokens of its heads. Key-value heads that there are too few of
+        are sent to several processes.
+
+        Args:
+            query (`Tensor`): `(1, heads, n, head_dim)`.
+            key, value (`Tensor`): `(1, key_value_heads, n, head_dim)`.
+
+        Raises:
+            UnsupportedModelError: If processes would not get equal numbers of heads.
+        """
+        heads, size = query.size(1), self.group.size
+        if heads % size:
+            raise UnsupportedModelError(f"A layer has {heads} heads, which {size} processes cannot share equally")
+        copies = size // gcd(key.size(1), size)
+        if copies > 1:
+            key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
+        moved: tuple[Tensor, Tensor, Tensor] = _Move.apply(self, True, query, key, value)
+        return moved
+
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """`(1, heads of this process, N, head_dim)` of all tokens to `(1, heads, n, head_dim)` of this process's."""
+        (moved,) = _Move.apply(self, False, output)
+        return moved
+
+    def of_heads(self, values: Tensor) -> Tensor:
+        """Of `(heads,)` those of this process's heads."""
+        return values.chunk(self.group.size)[self.group.rank]
+
+    def join(self, scores: Sequence[Tensor], mine: np.ndarray) -> tuple[Tensor, ...]:
+        """
+        The scores of all `M` labels of a row, on every process. Its gradient is that of a loss that every process
+        computes from them.
+
+        Args:
+            scores (`Sequence[Tensor]`): Those of this process's labels.
+            mine (`np.ndarray`): `(M,)` bool, which labels these are.
+        """
+        joined: Tensor = _Join.apply(self, torch.from_numpy(mine), torch.stack(list(scores)))
+        return joined.unbind()
+
+
+class _Move(torch.autograd.Function):
+    """One all-to-all for several tensors, and one back for their gradients: all processes make them in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Share, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.share, ctx.to_heads = share, to_heads
+        return _move(share, to_heads, tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, *_move(ctx.share, not ctx.to_heads, gradients)
+
+
+def _move(share: Share, to_heads: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    sizes, processes = share.sizes, share.group.size
+    own = sizes[share.group.rank]
+    leaving: list[list[Tensor]] = []  # per tensor and process
+    arriving: list[list[tuple[int, int, int]]] = []
+    for tensor in tensors:
+        (rows,) = tensor
+        heads, _, width = rows.shape
+        if to_heads:
+            leaving.append(list(rows.split(heads // processes)))
+            arriving.append([(heads // processes, size, width) for size in sizes])
+        else:
+            leaving.append(list(rows.split(sizes, dim=1)))
+            arriving.append([(heads, own, width)] * processes)
+    sent = [torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*leaving, strict=True)]
+    shapes = list(zip(*arriving, strict=True))
+    counts = [sum(heads * tokens * width for heads, tokens, width in of_rank) for of_rank in shapes]
+    received = sent[0].new_empty(sum(counts))
+    dist.all_to_all_single(received, torch.cat(sent), counts, [len(part) for part in sent], share.group.group)
+    parts = []
+    for of_rank, flat in zip(shapes, received.split(counts), strict=True):
+        pieces = flat.split([heads * tokens * width for heads, tokens, width in of_rank])
+        parts.append([piece.view(shape) for piece, shape in zip(pieces, of_rank, strict=True)])
+    return tuple(torch.cat(of_tensor, dim=1 if to_heads else 0)[None] for of_tensor in zip(*parts, strict=True))
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: Share, mine: Tensor, scores: Tensor) -> Tensor:
+        ctx.mine = mine.to(scores.device)
+        joined = scores.new_zeros(len(scores), len(mine))
+        joined[:, ctx.mine] = scores
+        dist.all_reduce(joined, group=share.group.group)
+        return joined
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, gradient[:, ctx.mine]
