@@ -73,6 +73,7 @@ def check_options(
         if value is not None:  # `call_protocol` may be left to the kind of environment
             choose(name, value, known)
     check_staleness(options)
+    check_sequence(options)
     check_rule(options, rule)
     check_branches(options, rule)
     check_servers(options)
@@ -184,6 +185,21 @@ def check_staleness(options: Mapping[str, Any]) -> None:
         )
 
 
+def check_sequence(options: Mapping[str, Any]) -> None:
+    """
+    Whether the forward is one that several processes can share.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    size, forward = options["sp_size"], options["forward"]
+    if size > 1 and forward != "tree":
+        raise ConfigError(
+            f"`sp_size: {size}` shares packed trees among processes, and `forward: {forward}` packs none: set "
+            "`forward: tree`, or leave `sp_size` out."
+        )
+
+
 def check_trainable(options: Mapping[str, Any]) -> None:
     """
     Whether the options let training take a step; rollouts and evaluations need less.
@@ -216,6 +232,11 @@ def check_batches(options: Mapping[str, Any], processes: int) -> None:
         ConfigError: If they do not; it says which numbers would do.
     """
     check_groups(options, processes)
+    if processes % options["sp_size"]:
+        raise ConfigError(
+            f"`sp_size: {options['sp_size']}` does not divide {_processes(processes)}: start a multiple of it "
+            "(`--num_processes`), or leave it out."
+        )
     sizes = f"{options['per_device_train_batch_size']} a device × {_processes(processes)}"
     step = options["per_device_train_batch_size"] * processes
     steps = options["steps_per_generation"] or options["gradient_accumulation_steps"]

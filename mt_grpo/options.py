@@ -345,6 +345,16 @@ class RunOptions:
     tree_attention: str = option(
         "auto", "auto, segment, flex or dense. The attention of `forward: tree`.", TRAINING, page="forward.md"
     )
+    sp_size: int = option(
+        1,
+        "Processes that compute each micro-batch together, for conversations too long for one GPU. Each has a share "
+        "of the tokens, and of the attention heads.",
+        TRAINING,
+        rule=Rule(
+            lambda value: value >= 1 and value == int(value), "set a whole number of processes, or leave it out"
+        ),
+        page="long_conversations.md",
+    )
     router_replay: bool = option(
         True,
         "Train a mixture through the experts of sampling. It needs `forward: tree`, and an engine that names them.",
@@ -522,6 +532,14 @@ OF_LIBRARIES = {
             *("use_transformers_paged", "vllm_structured_outputs_regex"),
         ),
         Option(rule=NO_EFFECT),
+    ),
+    "parallelism_config": Option(
+        rule=Rule(
+            lambda value: not value,
+            "it splits rows before they are sampled, so leave it out: set `sp_size` to split them afterwards, and "
+            "shard weights by `--accelerate_config`",
+            of_numbers=False,
+        )
     ),
 }
 """What we say of options of TRL and transformers, before their own text."""

@@ -151,10 +151,12 @@ def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor
     parameters = inspect.signature(backbone.forward).parameters
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         given = {name: value for name, value in given.items() if name in parameters}
-    routes, replayer = tree.packed.routes, model._replayer
+    routes, shared, replayer, share = tree.packed.routes, tree.packed.shared_routes, model._replayer, tree.layout.share
+    if routes is not None and share is not None:
+        routes, shared = routes[share.tokens], shared if share.group.rank == 0 else (0, 0)  # they are counted once
     replays: AbstractContextManager[None] = nullcontext()
     if routes is not None and replayer is not None:
-        replays = replayer.replaying(tree.layout, routes, tree.packed.shared_routes)
+        replays = replayer.replaying(tree.layout, routes, shared)
     with packed_row(tree.layout), replays, over_tree(model, tree.layout):
         return backbone(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **given)
 
@@ -245,26 +247,31 @@ def check_model(model: PreTrainedModel) -> None:
 
 def check_sequence_parallel(model: PreTrainedModel | PeftModel, size: int) -> None:
     """
-    Refuses a model that several processes cannot compute together.
+    Refuses a model whose rows several processes cannot compute together.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): A model that can run over packed trees.
         size (`int`): How many processes there are.
 
     Raises:
-        UnsupportedModelError: With the reason.
+        UnsupportedModelError: With the reason, and how to mend it.
     """
     model = model.get_base_model() if isinstance(model, PeftModel) else model
-    heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
-    name = type(model).__name__
-    if recurrent_layers(model):
-        raise UnsupportedModelError(f"{name} has layers whose state runs along the row")
-    if has_own_attention(model):
-        raise UnsupportedModelError(f"{name} computes its attention itself")
+    heads, name = getattr(model.config.get_text_config(), "num_attention_heads", None), type(model).__name__
     if isinstance(heads, int) and heads % size:
-        fitting = ", ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
+        fitting = " or ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
         raise UnsupportedModelError(
-            f"{name} has {heads} attention heads, which {size} processes cannot share equally (its numbers: {fitting})"
+            f"{name} has {heads} attention heads, which {size} processes cannot share equally: set `sp_size` to "
+            f"{fitting}, or leave it out."
+        )
+    reasons = {
+        "has layers whose state runs along the row": recurrent_layers(model),
+        "computes its attention itself": has_own_attention(model),
+        "takes images": image_token(model.config) is not None,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise UnsupportedModelError(
+            f"{name} {reason}, so several processes cannot compute its rows together: leave `sp_size` out."
         )
 
 

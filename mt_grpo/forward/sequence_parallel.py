@@ -2,8 +2,8 @@
 One packed row over several processes, as DeepSpeed-Ulysses has it (Jacobs et al. 2023).
 
 Each process computes embedding, norms, MLPs and output layer for its share of the row's tokens. For the core of
-attention it gets all tokens of a share of the heads, and gives their outputs back. So attention sees the whole tree, by
-the same mask and the same kernels.
+attention it gets all tokens of a share of the heads, and gives their outputs back. So attention sees the whole tree,
+by the same mask and the same kernels.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.packing import Packed
+from mt_grpo.token_tree import NO_ROUTE
 
 
 class SequenceGroup:
@@ -60,6 +61,8 @@ def long_enough(packed: Packed, size: int) -> Packed:
         return packed
     more = np.arange(length, size)
     added = {"input_ids": 0 * more, "position_ids": 0 * more, "parent": 0 * more - 1, "subtree_end": more}
+    if packed.routes is not None:
+        added["routes"] = np.full((len(more), packed.routes.shape[1]), NO_ROUTE[0], dtype=np.uint8)
     return replace(packed, **{name: np.concatenate([getattr(packed, name), new]) for name, new in added.items()})
 
 
@@ -107,7 +110,10 @@ class Share:
         """
         heads, size = query.size(1), self.group.size
         if heads % size:
-            raise UnsupportedModelError(f"A layer has {heads} heads, which {size} processes cannot share equally")
+            raise UnsupportedModelError(
+                f"A layer has {heads} attention heads, which {size} processes cannot share equally: leave `sp_size` "
+                "out."
+            )
         copies = size // gcd(key.size(1), size)
         if copies > 1:
             key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)

@@ -19,6 +19,7 @@ from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.probe import prove, prove_images, prove_rows
 from mt_grpo.forward.reference import turn_by_turn_logps
+from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.batch import OPTIONAL, TokenColumns, batch_logps, flat_tree, rows_logps
@@ -74,6 +75,8 @@ def completion_logps(
     leaves: Sequence[Sequence[TokenTree]] = (),
     router_losses: list[Tensor] | None = None,
     images: Images | None = None,
+    sequence: SequenceGroup | None = None,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor, list[list[list[float]]]]:
     """
     Log-probabilities and entropies of the completions of a TRL batch.
@@ -89,6 +92,7 @@ def completion_logps(
             `forward: tree` only.
         router_losses (`list`, *optional*): Where each forward's loss that balances experts is put, if it is wanted.
         images (`Images`, *optional*): The images in the rows.
+        sequence (`SequenceGroup`, *optional*), shared (`bool`, *optional*): As in `batch_logps`.
 
     Returns:
         Two `(B, T)` tensors, 0 where a token is not trained; and for each row the means of each of its `leaves`.
@@ -138,6 +142,8 @@ def completion_logps(
             router_losses=router_losses,
             attention=args.tree_attention,
             images=images,
+            sequence=sequence,
+            shared=shared,
             **distribution,
         )
         results.append(result)
@@ -188,7 +194,13 @@ def prove_forward(trainer: GRPOTrainer, length: int) -> None:
         if args.forward == "tree":
             try:
                 for model in models:
-                    prove(model, length, attention=args.tree_attention, mixed_precision=mixed_precision)
+                    prove(
+                        model,
+                        length,
+                        attention=args.tree_attention,
+                        mixed_precision=mixed_precision,
+                        sequence=trainer.sequence,
+                    )
             except UnsupportedModelError as error:
                 _give_up_trees(trainer, error)
         if trainer.gave_up_trees:
@@ -235,6 +247,12 @@ def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch) -> bool:
 
 
 def _give_up_trees(trainer: GRPOTrainer, error: UnsupportedModelError) -> None:
+    if trainer.sequence is not None:
+        reason = str(error).partition(", so trees cannot be packed")[0].rstrip(".")
+        size = trainer.args.sp_size
+        raise ConfigError(
+            f"{reason}, and `sp_size: {size}` shares packed trees among processes: leave `sp_size` out."
+        ) from error
     trainer.args.forward, trainer.gave_up_trees = "padded", True
     if PartialState().is_main_process:
         reason = str(error).partition(", so trees cannot be packed")[0]

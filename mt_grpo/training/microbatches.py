@@ -98,8 +98,11 @@ def assign(weights: Sequence[float], ranks: int, steps: int) -> list[list[list[i
     return sorted(plan, key=lambda step: min(map(min, step)))
 
 
-def exchange(parcels: list[Any], device: torch.device) -> list[Any]:
-    """Sends `parcels[rank]` to each rank. Returns the parcels for this rank, with tensors on `device`."""
+def exchange(parcels: list[Any], device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """
+    Sends `parcels[rank]` to each rank of a group, of all ranks by default. Returns the parcels for this rank, with
+    tensors on `device`.
+    """
     if len(parcels) == 1:
         return parcels
     blobs = []
@@ -109,9 +112,9 @@ def exchange(parcels: list[Any], device: torch.device) -> list[Any]:
         blobs.append(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
     sizes = torch.tensor([len(blob) for blob in blobs], device=device)
     coming = torch.empty_like(sizes)
-    dist.all_to_all_single(coming, sizes)
+    dist.all_to_all_single(coming, sizes, group=group)
     arrived = torch.empty(int(coming.sum()), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(arrived, torch.cat(blobs).to(device), coming.tolist(), sizes.tolist())
+    dist.all_to_all_single(arrived, torch.cat(blobs).to(device), coming.tolist(), sizes.tolist(), group)
     return [
         torch.load(io.BytesIO(part.numpy().tobytes()), map_location=device, weights_only=True)
         for part in arrived.cpu().split(coming.tolist())

@@ -87,6 +87,7 @@ from mt_grpo.training.reward_batch import (
 )
 from mt_grpo.training.reward_models import ModelReward, as_in_trl, with_models
 from mt_grpo.training.rollout_batch import EvaluationRows, RolloutBatch, branching, fill_up, fill_up_scores
+from mt_grpo.training.sequence_parallel import loss_of_group, sequence_group
 from mt_grpo.training.servers import (
     ModelCopy,
     check_importance_sampling,
@@ -295,6 +296,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if self.args.disable_dropout:
             disable_dropout(self.model)
         check_reference(self.args, self.accelerator)
+        self.sequence = sequence_group(self)
         self.gave_up_trees = False  # for a model that they are wrong for, see `prove_forward`
         self._distribution = prepare_forward(self)
 
@@ -586,11 +588,16 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         )
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._loss_inputs = inputs
         if self.model.training:
             self._take_memory_from_servers()
             if self._ahead is not None:
                 self._steps.before(self.optimizer)
+        if self.sequence is None or not self.model.training:
+            return self._loss(model, inputs, *args, **kwargs)
+        return loss_of_group(self, model, inputs, lambda part: self._loss(model, part, *args, **kwargs))
+
+    def _loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._loss_inputs = inputs
         try:
             loss = super().compute_loss(model, inputs, *args, **kwargs)
         finally:
@@ -644,6 +651,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                         trees_of_rows(leaves),
                         router_losses,
                         images,
+                        self.sequence,
+                        shared=inputs is not None and self.model.training,
                     )
                 if leaves:
                     fill_in(self.batch, leaves, means)

@@ -183,6 +183,8 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     options["per_device_train_batch_size"] = BATCH // world // options.get("steps_per_generation", 1)
     if scenario == "uneven":
         options["per_device_eval_batch_size"] = BATCH // world
+    if "SP_SIZE" in os.environ:
+        options["sp_size"] = int(os.environ["SP_SIZE"])
     if scenario == "replay":
         options["replay"] = os.environ["REPLAYED"]
     args = MTGRPOConfig(

@@ -48,7 +48,9 @@ def scores(model: nn.Module, packed: Packed, sequence: SequenceGroup | None, **o
     weights = torch.linspace(-1, 1, len(found.logps), dtype=found.logps.dtype)
     loss = (found.logps * weights).sum() + (found.entropies * weights).cos().sum()
     loss.backward()
-    gradients = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in model.parameters()])
+    gradients = torch.cat(
+        [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in model.parameters()]
+    )
     if sequence is not None:
         dist.all_reduce(gradients, group=sequence.group)
     return [found.logps.detach(), found.entropies.detach(), loss.detach(), gradients]
@@ -70,7 +72,9 @@ def check_kinds(sequence: SequenceGroup) -> None:
 
 def check_options(sequence: SequenceGroup) -> None:
     """Other attentions, checkpoints, a distribution that is cut, a wide layer of keys, and single precision."""
-    model = build_random("seed-oss", num_attention_heads=8, num_key_value_heads=2, attention_dropout=0.0, residual_dropout=0.0)
+    model = build_random(
+        "seed-oss", num_attention_heads=8, num_key_value_heads=2, attention_dropout=0.0, residual_dropout=0.0
+    )
     enable_trees(model)
     packed = pack(random_trees(7, 6))
     assert_equal(model, packed, sequence, 1e-5)
