@@ -29,9 +29,9 @@ from mt_grpo.forward.packing import FlatTree, Packed, pack
 from mt_grpo.forward.sequence_parallel import SequenceGroup
 
 CONVERSATIONS: dict[str, Callable[[], list[list[Row]]]] = {
-    "prompt 512, 24 turns, extension holds": lambda: extension_rows(512, 1, 24),
-    "prompt 4096, 2 turns, extension holds": lambda: extension_rows(4096, 1, 2),
-    "prompt 512, 12 turns, thinking stripped": lambda: stripped_rows(512, 1, 12),
+    "prompt 512, 12 turns, extension holds": lambda: extension_rows(512, 1, 12),
+    "prompt 2048, 2 turns, extension holds": lambda: extension_rows(2048, 1, 2),
+    "prompt 512, 6 turns, thinking stripped": lambda: stripped_rows(512, 1, 6),
 }
 BOUND = 1e-5
 """Relative difference of the gradients above which a ratio is void."""

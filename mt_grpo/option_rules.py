@@ -200,6 +200,20 @@ def check_sequence(options: Mapping[str, Any]) -> None:
         )
 
 
+def check_sharing(size: int, processes: int) -> None:
+    """
+    Whether processes make whole groups of `sp_size`.
+
+    Raises:
+        ConfigError: If they do not.
+    """
+    if processes % size:
+        raise ConfigError(
+            f"`sp_size: {size}` does not divide {_processes(processes)}: start a multiple of it (`--num_processes`), "
+            "or leave it out."
+        )
+
+
 def check_trainable(options: Mapping[str, Any]) -> None:
     """
     Whether the options let training take a step; rollouts and evaluations need less.
@@ -232,11 +246,7 @@ def check_batches(options: Mapping[str, Any], processes: int) -> None:
         ConfigError: If they do not; it says which numbers would do.
     """
     check_groups(options, processes)
-    if processes % options["sp_size"]:
-        raise ConfigError(
-            f"`sp_size: {options['sp_size']}` does not divide {_processes(processes)}: start a multiple of it "
-            "(`--num_processes`), or leave it out."
-        )
+    check_sharing(options["sp_size"], processes)
     sizes = f"{options['per_device_train_batch_size']} a device × {_processes(processes)}"
     step = options["per_device_train_batch_size"] * processes
     steps = options["steps_per_generation"] or options["gradient_accumulation_steps"]

@@ -126,14 +126,21 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
 def _label_scores(model: PreTrainedModel, tree: TreeInput, outputs: Any) -> tuple[Tensor, ...]:
     """Log-probs and entropies, `(M,)`, of the labels of a row."""
     predictor, label, plain, share = tree.packed.predictor, tree.packed.label, tree.plain, tree.layout.share
-    if share is not None:
-        mine = share.of_labels(predictor)
-        predictor, label = predictor[mine] - share.tokens.start, label[mine]
-        plain = None if plain is None else plain[mine]
-    sampling = Sampling(tree.temperature, tree.truncation, plain)
-    labels = torch.from_numpy(predictor), torch.from_numpy(label)
-    scores = score_states(model, outputs, *labels, sampling, model._head_in_float32)
-    return scores if share is None else share.join(scores, mine)
+    labels = None if share is None else share.labels(predictor)
+    if share is not None and labels is not None:
+        scored = labels.of(labels.scored)
+        predictor, label = predictor[labels.of(labels.had)] - share.tokens.start, label[scored]
+        plain = None if plain is None else plain[scored]
+    scores = score_states(
+        model,
+        outputs,
+        torch.from_numpy(predictor),
+        torch.from_numpy(label),
+        Sampling(tree.temperature, tree.truncation, plain),
+        model._head_in_float32,
+        labels,
+    )
+    return scores if labels is None else labels.join(scores)
 
 
 def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor, position_ids: Tensor) -> Any:

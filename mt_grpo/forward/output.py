@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.lm_head import Transform, Truncation, chunked_logps
+from mt_grpo.forward.sequence_parallel import Labels
 
 Score = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -79,6 +80,7 @@ def score_states(
     label: Tensor,
     sampling: Sampling,
     in_float32: bool,
+    labels: Labels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
     Log-probs and entropies of labels.
@@ -93,9 +95,11 @@ def score_states(
         label (`Tensor`): `(M,)` labels.
         sampling (`Sampling`): How they were drawn.
         in_float32 (`bool`): Whether to compute logits in float32, outside autocast.
+        labels (`Labels`, *optional*): Where several processes compute the row, who scores which. `predictor` then has
+            the labels that this process predicts, `label` and `sampling` those that it scores.
 
     Returns:
-        Two `(M,)` tensors.
+        Two tensors, as long as `label`.
 
     Raises:
         UnsupportedModelError: If the model does not call its output layer once.
@@ -104,6 +108,8 @@ def score_states(
     assert head is not None  # else the model was refused
     states = outputs.last_hidden_state.flatten(0, 1)
     predicting = states.index_select(0, predictor.to(states.device))
+    if labels is not None:
+        predicting = labels.deal(predicting)
     around = _Around(model, outputs)
     if "_output_kind" not in vars(model):  # asked in a forward, where weights are whole
         model._output_kind = around.kind(states[:1].detach())
@@ -111,12 +117,12 @@ def score_states(
 
     def score(states: Tensor) -> tuple[Tensor, Tensor]:
         states = states.flatten(0, -2).to(head.weight.device)
-        labels = label.to(states.device)
+        target = label.to(states.device)
         transform = around.transform(predicting[:1].detach()) if kind.transforms else None
         if not in_float32:
-            return _logps(states, head, labels, sampling, transform)
+            return _logps(states, head, target, sampling, transform)
         with torch.autocast(states.device.type, enabled=False):
-            return _logps(states.float(), head, labels, sampling, transform)
+            return _logps(states.float(), head, target, sampling, transform)
 
     if kind.prepares:
         return around.into_head(predicting, head, score)

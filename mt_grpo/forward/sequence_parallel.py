@@ -1,15 +1,16 @@
 """
 One packed row over several processes, as DeepSpeed-Ulysses has it (Jacobs et al. 2023).
 
-Each process computes embedding, norms, MLPs and output layer for its share of the row's tokens. For the core of
-attention it gets all tokens of a share of the heads, and gives their outputs back. So attention sees the whole tree,
-by the same mask and the same kernels.
+Each process computes embedding, norms and MLPs for its share of the row's tokens, and the output layer for its share
+of the labels. For the core of attention it gets all tokens of a share of the heads, and gives their outputs back. So
+attention sees the whole tree, by the same mask and the same kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from math import gcd
 from typing import Any
@@ -79,11 +80,10 @@ class Share:
     group: SequenceGroup
     length: int
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """How many tokens each process computes."""
-        least, more = divmod(self.length, self.group.size)
-        return [least + (rank < more) for rank in range(self.group.size)]
+        return evenly(self.length, self.group.size)
 
     @property
     def tokens(self) -> slice:
@@ -91,10 +91,11 @@ class Share:
         ends = list(accumulate(self.sizes))
         return slice(ends[self.group.rank] - self.sizes[self.group.rank], ends[self.group.rank])
 
-    def of_labels(self, predictor: np.ndarray) -> np.ndarray:
-        """Which labels, `(M,)` bool, are predicted by tokens of this process."""
-        found: np.ndarray = (predictor >= self.tokens.start) & (predictor < self.tokens.stop)
-        return found
+    def labels(self, predictor: np.ndarray) -> Labels:
+        """Which processes have and score labels that are predicted by given tokens, `(M,)`, of the row."""
+        process = np.searchsorted(np.cumsum(self.sizes), predictor, side="right")
+        had = np.bincount(process, minlength=self.group.size).tolist()
+        return Labels(self.group, np.argsort(process, kind="stable"), had, evenly(len(predictor), self.group.size))
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """
@@ -129,17 +130,58 @@ class Share:
         """Of `(heads,)` those of this process's heads."""
         return values.chunk(self.group.size)[self.group.rank]
 
-    def join(self, scores: Sequence[Tensor], mine: np.ndarray) -> tuple[Tensor, ...]:
-        """
-        The scores of all `M` labels of a row, on every process. Its gradient is that of a loss that every process
-        computes from them.
 
-        Args:
-            scores (`Sequence[Tensor]`): Those of this process's labels.
-            mine (`np.ndarray`): `(M,)` bool, which labels these are.
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """
+    The `M` labels of a row, by the process that has the token before them. Tokens that were sampled may all be in one
+    share, so states are sent on, and every process scores as many labels.
+
+    Args:
+        group (`SequenceGroup`): The processes that compute the row.
+        order (`np.ndarray`): `(M,)` the labels, those of the first process first.
+        had, scored (`list[int]`): How many labels each process predicts, and scores; both in that order.
+    """
+
+    group: SequenceGroup
+    order: np.ndarray
+    had: list[int]
+    scored: list[int]
+
+    def of(self, counts: list[int]) -> np.ndarray:
+        """Those of this process, by `had` or `scored`."""
+        end = sum(counts[: self.group.rank + 1])
+        return self.order[end - counts[self.group.rank] : end]
+
+    def deal(self, states: Tensor) -> Tensor:
+        """From the states of labels that this process predicts, `(m, hidden)`, to those that it scores."""
+        rank = self.group.rank
+        leaving, coming = _overlaps(self.had, self.scored)[rank], _overlaps(self.scored, self.had)[rank]
+        dealt: Tensor = _Deal.apply(self.group, leaving, coming, states)
+        return dealt
+
+    def join(self, scores: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """
-        joined: Tensor = _Join.apply(self, torch.from_numpy(mine), torch.stack(list(scores)))
+        The scores of all labels, `(M,)`, on every process, from those of the labels that each scores. The gradient is
+        that of a loss that every process computes from them.
+        """
+        joined: Tensor = _Join.apply(self.group, len(self.order), self.of(self.scored), torch.stack(list(scores)))
         return joined.unbind()
+
+
+def evenly(number: int, parts: int) -> list[int]:
+    """Sizes of as equal parts as there can be."""
+    least, more = divmod(number, parts)
+    return [least + (part < more) for part in range(parts)]
+
+
+def _overlaps(one: list[int], other: list[int]) -> list[list[int]]:
+    """How much each part of one partition has of each part of another."""
+    ends, others = list(accumulate(one)), list(accumulate(other))
+    return [
+        [max(0, min(end, stop) - max(end - size, stop - width)) for stop, width in zip(others, other, strict=True)]
+        for end, size in zip(ends, one, strict=True)
+    ]
 
 
 class _Move(torch.autograd.Function):
@@ -182,16 +224,36 @@ def _move(share: Share, to_heads: bool, tensors: Sequence[Tensor]) -> tuple[Tens
     return tuple(torch.cat(of_tensor, dim=1 if to_heads else 0)[None] for of_tensor in zip(*parts, strict=True))
 
 
+class _Deal(torch.autograd.Function):
+    """Rows that are sent to other processes, and their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, group: SequenceGroup, leaving: list[int], coming: list[int], rows: Tensor) -> Tensor:
+        ctx.group, ctx.leaving, ctx.coming = group, leaving, coming
+        return _send(group, leaving, coming, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, None, None, _send(ctx.group, ctx.coming, ctx.leaving, gradient)
+
+
+def _send(group: SequenceGroup, leaving: list[int], coming: list[int], rows: Tensor) -> Tensor:
+    arrived = rows.new_empty(sum(coming), rows.size(1))
+    dist.all_to_all_single(arrived, rows.contiguous(), coming, leaving, group.group)
+    return arrived
+
+
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Share, mine: Tensor, scores: Tensor) -> Tensor:
-        ctx.mine = mine.to(scores.device)
-        joined = scores.new_zeros(len(scores), len(mine))
+    def forward(ctx: Any, group: SequenceGroup, number: int, mine: np.ndarray, scores: Tensor) -> Tensor:
+        ctx.mine = torch.from_numpy(mine).to(scores.device)
+        joined = scores.new_zeros(len(scores), number)
         joined[:, ctx.mine] = scores
-        dist.all_reduce(joined, group=share.group.group)
+        dist.all_reduce(joined, group=group.group)
         return joined
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, gradient[:, ctx.mine]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, None, None, gradient[:, ctx.mine]

@@ -21,6 +21,7 @@ from trl import GRPOTrainer
 from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.forward.model import check_sequence_parallel
 from mt_grpo.forward.sequence_parallel import SequenceGroup
+from mt_grpo.option_rules import check_sharing
 from mt_grpo.training.microbatches import exchange
 
 
@@ -30,7 +31,7 @@ def sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
     one, which may sample. This is a collective call.
 
     Raises:
-        ConfigError: If the model, or how its weights are spread, does not allow `sp_size`.
+        ConfigError: If the model, the number of processes, or how weights are spread does not allow `sp_size`.
     """
     size, accelerator = trainer.args.sp_size, trainer.accelerator
     config = accelerator.parallelism_config
@@ -41,6 +42,7 @@ def sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
         )
     if size == 1 or accelerator.num_processes == 1:
         return None
+    check_sharing(size, accelerator.num_processes)
     spread = accelerator.distributed_type
     if spread == DistributedType.DEEPSPEED or (spread == DistributedType.FSDP and not accelerator.is_fsdp2):
         name = "DeepSpeed" if spread == DistributedType.DEEPSPEED else "FSDP 1"

@@ -184,7 +184,7 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     if scenario == "uneven":
         options["per_device_eval_batch_size"] = BATCH // world
     if "SP_SIZE" in os.environ:
-        options["sp_size"] = int(os.environ["SP_SIZE"])
+        options |= {"sp_size": int(os.environ["SP_SIZE"]), "gradient_checkpointing": True}
     if scenario == "replay":
         options["replay"] = os.environ["REPLAYED"]
     args = MTGRPOConfig(

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted([*ROOT.glob("*.yaml"), *ROOT.glob("Qwen/*.yaml")])
 
 TRAINING_PROCESSES = {"triviaqa_1.5b_1gpu": 1, "triviaqa_1.5b_2gpu": 1, "triviaqa_3b_4gpu": 3}
-TRAINING_PROCESSES |= {f"gsm8k_colocate_{number}gpu": number for number in (1, 2, 4)}
+TRAINING_PROCESSES |= {f"gsm8k_colocate_{number}gpu": number for number in (1, 2, 4)} | {"long_conversations": 4}
 
 
 def processes_of(recipe: Path) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,9 +15,11 @@ from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import enable_trees, score_own, score_packed
 from mt_grpo.forward.packing import Packed, pack
 from mt_grpo.forward.probe import measure
+from mt_grpo.forward.routes import route_shape
 from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.token_tree import TokenTree
 from support.architectures import build_random
+from support.mixtures import build_mixture
 
 CPU = torch.device("cpu")
 KINDS = ("gpt-oss", "gemma 2", "cohere 2", "granite", "llama 4", "gpt-2", "opt", "phimoe", "modernbert decoder")
@@ -115,11 +119,31 @@ def check_own(sequence: SequenceGroup) -> None:
         )
 
 
+def check_routes(sequence: SequenceGroup) -> None:
+    """Mixtures are routed as their tokens were sampled, and each token is counted once."""
+    for name in ("qwen3_moe", "deepseek_v3"):
+        model = build_mixture(name)
+        enable_trees(model)
+        packed, shape = pack(random_trees(40)), route_shape(model.config)
+        draw = np.random.default_rng(0)
+        chosen = draw.permuted(np.tile(np.arange(shape.experts), (len(packed.input_ids), shape.layers, 1)), axis=2)
+        routes = chosen[:, :, : shape.chosen].astype(np.uint8).reshape(len(packed.input_ids), -1)
+        packed = replace(packed, routes=routes, shared_routes=(7, 3))
+        counts = []
+        for group in (None, sequence):
+            score_packed(model, packed, sequence=group)
+            found = model._replayer.take_counts()
+            counts.append(torch.tensor([int(value) for value in vars(found).values()]))
+        dist.all_reduce(counts[1], group=sequence.group)
+        assert torch.equal(*counts) and counts[0].all()
+        assert_equal(model, packed, sequence, 1e-5)
+
+
 def main(size: str) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     sequence = SequenceGroup.of_neighbours(int(size), CPU)
-    for check in (check_own, check_small, check_options, check_kinds):
+    for check in (check_own, check_small, check_options, check_kinds, check_routes):
         check(sequence)
     dist.barrier()
     dist.destroy_process_group()

@@ -73,6 +73,16 @@ def test_two_ranks_replay_the_run_of_one(tmp_path, alone, folder_alone):
     assert set(open_run(tmp_path).column("rank")) == {0, 1}
 
 
+def test_groups_of_ranks_that_share_rows_learn_what_one_learns(tmp_path, alone):
+    assert_the_same_is_learnt(alone, run(tmp_path, 4, SP_SIZE="2"))
+
+
+def test_sharded_ranks_that_share_rows_learn_what_one_learns(tmp_path, alone):
+    two = run(tmp_path, 2, SP_SIZE="2", **SHARDED)
+    assert two["sharded"] and two["proven"] == alone["proven"]
+    assert_the_same_is_learnt(alone, two)
+
+
 def test_two_ranks_with_sharded_weights_learn_what_one_learns(tmp_path, alone):
     two = run(tmp_path, 2, **SHARDED)
     assert two["sharded"] and not alone["sharded"]
@@ -97,7 +107,7 @@ def test_sharded_weights_train_after_an_evaluation(tmp_path, alone):
 
 
 def test_the_output_layer_learns_from_all_ranks(tmp_path):
-    one, two = run(tmp_path / "1", 1, "adapter"), run(tmp_path / "2", 2, "adapter", **SHARDED)
+    one, two = run(tmp_path / "1", 1, "adapter"), run(tmp_path / "2", 2, "adapter", SP_SIZE="2", **SHARDED)
     assert two["sharded"] and any("lm_head.modules_to_save" in name for name in two["weights"])
     assert_the_same_is_learnt(one, two)
 
@@ -124,6 +134,7 @@ def test_bfloat16_sharding_does_not_round_the_sum_of_gradients(sharded_in_bfloat
 def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):
     one, two = run(tmp_path / "1", 1, "steps"), run(tmp_path / "2", 2, "steps")
     assert_the_same_is_learnt(one, two)
+    assert_the_same_is_learnt(one, run(tmp_path / "shared", 2, "steps", SP_SIZE="2"))
     assert sum(two["work"]) == sum(one["work"])
     assert one["sampled"] == two["sampled"] == 8 + 2 * 4  # the second rank's group had no signal, two times
     assert one["audit"] == two["audit"] and one["audit"]["groups"] == 6

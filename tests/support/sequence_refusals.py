@@ -1,0 +1,73 @@
+"""Two ranks with `sp_size`, and models and options that it refuses: `sequence_refusals OUTPUT_FILE`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+
+from mt_grpo.app.train import leave_group
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.errors import ConfigError
+from mt_grpo.rewards import OutcomeReward
+from mt_grpo.rollout import ScriptedEngine
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from support.architectures import build_random
+from support.mixtures import build_mixture
+from support.models import CPU_RUN, build_model, build_tokenizer, lookup
+
+
+class Length(OutcomeReward):
+    def score(self, trajectory, **row):
+        return float(len(trajectory.answer or ""))
+
+
+def wrong_over_trees(tokenizer):
+    """It looks at a token's place in the row, which trees change."""
+    model = build_model(tokenizer)
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: output + 0.01 * torch.arange(output.size(1))[:, None]
+    )
+    return model
+
+
+def main(file: str) -> None:
+    leave_group(refuse(Path(file)))
+
+
+def refuse(file: Path) -> Accelerator:
+    tokenizer, said = build_tokenizer(), {}
+    cases = {
+        "heads": (build_model(tokenizer, num_attention_heads=3, num_key_value_heads=1), {}),
+        "attention of its own": (build_random("bloom", vocab_size=len(tokenizer)), {}),
+        "balanced experts": (build_mixture("mixtral", len(tokenizer)), {"router_aux_loss_coef": 0.1}),
+        "wrong over trees": (wrong_over_trees(tokenizer), {}),
+        "three": (build_model(tokenizer), {"sp_size": 3}),
+    }
+    for name, (model, options) in cases.items():
+        args = MTGRPOConfig(str(file.parent / "run"), **{**CPU_RUN, "max_steps": 1, "sp_size": 2, **options})
+        try:
+            trainer = MTGRPOEnvTrainer(
+                model,
+                MultiTurnToolEnv([lookup], system_prompt="", max_steps=2),
+                [],
+                [Length()],
+                args,
+                Dataset.from_list([{"prompt": "What is Lima"}] * 8),
+                engine=ScriptedEngine(tokenizer, lambda session, turn: "<answer>Lima</answer>"),
+                processing_class=tokenizer,
+            )
+            trainer.train()
+        except ConfigError as error:
+            said[name] = str(error)
+    if args.process_index == 0:
+        file.write_text(json.dumps(said))
+    return Accelerator(cpu=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,49 @@
+"""`sp_size`: what it cannot train is refused in one sentence, before any work. What it learns is in test_ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.forked import run_processes
+from support.models import CPU_RUN
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.training import MTGRPOConfig
+from mt_grpo.training.preflight import check_batch_sizes
+
+SAID = {
+    "heads": "Qwen3ForCausalLM has 3 attention heads, which 2 processes cannot share equally: set `sp_size` to 3, or",
+    "attention of its own": "BloomForCausalLM computes its attention itself, so several processes cannot compute its",
+    "balanced experts": "`sp_size: 2` has no loss that balances experts",
+    "wrong over trees": "Qwen3ForCausalLM scores packed trees",
+    "three": "`sp_size: 3` does not divide 2 processes: start a multiple of it (`--num_processes`), or leave it out.",
+}
+
+
+@pytest.mark.slow
+def test_models_that_cannot_be_shared_are_refused_on_every_rank(tmp_path):
+    run_processes(["-m", "support.sequence_refusals", str(tmp_path / "said.json")], 2, tmp_path / "log", {})
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert {name: words[: len(SAID[name])] for name, words in said.items()} == SAID
+    assert "shares packed trees among processes: leave `sp_size` out" in said["wrong over trees"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sp_size": 0}, "`sp_size` is 0; set a whole number of processes"),
+        ({"sp_size": 1.5}, "`sp_size` is 1.5; set a whole number of processes"),
+        ({"sp_size": 2, "forward": "padded"}, "`forward: padded` packs none: set `forward: tree`"),
+        ({"parallelism_config": {"sp_size": 2}}, "`parallelism_config` is .*leave it out: set `sp_size`"),
+    ],
+)
+def test_options_that_cannot_be_followed_are_refused(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        MTGRPOConfig(str(tmp_path), **CPU_RUN, **options)
+
+
+def test_one_process_cannot_train_for_two(tmp_path):
+    args = MTGRPOConfig(str(tmp_path), **CPU_RUN, sp_size=2)  # it may sample
+    with pytest.raises(ConfigError, match="`sp_size: 2` does not divide 1 process: start a multiple of it"):
+        check_batch_sizes(args)
