@@ -243,6 +243,30 @@ def test_what_is_advised_fits_by_the_same_plan(model, options, ways, tmp_path, c
         assert memory(*given)["status"] == "ok", words
 
 
+def test_sp_size_is_advised_where_one_conversation_does_not_fit(tmp_path, capsys):
+    folder = model_folder(tmp_path / "model", "Qwen/Qwen2.5-7B")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**20}))
+    command = ["doctor", str(ROOT / "Qwen" / "triviaqa_7b.yaml"), "--model_name_or_path", str(folder), "--json"]
+    command += ["--tools", "calculator", "--gpu", "H100", "--output_dir", str(tmp_path / "run")]
+    command += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "42", "--num_processes", "8"]
+    command += ["--max_completion_length", "200000", "--vllm_max_model_length", "220000"]
+
+    def found(*options):
+        main([*command, *options])
+        return {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+
+    failed = found()["training memory"]
+    assert failed["status"] == "fail"
+    size = re.search(r"take `sp_size: (\d)` and `--accelerate_config fsdp2`", failed["mend"])[1]
+    taken = found("--sp_size", size, "--accelerate_config", "fsdp2")["training memory"]
+    assert taken["status"] == "ok" and f"tokens that {size} share" in taken["what"]
+    assert "`sp_size: 8` does not divide 7" in str(found("--sp_size", "8", "--num_processes", "7")["processes"])
+    assert "cannot be trained with DeepSpeed" in str(found("--sp_size", "2", "--accelerate_config", "zero3"))
+    alone = found("--sp_size", "8")["training memory"]  # of 28 heads
+    assert alone["status"] == "fail" and alone["mend"] == "set one of 2, 4, 7, 14, or leave `sp_size` out"
+
+
 def test_where_nothing_helps_the_memory_that_does_is_named(tmp_path, capsys):
     folder = model_folder(tmp_path / "model", "Qwen/Qwen3-32B")
     command = ["doctor", str(ROOT / "Qwen" / "triviaqa_7b.yaml"), "--model_name_or_path", str(folder), "--json"]

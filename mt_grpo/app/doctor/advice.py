@@ -14,7 +14,7 @@ from trl import ModelConfig, get_peft_config
 
 from mt_grpo.app.doctor.case import Case
 from mt_grpo.app.doctor.load import Load
-from mt_grpo.app.doctor.memory import COPIES, GB, SPARE, Shape, Sharding, four_bit, read_shape
+from mt_grpo.app.doctor.memory import COPIES, FSDP2, GB, SPARE, Shape, Sharding, four_bit, read_shape
 from mt_grpo.errors import ConfigError
 from mt_grpo.option_rules import check_batches
 
@@ -92,10 +92,12 @@ def _rows(case: Case, load: Load, rows: int) -> Change:
 
 
 def _larger(case: Case, load: Load, sharding: Sharding) -> list[list[Change]]:
-    """Other ways to spread the states, more processes, shorter conversations, fewer trained weights."""
+    """More GPUs for each micro-batch, other ways to spread the states, more processes, less to train."""
     ways: list[list[Change]] = []
     whole = not load.shape.adapter
     quantised = load.precision.quantised is not None
+    if _one_is_too_long(case, load, sharding):
+        ways.append(_shared(case, load, sharding))
     if load.on_gpu and not quantised:
         if sharding.stage < 3 and load.processes > 1:
             ways.append([Change("`--accelerate_config zero3`", lambda one, way: (one, Sharding("zero3", 3)))])
@@ -111,6 +113,33 @@ def _larger(case: Case, load: Load, sharding: Sharding) -> list[list[Change]]:
     if load.on_gpu and not quantised:
         ways.append([_quantised(case, load)])
     return ways
+
+
+def _one_is_too_long(case: Case, load: Load, sharding: Sharding) -> bool:
+    """Whether a single conversation is what does not fit, beside states that do."""
+    held = replace(load, rows=1, checkpointing=True).parts(sharding)
+    needed, room = sum(held.values()), SPARE * case.memory
+    return needed > room > needed - held["activations"]
+
+
+def _shared(case: Case, load: Load, sharding: Sharding) -> list[Change]:
+    """More processes that compute a micro-batch together: of those that there are, or twice as many for one."""
+    if not load.on_gpu or case.args.forward != "tree":
+        return []
+    ways = []
+    for size in load.shape.shared_by:
+        processes = size if load.processes == 1 else load.processes
+        if size <= load.sharing or processes % size or not _divides(case, processes):
+            continue
+        spread = sharding if sharding.stage == 0 else FSDP2
+        words = f"`sp_size: {size}`" + f" on {processes} GPUs" * (load.processes == 1)
+        words += " and `--accelerate_config fsdp2`" * (spread is FSDP2 and sharding.name != FSDP2.name)
+        ways.append(Change(words, _share(size, processes, spread)))
+    return ways
+
+
+def _share(size: int, processes: int, spread: Sharding) -> Callable[[Load, Sharding], Plan]:
+    return lambda one, way: (replace(one, sharing=size, processes=processes), spread)
 
 
 def _offload(load: Load) -> Change:

@@ -29,6 +29,7 @@ from mt_grpo.app.doctor.memory import (
     COPIES,
     EIGHT_BIT,
     GB,
+    SHARING,
     USUAL,
     Precision,
     Shape,
@@ -142,7 +143,8 @@ class Case:
 
     def candidates(self) -> tuple[Sharding, ...]:
         """Ways to spread the states: the given one, or the usual ones."""
-        return USUAL if self.sharding is None else (self.sharding,)
+        usual = USUAL if self.args.sp_size == 1 else SHARING
+        return usual if self.sharding is None else (self.sharding,)
 
     @property
     def on_gpu(self) -> bool:

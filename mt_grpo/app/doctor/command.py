@@ -211,6 +211,11 @@ def _cut(text: str) -> str:
 def processes(case: Case) -> Lines:
     """Whether the stated processes make whole groups."""
     check_batches(case.options, case.processes)
+    if case.args.sp_size > 1 and case.sharding is not None and case.sharding.deepspeed:
+        raise ConfigError(
+            f"`sp_size: {case.args.sp_size}` cannot be trained with DeepSpeed: launch with `--accelerate_config "
+            "fsdp2`, or leave `sp_size` out."
+        )
     prompts = case.batch // case.args.num_generations
     yield (
         OK,

@@ -41,6 +41,7 @@ class Load:
         under_way (`int`): Conversations that the trainer's own model samples at once; 0 with a server.
         copied (`bool`): Whether they are sampled from a copy of the model, while it is trained (`max_staleness`).
         on_gpu (`bool`): Whether processes have a GPU.
+        sharing (`int`): Processes that compute a micro-batch together (`sp_size`).
     """
 
     shape: Shape
@@ -57,6 +58,7 @@ class Load:
     under_way: int
     copied: bool
     on_gpu: bool
+    sharing: int
 
     @classmethod
     def of(cls, case: Case) -> Load:
@@ -76,6 +78,7 @@ class Load:
             0 if args.use_vllm else case.under_way,
             bool(args.max_staleness) and not args.use_vllm,
             case.on_gpu,
+            args.sp_size,
         )
 
     @property
@@ -86,7 +89,8 @@ class Load:
     def parts(self, sharding: Sharding) -> dict[str, float]:
         """Bytes of what one training process holds at its highest, in the worst micro-batch."""
         shape, precision, ranks = self.shape, self.precision, self.processes
-        tokens, trained = self.rows * self.longest, self.rows * min(self.completion, self.longest)
+        whole = self.rows * self.longest, self.rows * min(self.completion, self.longest)
+        tokens, trained = (-(-number // self.sharing) for number in whole)
         training = activations(shape, tokens, precision.compute, self.checkpointing or sharding.checkpoints)
         logits = head(shape, trained, precision.compute, self.chunk)
         found = {"states": states(shape, precision, sharding, ranks), "activations": training, "logits": logits}

@@ -16,10 +16,11 @@ import torch
 import yaml
 from peft import PeftConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from mt_grpo.app.shipped import accelerate_configs, read_accelerate_config
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, UnsupportedModelError
+from mt_grpo.forward.model import check_model, check_sequence_parallel
 from mt_grpo.imports import did_you_mean
 
 GB = 1e9
@@ -35,6 +36,10 @@ WHOLE = 16
 """Bytes of a parameter that is trained, its gradient and its optimiser's states, in all."""
 SPARE = 0.9
 """Share of the memory above which a plan is close: the formulas leave things out that may take the rest."""
+
+
+SHARED_BY = range(2, 17)
+"""Values of `sp_size` that are tried."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +204,7 @@ class Shape:
         adapter (`int`): Those of the adapter; 0 where the whole model is trained.
         linear (`int`): Those of linear layers but the head, which can be quantised.
         layers, hidden, intermediate, vocabulary, kv_heads, head_size (`int`): As in its configuration.
+        shared_by (`tuple`): Numbers of processes that can compute its rows together (`sp_size`).
     """
 
     parameters: int
@@ -211,6 +217,7 @@ class Shape:
     vocabulary: int
     kv_heads: int
     head_size: int
+    shared_by: tuple[int, ...]
 
     def kv_bytes(self, size: int) -> int:
         """Bytes of the keys and values of one token, in elements of `size` bytes."""
@@ -233,6 +240,7 @@ def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **optio
         head = model.get_output_embeddings()
         layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not head]
         linear = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+        shared_by = tuple(size for size in SHARED_BY if _can_share(model, size))
         adapter = 0
         if peft is not None:
             adapted = get_peft_model(model, peft)
@@ -250,7 +258,17 @@ def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **optio
         text.vocab_size,
         getattr(text, "num_key_value_heads", None) or heads,
         getattr(text, "head_dim", None) or text.hidden_size // heads,
+        shared_by,
     )
+
+
+def _can_share(model: PreTrainedModel, size: int) -> bool:
+    try:
+        check_model(model)
+        check_sequence_parallel(model, size)
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 OFFLOADED = ("cpu", "nvme")
@@ -268,6 +286,7 @@ class Sharding:
         processes (`int`, *optional*): How many the configuration launches.
         offloads_optimizer, offloads_weights (`bool`): Whether these are kept off the GPU.
         checkpoints (`bool`): Whether it turns on checkpointed activations by itself.
+        deepspeed (`bool`): Whether DeepSpeed spreads them.
     """
 
     name: str
@@ -276,11 +295,15 @@ class Sharding:
     offloads_optimizer: bool = False
     offloads_weights: bool = False
     checkpoints: bool = False
+    deepspeed: bool = False
 
 
 COPIES = Sharding("a copy for each process", 0)
+FSDP2 = Sharding("fsdp2", 3)
 USUAL = (COPIES, Sharding("zero2", 2), Sharding("zero3 or fsdp2", 3))
 """What is compared if no configuration is given, from the fastest to the smallest."""
+SHARING = (COPIES, FSDP2)
+"""The same with `sp_size`."""
 
 
 def read_sharding(named: str) -> Sharding:
@@ -328,7 +351,9 @@ def _deepspeed(name: str, processes: int | None, options: dict[str, Any]) -> Sha
         zero = content.get("zero_optimization", {})
         stage = zero.get("stage", 0)
         optimizer, weights = (zero.get(key, {}).get("device") for key in ("offload_optimizer", "offload_param"))
-    return Sharding(name, int(stage), processes, optimizer in OFFLOADED, int(stage) == 3 and weights in OFFLOADED)
+    offloads = {"offloads_optimizer": optimizer in OFFLOADED}
+    offloads["offloads_weights"] = int(stage) == 3 and weights in OFFLOADED
+    return Sharding(name, int(stage), processes, **offloads, deepspeed=True)
 
 
 def _fsdp(name: str, processes: int | None, options: dict[str, Any]) -> Sharding:

@@ -27,6 +27,11 @@ def training(case: Case) -> Lines:
         else f"this machine's share for each of {ranks}"
     )
     rejected, load = [], Load.of(case)
+    if load.sharing > 1 and load.sharing not in case.shape.shared_by:
+        fitting = [str(size) for size in case.shape.shared_by[:4]]
+        mend = f"set one of {', '.join(fitting)}, or leave `sp_size` out" if fitting else "leave `sp_size` out"
+        yield FAIL, f"{load.sharing} processes cannot compute rows of this model together (`sp_size`)", mend
+        return
     for sharding in case.candidates():
         found = load.parts(sharding)
         needed = sum(found.values())
@@ -44,7 +49,7 @@ def training(case: Case) -> Lines:
         split = ", ".join(f"{name} {size / GB:.2f}" for name, size in found.items() if size > 0)
         tokens = case.args.per_device_train_batch_size * case.longest
         what = f"{needed / GB:.1f} of {available / GB:.1f} GB of {where} with {sharding.name}, in the worst "
-        what += f"micro-batch of {tokens} tokens: {split}"
+        what += f"micro-batch of {tokens} tokens{f' that {load.sharing} share' * (load.sharing > 1)}: {split}"
         if needed > available:
             yield FAIL, what, advise(case, load, sharding)
         elif needed > SPARE * available:
