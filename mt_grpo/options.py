@@ -347,8 +347,7 @@ class RunOptions:
     )
     sp_size: int = option(
         1,
-        "Processes that compute each micro-batch together, for conversations too long for one GPU. Each has a share "
-        "of the tokens, and of the attention heads.",
+        "Processes that share each micro-batch's tokens. It is for conversations too long for one GPU.",
         TRAINING,
         rule=Rule(
             lambda value: value >= 1 and value == int(value), "set a whole number of processes, or leave it out"
@@ -357,7 +356,7 @@ class RunOptions:
     )
     router_replay: bool = option(
         True,
-        "Train a mixture through the experts of sampling. It needs `forward: tree`, and an engine that names them.",
+        "Train mixtures by the experts of sampling. It needs `forward: tree`, and an engine that names them.",
         TRAINING,
         page="forward.md",
     )

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 from huggingface_hub import constants
-from support.recipes import RECIPES, parse_recipe
+from support.recipes import RECIPES, parse_recipe, processes_of
 from transformers import TrainingArguments
 
 from mt_grpo.cli import main
@@ -32,7 +32,7 @@ def test_one_process_reads_the_recipe_of_seven(path, monkeypatch, no_gpu):
     if args.num_generations == 21:
         with pytest.raises(ConfigError, match="a device × 1 process "):
             check_batch_sizes(args)
-    monkeypatch.setattr(MTGRPOConfig, "world_size", 7)
+    monkeypatch.setattr(MTGRPOConfig, "world_size", processes_of(path))
     check_batch_sizes(parse_recipe(["--config", str(path)]).training)
 
 

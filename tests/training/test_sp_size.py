@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+from accelerate import ParallelismConfig
+from accelerate.utils import DistributedType
 from support.forked import run_processes
 from support.models import CPU_RUN
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.preflight import check_batch_sizes
+from mt_grpo.training.sequence_parallel import sequence_group
 
 SAID = {
     "heads": "Qwen3ForCausalLM has 3 attention heads, which 2 processes cannot share equally: set `sp_size` to 3, or",
@@ -47,3 +51,19 @@ def test_one_process_cannot_train_for_two(tmp_path):
     args = MTGRPOConfig(str(tmp_path), **CPU_RUN, sp_size=2)  # it may sample
     with pytest.raises(ConfigError, match="`sp_size: 2` does not divide 1 process: start a multiple of it"):
         check_batch_sizes(args)
+
+
+@pytest.mark.parametrize(
+    ("launched", "message"),
+    [
+        ({"distributed_type": DistributedType.DEEPSPEED}, "which DeepSpeed does not: shard with FSDP2"),
+        ({"distributed_type": DistributedType.FSDP}, "which FSDP 1 does not: shard with FSDP2"),
+        ({"parallelism_config": ParallelismConfig(sp_size=2)}, "leave it out, and set `sp_size` in the recipe"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "leave it out, and set `sp_size` in the recipe"),
+    ],
+)
+def test_other_ways_to_spread_a_model_are_refused(launched, message):
+    accelerator = {"num_processes": 2, "is_fsdp2": False, "parallelism_config": None, "distributed_type": None}
+    trainer = SimpleNamespace(args=SimpleNamespace(sp_size=2), accelerator=SimpleNamespace(**accelerator | launched))
+    with pytest.raises(ConfigError, match=message):
+        sequence_group(trainer)
