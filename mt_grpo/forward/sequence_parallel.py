@@ -118,12 +118,12 @@ class Share:
         copies = size // gcd(key.size(1), size)
         if copies > 1:
             key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
-        moved: tuple[Tensor, Tensor, Tensor] = _Move.apply(self, True, query, key, value)
+        moved: tuple[Tensor, Tensor, Tensor] = _Move.apply(self, True, query, key, value)  # type: ignore[no-untyped-call]
         return moved
 
     def to_tokens(self, output: Tensor) -> Tensor:
         """`(1, heads of this process, N, head_dim)` of all tokens to `(1, heads, n, head_dim)` of this process's."""
-        (moved,) = _Move.apply(self, False, output)
+        (moved,) = _Move.apply(self, False, output)  # type: ignore[no-untyped-call]
         return moved
 
     def of_heads(self, values: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Labels:
         """From the states of labels that this process predicts, `(m, hidden)`, to those that it scores."""
         rank = self.group.rank
         leaving, coming = _overlaps(self.had, self.scored)[rank], _overlaps(self.scored, self.had)[rank]
-        dealt: Tensor = _Deal.apply(self.group, leaving, coming, states)
+        dealt: Tensor = _Deal.apply(self.group, leaving, coming, states)  # type: ignore[no-untyped-call]
         return dealt
 
     def join(self, scores: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -165,7 +165,8 @@ class Labels:
         The scores of all labels, `(M,)`, on every process, from those of the labels that each scores. The gradient is
         that of a loss that every process computes from them.
         """
-        joined: Tensor = _Join.apply(self.group, len(self.order), self.of(self.scored), torch.stack(list(scores)))
+        mine, stacked = self.of(self.scored), torch.stack(list(scores))
+        joined: Tensor = _Join.apply(self.group, len(self.order), mine, stacked)  # type: ignore[no-untyped-call]
         return joined.unbind()
 
 
