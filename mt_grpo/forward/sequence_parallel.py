@@ -61,10 +61,17 @@ def long_enough(packed: Packed, size: int) -> Packed:
     if length >= size:
         return packed
     more = np.arange(length, size)
-    added = {"input_ids": 0 * more, "position_ids": 0 * more, "parent": 0 * more - 1, "subtree_end": more}
-    if packed.routes is not None:
-        added["routes"] = np.full((len(more), packed.routes.shape[1]), NO_ROUTE[0], dtype=np.uint8)
-    return replace(packed, **{name: np.concatenate([getattr(packed, name), new]) for name, new in added.items()})
+    routes = packed.routes
+    if routes is not None:
+        routes = np.concatenate([routes, np.full((len(more), routes.shape[1]), NO_ROUTE[0], dtype=np.uint8)])
+    return replace(
+        packed,
+        input_ids=np.concatenate([packed.input_ids, 0 * more]),
+        position_ids=np.concatenate([packed.position_ids, 0 * more]),
+        parent=np.concatenate([packed.parent, 0 * more - 1]),
+        subtree_end=np.concatenate([packed.subtree_end, more]),
+        routes=routes,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +135,8 @@ class Share:
 
     def of_heads(self, values: Tensor) -> Tensor:
         """Of `(heads,)` those of this process's heads."""
-        return values.chunk(self.group.size)[self.group.rank]
+        mine: Tensor = values.chunk(self.group.size)[self.group.rank]
+        return mine
 
 
 @dataclass(frozen=True, eq=False)
