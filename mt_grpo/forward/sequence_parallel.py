@@ -130,8 +130,8 @@ class Share:
 
     def to_tokens(self, output: Tensor) -> Tensor:
         """`(1, heads of this process, N, head_dim)` of all tokens to `(1, heads, n, head_dim)` of this process's."""
-        (moved,) = _Move.apply(self, False, output)  # type: ignore[no-untyped-call]
-        return moved
+        moved: tuple[Tensor, ...] = _Move.apply(self, False, output)  # type: ignore[no-untyped-call]
+        return moved[0]
 
     def of_heads(self, values: Tensor) -> Tensor:
         """Of `(heads,)` those of this process's heads."""
