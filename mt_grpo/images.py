@@ -103,9 +103,10 @@ def _read_part(part: Any) -> Any:
 
 def _read_frames(frames: Any) -> list[Any]:
     if not isinstance(frames, (list, tuple)) or not frames:
+        given = repr(frames) if isinstance(frames, str) and len(frames) < 80 else f"a value of {type(frames).__name__}"
         raise ImageError(
-            f"A video is the list of its frames, which are images, and {_named(frames)[4:]} is none: decode it first, "
-            "and give some of its frames (`fps` says how many there are per second)."
+            f"A video is the list of its frames, which are images, and {given} is none: decode it first, and give "
+            "some of its frames (`fps` says how many there are per second)."
         )
     return [read_image(frame) for frame in frames]
 

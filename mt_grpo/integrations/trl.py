@@ -334,7 +334,9 @@ def _text(said: Any) -> Any:
     if isinstance(said, list) and said and all(isinstance(part, dict) and "type" in part for part in said):
         for part in said:
             if part["type"] != "text" and not is_shown(part):
-                raise PartError(f"A part of type {part['type']!r} cannot be shown: models read text and images.")
+                raise PartError(
+                    f"A part of type {part['type']!r} cannot be shown: models read text, images and videos."
+                )
         return said if shows_images(said) else "".join(part["text"] for part in said)
     return said if shows_images(said) else str(said)
 

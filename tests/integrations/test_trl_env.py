@@ -263,16 +263,16 @@ class Camera:
         """Takes an image."""
         return [{"type": "image", "image": picture()}, {"type": "text", "text": "a page"}]
 
-    def film(self) -> list:
-        """Takes a video."""
-        return [{"type": "video", "video": b""}]
+    def listen(self) -> list:
+        """Takes a sound."""
+        return [{"type": "audio", "audio": b""}]
 
 
 @pytest.mark.parametrize(
     ("method", "error"),
     [
         ("look", "TemplateError: A message of 'tool' shows an image, and this run gives its model text only: use a"),
-        ("film", "PartError: A part of type 'video' cannot be shown: models read text and images."),
+        ("listen", "PartError: A part of type 'audio' cannot be shown: models read text, images and videos."),
     ],
 )
 def test_what_a_model_cannot_read_ends_the_conversation(method, error):
