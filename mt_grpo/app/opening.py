@@ -17,8 +17,8 @@ from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.index import Each
 from mt_grpo.runlog.schema import FOLDER
 
-LONG = 2**26
-"""Bytes of an index that one process reads in half a second or more."""
+LONG = 2**24
+"""Bytes of an index that one process takes a third of a second or more to read."""
 
 MOST = 4
 """Processes: more would wait for this one, which puts together what they read."""
