@@ -112,11 +112,15 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
         """
         The tensors as a reload can load them. It sees what goes through a loader, and vLLM copies gpt-oss's stacked
         experts and its sinks into place without one. So experts go one at a time, and `sinks` keeps what is to be
-        copied once the model is in place again.
+        copied once the model is in place again. Mixtral and its kin have the names of their checkpoints, and not those
+        of transformers' layers.
         """
+        as_mixtral = any(name.endswith(".block_sparse_moe.experts") for name, _ in self.model.named_modules())
         for name, tensor in tensors:
             layer, _, kind = name.rpartition(".mlp.experts.")
-            if not isinstance(self.model, GptOssForCausalLM):
+            if as_mixtral and ".mlp." in name:
+                yield from _named_as_mixtral(name.replace(".mlp.", ".block_sparse_moe."), tensor)
+            elif not isinstance(self.model, GptOssForCausalLM):
                 yield name, tensor
             elif name.endswith(".self_attn.sinks"):
                 sinks.append((name, tensor))
@@ -139,6 +143,19 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[SafetensorsInitInfo, 
             for module in self.model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
+
+
+def _named_as_mixtral(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor of a mixture's layer under the names of Mixtral's checkpoint: there each expert has three matrices."""
+    experts, _, kind = name.rpartition(".")
+    if kind == "gate_up_proj":
+        for number, expert in enumerate(tensor):
+            gate, up = expert.chunk(2)
+            yield from ((f"{experts}.{number}.w1.weight", gate), (f"{experts}.{number}.w3.weight", up))
+    elif kind == "down_proj":
+        yield from ((f"{experts}.{number}.w2.weight", expert) for number, expert in enumerate(tensor))
+    else:
+        yield name, tensor
 
 
 def _set_up_packed(method: UnquantizedFusedMoEMethod, layer: RoutedExperts, **weights: torch.Tensor) -> None:

@@ -7,38 +7,40 @@ import copy
 
 import pytest
 import torch
+from datasets import Dataset
 from support.marks import needs_server
-from support.models import build_tokenizer
+from support.models import CPU_RUN, build_tokenizer
 from support.servers import RealServer
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from support.trainers import Letters
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from mt_grpo.envs import Outcome
 from mt_grpo.forward import token_logps
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.token_tree import TokenTree
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 
 pytestmark = [needs_server, pytest.mark.server]
 
 
+DECODER = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+}
+
+
 def mixture(tokenizer):
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        mlp_only_layers=[1],
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
+    config = Qwen3MoeConfig(**DECODER, **experts, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     return Qwen3MoeForCausalLM(config).eval()
 
 
@@ -91,3 +93,44 @@ def test_tokens_go_where_the_server_sent_them(served):
     with_routes, without = difference(flipped, tree), difference(flipped, plain)
     print(f"largest difference of a token: {with_routes:.2g} nats with its routes, {without:.2g} without")
     assert with_routes < without / 2
+
+
+class Talk:
+    async def run(self, policy, row):
+        turn = await policy.reply(row["prompt"], max_tokens=12)
+        await policy.reply([*row["prompt"], turn.message, {"role": "user", "content": "Go on."}], max_tokens=12)
+        return Outcome()
+
+    async def close(self):
+        pass
+
+
+def test_mixtral_is_sampled_and_trained_alike(tmp_path):
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = MixtralConfig(**DECODER, **experts, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    server = RealServer(str(tmp_path / "model"), tmp_path / "server.log", "--vllm_max_model_length", "500")
+    try:
+        server.start()
+        args = MTGRPOConfig(
+            str(tmp_path / "run"),
+            **CPU_RUN,
+            use_vllm=True,
+            vllm_server_base_url=server.url,
+            learning_rate=1e-2,
+            max_steps=2,
+        )
+        model = MixtralForCausalLM.from_pretrained(tmp_path / "model")
+        rows = Dataset.from_list([{"prompt": [{"role": "user", "content": word}]} for word in ("one", "two")])
+        trainer = MTGRPOEnvTrainer(model, Talk, [], [Letters()], args, rows, processing_class=tokenizer)
+        trainer.train()
+    finally:
+        server.stop()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["sampling/sampling_logp_difference/max"] < 1e-4
+        assert step["router/differing"] < 0.01
