@@ -6,8 +6,11 @@ What sampling ahead gains (`max_staleness`), with times that are scripted and th
 2. An agent of 8 turns whose tools take log-normal times (median 0.25 s, sigma 1), on a server that takes as long for
    the turns of a batch as training takes: the time of a step with staleness 0 over that with 1 and 2, and, for 1, over
    the time of the same with a drained sync: weights wait there until no conversation is under way.
+3. What conversations cost the step that is computed beside them: the time of a step of a model of 5 million weights
+   with eight conversations under way, which take about 10 turns a second together, over that of the same step alone.
 
-Training is a tiny model's step and a pause. Settings are interleaved.
+In 1 and 2 training is a tiny model's step and a pause. Settings are interleaved. Waits come in turns where batches are
+ahead: of `S + 1` steps in a row one waits for all. So means are over a multiple of `S + 1` steps.
 
     python benchmarks/pipeline.py [--quick]
 
@@ -25,15 +28,17 @@ import time
 from typing import Any
 
 import numpy as np
+import torch
 from common import build_tokenizer, write
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
+from mt_grpo.concurrency import Begun
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
-from mt_grpo.rollout import Sample, SamplingParams, derive_seed
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, Sample, SamplingParams, derive_seed
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 
 CALL = '<tool>{"name": "wait", "args": {"seconds": %.4f}}</tool>'
@@ -43,6 +48,8 @@ AGENT = {"training": 0.8, "turns": 8, "median": 0.25, "sigma": 1.0, "turn": 0.1,
 samples at once, conversations of a batch."""
 
 
+BESIDE = {"turns": 60, "median": 0.36, "sigma": 0.0, "turn": 0.36, "capacity": 8, "conversations": 8}
+"""The same of conversations beside a step that is computed: 10 turns a second."""
 SECONDS = ("training", "median", "turn")
 
 
@@ -66,6 +73,7 @@ class Server:
         self.tokenizer, self._times = tokenizer, times
         self._turns: dict[str, int] = {}
         self._free: asyncio.Semaphore | None = None
+        self.sampled = 0
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
         turn = self._turns[session] = self._turns.get(session, -1) + 1
@@ -73,6 +81,7 @@ class Server:
         seconds = self._times["median"] * np.exp(self._times["sigma"] * draw.standard_normal())
         last = turn + 1 == self._times["turns"]
         self._free = self._free or asyncio.Semaphore(int(self._times["capacity"]))
+        self.sampled += 1
         async with self._free:
             await asyncio.sleep(self._times["turn"])
         ids = self.tokenizer.encode("<answer>done</answer>" if last else CALL % seconds, add_special_tokens=False)
@@ -185,13 +194,59 @@ def measure(times: dict[str, float], staleness: int, steps: int, drained: bool =
         trainer._rollout = rollout  # type: ignore[method-assign]
         trainer.train()
     first = min(2 * staleness + 1, steps - 3)  # until as many batches are under way as may be
-    cycles = np.diff(clock.ends)[first:]
-    own = (np.diff(clock.ends) - waits[1:])[first:]
+    cycles = np.diff(clock.ends)
+    number = (len(cycles) - first) // (staleness + 1) * (staleness + 1)
     return {
-        "cycle": (clock.ends[-1] - clock.ends[first]) / len(cycles),
-        "training": statistics.fmean(own),
-        "longest": statistics.fmean(longest[first + 1 :]),
+        "cycle": statistics.fmean(cycles[-number:]),
+        "training": statistics.fmean((cycles - waits[1:])[-number:]),
+        "longest": statistics.fmean(longest[-number:]),
     }
+
+
+def beside(steps: int, rounds: int) -> tuple[list[float], float]:
+    """Per round, the median time of a step beside conversations over that alone; and the turns per second."""
+    tokenizer = build_tokenizer()
+    torch.set_num_threads(1)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+    )
+    model = Qwen3ForCausalLM(config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    ids = torch.randint(len(tokenizer), (4, 256))
+
+    def train() -> float:
+        times = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    ratios, turns, seconds = [], 0, 0.0
+    train()
+    for number in range(rounds):
+        server = Server(tokenizer, BESIDE)
+        env = MultiTurnToolEnv([wait], system_prompt="", max_steps=int(BESIDE["turns"]))
+        runner = RolloutRunner(env, server)
+        requests = [RolloutRequest(f"Wait {row}", str(row)) for row in range(int(BESIDE["conversations"]))]
+        alone = train() if number % 2 else 0.0
+        begun = Begun(runner.run(requests, SamplingParams())).start()
+        while len(runner.under_way) < len(requests):
+            time.sleep(0.01)
+        before, start = server.sampled, time.perf_counter()
+        among = train()
+        seconds, turns = seconds + time.perf_counter() - start, turns + server.sampled - before
+        begun.cancel()
+        ratios.append(among / (alone or train()))
+    return ratios, turns / seconds
 
 
 def main() -> None:
@@ -199,7 +254,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="shorter times, fewer steps, nothing is written")
     quick = parser.parse_args().quick
     logging.disable(logging.WARNING)
-    steps, rounds = (5, 1) if quick else (10, 2)
+    steps, rounds = ({"constant": 5, "agent": 5}, 1) if quick else ({"constant": 12, "agent": 10}, 2)
     constant, agent = (
         {name: value * (0.1 if quick and name in SECONDS else 1) for name, value in times.items()}
         for times in (CONSTANT, AGENT)
@@ -215,19 +270,28 @@ def main() -> None:
         table.add_row(label, *seconds, f"{statistics.median(values):.2f}", target)
 
     for staleness in (0, 1, 2):
-        found = measure(constant, staleness, steps)
+        found = measure(constant, staleness, steps["constant"])
         training, longest = found["training"], found["longest"]
         bound = max(training, (training + longest) / (staleness + 1))
         add(f"constant times, staleness {staleness}: step / bound", found, [found["cycle"] / bound], "<= 1.05")
     ways = {"0": (0, False), "1": (1, False), "2": (2, False), "1 with a drained sync": (1, True)}
-    found_in = [{name: measure(agent, way[0], steps, way[1]) for name, way in ways.items()} for _ in range(rounds)]
+    found_in = [
+        {name: measure(agent, way[0], steps["agent"], way[1]) for name, way in ways.items()} for _ in range(rounds)
+    ]
     for slow, fast, target in (("0", "1", ">= 1.6"), ("0", "2", ">= 2.0"), ("1 with a drained sync", "1", ">= 1.2")):
         gains = [each[slow]["cycle"] / each[fast]["cycle"] for each in found_in]
         shown = {key: statistics.median(each[fast][key] for each in found_in) for key in found_in[0][fast]}
         add(f"agent, staleness {slow} / {fast}", shown, gains, target)
+    ratios, rate = beside(*((2, 2) if quick else (6, 6)))
+    rows.append({"label": "step beside conversations / alone", "target": "<= 1.03", "values": ratios, "turns": rate})
+    table.add_row("step beside conversations / alone", "", "", "", f"{statistics.median(ratios):.3f}", "<= 1.03")
     Console().print(table)
     if not quick:
-        write("pipeline", {"constant": CONSTANT, "agent": AGENT, "steps": steps, "rounds": rounds}, rows)
+        write(
+            "pipeline",
+            {"constant": CONSTANT, "agent": AGENT, "beside": BESIDE, "steps": steps, "rounds": rounds},
+            rows,
+        )
 
 
 if __name__ == "__main__":
