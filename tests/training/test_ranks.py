@@ -107,9 +107,10 @@ def test_sharded_weights_train_after_an_evaluation(tmp_path, alone):
 
 
 def test_the_output_layer_learns_from_all_ranks(tmp_path):
-    one, two = run(tmp_path / "1", 1, "adapter"), run(tmp_path / "2", 2, "adapter", SP_SIZE="2", **SHARDED)
+    one, two = run(tmp_path / "1", 1, "adapter"), run(tmp_path / "2", 2, "adapter", **SHARDED)
     assert two["sharded"] and any("lm_head.modules_to_save" in name for name in two["weights"])
     assert_the_same_is_learnt(one, two)
+    assert_the_same_is_learnt(one, run(tmp_path / "shared", 2, "adapter", SP_SIZE="2"))
 
 
 def test_all_ranks_train_padded_rows_where_trees_are_wrong(tmp_path):
