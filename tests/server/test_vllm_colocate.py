@@ -6,7 +6,7 @@ import json
 
 import psutil
 import pytest
-from support.forked import run_processes
+from support.forked import start_ranks
 from support.loopback import free_port
 from support.marks import needs_server
 from support.servers import ROOT, START_LIMIT
@@ -29,7 +29,8 @@ def test_the_quickstart_trains_with_a_server_of_its_own(tmp_path):
     }
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command = ["-m", "mt_grpo", "train", str(ROOT / "recipes/quickstart.yaml"), *arguments]
-    run_processes(command, 1, tmp_path / "log", {})
+    (trainer,) = start_ranks(command, 1, tmp_path / "log", {})
+    assert trainer.wait(2 * START_LIMIT) == 0, (tmp_path / "log").read_text()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(row["sampling/sampling_logp_difference/max"] for row in rows if "loss" in row) < 1e-3

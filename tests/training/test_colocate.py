@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.colocated import IDLE, Sleeper
+from support.forked import run_processes
 from support.loopback import free_port
 from support.models import CPU_RUN, build_model
 from support.trainers import Letters
@@ -21,6 +23,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.option_rules import check_batches, check_served
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
+from mt_grpo.rollout.engines.vllm.pool import ServerPool
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, keeper, own_server, server_command
 from mt_grpo.training.own_server import OwnServer, check_own_servers
 from mt_grpo.training.servers import server_urls, transport_of
@@ -239,3 +242,28 @@ def test_a_trainer_that_fails_leaves_no_server(served, monkeypatch):
 def test_a_model_without_a_name_is_refused(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match="save it to a folder"):
         own_server.start_own_server(config(Path(tmp_path)), build_model(tokenizer))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_server", [1, 2])
+def test_each_group_of_ranks_has_a_server(per_server, tmp_path, tokenizer):
+    build_model(tokenizer).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    first = free_port()
+    arguments = ["-m", "support.ranks_colocate", str(tmp_path), str(first), str(per_server)]
+    run_processes(arguments, 2, tmp_path / "log", {})
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["port"] for rank in ranks] == ([[first], [first + 1]] if per_server == 1 else [[first], []])
+    for rank in ranks[: 2 // per_server]:
+        assert rank["calls"].count("/sleep?level=2&mode=abort") == 2
+        assert rank["calls"].count("/wake_up?tags=weights") == 1
+        assert rank["calls"].count("/update_weights") == 3  # the proof, and two steps
+        samples = rank["calls"].count("/v1/completions") - 3  # and as many comparisons
+        assert samples == 2 * 4 * per_server  # its ranks' own conversations
+
+
+def test_a_process_samples_from_the_server_on_its_gpu():
+    pool = ServerPool(["http://a:1", "http://b:2"], home="http://b:2")
+    assert {pool.place(str(number), [number]).url for number in range(8)} == {"http://b:2"}
+    pool.servers[1].drop("gone")
+    assert {pool.place(str(number), [number]).url for number in range(8)} == {"http://a:1"}
