@@ -14,6 +14,10 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import torch
+
+from mt_grpo.vllm_plugin.delta import apply
+
 ROOT = "/dev/shm"
 """Where files are put: shared memory, which all workers of a server see."""
 
@@ -43,15 +47,18 @@ class Fetcher:
         self._root = root
         self._folder: Path | None = None
         self._number = 0
+        self._label = ""
         self._lock = threading.Lock()
 
-    def fetch(self, url: str, size: int) -> str:
+    def fetch(self, url: str, size: int, label: str = "", base: str = "") -> str:
         """
         Brings a file, and returns its path here. The file before it stays.
 
         Args:
             url (`str`): Where it is.
             size (`int`): Its bytes.
+            label (`str`, *optional*): What to know the file by.
+            base (`str`, *optional*): Label of the file before it. What is brought is then the change from that one.
 
         Raises:
             FetchError: If it cannot be had.
@@ -59,18 +66,43 @@ class Fetcher:
         with self._lock:
             if self._folder is None:
                 self._folder = _make_folder(self._root)
+            held, self._label = self._label, ""
+            before = self._folder / f"{self._number}.safetensors"
             self._number = (self._number + 1) % FILES
             path = self._folder / f"{self._number}.safetensors"
+            if base and held != base:
+                raise FetchError("This server holds other weights than those that the change starts from.")
             try:
-                download(url, path, size)
+                if base:
+                    change = self._folder / "change"
+                    download(url, change, size)
+                    _change(before, change, path)
+                else:
+                    download(url, path, size)
             except OSError as error:
                 raise FetchError(f"There is no room for {size / 1e9:.2f} GB in {self._folder} ({error}).") from error
+            self._label = label
             return str(path)
 
     def close(self) -> None:
         """Removes all files."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _change(before: Path, change: Path, path: Path) -> None:
+    """Makes a file of the one before it and a change."""
+    size = before.stat().st_size
+    with open(path, "ab") as file:
+        file.truncate(size)
+        os.posix_fallocate(file.fileno(), 0, size)
+    old, found = (torch.from_file(str(one), size=one.stat().st_size, dtype=torch.uint8) for one in (before, change))
+    new = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    new.copy_(old)
+    try:
+        apply(found, new)
+    except ValueError as error:
+        raise FetchError(str(error)) from error
 
 
 def download(url: str, path: Path, size: int) -> None:

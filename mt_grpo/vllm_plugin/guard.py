@@ -171,7 +171,7 @@ class Guard:
             body, more = body + message.get("body", b""), message.get("more_body", False)
         try:
             asked = json.loads(body)
-            path = await asyncio.to_thread(self._fetcher.fetch, str(asked["url"]), int(asked["size"]))
+            path = await asyncio.to_thread(self._fetcher.fetch, **asked)
         except (FetchError, ValueError, KeyError, TypeError) as error:
             await _answer(send, 502, {"error": str(error)})
         else:

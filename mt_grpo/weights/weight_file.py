@@ -121,6 +121,11 @@ class WeightFile:
             ) from error
         self._bytes = torch.from_file(str(partial), shared=True, size=self._begin + offset, dtype=torch.uint8)
 
+    @property
+    def content(self) -> torch.Tensor:
+        """Its bytes."""
+        return self._bytes
+
     def withdraw(self) -> None:
         """Removes its name, before it is filled again."""
         self.path = self.path.replace(self._partial)

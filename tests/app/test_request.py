@@ -150,7 +150,7 @@ REFUSED = [
         "`max_turn_length: 600` is above `max_completion_length: 512`,",
     ),
     ([*GOOD, "--forward", "trees"], "`forward` is 'trees'; the nearest is 'tree': choose one of tree, padded, turn"),
-    ([*GOOD, "--weight_sync", "nccll"], "`weight_sync` is 'nccll'; the nearest is 'nccl': choose one of auto, http,"),
+    ([*GOOD, "--weight_sync", "nccll"], "`weight_sync` is 'nccll'; the nearest is 'nccl': choose one of auto, delta,"),
     (
         [*GOOD, "--call_protocol", "nativ"],
         "`call_protocol` is 'nativ'; the nearest is 'native': choose one of",

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from accelerate import Accelerator
 from support.loopback import Loopback, Reply
 from support.replicas import Replica, step_of
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.vllm_plugin import fetch
+from mt_grpo.vllm_plugin.delta import apply, difference
 from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError
 from mt_grpo.vllm_plugin.guard import FETCH
+from mt_grpo.weights.transports import delta
+from mt_grpo.weights.transports.delta import DeltaTransport
 from mt_grpo.weights.transports.http import FileOffer, HttpTransport
 from mt_grpo.weights.updates import WeightSyncError
 
@@ -32,7 +36,10 @@ class Remote(Replica):
     def answer(self, method, path, body):
         if path == FETCH and path != self.refused:
             self.urls.append(body["url"])
-            return 200, {"path": self.fetcher.fetch(**body)}
+            try:
+                return 200, {"path": self.fetcher.fetch(**body)}
+            except FetchError as error:
+                return 502, {"error": str(error)}
         if path == "/update_weights":
             assert Path(body["update_info"]["path"]).is_relative_to(self.folder)
         return super().answer(method, path, body)
@@ -78,6 +85,75 @@ def test_a_server_that_cannot_fetch_is_refused_at_the_start(remote, sync):
     remote.refused = FETCH
     with pytest.raises(WeightSyncError, match="cannot fetch the trainer's weights.*`mt-grpo serve`"):
         sync.begin()
+
+
+@pytest.fixture
+def changes(remote, model):
+    """Sends what changes of a model in bfloat16."""
+    model.bfloat16()
+    remote.model.bfloat16()
+    remote.dtype = "torch.bfloat16"
+    client = VLLMServerClient(remote.http.url, remote.tokenizer, server_timeout=5.0)
+    sync = DeltaTransport(client, lambda: model, Accelerator(cpu=True))
+    yield sync
+    sync.close()
+
+
+def fetched(remote) -> list[str]:
+    """What was sent, since the nonce."""
+    return [url.rsplit("/", 1)[1].split("-")[0] for url in remote.urls[1:]]
+
+
+def test_of_most_weights_only_changes_are_sent(remote, changes, model):
+    for step in range(4):
+        model.model.embed_tokens.weight.data[step] *= 1.5
+        changes.sync(step)
+        assert changes.checksum == remote.loaded
+    assert fetched(remote) == ["weights"] * 2 + ["change"] * 3  # the proof and the first are whole
+    sent, whole = remote.http.asked(FETCH)[-1]["size"], remote.http.asked(FETCH)[1]["size"]
+    assert sent < 0.1 * whole and step_of(remote.version) == "3"
+
+
+def test_where_all_weights_changed_all_are_sent(remote, changes, model):
+    changes.sync(0)
+    for weight in model.parameters():
+        weight.data += 1
+    changes.sync(1)
+    assert fetched(remote) == ["weights"] * 3 and changes.checksum == remote.loaded
+
+
+def test_a_server_with_another_file_gets_all_weights(remote, changes, model):
+    changes.sync(0)
+    remote.fetcher.close()
+    remote.fetcher = Fetcher(str(remote.folder))
+    changes.sync(1)
+    assert fetched(remote) == ["weights", "weights", "change", "weights"] and changes.checksum == remote.loaded
+
+
+def test_in_doubt_all_weights_are_sent_again(remote, changes, monkeypatch):
+    changes.sync(0)
+    monkeypatch.setattr(fetch, "apply", lambda change, file: file.view(-1)[-4:].zero_())
+    changes.sync(1)
+    assert fetched(remote) == ["weights", "weights", "change", "weights"] and changes.checksum == remote.loaded
+
+
+def test_all_weights_are_sent_now_and_then(remote, changes, monkeypatch):
+    monkeypatch.setattr(delta, "WHOLE_EVERY", 2)
+    for step in range(4):
+        changes.sync(step)
+    assert fetched(remote) == ["weights", "weights", "change", "weights", "change"]
+
+
+@pytest.mark.parametrize("size", [2, 131_072, 262_150, 400_001])
+def test_a_change_makes_the_new_file_of_the_old(size):
+    old = torch.randint(256, (size,), dtype=torch.uint8)
+    new = old.clone()
+    new[torch.randint(size // 2 * 2, (max(1, size // 50),))] += 1
+    change = difference(old, new, most=3.0)
+    apply(change, old)
+    assert torch.equal(old, new)
+    with pytest.raises(ValueError, match="not one of this file"):
+        apply(change[:-2], old)
 
 
 @pytest.fixture

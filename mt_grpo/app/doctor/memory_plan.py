@@ -159,7 +159,7 @@ def files(case: Case) -> Lines:
 
 
 def _shared(case: Case) -> Lines:
-    by_file = ("safetensors", "http", *(() if case.colocated and case.on_gpu else ("auto",)))
+    by_file = ("safetensors", "http", "delta", *(() if case.colocated and case.on_gpu else ("auto",)))
     if not case.args.use_vllm or case.args.weight_sync not in by_file:
         return
     folder = case.args.weight_sync_folder or "/dev/shm"

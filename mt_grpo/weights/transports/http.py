@@ -52,14 +52,14 @@ class HttpTransport(SafetensorsTransport):
         check_folder(server, config, self._folder, lambda file: self._brought(server, file))
 
     def _push(self, server: ServerControl, step: int | None) -> None:
-        path = self._brought(server, self._file(step))
+        path = self._brought(server, self._file(step), label=self.checksum)
         push_file(server, path, self._label(step), self.checksum)
 
-    def _brought(self, server: ServerControl, file: Path) -> Path:
-        """Has a server fetch a file; its path there."""
+    def _brought(self, server: ServerControl, file: Path, **more: str) -> Path:
+        """Has a server fetch a file; its path there. `more` are further arguments of `Fetcher.fetch`."""
         url = f"{self._bases[server.base_url]}/{file.name}"
         try:
-            return Path(server.post(FETCH, {"url": url, "size": file.stat().st_size})["path"])
+            return Path(server.post(FETCH, {"url": url, "size": file.stat().st_size, **more})["path"])
         except RequestFailed as error:
             if error.unreachable or error.status is None:
                 raise
