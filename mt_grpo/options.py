@@ -414,9 +414,9 @@ class RunOptions:
     )
     weight_sync: str = option(
         "auto",
-        "auto, safetensors, http, delta, nccl, ipc or lora. How weights reach the server: `safetensors` through a "
-        "file, `http` over the network, `delta` only what changed, `nccl` from GPU to GPU, `ipc` within a GPU, and "
-        "`lora` sends the adapter only. `auto` is the first, and `ipc` with `vllm_mode: colocate` on a GPU.",
+        "How weights reach the server. `safetensors` goes through a file, `http` over the network, `delta` sends only "
+        "what changed, `nccl` goes from GPU to GPU, `ipc` within a GPU, and `lora` sends the adapter only. `auto` is "
+        "the first, and `ipc` with `vllm_mode: colocate` on a GPU.",
         SERVER,
         page="server.md",
         of_server=True,
