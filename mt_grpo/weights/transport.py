@@ -454,7 +454,10 @@ class WeightTransport:
                 failures = list(executor.map(lambda server: self._attempt(server, action), up))
         if not any(server.up for server in self.client.pool.servers):
             if again is None or not self.repeatable:
-                raise next(failure for failure in failures if failure is not None)
+                first = next(failure for failure in failures if failure is not None)
+                if self.end_server is not None:  # nobody else starts it again
+                    raise WeightSyncError(f"{first} {self.client.remedy}") from first
+                raise first
             return self._each_server(again)
         for failure in failures:
             if failure is not None and not failure.unreachable:
