@@ -422,7 +422,7 @@ def test_a_step_takes_less_where_batches_are_sampled_ahead():
 
 def test_sampling_ahead_without_a_server_takes_a_copy(shape):
     def parts(copied):
-        return Load(shape, HALF, 1, 1, 1, 200, 1024, 2048, True, None, False, 8, copied, True).parts(COPIES)
+        return Load(shape, HALF, 1, 1, 1, 200, 1024, 2048, True, None, False, 8, copied, True, 1).parts(COPIES)
 
     alone, ahead = parts(False), parts(True)
     assert ahead.pop("copy that samples") == 2 * shape.parameters + 8 * 1224 * shape.kv_bytes(2)
