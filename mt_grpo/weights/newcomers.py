@@ -20,13 +20,14 @@ LOOKS = 8
 """Requests that tell one server from several that answer in turn."""
 
 
-def tell_apart(each_server: Callable[[Callable[[ServerControl], None]], None], run: str, urls: Iterable[str]) -> None:
+def tell_apart(each_server: Callable[..., None], run: str, urls: Iterable[str]) -> None:
     """
     Makes sure that each address leads to one server, and to one of its own: each is given a weight version of its own,
     and asked for it several times.
 
     Args:
-        each_server (`Callable`): Does something with every server that is up.
+        each_server (`Callable`): Does a first thing with every server that is up, or where all are lost meanwhile, a
+            second one with those that come back.
         run (`str`): This run, which may use them.
         urls (`Iterable[str]`): Their addresses.
 
@@ -47,8 +48,15 @@ def tell_apart(each_server: Callable[[Callable[[ServerControl], None]], None], r
                     "once in `vllm_server_base_url`."
                 )
 
-    each_server(lambda server: server.post("/update_weight_version", {"new_version": labels[server.base_url]}))
-    each_server(look)
+    def mark(server: ServerControl) -> None:
+        server.post("/update_weight_version", {"new_version": labels[server.base_url]})
+
+    def mark_and_look(server: ServerControl) -> None:
+        mark(server)
+        look(server)
+
+    each_server(mark, mark)
+    each_server(look, mark_and_look)
 
 
 def prove_newcomers(transport: WeightTransport) -> list[int]:
