@@ -500,7 +500,7 @@ OF_LIBRARIES = {
     "vllm_max_model_length": Option(of_server=True),
     "output_dir": Option("Folder of the run.", RUN),
     "resume_from_checkpoint": Option(
-        "A checkpoint's folder, or true for the latest in `output_dir`.", RUN, also="boolean"
+        "A checkpoint's folder; true: the latest; auto: it, if any.", RUN, also="boolean"
     ),
     "save_steps": Option("Steps between two checkpoints.", RUN),
     "report_to": Option("Where metrics go: wandb, trackio, tensorboard ...", RUN),

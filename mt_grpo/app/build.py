@@ -36,11 +36,11 @@ from mt_grpo.training.checkpoint import (
     batch_options,
     check_adapter,
     check_checkpoint,
-    find_checkpoint,
 )
 from mt_grpo.training.config import MTGRPOConfig, changed
 from mt_grpo.training.environment import build_env
 from mt_grpo.training.folder import check_folder
+from mt_grpo.training.hosts import resume_point
 from mt_grpo.training.images import tokenizer_in
 from mt_grpo.training.model import resolve_base, resolve_model
 from mt_grpo.training.own_server import check_own_servers
@@ -158,7 +158,7 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         replay=args.replay if trains else None,
         push_to_hub=args.push_to_hub and trains,
         report_to=args.report_to if trains else [],
-        resume_from_checkpoint=find_checkpoint(args.resume_from_checkpoint, args.output_dir),
+        resume_from_checkpoint=resume_point(args.resume_from_checkpoint, args),
         model_init_kwargs={
             "revision": model.model_revision,
             "attn_implementation": model.attn_implementation,

@@ -6,17 +6,23 @@ import contextlib
 import os
 import signal
 import subprocess
+from contextlib import ExitStack
 from importlib.resources import as_file
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import psutil
 import torch
+import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.utils import patch_environment
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from mt_grpo.app.request import Request
+from mt_grpo.app.request import OF_LAUNCHER, Request
 from mt_grpo.app.shipped import accelerate_configs, read_accelerate_config
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.imports import did_you_mean
@@ -31,8 +37,7 @@ def launch(request: Request) -> int:
 
     Args:
         request (`Request`): Its `accelerate_config` is the name of a configuration in `recipes/accelerate`, or the
-            path of one, and its `num_processes` replaces the number of the configuration. Everything else goes to each
-            process.
+            path of one, of which its other `OF_LAUNCHER` replace parts. Everything else goes to each process.
 
     Returns:
         `int`: Exit status of the first process that failed, else 0.
@@ -59,38 +64,79 @@ def launch(request: Request) -> int:
 
 
 def _launch(path: Path, request: Request) -> int:
-    number = request.own["num_processes"]
-    command = ["--config_file", str(path), *([] if number is None else ["--num_processes", str(number)]), "--module"]
-    command += ["mt_grpo", "train", *([] if request.path is None else [request.path]), *request.arguments]
-    command += [f"--{name}" for name in ("dry_run", "trust") if request.own[name]]
-    try:
-        with libraries_may_refuse(f"The accelerate configuration {path} cannot be launched"):
-            _check(path, number)
+    given = {name: request.own[name] for name in OF_LAUNCHER if request.own[name] is not None}
+    with libraries_may_refuse(f"The accelerate configuration {path} cannot be launched"), ExitStack() as stack:
+        file = _check(path, given)
+        if file is not None:
+            path = Path(stack.enter_context(TemporaryDirectory()), path.name)
+            path.write_text(yaml.safe_dump(file), encoding="utf-8")
+            stack.enter_context(patch_environment(accelerate_use_cpu="true"))
+        command = ["--config_file", str(path)]
+        command += [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        command += ["--module", "mt_grpo", "train", *([] if request.path is None else [request.path])]
+        command += [*request.arguments, *(f"--{name}" for name in ("dry_run", "trust") if request.own[name])]
+        try:
             launch_command(launch_command_parser().parse_args(command))
-    except ChildFailedError as error:
-        return _status(error.get_first_failure()[1].exitcode)
-    except subprocess.CalledProcessError as error:
-        return _status(error.returncode)
-    except SignalException as error:
-        _end_processes(error.sigval)
-        raise KeyboardInterrupt(error.sigval) from None
-    except KeyboardInterrupt as error:
-        _end_processes(error.args[0] if error.args else signal.SIGINT)
-        raise
+        except ChildFailedError as error:
+            return _status(error.get_first_failure()[1].exitcode)
+        except subprocess.CalledProcessError as error:
+            return _status(error.returncode)
+        except DistError as error:  # hosts that do not meet
+            raise ConfigError(
+                f"The hosts of the run did not meet at {given.get('main_process_ip') or 'the first one'} "
+                f"({_first_line(error)}): run the same command on every host, each with its own `--machine_rank`."
+            ) from None
+        except SignalException as error:
+            _end_processes(error.sigval)
+            raise KeyboardInterrupt(error.sigval) from None
+        except KeyboardInterrupt as error:
+            _end_processes(error.args[0] if error.args else signal.SIGINT)
+            raise
     return 0
 
 
-def _check(path: Path, num_processes: int | None) -> None:
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200]
+
+
+def _check(path: Path, given: dict[str, Any]) -> dict[str, Any] | None:
     """
     One sentence for what would otherwise be a traceback of each process that finds no device, or of a reader of YAML.
+
+    Returns:
+        `dict`, *optional*: What to launch in place of a configuration of several processes on CPUs. accelerate takes
+        MPI for these, and would launch a single one here.
     """
-    read_accelerate_config(path)
+    content = read_accelerate_config(path)
     config = load_config_from_file(str(path))
-    wanted, there = num_processes or config.num_processes, torch.accelerator.device_count()
-    if not config.use_cpu and config.num_machines == 1 and wanted > there:
+    machines = given.get("num_machines", config.num_machines)
+    wanted, there = given.get("num_processes", config.num_processes), torch.accelerator.device_count()
+    if not config.use_cpu and machines == 1 and wanted > there:
         raise ConfigError(
             f"The accelerate configuration {path.stem} takes {wanted} GPUs, a process each, and this machine has "
             f"{there}: give `--num_processes`, or a configuration with `use_cpu: true`."
+        )
+    if machines > 1:
+        _check_hosts(config, given, machines, wanted)
+    if not config.use_cpu or wanted == 1:
+        return None
+    kind = content.get("distributed_type")
+    return {**content, "use_cpu": False, "distributed_type": kind if kind == "FSDP" else "MULTI_GPU"}
+
+
+def _check_hosts(config: Any, given: dict[str, Any], machines: int, processes: int) -> None:
+    """Whether the options say which of several hosts this is, and where the first one is."""
+    rank = given.get("machine_rank", config.machine_rank)
+    if rank >= machines:
+        raise ConfigError(f"`--machine_rank {rank}` is none of {machines} hosts: they count from 0 to {machines - 1}.")
+    if processes % machines:
+        raise ConfigError(
+            f"`--num_processes {processes}`, those of all hosts together, is no multiple of `--num_machines "
+            f"{machines}`: give each host as many."
+        )
+    if not given.get("main_process_ip", config.main_process_ip):
+        raise ConfigError(
+            f"`--num_machines {machines}` needs `--main_process_ip`, the address of the host with `--machine_rank 0`."
         )
 
 

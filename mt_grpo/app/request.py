@@ -44,6 +44,35 @@ OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "minimum": 1,
             "default": None,
         },
+        "num_machines": {
+            "description": "Hosts that train, each of which runs this command.",
+            "type": "integer",
+            "minimum": 1,
+            "default": None,
+        },
+        "machine_rank": {
+            "description": "Which of the hosts this is, from 0.",
+            "type": "integer",
+            "minimum": 0,
+            "default": None,
+        },
+        "main_process_ip": {
+            "description": "Address of the first host.",
+            "type": "string",
+            "default": None,
+        },
+        "main_process_port": {
+            "description": "Port at which the hosts meet there.",
+            "type": "integer",
+            "minimum": 1,
+            "default": None,
+        },
+        "max_restarts": {
+            "description": "How often all begin again where a process has died.",
+            "type": "integer",
+            "minimum": 0,
+            "default": None,
+        },
     },
     "rollout": {
         **TRUST,
@@ -119,6 +148,16 @@ OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """The commands that take a recipe, with the options that are the command's and no recipe's."""
 
+OF_LAUNCHER = (
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "max_restarts",
+)
+"""Options of `train` that are accelerate's, and take the place of what its configuration says."""
+
 NEAR = 0.82
 """How near, of 1, the name of an option must be to be guessed."""
 
@@ -164,8 +203,9 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     of_run = request.path is None and command == "train" and given.get("replay")
     if of_run:
         request.path = _recipe_of_run(given["replay"])
-    if command == "train" and request.own["num_processes"] is not None and request.own["accelerate_config"] is None:
-        raise ConfigError("`--num_processes` needs `--accelerate_config` beside it, e.g. `--accelerate_config zero3`.")
+    for name in OF_LAUNCHER if command == "train" and request.own["accelerate_config"] is None else ():
+        if request.own[name] is not None:
+            raise ConfigError(f"`--{name}` needs `--accelerate_config` beside it, e.g. `--accelerate_config zero3`.")
     variables: dict[str, Any] = {}
     if request.path is not None:
         request.recipe, lines = read_file(request.path)

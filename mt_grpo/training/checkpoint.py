@@ -293,14 +293,15 @@ def adapter_settings(folder: str | Path) -> dict[str, Any] | None:
 
 def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
     """
-    The folder that `resume_from_checkpoint` names. `true` is the latest whole checkpoint in `output_dir`.
+    The folder that `resume_from_checkpoint` names. `true` is the latest whole checkpoint in `output_dir`;
+    `auto` is that one too, or none where there is none.
 
     Raises:
         ConfigError: If there is none.
     """
     if wanted is None or str(wanted).lower() == "false":
         return None
-    if str(wanted).lower() != "true":
+    if str(wanted).lower() not in ("true", "auto"):
         folder = Path(str(wanted))
         if not folder.is_dir():
             raise ConfigError(
@@ -314,11 +315,11 @@ def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
     for folder in _checkpoints(output_dir) if latest else []:
         if int(folder.name.rsplit("-", 1)[1]) > int(latest.name.rsplit("-", 1)[1]) and (why := _damage(folder)):
             logger.warning("%s So the run goes on from the checkpoint before, %s.", why, latest)
-    if latest is None:
+    if latest is None and str(wanted).lower() == "true":
         raise ConfigError(
             f"There is no checkpoint in `output_dir: {output_dir}` to resume from; `save_strategy: steps` leaves some."
         )
-    return str(latest)
+    return None if latest is None else str(latest)
 
 
 def latest_checkpoint(output_dir: str) -> Path | None:

@@ -16,6 +16,7 @@ from trl import GRPOTrainer
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError
 from mt_grpo.runlog.files import to_json
+from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.runlog.state import Pulse
 from mt_grpo.training.ahead import BatchesAhead, batches_ahead
 from mt_grpo.training.checkpoint import (
@@ -24,7 +25,6 @@ from mt_grpo.training.checkpoint import (
     check_adapter,
     check_checkpoint,
     check_weights_fit,
-    find_checkpoint,
     is_whole,
     load_ahead,
     load_converted,
@@ -36,6 +36,7 @@ from mt_grpo.training.checkpoint import (
 )
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.folder import left_by_runs
+from mt_grpo.training.hosts import keep_checkpoint, keep_records, resume_point
 from mt_grpo.training.model import load_reference, save_reference
 from mt_grpo.training.nonfinite import check_weights
 from mt_grpo.training.preflight import check_batch_sizes, check_rows_suffice
@@ -70,7 +71,7 @@ class ResumableTrainer(GRPOTrainer):
         """
         check_batch_sizes(self.args)
         check_rows_suffice(self.args, self.train_dataset)
-        checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        checkpoint = resume_point(resume_from_checkpoint, self.args)
         if checkpoint is not None:
             adapter = self.model.peft_config["default"].to_dict() if is_peft_model(self.model) else None
             check_adapter(Path(checkpoint), adapter)
@@ -92,6 +93,7 @@ class ResumableTrainer(GRPOTrainer):
         self._ahead = batches_ahead(self)
         with self._pulse(), self._ahead or nullcontext():
             result = super().train(checkpoint, *args, **kwargs)
+        keep_records(Path(self.args.output_dir, FOLDER), self.args)
         if self._initial_global_step == self.state.global_step < self.state.max_steps:
             raise ConfigError(
                 f"The dataset ended before step {self.state.global_step + 1} of {self.state.max_steps}, so nothing "
@@ -196,6 +198,8 @@ class ResumableTrainer(GRPOTrainer):
                 options = batch_options(self.args)
                 ahead = None if self._ahead is None else self._ahead.state(self.state.global_step)
                 save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, options, ahead)
+                keep_checkpoint(folder, self.args)
+                keep_records(Path(self.args.output_dir, FOLDER), self.args)
         except BaseException:  # a checkpoint is whole or absent, whatever stops its writing
             shutil.rmtree(folder, ignore_errors=True)
             raise
