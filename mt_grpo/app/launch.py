@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -22,9 +23,10 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from mt_grpo.app.interrupt import tell
 from mt_grpo.app.request import OF_LAUNCHER, Request
 from mt_grpo.app.shipped import accelerate_configs, read_accelerate_config
-from mt_grpo.errors import ConfigError, libraries_may_refuse
+from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
 from mt_grpo.imports import did_you_mean
 
 PATIENCE = 30.0
@@ -64,6 +66,7 @@ def launch(request: Request) -> int:
 
 
 def _launch(path: Path, request: Request) -> int:
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # processes say themselves why they end
     given = {name: request.own[name] for name in OF_LAUNCHER if request.own[name] is not None}
     with libraries_may_refuse(f"The accelerate configuration {path} cannot be launched"), ExitStack() as stack:
         file = _check(path, given)
@@ -78,7 +81,10 @@ def _launch(path: Path, request: Request) -> int:
         try:
             launch_command(launch_command_parser().parse_args(command))
         except ChildFailedError as error:
-            return _status(error.get_first_failure()[1].exitcode)
+            rank, failure = error.get_first_failure()
+            if failure.exitcode < 0:  # else it has said why by itself
+                tell(UserError(_killed(rank, -failure.exitcode)))
+            return _status(failure.exitcode)
         except subprocess.CalledProcessError as error:
             return _status(error.returncode)
         except DistError as error:  # hosts that do not meet
@@ -93,6 +99,15 @@ def _launch(path: Path, request: Request) -> int:
             _end_processes(error.args[0] if error.args else signal.SIGINT)
             raise
     return 0
+
+
+def _killed(rank: int, number: int) -> str:
+    name = signal.Signals(number).name
+    memory = ", as a system does that has no memory left" if number == signal.SIGKILL else ""
+    return (
+        f"Process {rank} was ended by {name}{memory}: run the same command with `--resume_from_checkpoint auto` to go "
+        "on from the last checkpoint."
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from torch.distributed import DistError
 
 from mt_grpo.concurrency import run
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import EngineError, RolloutError
 from mt_grpo.rollout.engines.transformers import on_device
@@ -37,6 +40,34 @@ _SENTENCES = (
 
 class RankError(RuntimeError):
     """Another process failed unexpectedly. The message has its traceback."""
+
+
+class ProcessGoneError(UserError, RuntimeError):
+    """Another process of the run has ended without a word, or cannot be reached."""
+
+
+@contextmanager
+def says_who_is_gone(output_dir: str) -> Iterator[None]:
+    """
+    Turns what a backend of torch raises when another process is gone into a sentence.
+
+    Args:
+        output_dir (`str`): The run's folder.
+
+    Raises:
+        ProcessGoneError: If a process or its host is gone, or the network between them.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, UserError) or not (isinstance(error, DistError) or "gloo" in str(error)):
+            raise
+        why = re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0][:160]  # without the place in the backend's code
+        raise ProcessGoneError(
+            f"Another process of the run is gone, or its host or the network is ({why}); what it printed last may say "
+            f"why. Checkpoints are in {output_dir}: run the same command on every host with `--resume_from_checkpoint "
+            "auto` to go on."
+        ) from error
 
 
 def everywhere(work: Callable[[], T]) -> T:

@@ -1,0 +1,94 @@
+"""Hosts on one machine: network namespaces on a switch of their own, each with a folder that the others do not see."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from pyroute2 import NetNS, netns
+
+ADDRESS = "10.77.0.{}"
+_SWITCH = "switch"
+
+
+class Hosts:
+    """
+    Args:
+        number: How many there are; host `n` has the address 10.77.0.(n + 1).
+        folder: A folder that each has for itself.
+        place: Where each host keeps it.
+    """
+
+    def __init__(self, number: int, folder: Path, place: Path) -> None:
+        self.folder, self.place = folder, place
+        self._names = [f"host{n}-{os.getpid()}" for n in range(number)]
+        folder.mkdir(exist_ok=True)
+        with _namespace(f"{_SWITCH}-{os.getpid()}") as switch:
+            switch.link("add", ifname="bridge", kind="bridge")
+            bridge = switch.link_lookup(ifname="bridge")[0]
+            switch.link("set", index=bridge, state="up")
+            for n, name in enumerate(self._names):
+                (place / str(n)).mkdir(parents=True, exist_ok=True)
+                with _namespace(name) as host:
+                    switch.link("add", ifname=f"port{n}", kind="veth", peer={"ifname": "eth0", "net_ns_fd": name})
+                    port = switch.link_lookup(ifname=f"port{n}")[0]
+                    switch.link("set", index=port, master=bridge, state="up")
+                    for interface in ("lo", "eth0"):
+                        index = host.link_lookup(ifname=interface)[0]
+                        if interface == "eth0":
+                            host.addr("add", index=index, address=ADDRESS.format(n + 1), prefixlen=24)
+                        host.link("set", index=index, state="up")
+
+    def start(self, n: int, arguments: list[str], log: Path, **environment: str) -> subprocess.Popen:
+        """`python` with these arguments on host `n`."""
+        private = shlex.join(["mount", "--bind", str(self.place / str(n)), str(self.folder)])
+        words = shlex.join([sys.executable, *arguments])
+        command = ["nsenter", f"--net=/run/netns/{self._names[n]}", "unshare", "--mount", "--uts", "sh", "-c"]
+        with log.open("w") as file:
+            return subprocess.Popen(
+                [*command, f"hostname host{n} && {private} && exec {words}"],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **environment},
+            )
+
+    def kill(self, n: int) -> None:
+        """What a host does that loses its power."""
+        inside = os.stat(f"/run/netns/{self._names[n]}").st_ino
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if (process / "ns/net").stat().st_ino == inside:
+                    os.kill(int(process.name), signal.SIGKILL)
+
+    def close(self) -> None:
+        for n, name in enumerate(self._names):
+            self.kill(n)
+            netns.remove(name)
+        netns.remove(f"{_SWITCH}-{os.getpid()}")
+
+
+@contextmanager
+def _namespace(name: str) -> Iterator[NetNS]:
+    with NetNS(name, flags=os.O_CREAT) as namespace:
+        yield namespace
+
+
+@contextmanager
+def hosts(number: int, folder: Path, place: Path) -> Iterator[Hosts]:
+    """Hosts for a test, which is skipped where a process may not make them."""
+    try:
+        made = Hosts(number, folder, place)
+    except PermissionError:
+        pytest.skip("only root makes network namespaces")
+    try:
+        yield made
+    finally:
+        made.close()
