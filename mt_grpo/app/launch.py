@@ -76,6 +76,9 @@ def _launch(path: Path, request: Request) -> int:
             stack.enter_context(patch_environment(accelerate_use_cpu="true"))
         command = ["--config_file", str(path)]
         command += [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        if request.own["max_restarts"]:  # hosts that begin again have to meet again
+            first = given.get("machine_rank", 0) == 0
+            command += ["--rdzv_backend", "c10d", "--rdzv_conf", f"is_host={int(first)},join_timeout=900"]
         command += ["--module", "mt_grpo", "train", *([] if request.path is None else [request.path])]
         command += [*request.arguments, *(f"--{name}" for name in ("dry_run", "trust") if request.own[name])]
         try:

@@ -30,6 +30,11 @@ class Hosts:
         self.folder, self.place = folder, place
         self._names = [f"host{n}-{os.getpid()}" for n in range(number)]
         folder.mkdir(exist_ok=True)
+        place.mkdir()
+        self._known = place / "hosts"
+        self._known.write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{ADDRESS.format(n + 1)} host{n}\n" for n in range(number))
+        )
         with _namespace(f"{_SWITCH}-{os.getpid()}") as switch:
             switch.link("add", ifname="bridge", kind="bridge")
             bridge = switch.link_lookup(ifname="bridge")[0]
@@ -49,11 +54,12 @@ class Hosts:
     def start(self, n: int, arguments: list[str], log: Path, **environment: str) -> subprocess.Popen:
         """`python` with these arguments on host `n`."""
         private = shlex.join(["mount", "--bind", str(self.place / str(n)), str(self.folder)])
+        names = shlex.join(["mount", "--bind", str(self._known), "/etc/hosts"])
         words = shlex.join([sys.executable, *arguments])
         command = ["nsenter", f"--net=/run/netns/{self._names[n]}", "unshare", "--mount", "--uts", "sh", "-c"]
         with log.open("w") as file:
             return subprocess.Popen(
-                [*command, f"hostname host{n} && {private} && exec {words}"],
+                [*command, f"hostname host{n} && {names} && {private} && exec {words}"],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
