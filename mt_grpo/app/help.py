@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from mt_grpo.app.request import OWN_OPTIONS
+from mt_grpo.app.request import OF_HOSTS, OWN_OPTIONS
 from mt_grpo.app.schema import kinds, load_schema, summary
 from mt_grpo.options import GROUPS, OPTIONS, Option
 
@@ -42,7 +42,8 @@ def command_help(command: str, line: str, everything: bool = False) -> str:
         ),
     ]
     if OWN_OPTIONS[command]:
-        text += ["", f"Options of {command}:", *_lines(OWN_OPTIONS[command], width)]
+        own = {name: option for name, option in OWN_OPTIONS[command].items() if everything or name not in OF_HOSTS}
+        text += ["", f"Options of {command}:", *_lines(own, width)]
     options = load_schema().properties
     if everything:
         ours = {name: option for name, option in options.items() if option["x-owner"] == "mt_grpo"}

@@ -148,14 +148,9 @@ OWN_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """The commands that take a recipe, with the options that are the command's and no recipe's."""
 
-OF_LAUNCHER = (
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "max_restarts",
-)
+OF_HOSTS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "max_restarts")
+"""Options of `train` on several hosts; the short help leaves them out."""
+OF_LAUNCHER = ("num_processes", *OF_HOSTS)
 """Options of `train` that are accelerate's, and take the place of what its configuration says."""
 
 NEAR = 0.82

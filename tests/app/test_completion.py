@@ -10,6 +10,7 @@ import pytest
 from trl import ModelConfig, TrlParser
 
 from mt_grpo.app.recipe import MTGRPOScriptArguments
+from mt_grpo.app.request import OF_HOSTS
 from mt_grpo.cli import COMMANDS, main
 from mt_grpo.options import OPTIONS
 from mt_grpo.runlog.export import FORMS
@@ -72,7 +73,7 @@ def test_options_of_recipes_are_completed(complete, fields, command):
     assert {f"--{name}" for name in fields} <= offered
     launched = {"--accelerate_config", "--num_processes"}
     own = {
-        "train": {"--dry_run", "--trust", *launched},
+        "train": {"--dry_run", "--trust", *launched, *(f"--{name}" for name in OF_HOSTS)},
         "rollout": {"--num_prompts", "--audit", "--save", "--trust"},
         "serve": {"--trust", "--replicas"},
         "doctor": {"--trust", "--gpu", "--gpu_memory", "--calibrate", "--probe", "--json", *launched},

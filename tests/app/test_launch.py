@@ -134,3 +134,21 @@ def test_a_process_that_was_launched_launches_none(recipe, monkeypatch, capsys):
 def test_options_of_the_command_are_no_fields_of_a_recipe():
     names = {field.name for options in DATACLASSES for field in fields(options)}
     assert not names & {name for own in OWN_OPTIONS.values() for name in own}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--num_machines", "2"], "needs `--main_process_ip`, the address of the host with `--machine_rank 0`"),
+        (["--num_machines", "2", "--machine_rank", "2"], "`--machine_rank 2` is none of 2 hosts"),
+        (["--num_machines", "4"], "`--num_processes 2`, those of all hosts together, is no multiple of"),
+    ],
+)
+def test_hosts_are_told_what_they_have_to_say(recipe, config, capsys, options, expected):
+    assert main(["train", *recipe(), "--accelerate_config", config(2), "--num_processes", "2", *options]) == 1
+    assert expected in capsys.readouterr().err
+
+
+def test_options_of_hosts_need_a_configuration(recipe, capsys):
+    assert main(["train", *recipe(), "--max_restarts", "1"]) == 1
+    assert "`--max_restarts` needs `--accelerate_config` beside it" in capsys.readouterr().err

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Two nodes train and a third serves: sbatch recipes/cluster/slurm.sh RECIPE.yaml
+# The recipe has `use_vllm: true`. After a time limit or a lost node, the same command goes on.
+#SBATCH --job-name=mt-grpo
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+set -euo pipefail
+
+RECIPE=${1:?give a recipe}
+mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export RECIPE MAIN=${NODES[0]} SERVER=${NODES[2]} VLLM_API_KEY=${VLLM_API_KEY:-$(openssl rand -hex 32)}
+
+srun --nodes=1 --nodelist="$SERVER" --overlap \
+	mt-grpo serve --config "$RECIPE" --vllm_server_host 0.0.0.0 --replicas 8 &
+
+# Single quotes: SLURM_NODEID is that of the node that the shell runs on.
+srun --nodes=2 --nodelist="$MAIN,${NODES[1]}" --overlap bash -c '
+	exec mt-grpo train "$RECIPE" --accelerate_config fsdp2 --num_processes 16 --num_machines 2 \
+		--machine_rank "$SLURM_PROCID" --main_process_ip "$MAIN" --main_process_port 29500 --max_restarts 3 \
+		--vllm_server_base_url "http://$SERVER:[8000-8007]" --weight_sync http \
+		--save_strategy steps --resume_from_checkpoint auto --overwrite_output_dir true'
+kill %1
