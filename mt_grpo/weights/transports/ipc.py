@@ -6,7 +6,8 @@ import base64
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -18,7 +19,8 @@ from mt_grpo.weights.transports.buckets import BUCKET, BucketTransport, Walk
 from mt_grpo.weights.updates import WeightSyncError
 
 
-class Packed(NamedTuple):
+@dataclass(frozen=True)
+class Packed:
     """
     Tensors one after another in the memory that is shared.
 
@@ -75,7 +77,7 @@ class IpcTransport(BucketTransport):
             return None
         self._finish()
         handles = gather_object([packed.handles])
-        return packed._replace(handles={gpu: handle for of_rank in handles for gpu, handle in of_rank.items()})
+        return replace(packed, handles={gpu: handle for of_rank in handles for gpu, handle in of_rank.items()})
 
     def _deliver(self, servers: list[ServerControl], bucket: Packed) -> None:
         info = {
@@ -124,7 +126,7 @@ class Shared:
             packed.sizes.append(tensor.nbytes)
             end += tensor.nbytes
             self._next = None
-        return packed._replace(handles=self._handle) if packed.names else None
+        return replace(packed, handles=self._handle) if packed.names else None
 
 
 def exported(memory: torch.Tensor) -> dict[str, Any]:
