@@ -76,7 +76,9 @@ def _launch(path: Path, request: Request) -> int:
             stack.enter_context(patch_environment(accelerate_use_cpu="true"))
         command = ["--config_file", str(path)]
         command += [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        if request.own["max_restarts"]:  # hosts that begin again have to meet again
+        if request.own["max_restarts"] and given.get("num_machines", 1) > 1:
+            # hosts that begin again have to meet anew, in a store of their own: torch's has what the last ones left
+            stack.enter_context(patch_environment(torch_disable_share_rdzv_tcp_store="1"))
             first = given.get("machine_rank", 0) == 0
             command += ["--rdzv_backend", "c10d", "--rdzv_conf", f"is_host={int(first)},join_timeout=900"]
         command += ["--module", "mt_grpo", "train", *([] if request.path is None else [request.path])]

@@ -105,7 +105,7 @@ def load_rollouts(folder: Path, accelerator: Accelerator, with_routes: bool = Tr
         with_routes (`bool`, *optional*, defaults to `True`): Whether the run replays the routes of a mixture. Else
             those that were saved are left out.
     """
-    path, device = _path(folder, accelerator.process_index), accelerator.device
+    path, device = _path(folder, accelerator.process_index), torch.device(accelerator.device)
     state = _read(path, map_location="cpu" if device.type == "cpu" else device)  # of several ranks it is `cpu:0`
     for batch in state["buffered_inputs"] or []:
         if "parents" in batch:  # as older checkpoints name the column

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
@@ -15,10 +17,17 @@ import httpx
 from mt_grpo.rollout.engines.vllm.http import find_key, headers
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+def free_port(number: int = 1) -> int:
+    """
+    The first of so many ports that nobody listens on. They are none of those that a system gives to whoever asks for
+    any port, which another process would take before they are used.
+    """
+    while True:
+        first = random.SystemRandom().randrange(10_000, 32_000)
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + number):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 class Request(NamedTuple):

@@ -250,7 +250,7 @@ def test_a_model_without_a_name_is_refused(tmp_path, tokenizer):
 def test_each_group_of_ranks_has_a_server(per_server, tmp_path, tokenizer):
     build_model(tokenizer).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    first = free_port()
+    first = free_port(2)
     arguments = ["-m", "support.ranks_colocate", str(tmp_path), str(first), str(per_server)]
     run_processes(arguments, 2, tmp_path / "log", {})
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
