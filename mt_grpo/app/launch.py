@@ -138,10 +138,14 @@ def _check(path: Path, given: dict[str, Any]) -> dict[str, Any] | None:
         )
     if machines > 1:
         _check_hosts(config, given, machines, wanted)
+    if config.use_cpu and content.get("distributed_type") == "FSDP":
+        raise ConfigError(
+            f"The accelerate configuration {path.stem} has `distributed_type: FSDP` and `use_cpu: true`, and "
+            "accelerate shards on GPUs only: write `distributed_type: MULTI_CPU`, which trains whole copies."
+        )
     if not config.use_cpu or wanted == 1:
         return None
-    kind = content.get("distributed_type")
-    return {**content, "use_cpu": False, "distributed_type": kind if kind == "FSDP" else "MULTI_GPU"}
+    return {**content, "use_cpu": False, "distributed_type": "MULTI_GPU"}
 
 
 def _check_hosts(config: Any, given: dict[str, Any], machines: int, processes: int) -> None:
