@@ -81,7 +81,7 @@ def run_replicas(replicas: Sequence[Replica]) -> int:
         for replica in replicas:
             if told:
                 break
-            print(replica.line, flush=True)
+            print(f"{replica.line}\n", end="", flush=True)  # one write: the servers write beside it
             environment = {**os.environ, **replica.environment}
             processes[replica.url] = subprocess.Popen(replica.command, env=environment, process_group=0)
             if told:  # before it was among them
@@ -102,4 +102,4 @@ def run_replicas(replicas: Sequence[Replica]) -> int:
 def _tell_end(url: str, process: subprocess.Popen[bytes], told: list[int]) -> None:
     status = process.wait()
     if not told:
-        print(f"mt-grpo: the server at {url} has ended with status {status}.", file=sys.stderr, flush=True)
+        sys.stderr.write(f"mt-grpo: the server at {url} has ended with status {status}.\n")

@@ -19,13 +19,14 @@ replicas = [Replica(f"http://server{n}", [*child, code], {"NUMBER": str(n)}) for
 sys.exit(run_replicas(replicas))
 """
 )
+# one write a line: the servers share a pipe, and the two writes of an unbuffered `print` mix with those of another
 SERVES = """
 import os, signal, sys
 def end(number, frame):
-    print("finished", os.environ["NUMBER"], flush=True)
+    os.write(1, f"finished {os.environ['NUMBER']}\\n".encode())
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
-print("up", flush=True)
+os.write(1, b"up\\n")
 while True:
     signal.pause()
 """
