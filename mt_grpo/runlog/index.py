@@ -84,9 +84,9 @@ import orjson
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import files
-from mt_grpo.runlog.conversation import LINES, misfit
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import FOLDER
+from mt_grpo.runlog.shapes import LINES, misfit
 from mt_grpo.runlog.table import Table, block_of
 
 PART = 2**23

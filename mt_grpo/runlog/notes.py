@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mt_grpo.errors import UserError
-from mt_grpo.runlog.conversation import read_shaped
 from mt_grpo.runlog.files import check_target, to_json, whole, written_whole
+from mt_grpo.runlog.shapes import read_shaped
 
 FILE = "notes.json"
 LONGEST = 4000

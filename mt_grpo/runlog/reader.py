@@ -24,7 +24,6 @@ from mt_grpo.runlog.conversation import (
     check_credit,
     conversation,
     messages_of,
-    misfit,
     plain_trajectory,
     read_record,
     read_weights,
@@ -32,6 +31,7 @@ from mt_grpo.runlog.conversation import (
 )
 from mt_grpo.runlog.index import Each, Index
 from mt_grpo.runlog.messages import Said, turn_texts, ways
+from mt_grpo.runlog.shapes import misfit
 from mt_grpo.runlog.table import Table
 
 NUMBERS = {

@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
-from mt_grpo.runlog.conversation import read_shaped
 from mt_grpo.runlog.files import to_json, written_whole
+from mt_grpo.runlog.shapes import read_shaped
 
 FILE = "state.json"
 BEAT = 5.0

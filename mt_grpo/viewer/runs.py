@@ -16,8 +16,8 @@ import orjson
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, files, open_run
-from mt_grpo.runlog.conversation import misfit
 from mt_grpo.runlog.schema import FOLDER, INDEX
+from mt_grpo.runlog.shapes import misfit
 from mt_grpo.runlog.state import read_state
 from mt_grpo.viewer.columns import Columns
 from mt_grpo.viewer.panel import status
