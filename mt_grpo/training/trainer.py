@@ -197,7 +197,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         check_surroundings(args)
         if engine is None:
             check_own_servers(args)
-        check_own_servers(args)
         if args.use_vllm or args.max_staleness:
             check_importance_sampling(args)
         self.replay = None if args.replay is None else Replay(args)

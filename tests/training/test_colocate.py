@@ -22,6 +22,7 @@ from support.trainers import Letters
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.option_rules import check_batches, check_served
+from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
 from mt_grpo.rollout.engines.vllm.pool import ServerPool
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, keeper, own_server, server_command
@@ -87,6 +88,21 @@ def test_without_vllm_no_server_can_be_started(tmp_path, monkeypatch):
     monkeypatch.setattr(server_command, "interpreter", lambda: tmp_path / "bin" / "python")
     with pytest.raises(ConfigError, match="vLLM is neither in `.venv-vllm` nor in this environment"):
         check_own_servers(config(tmp_path, vllm_server_port=free_port()))
+
+
+def test_an_engine_that_is_given_needs_no_vllm(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(server_command, "interpreter", lambda: tmp_path / "bin" / "python")
+    engine = ScriptedEngine(tokenizer, ["a"])
+    rows = [{"prompt": "What is it?"}]
+    trainer = MTGRPOEnvTrainer(
+        build_model(tokenizer),
+        outcome_reward_funcs=Letters(),
+        args=config(tmp_path),
+        train_dataset=rows,
+        engine=engine,
+        processing_class=tokenizer,
+    )
+    assert trainer.runner.engine is engine and trainer.weight_sync is None
 
 
 def test_a_server_of_its_own_is_not_started_by_serve(tmp_path):
