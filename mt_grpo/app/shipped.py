@@ -16,6 +16,8 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 
 _ACCELERATE = "accelerate/"
+_CLUSTER = "cluster"
+"""Folder of what starts a run on several nodes, which is YAML of others."""
 _EDITORS = "# yaml-language-server: $schema="
 
 USAGE = """usage: mt-grpo recipes ls
@@ -33,7 +35,7 @@ def shipped() -> dict[str, Traversable]:
 
 def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
     for entry in folder.iterdir():
-        if entry.is_dir():
+        if entry.is_dir() and entry.name != _CLUSTER:
             yield from _walk(entry, f"{prefix}{entry.name}/")
         elif entry.name.endswith(".yaml"):
             yield prefix + entry.name, entry

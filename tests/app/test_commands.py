@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.recipes import ROOT
+from support.recipes import LISTED, ROOT
 
 from mt_grpo import __version__
 from mt_grpo.app import env
@@ -96,7 +96,7 @@ def test_env_asks_for_the_driver(capsys, monkeypatch, tmp_path, status, said):
 def test_every_recipe_ships_and_says_what_it_is(capsys):
     assert main(["recipes", "ls"]) == 0
     listed = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
-    assert list(listed) == sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.yaml"))
+    assert list(listed) == sorted(str(path.relative_to(ROOT)) for path in LISTED)
     assert len({text.strip() for text in listed.values()}) == len(listed)
     assert all(text.endswith(".") and len(text) > 20 for text in listed.values())
 

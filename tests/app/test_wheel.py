@@ -69,7 +69,7 @@ def test_the_wheel_has_what_the_package_reads(wheel):
     assert {"mt_grpo/data/embedded/facts.json", "mt_grpo/data/embedded/model/model.safetensors"} <= set(data)
     recipes = [name.removeprefix("mt_grpo/recipes/") for name in data if name.startswith("mt_grpo/recipes/")]
     root = REPOSITORY / "recipes"
-    assert sorted(recipes) == sorted(str(path.relative_to(root)) for path in root.rglob("*.yaml"))
+    assert sorted(recipes) == sorted(str(path.relative_to(root)) for path in root.rglob("*.*"))
     assert {name.split("/")[0] for name in names} == {"mt_grpo", f"mt_grpo-{__version__}.dist-info"}
     here = REPOSITORY / "mt_grpo"
     missing = {str(path.relative_to(REPOSITORY)) for path in here.rglob("*.*") if path.is_file()} - set(names)

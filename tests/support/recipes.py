@@ -9,6 +9,8 @@ from mt_grpo.app.request import read_request
 
 ROOT = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted([*ROOT.glob("*.yaml"), *ROOT.glob("Qwen/*.yaml")])
+LISTED = sorted([*RECIPES, *ROOT.glob("accelerate/*.yaml")])
+"""What `mt-grpo recipes ls` lists."""
 
 TRAINING_PROCESSES = {"triviaqa_1.5b_1gpu": 1, "triviaqa_1.5b_2gpu": 1, "triviaqa_3b_4gpu": 3}
 TRAINING_PROCESSES |= {f"gsm8k_colocate_{number}gpu": number for number in (1, 2, 4)} | {"long_conversations": 4}

@@ -1,0 +1,105 @@
+"""What `recipes/cluster` starts on three nodes: the same commands, whoever starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+import yaml
+from support.recipes import RECIPES, ROOT
+
+from mt_grpo.addresses import expand_addresses
+from mt_grpo.app.request import read_request
+
+CLUSTER = ROOT / "cluster"
+RECIPE = str(next(path for path in RECIPES if path.stem == "gsm8k"))
+TELLS = """#!/usr/bin/env python3
+import json, os, sys
+with open(os.environ["TOLD"], "a") as file:
+    file.write(json.dumps([os.environ.get("HOST", ""), os.environ["VLLM_API_KEY"], *sys.argv[1:]]) + "\\n")
+"""
+SCONTROL = "#!/bin/sh\nprintf 'node1\\nnode2\\nnode3\\n'"
+SRUN = """#!/usr/bin/env bash
+for word; do
+    case $word in
+        --nodelist=*) nodes=${word#*=} ;;
+        --*) ;;
+        *) break ;;
+    esac
+    shift
+done
+number=0
+for host in ${nodes//,/ }; do
+    HOST=$host SLURM_PROCID=$number "$@" || exit
+    number=$((number + 1))
+done
+"""
+DIFFERS = {"machine_rank", "main_process_ip", "vllm_server_base_url", "output_dir"}
+"""Options that name a host, or a folder."""
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a script where `mt-grpo` writes down what it was told; returns what that was, by host or in order."""
+
+    def run(script: list[str], **environment: str) -> list[list[str]]:
+        programs = {"mt-grpo": TELLS, ".venv/bin/mt-grpo": TELLS, "scontrol": SCONTROL, "srun": SRUN}
+        for name, text in programs.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            path.chmod(0o755)
+        variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TOLD": str(tmp_path / "told")}
+        variables |= {"VLLM_API_KEY": "key", **environment}
+        subprocess.run(script, check=True, cwd=tmp_path, env=variables, start_new_session=True)
+        return [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+
+    return run
+
+
+def slurm(shell):
+    told = shell(["bash", str(CLUSTER / "slurm.sh"), RECIPE], SLURM_JOB_NODELIST="node[1-3]")
+    assert {key for _, key, *_ in told} == {"key"}
+    commands = {host: words for host, _, *words in told}
+    return [commands[f"node{number}"] for number in (1, 2, 3)]
+
+
+def skypilot(shell):
+    _, train, serve = yaml.safe_load_all((CLUSTER / "skypilot.yaml").read_text())
+    addresses = {"SKYPILOT_NODE_IPS": "node1\nnode2", "RECIPE": RECIPE}
+    for rank in range(train["num_nodes"]):
+        shell(["bash", "-c", train["run"]], SKYPILOT_NODE_RANK=str(rank), **addresses)
+    told = shell(["bash", "-c", serve["run"]], RECIPE=RECIPE)
+    return [words for _, _, *words in told]
+
+
+def kubernetes(shell):
+    _, _, job, server = yaml.safe_load_all((CLUSTER / "k8s.yaml").read_text())
+
+    def words(workload: dict, **variables: str) -> list[str]:
+        (container,) = workload["spec"]["template"]["spec"]["containers"]
+        _, *rest = container["command"] + container["args"]
+        for name, value in {"/recipe/recipe.yaml": RECIPE, **variables}.items():
+            rest = [word.replace(name, value) for word in rest]
+        return [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
+
+    ranks = range(job["spec"]["completions"])
+    return [*(words(job, **{"$(JOB_COMPLETION_INDEX)": str(rank)}) for rank in ranks), words(server)]
+
+
+@pytest.mark.parametrize("nodes", [slurm, skypilot, kubernetes], ids=lambda nodes: nodes.__name__)
+def test_two_nodes_train_and_the_third_serves(nodes, shell):
+    *train, serve = nodes(shell)
+    assert serve == ["serve", "--config", RECIPE, "--vllm_server_host", "0.0.0.0", "--replicas", "8"]
+    requests = []
+    for rank, (command, *words) in enumerate(train):
+        request = read_request(words, command)
+        assert command == "train" and request.own["machine_rank"] == rank and request.own["main_process_ip"]
+        assert len(expand_addresses(request.values["vllm_server_base_url"], "servers")) == 8
+        requests.append({**request.own, **request.values, "path": request.path})
+    first, second = ({name: value for name, value in each.items() if name not in DIFFERS} for each in requests)
+    assert first == second
+    expected = {"path": RECIPE, "num_processes": 16, "num_machines": 2, "max_restarts": 3, "weight_sync": "http"}
+    assert first.items() >= {**expected, "resume_from_checkpoint": "auto", "overwrite_output_dir": True}.items()
