@@ -41,7 +41,8 @@ def uncredited_turn_rewards(
 
     For each turn k the rewards that trajectories earned at k are made smaller, each by another factor, and the rule is
     asked again. The reward of a trajectory at k reaches a turn if the advantage of that turn changes. A reward of 0
-    has no share. Neither has one in a group where all other members failed: it is compared with nothing.
+    has no share. Neither has one in a group where all other members failed, or of a turn that branches share where all
+    other trunks failed: it is compared with nothing.
 
     With a tool result after each of 12 turns that earn the same, `mt_grpo` leaves 11 / 12 away from their turns, which
     all reach the first turn. `grpo_or` leaves everything away, `reward_to_go` nothing.
@@ -58,8 +59,7 @@ def uncredited_turn_rewards(
         ConfigError, CreditError: As `estimate`.
     """
     earned = batch.of_turns().nan_to_num(nan=0.0).abs() * batch.turn_mask
-    members = (~batch.failed).view(-1, batch.group_size).sum(dim=1).repeat_interleave(batch.group_size)
-    earned = earned.masked_fill((members < 2)[:, None], 0.0)
+    earned = earned.masked_fill(~_is_compared(batch), 0.0)
     turns = earned.any(dim=0).nonzero()[:, 0].tolist()
     if not turns:
         return Uncredited(None, None)
@@ -83,6 +83,14 @@ def uncredited_turn_rewards(
         missed += of_turn[~changed[:, turn]].sum().item()
         lost += of_turn[~changed[:, : turn + 1].any(dim=1)].sum().item()
     return Uncredited(missed / total, lost / total)
+
+
+def _is_compared(batch: RewardBatch) -> Tensor:
+    """The turns that have others of their group to be compared with, shape (B, K), bool."""
+    lives = (~batch.failed).view(-1, batch.group_size // batch.num_branches, batch.num_branches)
+    has_members, has_trunks = lives.sum(dim=(1, 2)) > 1, lives.any(dim=2).sum(dim=1) > 1
+    shared = torch.arange(batch.turn_mask.shape[1], device=lives.device) < batch.branch_at
+    return torch.where(shared, has_trunks[:, None], has_members[:, None]).repeat_interleave(batch.group_size, dim=0)
 
 
 def _with_less(batch: RewardBatch, turn: int, factors: Tensor) -> RewardBatch:

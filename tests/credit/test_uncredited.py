@@ -68,6 +68,14 @@ def test_where_nothing_can_be_credited_nothing_is_missed(batch):
     assert uncredited_turn_rewards("mt_grpo", batch) == UNTOUCHED
 
 
+def test_shared_turns_are_compared_with_other_trunks_alone():
+    """The second trunk failed: what the shared turn of the first earns is compared with nothing, a branch's is."""
+    exists = torch.tensor([[True] * 3, [True] * 3, [False] * 3, [False] * 3])
+    batch = conversations(turns=3, turn_mask=exists, branch_at=1, num_branches=2)
+    assert uncredited_turn_rewards("branch_to_go", batch) == Uncredited(0.0, 0.0)
+    assert uncredited_turn_rewards("branch_to_go", replace(batch, branch_at=3)) == UNTOUCHED
+
+
 def test_a_single_turn_gets_what_it_earns():
     assert uncredited_turn_rewards("mt_grpo", conversations(turns=1)) == Uncredited(0.0, 0.0)
 
