@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
+from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
@@ -59,6 +60,7 @@ class ResumableTrainer(GRPOTrainer):
     _earlier: list[Path]
     _synced_step: int
     _failed_batches: int
+    _sampler: Sampler[int] | None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
@@ -90,7 +92,7 @@ class ResumableTrainer(GRPOTrainer):
         self._step, self._buffered_inputs, self._synced_step, self._failed_batches = 0, None, -1, 0
         folder = Path(self.args.output_dir).resolve()
         self.step_log.records.resumes = checkpoint is not None and Path(checkpoint).resolve().parent == folder
-        self._ahead = batches_ahead(self)
+        self._ahead, self._sampler = batches_ahead(self), None  # a stream has no sampler
         with self._pulse(), self._ahead or nullcontext():
             result = super().train(checkpoint, *args, **kwargs)
         keep_records(Path(self.args.output_dir, FOLDER), self.args)
@@ -123,10 +125,20 @@ class ResumableTrainer(GRPOTrainer):
             epoch_iterator = self._ahead.read(epoch_iterator, num_batches, self._step, self.state)
         return super().get_batch_samples(epoch_iterator, num_batches, *args)
 
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._sampler = super()._get_train_sampler(dataset)
+        return self._sampler
+
     def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *args: Any) -> tuple[int, int]:
-        """Stops a resumed run that has taken all its steps; TRL's trainer would take one more."""
+        """
+        Gives a resumed run the order of rows that its epoch has: each epoch draws it after the one before, and TRL's
+        trainer would begin with that of the first. Stops a run that has taken all its steps, where TRL's would take
+        one more.
+        """
         begin = super()._init_training_state(max_steps, updates, num_epochs, *args)
         if self.state.global_step < max_steps:
+            for _ in range(begin[0] if self._sampler is not None else 0):
+                next(iter(self._sampler))
             return begin
         if self.is_world_process_zero():
             logger.warning(

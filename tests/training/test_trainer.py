@@ -168,6 +168,20 @@ def test_a_resumed_run_takes_the_same_next_step(build, tmp_path, options):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("number", [2, 3], ids=["between epochs", "in the second epoch"])
+def test_a_resumed_run_keeps_the_order_of_later_epochs(build, tmp_path, number):
+    """Eight questions, four per step: an epoch is two steps."""
+    options = {"per_device_train_batch_size": 8, "num_generations": 2, "max_steps": 6, "learning_rate": 0.0}
+
+    def answered(folder, **more):
+        answer = lambda session, turn: f"<answer>Lima {member(session)}</answer>"  # noqa: E731
+        build(answer, output_dir=str(folder), **options, **more).train(more.get("resume_from_checkpoint"))
+        return [(row["step"], row["prompt"]) for row in open_run(folder).rows]
+
+    whole = answered(tmp_path, save_strategy="steps", save_steps=1)
+    assert answered(tmp_path, resume_from_checkpoint=str(tmp_path / f"checkpoint-{number}")) == whole
+
+
 def test_a_checkpoint_of_another_number_of_processes_is_refused(tmp_path, build):
     options = batch_options(build().args)
     two = SimpleNamespace(process_index=0, num_processes=2, device="cpu")

@@ -51,6 +51,7 @@ OVERRIDES = {
         "token_type_ids=None, mm_token_type_ids=None, image_position_ids=None",
         "_issue_warnings_after_load": "self, load_result",
         "create_model_card": "self, model_name=None, dataset_name=None, tags=None",
+        "_get_train_sampler": "self, dataset=None",
         "_init_training_state": "self, max_steps, num_update_steps_per_epoch, num_train_epochs, "
         "resume_from_checkpoint, trial",
         "_load_from_checkpoint": "self, resume_from_checkpoint, model=None",
