@@ -216,22 +216,18 @@ def score_packed(
 def score_own(
     model: nn.Module,
     packed: Packed,
-    attention: str = "auto",
-    temperature: float = 1.0,
-    truncation: Truncation | None = None,
     plain: np.ndarray | None = None,
-    router_loss: bool = False,
-    images: Images | None = None,
     sequence: SequenceGroup | None = None,
+    **options: Any,
 ) -> TreeScores:
     """
-    As `score_packed`, where each process gives a row of its own: the group computes one after the other. For forwards
-    without a gradient, since activations of all rows would be kept for one.
+    As `score_packed`, with its options, where each process gives a row of its own: the group computes one after the
+    other. For forwards without a gradient, since activations of all rows would be kept for one.
     """
     if sequence is None:
-        return score_packed(model, packed, attention, temperature, truncation, plain, router_loss, images)
+        return score_packed(model, packed, plain=plain, **options)
     found = [
-        score_packed(model, row, attention, temperature, truncation, of_row, sequence=sequence)
+        score_packed(model, row, plain=of_row, sequence=sequence, **options)
         for row, of_row in sequence.gather((packed, plain))
     ]
     return found[sequence.rank]

@@ -195,7 +195,7 @@ def mean_logprobs(
             for tree in token_logps(model, trees, forward=forward, images=images)[:given]
         ]
     packed = pack(trees)
-    logps = score_own(model, packed, attention, images=images, sequence=sequence).logps
+    logps = score_own(model, packed, attention=attention, images=images, sequence=sequence).logps
     return leaf_means(packed, logps, trees)[:given]
 
 

@@ -215,11 +215,17 @@ def batch_logps(
     )
     packed = pack(with_blank([*trees, *leaves], images or {}))
     plain = packed.tree >= len(trees)
-    wants_loss = router_losses is not None
-    plain_labels = plain if leaves else None
     score = score_packed if shared else score_own
     outputs = score(
-        model, packed, attention, temperature, truncation, plain_labels, wants_loss, images, sequence=sequence
+        model,
+        packed,
+        attention=attention,
+        temperature=temperature,
+        truncation=truncation,
+        plain=plain if leaves else None,
+        router_loss=router_losses is not None,
+        images=images,
+        sequence=sequence,
     )
     if router_losses is not None and outputs.router_loss is not None:
         router_losses.append(outputs.router_loss)
