@@ -126,19 +126,24 @@ def train(arguments: list[str]) -> int:
 
         return launch(request)
     check_processes(request)
-    dry_run = request.own["dry_run"]
-    trainer, resolved = _prepare(request, writes=not dry_run)
-    from mt_grpo.app.train import leave_group, run_training
-
-    accelerator = trainer.accelerator
-    if dry_run:
+    warnings.simplefilter("ignore", FutureWarning)
+    with ends_at_once():
         from mt_grpo.app.build import finish_dry_run
+        from mt_grpo.app.train import leave_group, run_training
+        from mt_grpo.training.processes import says_who_is_gone
 
-        finish_dry_run(trainer, resolved)
-    else:
-        run_training(trainer, resolved, _console(quiet=not accelerator.is_main_process))
-    del trainer
-    leave_group(accelerator)
+    dry_run = request.own["dry_run"]
+    with says_who_is_gone(
+        request.values.get("output_dir") or "the `output_dir`"
+    ):  # from the forming of their group to its end
+        trainer, resolved = _prepare(request, writes=not dry_run)
+        accelerator = trainer.accelerator
+        if dry_run:
+            finish_dry_run(trainer, resolved)
+        else:
+            run_training(trainer, resolved, _console(quiet=not accelerator.is_main_process))
+        del trainer
+        leave_group(accelerator)
     return 0
 
 

@@ -19,11 +19,11 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import patch_environment
-from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from mt_grpo.app.interrupt import tell
+from mt_grpo.app.meeting import MOST, Hosts
 from mt_grpo.app.request import OF_LAUNCHER, Request
 from mt_grpo.app.shipped import accelerate_configs, read_accelerate_config
 from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
@@ -69,18 +69,24 @@ def _launch(path: Path, request: Request) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # processes say themselves why they end
     given = {name: request.own[name] for name in OF_LAUNCHER if request.own[name] is not None}
     with libraries_may_refuse(f"The accelerate configuration {path} cannot be launched"), ExitStack() as stack:
-        file = _check(path, given)
+        content = read_accelerate_config(path)
+        hosts = Hosts.of({**content, **given})
+        file = _check(path, content, hosts, given)
         if file is not None:
             path = Path(stack.enter_context(TemporaryDirectory()), path.name)
             path.write_text(yaml.safe_dump(file), encoding="utf-8")
             stack.enter_context(patch_environment(accelerate_use_cpu="true"))
         command = ["--config_file", str(path)]
         command += [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        if request.own["max_restarts"] and given.get("num_machines", 1) > 1:
-            # hosts that begin again have to meet anew, in a store of their own: torch's has what the last ones left
-            stack.enter_context(patch_environment(torch_disable_share_rdzv_tcp_store="1"))
-            first = given.get("machine_rank", 0) == 0
-            command += ["--rdzv_backend", "c10d", "--rdzv_conf", f"is_host={int(first)},join_timeout=900"]
+        if hosts.number > 1:
+            # no host waits longer for another one than processes would
+            seconds = min(MOST, int(request.values.get("ddp_timeout", MOST)))
+            restarts = bool(request.own["max_restarts"])
+            if restarts:
+                # hosts that begin again have to meet in a store of their own: torch's has what the last ones left
+                stack.enter_context(patch_environment(torch_disable_share_rdzv_tcp_store="1"))
+            command += hosts.options(restarts, seconds)
+            stack.enter_context(hosts.meeting(seconds))
         command += ["--module", "mt_grpo", "train", *([] if request.path is None else [request.path])]
         command += [*request.arguments, *(f"--{name}" for name in ("dry_run", "trust") if request.own[name])]
         try:
@@ -92,11 +98,6 @@ def _launch(path: Path, request: Request) -> int:
             return _status(failure.exitcode)
         except subprocess.CalledProcessError as error:
             return _status(error.returncode)
-        except DistError as error:  # hosts that do not meet
-            raise ConfigError(
-                f"The hosts of the run did not meet at {given.get('main_process_ip') or 'the first one'} "
-                f"({_first_line(error)}): run the same command on every host, each with its own `--machine_rank`."
-            ) from None
         except SignalException as error:
             _end_processes(error.sigval)
             raise KeyboardInterrupt(error.sigval) from None
@@ -115,11 +116,7 @@ def _killed(rank: int, number: int) -> str:
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200]
-
-
-def _check(path: Path, given: dict[str, Any]) -> dict[str, Any] | None:
+def _check(path: Path, content: dict[str, Any], hosts: Hosts, given: dict[str, Any]) -> dict[str, Any] | None:
     """
     One sentence for what would otherwise be a traceback of each process that finds no device, or of a reader of YAML.
 
@@ -127,17 +124,15 @@ def _check(path: Path, given: dict[str, Any]) -> dict[str, Any] | None:
         `dict`, *optional*: What to launch in place of a configuration of several processes on CPUs. accelerate takes
         MPI for these, and would launch a single one here.
     """
-    content = read_accelerate_config(path)
     config = load_config_from_file(str(path))
-    machines = given.get("num_machines", config.num_machines)
     wanted, there = given.get("num_processes", config.num_processes), torch.accelerator.device_count()
-    if not config.use_cpu and machines == 1 and wanted > there:
+    if not config.use_cpu and hosts.number == 1 and wanted > there:
         raise ConfigError(
             f"The accelerate configuration {path.stem} takes {wanted} GPUs, a process each, and this machine has "
             f"{there}: give `--num_processes`, or a configuration with `use_cpu: true`."
         )
-    if machines > 1:
-        _check_hosts(config, given, machines, wanted)
+    if hosts.number > 1:
+        hosts.check(wanted)
     if config.use_cpu and content.get("distributed_type") == "FSDP":
         raise ConfigError(
             f"The accelerate configuration {path.stem} has `distributed_type: FSDP` and `use_cpu: true`, and "
@@ -146,22 +141,6 @@ def _check(path: Path, given: dict[str, Any]) -> dict[str, Any] | None:
     if not config.use_cpu or wanted == 1:
         return None
     return {**content, "use_cpu": False, "distributed_type": "MULTI_GPU"}
-
-
-def _check_hosts(config: Any, given: dict[str, Any], machines: int, processes: int) -> None:
-    """Whether the options say which of several hosts this is, and where the first one is."""
-    rank = given.get("machine_rank", config.machine_rank)
-    if rank >= machines:
-        raise ConfigError(f"`--machine_rank {rank}` is none of {machines} hosts: they count from 0 to {machines - 1}.")
-    if processes % machines:
-        raise ConfigError(
-            f"`--num_processes {processes}`, those of all hosts together, is no multiple of `--num_machines "
-            f"{machines}`: give each host as many."
-        )
-    if not given.get("main_process_ip", config.main_process_ip):
-        raise ConfigError(
-            f"`--num_machines {machines}` needs `--main_process_ip`, the address of the host with `--machine_rank 0`."
-        )
 
 
 def _status(code: int) -> int:

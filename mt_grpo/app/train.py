@@ -31,7 +31,6 @@ from mt_grpo.runlog.findings import find_in_run
 from mt_grpo.training.checkpoint import says_what_cannot_be_written
 from mt_grpo.training.folder import clear_folder, locked
 from mt_grpo.training.nonfinite import NonFiniteError
-from mt_grpo.training.processes import says_who_is_gone
 from mt_grpo.training.step_log.records import read_audit, versions
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory
@@ -71,10 +70,8 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
             after a checkpoint was written, which the message names, where training had begun.
         NonFiniteError: If a loss, a gradient or a weight is not finite; likewise, unless weights are not.
         RewardError: If a reward fails; likewise.
-        ProcessGoneError: If another process of the run is gone.
     """
-    lock = locked(trainer.args, trainer.model.config.name_or_path)
-    with says_who_is_gone(trainer.args.output_dir), lock:
+    with locked(trainer.args, trainer.model.config.name_or_path):
         _run(trainer, resolved, console)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from accelerate import PartialState
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 from trl import GRPOConfig
 
@@ -93,6 +95,8 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         self.check()
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and has_bfloat16()
+        if self.use_cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1:  # transformers sets it on GPUs only
+            PartialState(cpu=True, backend=self.ddp_backend, timeout=self.ddp_timeout_delta)
         self._fill_in()
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # torch warns, since there is nothing to pin it for

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch.distributed import DistError
@@ -43,13 +44,13 @@ class RankError(RuntimeError):
 
 
 class ProcessGoneError(UserError, RuntimeError):
-    """Another process of the run has ended without a word, or cannot be reached."""
+    """Another process of the run did not come, has ended without a word, or cannot be reached."""
 
 
 @contextmanager
 def says_who_is_gone(output_dir: str) -> Iterator[None]:
     """
-    Turns what a backend of torch raises when another process is gone into a sentence.
+    Turns what a backend of torch raises into a sentence: when processes cannot form a group, and when one is gone.
 
     Args:
         output_dir (`str`): The run's folder.
@@ -60,9 +61,16 @@ def says_who_is_gone(output_dir: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, UserError) or not (isinstance(error, DistError) or "gloo" in str(error)):
+        if isinstance(error, UserError) or not (isinstance(error, DistError) or "gloo" in str(error).lower()):
             raise
-        why = re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0][:160]  # without the place in the backend's code
+        # without the place in the backend's code
+        why = re.sub(r"\[/[^]]*\] *", "", str(error)).split(". ")[0].splitlines()[0][:160]
+        if not dist.is_initialized():
+            raise ProcessGoneError(
+                f"The processes of the run do not reach each other ({why}): see that all of them run; on several "
+                "hosts set `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` to the network interface that joins them, "
+                "and open their ports to each other."
+            ) from error
         raise ProcessGoneError(
             f"Another process of the run is gone, or its host or the network is ({why}); what it printed last may say "
             f"why. Checkpoints are in {output_dir}: run the same command on every host with `--resume_from_checkpoint "

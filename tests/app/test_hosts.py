@@ -89,3 +89,16 @@ def test_hosts_die_and_the_run_ends_as_if_none_had(tmp_path, command):
         assert alone.wait(400) == 0, (tmp_path / "alone.log").read_text()[-3000:]
     expected, found = (load_file(folder / "model.safetensors") for folder in (tmp_path / "alone", first))
     assert all(found[name].equal(weight) for name, weight in expected.items())
+
+
+@pytest.mark.slow
+def test_hosts_without_a_route_to_each_other_say_so(tmp_path, command):
+    with hosts(2, tmp_path / "run", tmp_path / "private") as two:
+        two.unplug(1)
+        logs = [tmp_path / f"host{n}.log" for n in range(2)]
+        running = [two.start(n, [*command, *of_host(n), "--ddp_timeout", "2"], logs[n]) for n in range(2)]
+        assert [process.wait(300) for process in running] == [1, 1]
+    first, second = (log.read_text() for log in logs)
+    assert f"The 2 hosts of the run did not meet at {ADDRESS.format(1)}:29500 within 2 s" in first
+    assert "cannot be reached" in second and "(Network is unreachable)" in second
+    assert all(said.count("mt-grpo: ") == 1 and "Traceback" not in said for said in (first, second))

@@ -66,6 +66,11 @@ class Hosts:
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **environment},
             )
 
+    def unplug(self, n: int) -> None:
+        """Takes a host's network away: it has no route to another one, nor an answer from it."""
+        with _namespace(self._names[n]) as host:
+            host.link("set", index=host.link_lookup(ifname="eth0")[0], state="down")
+
     def kill(self, n: int) -> None:
         """What a host does that loses its power."""
         inside = os.stat(f"/run/netns/{self._names[n]}").st_ino
