@@ -21,13 +21,19 @@ NUMBERS = (
     *("seconds", "reward", "right", "mismatch", "entropy", "clipped"),
     *("member", "tokens", "errors"),
 )
-"""Columns of numbers. Every reward has a further column, and so has `SPREAD`."""
+"""Columns of numbers. Every reward has a further column, and so have `SPREAD` and `SIGNAL`."""
 
 TEXTS = ("mode", "stop", "prompt", "answer", "error", "session")
 """Columns of text."""
 
 SPREAD = "spread"
-"""Standard deviation (n − 1, as credit rules have it) of the reward in the group. A group with 0 teaches nothing."""
+"""Standard deviation (n − 1, as credit rules have it) of the reward in the group."""
+
+SIGNAL = "signal"
+"""
+1 for the conversations of a group that teaches something, else 0; NaN for one without others. It does if a turn of the
+group has an advantage, or, where none is recorded as in an evaluation, if members earned differently.
+"""
 
 TOOL = "tool"
 """The tools that a conversation called."""
@@ -91,6 +97,8 @@ class Columns:
     def _numbers(self, name: str) -> np.ndarray:
         if name == SPREAD:
             return self._spread()
+        if name == SIGNAL:
+            return self._signal()
         if name.startswith(REWARD):
             return self.rows.reward(name.removeprefix(REWARD))
         if name in ("tokens", "errors"):
@@ -141,13 +149,13 @@ class Columns:
         Raises:
             FilterError: If there is none.
         """
-        if name in NUMBERS or name in TEXTS or name in (SPREAD, TOOL, *NOTES, *PER_TURN):
+        if name in NUMBERS or name in TEXTS or name in (SPREAD, SIGNAL, TOOL, *NOTES, *PER_TURN):
             return name
         name = name.removeprefix("reward.").removeprefix(REWARD)
         for known in self.rewards:
             if name in (known, short_name(known)):
                 return REWARD + known
-        names = [*NUMBERS, SPREAD, *TEXTS, TOOL, *NOTES, *PER_TURN, *map(short_name, self.rewards)]
+        names = [*NUMBERS, SPREAD, SIGNAL, *TEXTS, TOOL, *NOTES, *PER_TURN, *map(short_name, self.rewards)]
         near = did_you_mean(name, names)
         raise FilterError(f"There is no column {name!r}{near or ': there are ' + ', '.join(names)}.")
 
@@ -220,12 +228,16 @@ class Columns:
 
     def _of_turns(self, name: str, condition: Condition) -> np.ndarray:
         """Which rows have a turn of which a condition holds."""
-        if name not in self._turns:
-            self._turns[name] = self.rows.flat(PER_TURN[name])
-        places, values = self._turns[name]
+        places, values = self._flat(name)
         mask = np.zeros(self._size, bool)
         mask[places[self._compared(condition, values)]] = True
         return mask
+
+    def _flat(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """A column of `PER_TURN`: for each turn its row, and its value."""
+        if name not in self._turns:
+            self._turns[name] = self.rows.flat(PER_TURN[name])
+        return self._turns[name]
 
     def _compared(self, condition: Condition, values: np.ndarray) -> np.ndarray:
         try:
@@ -264,6 +276,18 @@ class Columns:
             spread = np.sqrt(square / (count - 1))
         spread = np.where(spread < 1e-9, 0.0, spread)
         return np.where(count < 2, np.nan, spread)[groups]  # one reward has nothing to differ from
+
+    def _signal(self) -> np.ndarray:
+        if not self._size:
+            return np.zeros(0)
+        groups = np.unique(self.groups, return_inverse=True)[1]
+        places, advantages = self._flat("advantage")
+        credited, moved = np.zeros(self._size, bool), np.zeros(self._size, bool)
+        credited[places] = True
+        moved[places[np.abs(advantages) > 0]] = True
+        known, has, differ = (np.bincount(groups, each) > 0 for each in (credited, moved, self.numbers(SPREAD) > 0))
+        signal = np.where(known, has, differ).astype(float)
+        return np.where(np.bincount(groups) < 2, np.nan, signal)[groups]
 
 
 _TERM = re.compile(

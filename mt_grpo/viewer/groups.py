@@ -9,7 +9,7 @@ import numpy as np
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog.table import Row
-from mt_grpo.viewer.columns import SPREAD, Columns
+from mt_grpo.viewer.columns import SIGNAL, Columns
 
 EQUAL = 1e-9
 """Rewards that differ by less are the same."""
@@ -45,7 +45,9 @@ def groups(columns: Columns, mode: str, step: int | None) -> dict[str, Any]:
             f"There is no step {step} ({mode}): there are some from {numbers.min():.0f} to {numbers.max():.0f}."
         )
     labels = columns.groups[places]
-    found = [_group([columns.rows[place] for place in places[labels == label]]) for label in np.unique(labels)]
+    signal = columns.numbers(SIGNAL)
+    of_groups = [places[labels == label] for label in np.unique(labels)]
+    found = [_group([columns.rows[place] for place in each], bool(signal[each[0]] == 1)) for each in of_groups]
     rewards = [member["reward"] for each in found for member in each["members"] if member["reward"] is not None]
     return {
         "mode": mode,
@@ -58,24 +60,23 @@ def groups(columns: Columns, mode: str, step: int | None) -> dict[str, Any]:
 
 
 def _steps(columns: Columns, places: np.ndarray) -> dict[str, list[int]]:
-    """Of each step, the number of its groups, and of those in which members earned differently."""
+    """Of each step, the number of its groups, and of those that have a signal."""
     first = places[np.unique(columns.groups[places], return_index=True)[1]]
     step = columns.numbers("step")[first].astype(int)
     axis, place = np.unique(step, return_inverse=True)
-    differ = columns.numbers(SPREAD)[first] > 0
+    teaches = columns.numbers(SIGNAL)[first] == 1
     return {
         "step": axis.tolist(),
         "groups": np.bincount(place).tolist(),
-        "signal": np.bincount(place, differ).astype(int).tolist(),
+        "signal": np.bincount(place, teaches).astype(int).tolist(),
     }
 
 
-def _group(rows: list[Row]) -> dict[str, Any]:
+def _group(rows: list[Row], signal: bool) -> dict[str, Any]:
     rows = sorted(rows, key=lambda row: row["member"])
     members = member_rows(rows)
     counted = [each["reward"] for each in members if not each["copy"] and each["reward"] is not None]
     mean, deviation = moments(counted)
-    signal = bool(counted) and max(counted) - min(counted) > EQUAL
     return {
         "key": {name: rows[0][name] for name in ("mode", "step", "k", "group")},
         "prompt": rows[0]["prompt"],
@@ -130,10 +131,10 @@ def _says(members: list[dict[str, Any]], counted: list[float], signal: bool) -> 
         words = ", ".join(filter(None, [words, f"{len(members) - copies} count, {copies} are copies"]))
     if not counted:
         return "no reward applies"
-    if not signal:
-        return (
-            ", ".join(filter(None, [f"all earned {counted[0]:.2f}", words]))
-            if len(counted) > 1
-            else "one conversation"
-        )
-    return words
+    if signal:
+        return words
+    if len(counted) == 1:
+        return "one conversation"
+    equal = max(counted) - min(counted) <= EQUAL
+    why = f"all earned {counted[0]:.2f}" if equal else "the rule does not use what differs"
+    return ", ".join(filter(None, [why, words]))

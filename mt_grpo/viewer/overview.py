@@ -12,7 +12,7 @@ import numpy as np
 
 from mt_grpo.runlog.findings import BAD, WARN, Finding, find_in_run
 from mt_grpo.trajectory import StopReason
-from mt_grpo.viewer.columns import REWARD, SPREAD, Columns, parse_filter, short_name
+from mt_grpo.viewer.columns import REWARD, SIGNAL, Columns, parse_filter, short_name
 
 POINTS = 400
 """Most points of a curve. With more steps, a point is the mean of several."""
@@ -95,9 +95,8 @@ def ends(values: list[float | None]) -> tuple[float, float] | None:
 
 
 def _dead(columns: Columns) -> np.ndarray:
-    """1 for members of groups in which all earned the same, NaN for conversations without a group."""
-    spread = columns.numbers(SPREAD)
-    return np.where(np.isnan(spread), np.nan, (spread == 0).astype(float))
+    """1 for members of groups without signal, NaN for conversations without a group."""
+    return 1 - columns.numbers(SIGNAL)
 
 
 def _means(values: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
@@ -203,7 +202,7 @@ EXPLORES = 0.02
 
 
 SHARES = {
-    "groups without signal": ("All members earned the same:", "groups", "spread=0"),
+    "groups without signal": ("No turn has an advantage:", "groups", "signal=0"),
     "with a failed call": ("A call failed:", "conversations", "errors>0"),
 }
 """Curves of shares: the words of a finding, what is counted, and the filter that finds it."""

@@ -17,6 +17,12 @@ EQUAL = [Member([1.0, 0.9], [[0.2, 0.5], [None, None]]) for _ in range(8)]
 WRONG = [Member([0.0, 0.2], [[0.0, 0.0], [None, None]]) for _ in range(8)]
 
 
+EARLY = [Member([1.0, 0.9], [[0.2, 0.5], [0.0, 0.0]]) for _ in range(4)]
+LATE = [Member([1.0, 0.9], [[0.0, 0.0], [0.2, 0.5]]) for _ in range(4)]
+SHORT = [Member([1.0, 0.9], [[0.2, 0.5], [None, None]]) for _ in range(4)]
+SHORTER = [Member([1.0, 0.9], [[0.0, 0.0]]) for _ in range(4)]
+
+
 def branch(root, outcome, turns=2):
     rewards = [[0.2, 0.0], [None, None]][:turns]
     return Member(outcome, rewards, branch_of=root, shared=1)
@@ -47,6 +53,27 @@ def plain(tmp_path_factory):
 def branched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("branched")
     return opened(write_credited(folder, [BRANCHED], "branch_to_go", Branching(number=4, at=1)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "group", "signal", "says"),
+    [
+        ("reward_to_go", EARLY + LATE, True, "all right"),
+        ("grpo_mr", EARLY + LATE, False, "all earned 2.60, all right"),
+        (
+            "grpo_or",
+            SHORT + [Member([1.0, 0.9], [[0.0, 0.0]])] * 4,
+            False,
+            "the rule does not use what differs, all right",
+        ),
+    ],
+)
+def test_a_signal_is_what_the_rule_makes_of_rewards(tmp_path, rule, group, signal, says):
+    queries = opened(write_credited(tmp_path, [group], rule))
+    [found] = queries.answer("groups", {})["groups"]
+    assert (found["signal"], found["says"]) == (signal, says)
+    assert queries.answer("overview", {})["health"]["groups without signal"] == [float(not signal)]
+    assert len(queries.select("signal=0")) == (0 if signal else 8)
 
 
 def test_groups_say_whether_they_teach(plain):

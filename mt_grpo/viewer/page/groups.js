@@ -25,7 +25,7 @@ export async function groups(main, asked) {
   const set = name => value => { state[name] = value; show() }
   let top = head(view, state, set)
   main.replaceChildren(top, scrubber(view, at, to), list, h('p', { class: 'dim note' }, h('kbd', {}, '←'), ' ', h('kbd', {}, '→'), ' step · ', h('kbd', {}, 'j'), ' ', h('kbd', {}, 'k'),
-    ' group · ', h('kbd', {}, 'Enter'), ' opens it. Blue is above the group’s mean, orange below, grey where all earned the same.'))
+    ' group · ', h('kbd', {}, 'Enter'), ' opens it. Blue is above the group’s mean, orange below, grey where the group has no signal.'))
   show()
   const move = by => {
     const links = [...list.querySelectorAll('a.grow')]
@@ -82,7 +82,7 @@ function scrubber(view, at, to) {
   const input = h('input', { type: 'number', id: 'to-step', min: step[0], max: step.at(-1), value: view.step, 'aria-label': 'Go to step' })
   input.addEventListener('change', () => to(input.value))
   const button = (by, text, name) => h('button', { type: 'button', 'aria-label': name, disabled: step[at + by] === undefined, onclick: () => to(step[at + by]) }, text)
-  return h('section', { class: 'card scrub' }, h('h3', {}, 'Groups with signal, by step', h('span', { class: 'dim' }, ' · grey: all members earned the same')),
+  return h('section', { class: 'card scrub' }, h('h3', {}, 'Groups with signal, by step', h('span', { class: 'dim' }, ' · grey: no turn has an advantage')),
     h('div', {}, button(-1, '◀', 'Step before'), svg, button(1, '▶', 'Next step'), exported ? null : input))
 }
 
