@@ -105,13 +105,18 @@ def test_a_model_with_other_tokens_is_refused(folder, tmp_path, capsys):
     assert "is not the one that sampled these conversations: it has " in said and "they have the token" in said
 
 
-def test_conversations_without_rewards_are_refused(folder, capsys):
+def say(folder, **about):
+    """Changes what the index says of the run."""
     index = folder / "rollouts" / "index.jsonl"
     lines = [json.loads(line) for line in index.read_text().splitlines()]
-    lines = [{**line, "rewards": []} if line["kind"] == "run" else line for line in lines]
+    lines = [{**line, **about} if line["kind"] == "run" else line for line in lines]
     for line in lines:
-        line.pop("crc")
+        line.pop("crc", None)
     index.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+
+
+def test_conversations_without_rewards_are_refused(folder, capsys):
+    say(folder, rewards=[])
     assert "does not say which rewards" in refused([folder], capsys)
 
 
@@ -122,6 +127,22 @@ def test_whole_groups_of_the_first_step_are_chosen(folder):
     assert chosen.groups_per_step == 2.0
     (folder / "config.yaml").write_text("per_device_train_batch_size: 16\nnum_generations: 4\n")
     assert choose(open_run(folder), most=2).groups_per_step == 4.0
+
+
+def test_a_run_of_python_has_its_options_in_the_index(folder, capsys):
+    say(folder, options={"temperature": 0.5, "loss_type": "grpo", "turn_advantage_coef": 2, "report_to": []})
+    options = choose(open_run(folder)).options
+    assert [options[name] for name in ("temperature", "loss_type", "turn_advantage_coef")] == [0.5, "grpo", 2]
+    assert (options["advantage_estimator"], options["seed"]) == ("mt_grpo", 42)
+    say(folder, options={"temperature": "warm"})
+    assert "`temperature` in the index of" in refused([folder], capsys)
+
+
+def test_more_is_sampled_by_a_recipe_that_is_there(folder, capsys):
+    say(folder, options={"branch_at": 1})
+    assert "`mt-grpo rollout RECIPE.yaml --num_prompts 32 " in refused([folder], capsys)
+    (folder / "config.yaml").write_text("branch_at: 1\n")
+    assert f"`mt-grpo rollout {folder / 'config.yaml'} --num_prompts 32 " in refused([folder], capsys)
 
 
 @pytest.mark.parametrize("name", ["one_search", "late"])

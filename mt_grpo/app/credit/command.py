@@ -56,7 +56,7 @@ DEFAULTS: dict[str, Any] = {
     "use_cpu": False,
     "use_peft": False,
 }
-"""The options of a run that are used here, with what holds where its folder has no `config.yaml`."""
+"""The options of a run that are used here, with what holds where the run does not say them."""
 
 
 @dataclass(frozen=True)
@@ -154,13 +154,12 @@ def choose(run: Run, step: int | None = None, most: int | None = None, model: st
     if mode == "train" and options["branch_at"] is not None:
         raise UserError(
             f"The conversations of {run.folder} branch (`branch_at: {options['branch_at']}`), and rules can only be "
-            f"compared on conversations that do not: sample some with `mt-grpo rollout {run.folder / CONFIG} "
-            "--num_prompts 32 --save FOLDER`."
+            f"compared on conversations that do not: sample some with {rollout_command(run, 32)}."
         )
     if len(found) < 2:
         raise UserError(
             f"Step {step} of {run.folder} has one whole group, and directions are means over several: sample more "
-            f"with `mt-grpo rollout {run.folder / CONFIG} --num_prompts 32 --save FOLDER`."
+            f"with {rollout_command(run, 32)}."
         )
     if not _names_rewards(run.about.get("rewards")):
         raise UserError(f"{run.folder} does not say which rewards its conversations were given: nothing to compare.")
@@ -181,18 +180,27 @@ def read_options(run: Run) -> dict[str, Any]:
     The options of a run that are in `DEFAULTS`.
 
     Raises:
-        UserError: If its `config.yaml` cannot be read, or has a value of another type than its option.
+        UserError: If its `config.yaml` cannot be read, or a value has another type than its option.
     """
-    path = find(run.folder, CONFIG)
-    if path is None:
-        return {**DEFAULTS, "advantage_estimator": run.about.get("estimator")}
-    given, schema = read_file(str(path))[0], load_schema().properties
+    path, schema = find(run.folder, CONFIG), load_schema().properties
+    if path is None:  # a run from Python
+        logged = run.about.get("options")
+        given = {**(logged if isinstance(logged, dict) else {}), "advantage_estimator": run.about.get("estimator")}
+        where = f"the index of {run.folder}"
+    else:
+        given, where = read_file(str(path))[0], str(path)
     options = dict(DEFAULTS)
     for name in DEFAULTS:
         if given.get(name) is not None:
             options[name] = from_text(schema[name], given[name])
-            check_value(name, schema[name], options[name], f"`{name}` in {path}", in_file=True)
+            check_value(name, schema[name], options[name], f"`{name}` in {where}", in_file=True)
     return options
+
+
+def rollout_command(run: Run, prompts: int) -> str:
+    """The command that samples as the run did; a run from Python has no recipe to name."""
+    recipe = "RECIPE.yaml" if find(run.folder, CONFIG) is None else run.folder / CONFIG
+    return f"`mt-grpo rollout {recipe} --num_prompts {prompts} --save FOLDER`"
 
 
 def _names_rewards(rewards: Any) -> bool:

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mt_grpo.app.credit.command import rollout_command
 from mt_grpo.app.credit.measure import Found
-from mt_grpo.app.recipe_file import CONFIG
 from mt_grpo.credit.compare import Interval
 from mt_grpo.credit.rule import sums_turns
 from mt_grpo.option_values import rule_name
@@ -87,7 +87,7 @@ def advice(found: Found) -> list[str]:
             f"At {turns:.1f} turns per conversation `{own}` leaves {found.uncredited:.0%} of the turn rewards without "
             "credit at the turn that earned them."
         )
-    more = f"`mt-grpo rollout {chosen.run.folder / CONFIG} --num_prompts 64 --save FOLDER`"
+    more = rollout_command(chosen.run, 64)
     if not comparison.known:
         lines.append(
             f"{len(chosen.rows) // chosen.group_size} groups do not tell the direction of the gradient, so they tell "
