@@ -74,6 +74,7 @@ def check_options(
             choose(name, value, known)
     check_staleness(options)
     check_sequence(options)
+    check_activations(options)
     check_rule(options, rule)
     check_branches(options, rule)
     check_servers(options)
@@ -197,6 +198,26 @@ def check_sequence(options: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"`sp_size: {size}` shares packed trees among processes, and `forward: {forward}` packs none: set "
             "`forward: tree`, or leave `sp_size` out."
+        )
+
+
+def check_activations(options: Mapping[str, Any]) -> None:
+    """
+    Whether what is said about activations has an effect.
+
+    Raises:
+        ConfigError: If it has none.
+    """
+    layers = options["gradient_checkpointing_layers"]
+    if layers > 1 and not options["gradient_checkpointing"]:
+        raise ConfigError(
+            f"`gradient_checkpointing_layers: {layers}` groups layers that are computed again, and "
+            "`gradient_checkpointing: false` computes none again: leave one of the two out."
+        )
+    if layers > 1 and options["activation_offloading"]:
+        raise ConfigError(
+            f"`gradient_checkpointing_layers: {layers}` keeps fewer inputs of layers on the GPU, and "
+            "`activation_offloading: true` keeps none there: leave one of the two out."
         )
 
 

@@ -354,6 +354,20 @@ class RunOptions:
         ),
         page="long_conversations.md",
     )
+    gradient_checkpointing_layers: int = option(
+        1,
+        "Layers that keep one input between them. It is for `gradient_checkpointing`. The square root of their number "
+        "keeps least, for one more forward.",
+        TRAINING,
+        rule=Rule(lambda value: value >= 1 and value == int(value), "set a whole number of layers, or leave it out"),
+        page="long_conversations.md",
+    )
+    activation_offloading: bool = option(
+        False,
+        "Keep activations in the machine's memory. Without it they stay on the GPU until the backward.",
+        TRAINING,
+        page="long_conversations.md",
+    )
     router_replay: bool = option(
         True,
         "Train mixtures by the experts of sampling. It needs `forward: tree`, and an engine that names them.",
@@ -456,7 +470,7 @@ OF_LIBRARIES = {
     "dataset_test_split": Option("Split to evaluate on.", MODEL),
     "dataset_streaming": Option("Read rows when they are needed.", MODEL),
     "trust_remote_code": Option("Run code that comes with the model.", of_server=True),
-    "max_steps": Option("Optimiser steps; -1: those of `num_train_epochs`.", TRAINING),
+    "max_steps": Option("Optimiser steps; -1: by `num_train_epochs`.", TRAINING),
     "num_generations": Option(
         "Conversations for each prompt.",
         TRAINING,
@@ -485,7 +499,7 @@ OF_LIBRARIES = {
         names=("group", "batch", "none", True, False),
         also="boolean",
     ),
-    "beta": Option("Weight of the KL divergence from the first model.", TRAINING, rule=NOT_BELOW_ZERO),
+    "beta": Option("Weight of the KL divergence from a reference.", TRAINING, rule=NOT_BELOW_ZERO),
     "use_peft": Option("Train a LoRA adapter; see `lora_...`.", TRAINING, of_server=True),
     "lora_r": Option(of_server=True),
     "bf16": Option("Train in bfloat16. Where unset, on a GPU that can, unless `fp16` is set.", TRAINING),

@@ -27,6 +27,7 @@ from mt_grpo.integrations.trl import Factory
 from mt_grpo.option_rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
+from mt_grpo.training.activations import Activations
 from mt_grpo.training.ahead import BatchesAhead
 from mt_grpo.training.answers import (
     asks_server,
@@ -298,6 +299,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.sequence = sequence_group(self)
         self.gave_up_trees = False  # for a model that they are wrong for, see `prove_forward`
         self._distribution = prepare_forward(self)
+        self._activations = Activations(self.args, self.accelerator.device)
 
     def _prepare_rewards(self, rewards: list[RewardFunc]) -> None:
         for reward, model, tokenizer in zip(rewards, self.reward_funcs, self.reward_processing_classes, strict=True):
@@ -598,7 +600,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     def _loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self._loss_inputs = inputs
         try:
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            with self._activations.kept(model) if self.model.training else nullcontext():
+                loss = super().compute_loss(model, inputs, *args, **kwargs)
         finally:
             self._loss_inputs = None
         if self.model.training:

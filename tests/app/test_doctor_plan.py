@@ -25,17 +25,17 @@ from mt_grpo.app.doctor.memory import (
     Sharding,
     activations,
     checkpoint,
-    checkpoints_of_layers,
     four_bit,
     gathered,
     head,
+    input_of_layer,
     read_shape,
     read_sharding,
     server_tokens,
     shared_memory,
     states,
 )
-from mt_grpo.app.doctor.time_plan import Lengths, Step, assumed_lengths, server_seconds, speed_of
+from mt_grpo.app.doctor.time_plan import Lengths, Step, assumed_lengths, recomputed, server_seconds, speed_of
 from mt_grpo.cli import main
 from mt_grpo.data import embedded
 from mt_grpo.errors import ConfigError
@@ -77,7 +77,7 @@ def test_the_worked_example_of_seven_billion_parameters(shape):
     assert states(shape, HALF, read_sharding("zero3"), 7) / GB == pytest.approx(17.4, abs=0.05)
     assert states(shape, HALF, read_sharding("fsdp2"), 7) / GB == pytest.approx(17.4, abs=0.05)
     assert states(shape, HALF, read_sharding("zero2"), 7) / GB == pytest.approx(43.5, abs=0.05)
-    assert checkpoints_of_layers(shape, 51_552, 2) / GB == pytest.approx(10.3, abs=0.06)
+    assert shape.layers * input_of_layer(shape, 51_552, 2) / GB == pytest.approx(10.3, abs=0.06)
     assert 51_552 * shape.vocabulary * 2 / GB == pytest.approx(15.7, abs=0.05)
     assert shape.kv_bytes(2) == 57_344
     tokens = server_tokens(80 * GB, shape, 2)
@@ -243,7 +243,7 @@ def test_what_is_advised_fits_by_the_same_plan(model, options, ways, tmp_path, c
         assert memory(*given)["status"] == "ok", words
 
 
-def test_sp_size_is_advised_where_one_conversation_does_not_fit(tmp_path, capsys):
+def test_ways_for_one_conversation_that_does_not_fit_are_named(tmp_path, capsys):
     folder = model_folder(tmp_path / "model", "Qwen/Qwen2.5-7B")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**20}))
@@ -261,6 +261,12 @@ def test_sp_size_is_advised_where_one_conversation_does_not_fit(tmp_path, capsys
     size = re.search(r"take `sp_size: (\d)` and `--accelerate_config fsdp2`", failed["mend"])[1]
     taken = found("--sp_size", size, "--accelerate_config", "fsdp2")["training memory"]
     assert taken["status"] == "ok" and f"tokens that {size} share" in taken["what"]
+    shorter = ["--max_completion_length", "120000"]  # of which a GPU holds one layer's activations
+    close = found(*shorter)["training memory"]["mend"]
+    assert "GB of the machine's memory or `sp_size: 2` and `--acc" in close
+    layers = re.search(r"take `gradient_checkpointing_layers: (\d)` or `activation_offloading: true`, which", close)[1]
+    for options in (["--gradient_checkpointing_layers", layers], ["--activation_offloading", "true"]):
+        assert found(*shorter, *options)["training memory"]["status"] == "ok"
     assert "`sp_size: 8` does not divide 7" in str(found("--sp_size", "8", "--num_processes", "7")["processes"])
     assert "cannot be trained with DeepSpeed" in str(found("--sp_size", "2", "--accelerate_config", "zero3"))
     alone = found("--sp_size", "8")["training memory"]  # of 28 heads
@@ -358,6 +364,14 @@ def test_less_is_held_the_more_is_spread(shape):
 def test_a_head_in_chunks_is_smaller_than_all_logits(shape):
     assert head(shape, 49_152, 2, 2**28) < head(shape, 49_152, 2, None)
     assert activations(shape, 51_552, 2, True) < activations(shape, 51_552, 2, False)
+
+
+def test_groups_near_the_root_of_the_layers_keep_least(shape):
+    held = {size: activations(shape, 51_552, 2, True, size) for size in range(1, 40)}
+    assert shape.layers == 28 and min(held, key=held.get) in (4, 5, 6)
+    assert held[5] - held[1] == (6 + 4 - 28) * input_of_layer(shape, 51_552, 2) and held[28] == held[39] == held[1]
+    assert activations(shape, 51_552, 2, True, offloading=True) < held[5]
+    assert recomputed(True, 1) == pytest.approx(4 / 3) and recomputed(True, 2) == 1.5 and recomputed(False, 1) == 1
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,8 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
         options["per_device_eval_batch_size"] = BATCH // world
     if "SP_SIZE" in os.environ:
         options |= {"sp_size": int(os.environ["SP_SIZE"]), "gradient_checkpointing": True}
+    if "LAYERS" in os.environ:
+        options |= {"gradient_checkpointing": True, "gradient_checkpointing_layers": int(os.environ["LAYERS"])}
     if scenario == "replay":
         options["replay"] = os.environ["REPLAYED"]
     args = MTGRPOConfig(

@@ -78,7 +78,8 @@ def test_groups_of_ranks_that_share_rows_learn_what_one_learns(tmp_path, alone):
 
 
 def test_sharded_ranks_that_share_rows_learn_what_one_learns(tmp_path, alone):
-    two = run(tmp_path, 2, SP_SIZE="2", **SHARDED)
+    """Layers keep an input for two, and the weights of the first are gathered once more for the second."""
+    two = run(tmp_path, 2, SP_SIZE="2", LAYERS="2", **SHARDED)
     assert two["sharded"] and two["proven"] == alone["proven"]
     assert_the_same_is_learnt(alone, two)
 

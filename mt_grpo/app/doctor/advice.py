@@ -14,7 +14,7 @@ from trl import ModelConfig, get_peft_config
 
 from mt_grpo.app.doctor.case import Case
 from mt_grpo.app.doctor.load import Load
-from mt_grpo.app.doctor.memory import COPIES, FSDP2, GB, SPARE, Shape, Sharding, four_bit, read_shape
+from mt_grpo.app.doctor.memory import COPIES, FSDP2, GB, SPARE, Shape, Sharding, four_bit, input_of_layer, read_shape
 from mt_grpo.errors import ConfigError
 from mt_grpo.option_rules import check_batches
 
@@ -97,7 +97,7 @@ def _larger(case: Case, load: Load, sharding: Sharding) -> list[list[Change]]:
     whole = not load.shape.adapter
     quantised = load.precision.quantised is not None
     if _one_is_too_long(case, load, sharding):
-        ways.append(_shared(case, load, sharding))
+        ways += [_grouped(load), _offloaded(load), _shared(case, load, sharding)]
     if load.on_gpu and not quantised:
         if sharding.stage < 3 and load.processes > 1:
             ways.append([Change("`--accelerate_config zero3`", lambda one, way: (one, Sharding("zero3", 3)))])
@@ -116,10 +116,36 @@ def _larger(case: Case, load: Load, sharding: Sharding) -> list[list[Change]]:
 
 
 def _one_is_too_long(case: Case, load: Load, sharding: Sharding) -> bool:
-    """Whether a single conversation is what does not fit, beside states that do."""
-    held = replace(load, rows=1, checkpointing=True).parts(sharding)
+    """Whether a single conversation is what does not fit, beside states that do, where each layer keeps its input."""
+    held = replace(load, rows=1, checkpointing=True, group=1, offloading=False).parts(sharding)
     needed, room = sum(held.values()), SPARE * case.memory
     return needed > room > needed - held["activations"]
+
+
+def _grouped(load: Load) -> list[Change]:
+    """Layers in groups, from two on: each more takes more time, up to the number that keeps least."""
+    if load.offloading:
+        return []
+    most = math.isqrt(load.shape.layers) + 1
+    return [_group(size) for size in range(max(2, load.group + 1), most + 1)]
+
+
+def _group(size: int) -> Change:
+    return Change(
+        f"`gradient_checkpointing_layers: {size}`",
+        lambda one, way: (replace(one, checkpointing=True, group=size), way),
+    )
+
+
+def _offloaded(load: Load) -> list[Change]:
+    """Activations in the machine's memory, which holds those of all processes on it."""
+    if not load.on_gpu or load.offloading:
+        return []
+    tokens = -(-load.rows * load.longest // load.sharing)
+    held = load.processes * load.shape.layers * input_of_layer(load.shape, tokens, load.precision.compute)
+    beside = " in place of `gradient_checkpointing_layers`" if load.group > 1 else ""
+    words = f"`activation_offloading: true`{beside}, which takes {held / GB:.0f} GB of the machine's memory"
+    return [Change(words, lambda one, way: (replace(one, checkpointing=True, group=1, offloading=True), way))]
 
 
 def _shared(case: Case, load: Load, sharding: Sharding) -> list[Change]:

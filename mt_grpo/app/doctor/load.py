@@ -42,6 +42,7 @@ class Load:
         copied (`bool`): Whether they are sampled from a copy of the model, while it is trained (`max_staleness`).
         on_gpu (`bool`): Whether processes have a GPU.
         sharing (`int`): Processes that compute a micro-batch together (`sp_size`).
+        group (`int`), offloading (`bool`): As in `activations`.
     """
 
     shape: Shape
@@ -59,6 +60,8 @@ class Load:
     copied: bool
     on_gpu: bool
     sharing: int
+    group: int = 1
+    offloading: bool = False
 
     @classmethod
     def of(cls, case: Case) -> Load:
@@ -79,6 +82,8 @@ class Load:
             bool(args.max_staleness) and not args.use_vllm,
             case.on_gpu,
             args.sp_size,
+            args.gradient_checkpointing_layers,
+            args.activation_offloading,
         )
 
     @property
@@ -91,7 +96,8 @@ class Load:
         shape, precision, ranks = self.shape, self.precision, self.processes
         whole = self.rows * self.longest, self.rows * min(self.completion, self.longest)
         tokens, trained = (-(-number // self.sharing) for number in whole)
-        training = activations(shape, tokens, precision.compute, self.checkpointing or sharding.checkpoints)
+        checkpointing = self.checkpointing or sharding.checkpoints
+        training = activations(shape, tokens, precision.compute, checkpointing, self.group, self.offloading)
         logits = head(shape, trained, precision.compute, self.chunk)
         found = {"states": states(shape, precision, sharding, ranks), "activations": training, "logits": logits}
         if sharding.stage == 3:

@@ -38,6 +38,8 @@ SPARE = 0.9
 """Share of the memory above which a plan is close: the formulas leave things out that may take the rest."""
 
 
+UNDER_WAY = 5
+"""Tensors that TRL's offloading keeps on the GPU while they are copied."""
 SHARED_BY = range(2, 17)
 """Values of `sp_size` that are tried."""
 
@@ -126,9 +128,9 @@ def gathered(shape: Shape, precision: Precision, sharding: Sharding) -> float:
     return precision.compute * (2 * layer + embedding)
 
 
-def checkpoints_of_layers(shape: Shape, tokens: int, compute: int) -> float:
-    """Bytes of the inputs of all layers, which checkpointing keeps."""
-    return float(shape.layers * tokens * shape.hidden * compute)
+def input_of_layer(shape: Shape, tokens: int, compute: int) -> float:
+    """Bytes of the input of one layer."""
+    return float(tokens * shape.hidden * compute)
 
 
 def layer_activations(shape: Shape, tokens: int, compute: int) -> float:
@@ -141,12 +143,24 @@ def layer_activations(shape: Shape, tokens: int, compute: int) -> float:
     return float(tokens * values * compute)
 
 
-def activations(shape: Shape, tokens: int, compute: int, checkpointing: bool) -> float:
-    """Bytes that a forward keeps. With checkpointing, those of one layer and of the inputs of all layers."""
+def activations(
+    shape: Shape, tokens: int, compute: int, checkpointing: bool, group: int = 1, offloading: bool = False
+) -> float:
+    """
+    Bytes that a forward and its backward keep on their device, at most.
+
+    Args:
+        checkpointing (`bool`): Whether layers keep their inputs only; beside these there is one layer's.
+        group (`int`, *optional*, defaults to `1`): Layers that keep one input between them; those of one group are
+            there in its backward.
+        offloading (`bool`, *optional*): Whether all but what is on its way is in the machine's memory.
+    """
     layer = layer_activations(shape, tokens, compute)
-    if checkpointing:
-        return checkpoints_of_layers(shape, tokens, compute) + layer
-    return shape.layers * layer
+    if not checkpointing and not offloading:
+        return shape.layers * layer
+    group = min(group, shape.layers)
+    inputs = UNDER_WAY if offloading else -(-shape.layers // group) + group - 1
+    return inputs * input_of_layer(shape, tokens, compute) + layer
 
 
 def head(shape: Shape, tokens: int, compute: int, chunk: int | None) -> float:

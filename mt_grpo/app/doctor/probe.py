@@ -23,6 +23,7 @@ from mt_grpo.app.doctor.load import Load
 from mt_grpo.app.doctor.memory import GB, SPARE, weights
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.model import enable_trees
+from mt_grpo.training.activations import Activations
 from mt_grpo.training.batch import TokenColumns
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.forward import completion_logps, trained_truncation
@@ -104,7 +105,8 @@ def _measure(case: Case, device: torch.device) -> float:
     else:
         _forget_peak()
         before = _resident()
-    logps = _logps(case, model, *batch)
+    with Activations(case.args, device).kept(model):
+        logps = _logps(case, model, *batch)
     logps.mean().backward()
     grads = sum(one.numel() * one.element_size() for one in (p.grad for p in model.parameters()) if one is not None)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else _peak()

@@ -29,8 +29,6 @@ OPS_PER_TOKEN = 2500
 """The same outside the layers, per token of a batch that is sampled."""
 MOST_ROWS = 64
 """Conversations in one batch of the engine that samples from the trainer's own model."""
-RECOMPUTED = 4 / 3
-"""What checkpointed activations cost: a second forward."""
 LATEST = 3
 """Latest batches of a run whose mean is taken."""
 
@@ -128,8 +126,16 @@ def assumed_lengths(prompt: int, steps: int, turn: int | None, completion: int) 
     return Lengths(turns, sampled, prompt + max(sampled, completion / 2))
 
 
+def recomputed(checkpointing: bool, group: int) -> float:
+    """
+    What a forward and a backward take with checkpointed activations, as a multiple of what they take without: a second
+    forward, and a third of all layers but the last one of each group of `group`.
+    """
+    return (4 + (1 - 1 / group)) / 3 if checkpointing else 1.0
+
+
 def training_seconds(
-    shape: Shape, speed: Speed, tokens: float, ranks: int, checkpointing: bool, passes: float, microbatches: int
+    shape: Shape, speed: Speed, tokens: float, ranks: int, again: float, passes: float, microbatches: int
 ) -> float:
     """
     Seconds of forwards and backwards of a step.
@@ -139,12 +145,12 @@ def training_seconds(
         speed (`Speed`): Of one rank.
         tokens (`float`): Unique tokens of the step, of all ranks.
         ranks (`int`): How many train.
-        checkpointing (`bool`): Whether activations are computed again.
+        again (`float`): As `recomputed`.
         passes (`float`): Forwards and backwards over each token; a forward alone is a third.
         microbatches (`int`): Of one rank.
     """
     # a frozen weight has no gradient of its own
-    work = (4 if shape.adapter else 6) * shape.parameters * tokens * passes * (RECOMPUTED if checkpointing else 1)
+    work = (4 if shape.adapter else 6) * shape.parameters * tokens * passes * again
     return work / (speed.flops * ranks) + 3 * microbatches * shape.layers * speed.layer
 
 
@@ -275,8 +281,8 @@ def estimate(case: Case, lengths: Lengths, speed: Speed, ranks: int, servers: in
     forwards = corrected + (args.beta > 0)  # old log-probs, and the reference's
     passes = args.num_iterations + forwards / 3
     microbatches = args.num_iterations * max(1, case.batch // (args.per_device_train_batch_size * ranks))
-    checkpointing = bool(args.gradient_checkpointing)
-    trained = training_seconds(shape, speed, tokens, ranks, checkpointing, passes, microbatches)
+    again = recomputed(bool(args.gradient_checkpointing), args.gradient_checkpointing_layers)
+    trained = training_seconds(shape, speed, tokens, ranks, again, passes, microbatches)
     return Step(sampling, lengths.turns * slowest, trained, args.max_staleness, not args.use_vllm)
 
 

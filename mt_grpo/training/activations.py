@@ -1,0 +1,60 @@
+"""
+What training keeps of a forward for its backward: inputs of layers in groups, or all of it in the machine's memory.
+Apart from the trainer, whose every other part is the same whichever is chosen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from accelerate import PartialState
+from torch import nn
+from trl.models import get_act_offloading_ctx_manager
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.forward.layer_groups import layers_in_groups
+from mt_grpo.training.config import MTGRPOConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Activations:
+    """
+    How a run keeps activations.
+
+    Args:
+        args (`MTGRPOConfig`): The run's options.
+        device (`torch.device`): What it trains on.
+
+    Raises:
+        ConfigError: If there is no other memory to keep them in.
+    """
+
+    def __init__(self, args: MTGRPOConfig, device: torch.device) -> None:
+        if args.activation_offloading and device.type == "cpu":
+            raise ConfigError(
+                "`activation_offloading: true` moves activations from a GPU to the machine's memory, and this run is "
+                "on a CPU: leave it out."
+            )
+        self._args = args
+        self._warned = args.gradient_checkpointing_layers == 1
+        self._offloading: AbstractContextManager[object] | None = None
+
+    @contextmanager
+    def kept(self, model: nn.Module) -> Iterator[None]:
+        """For a forward of the model with a loss; its backward is outside, so that nothing of it is moved again."""
+        if self._args.activation_offloading and self._offloading is None:
+            self._offloading = get_act_offloading_ctx_manager(model, warn_if_no_head=False)
+        with layers_in_groups(model, self._args.gradient_checkpointing_layers) as groups:
+            with self._offloading or nullcontext():
+                yield
+        if not self._warned and groups.largest < 2 and PartialState().is_main_process:
+            logger.warning(
+                "The layers of this model do not take just what the layer before them returns, so "
+                "`gradient_checkpointing_layers: %d` has no effect: each keeps its input.",
+                self._args.gradient_checkpointing_layers,
+            )
+        self._warned = True
