@@ -36,6 +36,7 @@ from mt_grpo.concurrency import run
 from mt_grpo.data import load_rows
 from mt_grpo.data.embedded.tool import search
 from mt_grpo.training.config import CLIP, MTGRPOConfig
+from mt_grpo.training.staleness import STEP_FACTOR
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 
 FOLDER = Path(__file__).parent.parent / "runs" / "staleness"
@@ -112,7 +113,7 @@ class Objective(MTGRPOEnvTrainer):
                 sampled, old = output["sampling_per_token_logps"], output["old_per_token_logps"]
                 output["old_per_token_logps"] = sampled.where(~sampled.isnan(), old)
             elif self.args.max_staleness:
-                self._steps.take(1.0)
+                output[STEP_FACTOR].fill_(1.0)
         return output
 
 

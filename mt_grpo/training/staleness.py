@@ -45,6 +45,10 @@ def effective_sample_size(output: dict[str, Any]) -> float:
     return (weights.sum() ** 2 / (len(sums) * (weights**2).sum())).item()
 
 
+STEP_FACTOR = "step_factor"
+"""In a batch: what the learning rate of its steps is multiplied by. So a checkpoint has it."""
+
+
 class SmallerSteps(TrainerCallback):
     """
     Multiplies the learning rate of the optimiser steps that train a batch by the batch's effective share, where that
@@ -52,19 +56,13 @@ class SmallerSteps(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._factor = 1.0
         self._changed: list[tuple[dict[str, Any], float, float]] = []
         self._said = False
 
-    @property
-    def factor(self) -> float:
-        """What the learning rate is multiplied by."""
-        return self._factor
-
-    def take(self, effective: float) -> None:
-        """A batch of this effective share is trained from here on."""
-        self._factor = effective if effective < FEW else 1.0
-        if self._factor < 1.0 and not self._said and PartialState().is_main_process:
+    def factor(self, effective: float) -> float:
+        """What the learning rate is multiplied by for a batch of this effective share."""
+        factor = effective if effective < FEW else 1.0
+        if factor < 1.0 and not self._said and PartialState().is_main_process:
             self._said = True
             logger.warning(
                 "Of a batch only %.0f %% counts, since it was sampled with weights too far from those it trains. The "
@@ -73,12 +71,13 @@ class SmallerSteps(TrainerCallback):
                 100 * effective,
                 100 * FEW,
             )
+        return factor
 
-    def before(self, optimizer: Any) -> None:
-        """Before a backward pass; DeepSpeed takes its step in it."""
-        if self._factor < 1.0 and not self._changed:
+    def before(self, optimizer: Any, factor: float) -> None:
+        """Before the backward pass of a batch of this factor; DeepSpeed takes its step in it."""
+        if factor < 1.0 and not self._changed:
             for group in optimizer.param_groups:
-                small = group["lr"] * self._factor
+                small = group["lr"] * factor
                 self._changed.append((group, group["lr"], small))
                 group["lr"] = small
 

@@ -100,7 +100,7 @@ from mt_grpo.training.servers import (
     server_client,
     weight_sync,
 )
-from mt_grpo.training.staleness import SmallerSteps, effective_sample_size
+from mt_grpo.training.staleness import STEP_FACTOR, SmallerSteps, effective_sample_size
 from mt_grpo.training.step_log import Step, StepLog
 from mt_grpo.training.step_log.metrics import means_over_rows, route_metrics, show_advantages
 from mt_grpo.training.trl_arguments import (
@@ -407,9 +407,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         try:
             with open_environments(batch):
                 step.output = super()._generate_and_score_completions(shown)
-            if self._ahead is not None and mode == "train":
+            if self.args.max_staleness and mode == "train":
                 batch.lag.effective = effective_sample_size(step.output)
-                self._steps.take(batch.lag.effective)
+                step.output[STEP_FACTOR] = torch.tensor(self._steps.factor(batch.lag.effective), dtype=torch.double)
             self._credit(step)
         except BaseException:  # whatever fails, conversations that were finished before are not lost
             self.step_log.records.rescue(step)
@@ -591,8 +591,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.model.training:
             self._take_memory_from_servers()
-            if self._ahead is not None:
-                self._steps.before(self.optimizer)
+            if STEP_FACTOR in inputs:
+                self._steps.before(self.optimizer, inputs[STEP_FACTOR].item())
         if self.sequence is None or not self.model.training:
             return self._loss(model, inputs, *args, **kwargs)
         return loss_of_group(self, model, inputs, lambda part: self._loss(model, part, *args, **kwargs))

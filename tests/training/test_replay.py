@@ -116,6 +116,16 @@ def test_a_run_that_sampled_ahead_is_replayed_without_waiting(build, replay, tmp
     assert [line["loss"] for line in run] == [line["loss"] for line in replayed]
 
 
+def test_a_replay_takes_the_smaller_steps_of_its_run(build, replay, tmp_path, monkeypatch):
+    monkeypatch.setattr("mt_grpo.training.trainer.effective_sample_size", lambda output: 0.1)
+    trainer = build(output_dir=str(tmp_path / "run"), max_staleness=1)
+    trainer.train()
+    again = replay(max_staleness=1)
+    again.train()
+    assert same(weights(trainer), weights(again))
+    assert not any(name.startswith("staleness/") for line in metrics(tmp_path / "again") for name in line)
+
+
 def test_another_rule_is_credited_on_the_logged_scores(run, replay, tmp_path):
     folder, before = run
     trainer = replay(advantage_estimator="grpo_or", loss_type="grpo")

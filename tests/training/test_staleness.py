@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -253,6 +254,24 @@ def test_few_effective_conversations_make_steps_smaller(sampled, monkeypatch, ca
     assert rates == pytest.approx([0.3, 0.1 * 0.2, 0.1])
     assert logged(trainer, "learning_rate") == pytest.approx([0.3, 0.2, 0.1])
     assert "Of a batch only 10 % counts" in caplog.text
+
+
+def test_a_resumed_batch_keeps_its_smaller_steps(sampled, monkeypatch):
+    """A batch is trained for two steps, and the run is resumed between them."""
+    monkeypatch.setattr("mt_grpo.training.trainer.effective_sample_size", lambda output: 0.1)
+    rates = []
+
+    class Rates(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    options = {"max_staleness": 1, "max_steps": 2, "num_iterations": 2, "learning_rate": 0.1}
+    whole, _ = sampled("cut", callback=Rates(), save_strategy="steps", save_steps=1, **options)
+    checkpoint = str(Path(whole.args.output_dir, "checkpoint-1"))
+    resumed, _ = sampled("cut", resume=checkpoint, callback=Rates(), **options)
+    assert rates == pytest.approx([0.01, 0.005, 0.005])
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(
