@@ -121,6 +121,14 @@ class RunOptions:
         page="any_agent.md#environments-of-verifiers",
         of_environment=True,
     )
+    environment_urls: list[str] | None = option(
+        None,
+        "OpenEnv servers of the environment. A list, or ranges such as `http://node[1-4]:8000`, in place of the `url` "
+        "of `openenv_server`.",
+        AGENT,
+        page="games.md#openenv",
+        of_environment=True,
+    )
     environment_factory: dict[str, Any] | str | None = option(
         None,
         "A factory in TRL's form, or several by name. Dotted paths; the names are those in the dataset's column "
@@ -188,8 +196,8 @@ class RunOptions:
     system_prompt: str | None = option(None, "Replaces the call protocol's instructions.", AGENT, of_environment=True)
     max_env_steps: int | None = option(
         None,
-        "Replies of the environment in one conversation; 5 where unset. For `environment_factory` no bound but the "
-        "tokens where unset, as in TRL. TRL's `max_tool_calling_iterations` is the same.",
+        "Replies in one conversation; 5 where unset. Those of the environment. For `environment_factory` no bound but "
+        "the tokens where unset, as in TRL. TRL's `max_tool_calling_iterations` is the same.",
         AGENT,
         rule=Rule(lambda value: value >= 0, "it counts replies of the environment, so set 0 or more"),
         of_environment=True,
@@ -202,7 +210,7 @@ class RunOptions:
     )
     max_completion_length: int | None = option(
         512,
-        "Tokens of a whole conversation after the prompt. Those that the environment writes count. TRL's default is "
+        "Tokens of a conversation after the prompt. Those that the environment writes count. TRL's default is "
         "often too few.",
         AGENT,
         rule=ABOVE_ZERO,

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, in_thread
+from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, in_thread, retrieve
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
 from mt_grpo.errors import ConfigError, describe_error, find_fault
 from mt_grpo.imports import did_you_mean
+from mt_grpo.server_pool import ServerLost
 from mt_grpo.tools import Tool, ToolSession, load_tools
 from mt_grpo.tools.results import cut, read_result, render
 from mt_grpo.tools.stateful import StatefulTool, ToolStateError
@@ -170,6 +171,9 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
             A synchronous tool that exceeds it is abandoned, not killed: Python cannot stop its thread.
 
     A call that did not finish failed, whatever ended the wait: its own time, or the conversation's.
+
+    Raises:
+        ServerLost: If a call found that the server of the conversation is gone. All calls have ended by then.
     """
 
     async def run_in_limit(limit: ConcurrencyLimit, tool: Tool, call: ToolCall) -> None:
@@ -198,6 +202,10 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
             for task in unfinished:
                 task.cancel()
             await asyncio.wait(unfinished)  # they write what became of their calls
+        for task in waiting:
+            retrieve(task)
+    for task in waiting:
+        task.result()
 
 
 async def _run(calls: list[tuple[Tool, ToolCall]], timeout: float | None) -> None:
@@ -218,6 +226,9 @@ async def _run(calls: list[tuple[Tool, ToolCall]], timeout: float | None) -> Non
         await asyncio.wait(running, timeout=timeout)
         if timeout is not None:
             unfinished = f"took longer than {timeout:g} s."
+        for future in running:
+            if future.done() and not future.cancelled() and isinstance(error := future.exception(), ServerLost):
+                raise error
     finally:
         finished = {future for future in running if future.done()}
         for future in running:

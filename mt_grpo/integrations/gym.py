@@ -63,6 +63,7 @@ class GymEnv(StepEnv):
         if max_turns is not None and max_turns < 1:
             raise ConfigError(f"`max_turns` is {max_turns}: give 1 or more, or `None` for no limit.")
         self.make, self.parse, self.tag, self.max_turns, self.call_timeout = make, parse, tag, max_turns, step_timeout
+        self.reset_timeout = step_timeout
         self.stop = () if tag is None else (f"</{tag}>",)
         self.total = 0.0
 
@@ -81,7 +82,7 @@ class GymEnv(StepEnv):
         game = self.user_environment = await call(self.make, *args, what="make", timeout=self.call_timeout)
         _check_game(type(game))
         keywords = {"seed": seed_of(row)} if _takes_seed(game.reset) else {}
-        seen = await call(partial(game.reset, **keywords), what=self._what("reset"), timeout=self.call_timeout)
+        seen = await call(partial(game.reset, **keywords), what=self._what("reset"), timeout=self.reset_timeout)
         if isinstance(seen, tuple) and len(seen) == 2 and isinstance(seen[1], dict):
             seen = seen[0]
         prompt = row.get("prompt") or ""

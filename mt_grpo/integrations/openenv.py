@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import threading
+import itertools
+import json
+import logging
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from mt_grpo.addresses import expand_addresses
-from mt_grpo.concurrency import ConcurrencyLimit
-from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.gym import GymEnv
+import httpx
 
-STARTS = 16
-"""Environments that a server makes at once; others wait for their turn."""
-REST = 30.0
-"""Seconds in which a server that could not be reached is asked only if no other is left."""
+from mt_grpo.addresses import expand_addresses
+from mt_grpo.errors import ConfigError, describe_error
+from mt_grpo.integrations.gym import GymEnv
+from mt_grpo.server_pool import PATIENCE, STARTS, Full, ServerLost, ServerPool, Unreachable, backoff
+
+logger = logging.getLogger(__name__)
+
+KIND = "OpenEnv server"
+CHECK_SECONDS = 10.0
+"""How long servers may take to come up before a run."""
+BUSY = (429, 502, 503, 504)
+"""Statuses of a server, or of a proxy in front of it, that may take a connection later."""
 
 
 def openenv_server(
-    url: str | list[str],
+    url: str | list[str] | None = None,
+    *,
     action: Callable[[str], Any],
     observe: Callable[[Any], Any] | None = None,
     client: Callable[..., Any] | None = None,
     tag: str | None = None,
     max_turns: int | None = None,
     step_timeout: float | None = 60.0,
-) -> GymEnv:
+) -> OpenEnv:
     """
     An environment behind an OpenEnv server, or behind several. Each conversation has its own connection and so its
     own environment, which ends with the connection, also where the trainer dies. `reset` gets the row's `seed`.
 
     Of several servers a conversation gets the one with the fewest. One that cannot be reached when a conversation
-    begins is passed over; one that dies ends the conversations that are on it, and no other.
+    begins is passed over; one that dies ends the conversations that are on it, and no other. Where all are full,
+    conversations wait.
 
     Args:
-        url (`str` or `list[str]`): Where the server listens. Several as a list, separated by commas, or as a range,
-            `http://node[1-4]:8000`.
+        url (`str` or `list[str]`, *optional*): Where the server listens. Several as a list, separated by commas, or as
+            a range, `http://node[1-4]:8000`. The run's option `environment_urls` takes its place.
         action (`Callable`): Turns the model's text into an action: a dictionary, or an object that `client` sends.
         observe (`Callable`, *optional*): Turns an observation into what the model reads; by default its JSON.
         client (`Callable`, *optional*): The environment's client class, called with `base_url`; by default OpenEnv's
@@ -47,89 +59,245 @@ def openenv_server(
     Raises:
         ConfigError: If OpenEnv is not installed, or an address is none.
     """
-    pool = Pool(expand_addresses(url, "url"))
+    urls = [] if url is None else _addresses(url, "url")
     client = generic_client() if client is None else client
-    return GymEnv(lambda: Server(client, pool, observe or (lambda seen: seen)), action, tag, max_turns, step_timeout)
+    return OpenEnv(urls, client, observe or (lambda seen: seen), action, tag, max_turns, step_timeout)
 
 
-class Pool:
+class OpenEnv(GymEnv):
     """
-    Servers of one environment, for all event loops of the process.
+    A conversation with an environment behind OpenEnv servers; `openenv_server` makes it.
 
     Args:
-        urls (`Iterable[str]`): Their addresses, at least one.
-
-    Raises:
-        ConfigError: If there is none.
+        urls (`list[str]`): Where the servers listen; empty where `environment_urls` is to say it.
+        client (`Callable`): Makes the client of a conversation.
+        observe (`Callable`): Turns an observation into what the model reads.
+        parse, tag, max_turns, step_timeout: See `GymEnv`.
+        option (`str`, *optional*): What named the servers, for messages.
     """
 
-    def __init__(self, urls: Iterable[str]) -> None:
-        self._open = dict.fromkeys(urls, 0)
-        if not self._open:
-            raise ConfigError("`openenv_server` was given no address: give one as `http://HOST:PORT`.")
-        self._rests: dict[str, float] = {}
-        self._lock = threading.Lock()
-        self.starts = {url: ConcurrencyLimit(STARTS) for url in self._open}
+    def __init__(
+        self,
+        urls: list[str],
+        client: Callable[..., Any],
+        observe: Callable[[Any], Any],
+        parse: Callable[[str], Any],
+        tag: str | None,
+        max_turns: int | None,
+        step_timeout: float | None,
+        option: str = "url",
+    ) -> None:
+        super().__init__(self._game, parse, tag, max_turns, step_timeout)
+        self.reset_timeout = None  # the wait for a place counts toward no timeout
+        self.client, self.observe, self.option = client, observe, option
+        self.pool = ServerPool(urls, KIND)
 
-    def take(self, tried: Iterable[str] = ()) -> str | None:
-        """The server with the fewest environments that is none of `tried`; `None` if there is no other."""
-        with self._lock:
-            left = [url for url in self._open if url not in set(tried)]
-            if not left:
-                return None
-            now = time.monotonic()
-            chosen = min(left, key=lambda url: (self._rests.get(url, 0.0) > now, self._open[url]))
-            self._open[chosen] += 1
-            return chosen
+    def at(self, urls: str | list[str]) -> OpenEnv:
+        """The same environment at the addresses of `environment_urls`; raises `ConfigError` if one is none."""
+        option = "environment_urls"
+        given = _addresses(urls, option)
+        return OpenEnv(
+            given, self.client, self.observe, self.parse, self.tag, self.max_turns, self.call_timeout, option
+        )
 
-    def give(self, url: str, lost: bool = False) -> None:
-        """An environment on a server is over; `lost`: since the server could not be reached."""
-        with self._lock:
-            self._open[url] -= 1
-            if lost:
-                self._rests[url] = time.monotonic() + REST
+    async def check(self) -> None:
+        """
+        Connects to each server once. Servers that cannot be reached are named in a warning, unless none can.
+
+        Raises:
+            ConfigError: If there is no address, none can be reached, another program answers at one, or two serve
+                different environments.
+        """
+        urls, name = self._urls(), self.option
+        limit = asyncio.Semaphore(STARTS)
+
+        async def ask(url: str) -> Exception | None:
+            async with limit:
+                return await _fault(self.client, url)
+
+        found = dict(zip(urls, await asyncio.gather(*map(ask, urls)), strict=True))
+        faults = {url: fault for url, fault in found.items() if fault is not None}
+        for url, fault in faults.items():
+            if _is_foreign(fault):
+                raise ConfigError(
+                    f"`{name}: {url}` is no OpenEnv server ({_why(fault)}): correct the address, or start the "
+                    "environment's server there."
+                )
+        said = "; ".join(f"{url}: {_why(fault)}" for url, fault in faults.items())
+        if len(faults) == len(urls):
+            which = f"the server of `{name}`" if len(urls) == 1 else f"any of the {len(urls)} servers of `{name}`"
+            raise ConfigError(f"Cannot reach {which} ({said}): start it, or correct the address.")
+        await _compare([url for url in urls if url not in faults], name)
+        if faults:
+            logger.warning(
+                "%d of the %d servers of `%s` cannot be reached (%s). The run goes on with the others; conversations "
+                "go there once it answers.",
+                len(faults),
+                len(urls),
+                name,
+                said,
+            )
+
+    def _urls(self) -> list[str]:
+        if not self.pool.urls:
+            raise ConfigError(
+                "The OpenEnv environment has no address: set `environment_urls`, as `http://HOST:PORT`, or give "
+                "`openenv_server` a `url`."
+            )
+        return self.pool.urls
+
+    def _game(self) -> Game:
+        self._urls()
+        return Game(self.client, self.pool, self.observe, self.call_timeout)
 
 
-class Server:
+class Game:
     """An environment of a server in Gym's form. Methods are `async`, since its client belongs to one event loop."""
 
-    def __init__(self, make: Callable[..., Any], pool: Pool, observe: Callable[[Any], Any]) -> None:
-        self._make, self._pool, self._observe = make, pool, observe
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        pool: ServerPool,
+        observe: Callable[[Any], Any],
+        timeout: float | None,
+    ) -> None:
+        self._make, self._pool, self._observe, self._timeout = make, pool, observe, timeout
         self._client: Any = None
+        self._connection: Any = None
         self._url: str | None = None
+        self._lost: str | None = None
 
     async def reset(self, seed: int) -> Any:
-        """Begins an episode on the server with the fewest that can be reached."""
-        tried: list[str] = []
-        failure: OSError | None = None
-        while (url := self._pool.take(tried)) is not None:
-            tried.append(url)
-            self._url, self._client = url, self._make(base_url=url)
-            async with self._pool.starts[url]:
-                try:
-                    return self._read(await self._client.reset(seed=seed))[0]
-                except OSError as error:  # no connection: nothing has begun there
-                    failure = error
-            with contextlib.suppress(OSError):
-                await self._client.close()
-            self._pool.give(url, lost=True)
-            self._url = self._client = None
-        assert failure is not None
-        raise failure
+        """Begins an episode on the server with the fewest that can be reached and has room."""
+        patience = PATIENCE if self._timeout is None else min(PATIENCE, self._timeout)
+        self._url, (self._client, result) = await self._pool.begin(partial(self._begin, seed), patience)
+        self._connection = _connection(self._client)
+        return self._read(result)[0]
+
+    async def _begin(self, seed: int, url: str) -> tuple[Any, Any]:
+        client = self._make(base_url=url)
+        begun = False
+        try:
+            async with asyncio.timeout(self._timeout) as limit:
+                result = await client.reset(seed=seed)
+            begun = True
+            return client, result
+        except TimeoutError as error:
+            if not limit.expired():
+                raise Unreachable(_why(error)) from error
+            raise TimeoutError(f"`reset` of the {KIND} at {url} took longer than {self._timeout:g} s.") from error
+        except _connection_errors() as error:  # nothing has begun there
+            raise Unreachable(_why(error)) from error
+        except RuntimeError as error:  # what the client makes of an error that the server answers
+            if "CAPACITY_REACHED" in str(error):
+                raise Full from error
+            if any(code in str(error) for code in ("FACTORY_ERROR", "SESSION_ERROR")):
+                raise Unreachable(str(error)) from error
+            raise
+        finally:
+            if not begun:
+                with contextlib.suppress(*_connection_errors()):
+                    await client.close()
 
     async def step(self, action: Any) -> tuple[Any, float, bool]:
-        """Sends an action."""
-        return self._read(await self._client.step(action))
+        """Sends an action; raises `ServerLost` if the connection is gone, and the environment with it."""
+        try:
+            result = await self._client.step(action)
+        except _connection_errors() as error:
+            raise self._gone(_why(error)) from error
+        if _connection(self._client) is not self._connection:  # it connected again, to an environment without a reset
+            raise self._gone("it closed the connection")
+        return self._read(result)
 
     async def close(self) -> None:
         """Closes the connection, which ends the environment on the server."""
         url, self._url = self._url, None
         if url is not None:
-            self._pool.give(url)
-            await self._client.close()
+            try:
+                await self._client.close()
+            finally:
+                self._pool.give(url, self._lost)
+
+    def _gone(self, why: str) -> ServerLost:
+        self._lost = why
+        return ServerLost(f"The {KIND} at {self._url}, which this conversation used, is gone: {why}.")
 
     def _read(self, result: Any) -> tuple[Any, float, bool]:
         return self._observe(result.observation), float(result.reward or 0.0), bool(result.done)
+
+
+def _addresses(given: str | list[str], option: str) -> list[str]:
+    urls = expand_addresses(given, option)
+    if not urls:
+        raise ConfigError(f"`{option}` gives `openenv_server` no address: write one as `http://HOST:PORT`.")
+    return urls
+
+
+async def _fault(make: Callable[..., Any], url: str) -> Exception | None:
+    """Why no connection to a server could be made; `None` if one could."""
+    deadline = time.monotonic() + CHECK_SECONDS
+    for attempt in itertools.count():
+        client = make(base_url=url)
+        try:
+            await client.connect()
+        except _connection_errors() as error:
+            pause = backoff(attempt)
+            if _is_foreign(error) or time.monotonic() + pause > deadline:
+                return error
+            await asyncio.sleep(pause)
+        else:
+            await client.close()
+            return None
+    return None
+
+
+async def _compare(urls: list[str], option: str) -> None:
+    """Refuses servers of different environments, as far as they show what they take."""
+    async with httpx.AsyncClient(timeout=CHECK_SECONDS) as http:
+
+        async def schema(url: str) -> str | None:
+            try:
+                answer = await http.get(f"{url}/schema")
+                return json.dumps(answer.json(), sort_keys=True) if answer.status_code == 200 else None
+            except (httpx.HTTPError, ValueError):  # such as behind a door that only the client's headers open
+                return None
+
+        schemas = await asyncio.gather(*map(schema, urls))
+    shown = [(url, schema) for url, schema in zip(urls, schemas, strict=True) if schema is not None]
+    for url, schema in shown[1:]:
+        if schema != shown[0][1]:
+            raise ConfigError(
+                f"`{option}` names servers of different environments: {shown[0][0]} and {url} take other actions or "
+                "show other observations; name servers of one."
+            )
+
+
+def _connection(client: Any) -> Any:
+    """The connection of OpenEnv's client, which has no public name."""
+    return vars(client).get("_ws")
+
+
+def _of_websockets(name: str) -> tuple[type[Exception], ...]:
+    """An exception of the library that OpenEnv's clients connect with; none if no client has imported it."""
+    module = sys.modules.get("websockets.exceptions")
+    return () if module is None else (vars(module)[name],)
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    return (OSError, *_of_websockets("WebSocketException"))
+
+
+def _is_foreign(error: Exception) -> bool:
+    """Whether a connection failed since something else answered."""
+    cause = error.__cause__
+    if isinstance(cause, _of_websockets("InvalidStatus")):
+        return cause.response.status_code not in BUSY
+    return isinstance(cause, _of_websockets("InvalidHandshake"))
+
+
+def _why(error: Exception) -> str:
+    cause = error.__cause__
+    return describe_error(error if cause is None else cause)
 
 
 def generic_client() -> Callable[..., Any]:

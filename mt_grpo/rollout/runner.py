@@ -28,6 +28,7 @@ from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, Sampler, derive_seed
 from mt_grpo.rollout.token_check import SanityCheck
 from mt_grpo.rollout.token_row import TokenRow, token_row
+from mt_grpo.server_pool import conversation
 from mt_grpo.tools.results import cut
 from mt_grpo.trajectory import Message, StopReason, Trajectory
 
@@ -257,11 +258,13 @@ class RolloutRunner:
 
     async def _hold(self, request: RolloutRequest, policy: ConversationPolicy, trajectory: Trajectory) -> Outcome:
         row = {**request.row, "prompt": request.prompt}
-        trajectory.environment = env = await source_of(self.env).make(row)
-        return checked_outcome(await env.run(policy, row), env)
+        with conversation():
+            trajectory.environment = env = await source_of(self.env).make(row)
+            return checked_outcome(await env.run(policy, row), env)
 
     async def _go_on(self, branch: Branch) -> Outcome:
-        return checked_outcome(await branch.env.resume(branch.policy, branch.messages), branch.env)
+        with conversation():
+            return checked_outcome(await branch.env.resume(branch.policy, branch.messages), branch.env)
 
     def _end(self, trajectory: Trajectory, running: asyncio.Future[Outcome], policy: ConversationPolicy) -> None:
         """Writes into a trajectory why its conversation ended."""

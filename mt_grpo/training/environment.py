@@ -21,6 +21,7 @@ from mt_grpo.envs.source import COLUMN, check_source, close_environments, source
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.integrations.openai_api import AgentSource
+from mt_grpo.integrations.openenv import OpenEnv
 from mt_grpo.integrations.swift import SchedulerSource
 from mt_grpo.integrations.trl import Factory, TRLEnv, environments_of, import_factory
 from mt_grpo.integrations.verifiers import VerifiersSource
@@ -82,7 +83,10 @@ def build_env(
             "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
             "`{environment_factory: its path}`."
         )
-    return {name: _build_named(name, given, args) for name, given in args.environments.items()}
+    named = {name: _build_named(name, given, args) for name, given in args.environments.items()}
+    if args.environment_urls is not None and not any(isinstance(env, OpenEnv) for env in named.values()):
+        _at(named, args.environment_urls, "environments")
+    return named
 
 
 def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvLike:
@@ -99,7 +103,7 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvLike:
         if "agent" in given or verifiers_name(given.get("env")) is not None:
             others = (*others, "tools", "tools_config_file", "system_prompt", "max_env_steps", "call_protocol")
         options |= {name: defaults[name] for name in others}
-    options |= given
+    options |= {"environment_urls": None, **given}
     check_scheduler(options, key)
     if options["environment_factory"] is not None:
         options["environment_factory"] = import_factory(options["environment_factory"], f"{key}: environment_factory")
@@ -108,10 +112,27 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvLike:
         raise ConfigError(f"`{key}` has several factories in `environment_factory`: give each a name of its own.")
     if isinstance(env, TRLEnv):
         env.named = True
+    if isinstance(env, OpenEnv) and not given.get("environment_urls") and args.environment_urls is not None:
+        return env.at(args.environment_urls)
     return env
 
 
 def _build(options: dict[str, Any], key: str) -> EnvLike:
+    env = _of_options(options, key)
+    return env if options["environment_urls"] is None else _at(env, options["environment_urls"], key)
+
+
+def _at(env: EnvLike, urls: list[str], key: str) -> OpenEnv:
+    """The OpenEnv environment at its servers; refuses any other environment."""
+    if not isinstance(env, OpenEnv):
+        raise ConfigError(
+            f"`environment_urls` names OpenEnv servers, and `{key}` is no environment that `openenv_server` made: "
+            "leave one of them out."
+        )
+    return env.at(urls)
+
+
+def _of_options(options: dict[str, Any], key: str) -> EnvLike:
     check_partner(options, "" if key == "env" else f"In `{key}`, ")
     if options["tool_processes"] and not (options["tools"] or options["tools_config_file"]):
         raise ConfigError(f"`tool_processes` is {options['tool_processes']}, and no tool is named: leave it out.")
@@ -200,11 +221,25 @@ def check_env(
         )
     if isinstance(env, MultiTurnToolEnv):
         _check_options(env, args)
+    if env is not None and args.environment_urls is not None:
+        env = _at(env, args.environment_urls, "env")
     env = build_env(args, factory, tools, plain) if env is None else env
     given = env.given if isinstance(env, EnvSource) else env
     check_source(given, branches=args.branch_at is not None)
     _check_rows(source_of(given), datasets)
     return given
+
+
+def check_servers(source: EnvSource) -> None:
+    """
+    Connects to the servers of the environments once.
+
+    Raises:
+        ConfigError: If none of an environment's can be reached, or what answers is no server of it.
+    """
+    for env in source.prototypes():
+        if isinstance(env, OpenEnv):
+            run(env.check())
 
 
 def _check_rows(source: EnvSource, datasets: Sequence[Rows | dict[str, Rows] | None]) -> None:

@@ -43,6 +43,7 @@ from mt_grpo.training.config import MTGRPOConfig, changed, options_given
 from mt_grpo.training.environment import (
     build_runner,
     check_env,
+    check_servers,
     open_environments,
     own_rewards,
     prepare_tokenizer,
@@ -214,6 +215,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             plain=reward_funcs is not None,
         )
         source = source_of(self.env)
+        if self.replay is None:
+            check_servers(source)
         train_dataset = with_prompts(rows_of(train_dataset, source, args), source, "training dataset")
         eval_dataset = source.rows("eval") if eval_dataset is None and args.do_eval else eval_dataset
         eval_dataset = with_prompts(eval_dataset, source, "evaluation dataset")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass, field, fields
+import re
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.addresses import expand_addresses
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 
@@ -17,7 +19,8 @@ TRANSPORTS = {"stdio": "stdio", "sse": "sse", "http": "http", "streamable-http":
 @dataclass(frozen=True)
 class McpServerConfig:
     """
-    How one MCP server is reached: by a command, over its standard input and output, or at a URL.
+    How one MCP server is reached: by a command, over its standard input and output, or at a URL. At several URLs there
+    are as many servers of the same tools.
 
     Args:
         name (`str`): What the file calls it.
@@ -25,7 +28,8 @@ class McpServerConfig:
         args (`list[str]`): Its arguments.
         env (`dict[str, str]`): Variables for it, beside `HOME`, `PATH` and the few others that the library passes on.
         cwd (`str`, *optional*): The folder it runs in.
-        url (`str`, *optional*): Where a server listens.
+        url (`str` or `list[str]`, *optional*): Where a server listens. Several as a list, or as a range,
+            `http://node[1-4]:8000/mcp`.
         auth_token (`str`, *optional*): Sent as `Authorization: Bearer ...`.
         headers (`dict[str, str]`): Sent with every request.
         transport (`str`, *optional*): `"stdio"`, `"sse"` or `"http"` (streamable HTTP). Where it is not given, a URL
@@ -37,10 +41,20 @@ class McpServerConfig:
     args: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     cwd: str | None = None
-    url: str | None = None
+    url: str | list[str] | None = None
     auth_token: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     transport: str | None = None
+
+    @property
+    def members(self) -> list[McpServerConfig]:
+        """Each server by itself; raises `ConfigError` where several addresses are wrong."""
+        if self.url is None or (isinstance(self.url, str) and not _SEVERAL.search(self.url)):
+            return [self]
+        urls = expand_addresses(self.url, f"url of the MCP server {self.name}")
+        if not urls:
+            raise ConfigError(f"The MCP server {self.name!r} has an empty list as its `url`: give an address.")
+        return [replace(self, url=url) for url in urls]
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -49,6 +63,7 @@ class McpServerConfig:
             return (self.transport,)
         if self.url is None:
             return ("stdio",)
+        assert isinstance(self.url, str)  # that of one of `members`
         return ("sse",) if self.url.partition("?")[0].rstrip("/").endswith("/sse") else ("http", "sse")
 
     @property
@@ -57,12 +72,15 @@ class McpServerConfig:
         return json.dumps([getattr(self, part.name) for part in fields(self)], sort_keys=True)
 
 
-_KEYS = {
+_SEVERAL = re.compile(r"\[\d[\d,-]*\]|,\s*https?://")
+"""What a text has that is several addresses."""
+
+_KEYS: dict[str, Any] = {
     "command": str,
     "args": list,
     "env": dict,
     "cwd": str,
-    "url": str,
+    "url": str | list,
     "auth_token": str,
     "headers": dict,
     "transport": str,
@@ -99,8 +117,11 @@ def _server(name: str, entry: Any, path: str) -> McpServerConfig:
         if key not in _KEYS:
             if difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8):
                 raise ConfigError(f"{where} has the unknown key {key!r}{did_you_mean(key, _KEYS)}.")
-        elif not isinstance(value, _KEYS[key]):
-            raise ConfigError(f"{where} has a `{key}` that is no {_KEYS[key].__name__}: {value!r}.")
+        elif not isinstance(value, _KEYS[key]) or (
+            key == "url" and not all(isinstance(url, str) for url in value)  # a text's characters are texts
+        ):
+            kind = "str or list of str" if key == "url" else _KEYS[key].__name__
+            raise ConfigError(f"{where} has a `{key}` that is no {kind}: {value!r}.")
     known = {key: value for key, value in entry.items() if key in _KEYS}
     transport = known.pop("type", None)
     transport = known.pop("transport", transport)
@@ -118,4 +139,6 @@ def _server(name: str, entry: Any, path: str) -> McpServerConfig:
             known[key] = {part: str(value) for part, value in known[key].items()}
     if "args" in known:
         known["args"] = [str(argument) for argument in known["args"]]
-    return McpServerConfig(name, **known)
+    config = McpServerConfig(name, **known)
+    config.members  # noqa: B018  # it refuses addresses that are none
+    return config

@@ -26,6 +26,8 @@ PROBE_SECONDS = 10.0
 """How long a server may take to answer a ping after a call that failed or ran out of time."""
 HEARTBEAT_SECONDS = 5.0
 """Time between pings of a server at a URL while it works on a call."""
+BUSY = (429, 502, 503, 504)
+"""Statuses of a server, or of a proxy in front of it, that may take a session later."""
 STOP_SECONDS = 15.0
 """How long the end of this process waits for its servers. The library kills a server earlier than that."""
 
@@ -128,7 +130,18 @@ def close_servers() -> None:
 
 
 class StartError(Exception):
-    """Why a server did not start, as a clause."""
+    """
+    A server did not start.
+
+    Args:
+        why (`str`): As a clause.
+        transient (`bool`, *optional*): Whether it is refused now, and another attempt may help.
+        foreign (`bool`, *optional*): Whether what answers at the URL is no MCP server that can be used.
+    """
+
+    def __init__(self, why: str, transient: bool = False, foreign: bool = False) -> None:
+        super().__init__(why)
+        self.transient, self.foreign = transient, foreign
 
 
 class ServerEnded(Exception):
@@ -153,9 +166,9 @@ class Life:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._session: Any = None
-        self._refused = ""
+        self._status: tuple[int, str] | None = None  # of a request that was refused
         self._words = LastWords(config.name)
-        self._probing: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[bool] | None = None
         self._owner = asyncio.create_task(self._own(), name=f"MCP server {config.name!r}")
         thread.open.add(self)
         self._owner.add_done_callback(lambda _: thread.open.discard(self))
@@ -195,6 +208,14 @@ class Life:
             await asyncio.wait({self._probing, self.over}, return_when=_FIRST)
         return not self.over.done()
 
+    async def answers(self) -> bool:
+        """Whether the server answers a ping in time. One that is silent is not ended: it may be busy for others."""
+        self._probe(patient=True)
+        assert self._probing is not None or self.over.done()
+        if self._probing is not None:
+            await asyncio.wait({self._probing, self.over}, return_when=_FIRST)
+        return not self.over.done() and self._probing is not None and self._probing.result()
+
     def stop(self) -> None:
         """Ends the session, and cancels a start that has not succeeded yet."""
         if not self.started.done():
@@ -217,17 +238,19 @@ class Life:
         if self.over.done() or (self._probing is not None and not self._probing.done()):
             return
 
-        async def probe() -> None:
+        async def probe() -> bool:
             try:
                 async with asyncio.timeout(PROBE_SECONDS):
                     await self._session.send_ping()
+                return True
             except Exception as error:  # whatever transport and server make of a ping that fails
                 if patient and isinstance(error, TimeoutError):
-                    return
+                    return False
                 logger.warning(
                     "The MCP server %r does not answer (%s): it is ended.", self.config.name, _in_words(error)
                 )
                 self._end()
+                return False
 
         self._probing = asyncio.create_task(probe())
 
@@ -243,7 +266,7 @@ class Life:
             if self.started.done():
                 logger.debug("The MCP server %r ended: %s", self.config.name, error)
             else:
-                self.started.set_exception(StartError(await self._failure(error)))
+                self.started.set_exception(await self._failure(error))
                 retrieve(self.started)
         except asyncio.CancelledError:
             self.started.set_exception(StartError("it was stopped before it had started"))
@@ -330,18 +353,29 @@ class Life:
     async def _note_status(self, response: Any) -> None:
         """Keeps the status of a refusal, which not every version of the library tells."""
         if response.status_code >= 400:
-            self._refused = f"it answered {response.status_code} {response.reason_phrase}"
+            self._status = response.status_code, response.reason_phrase
 
-    async def _failure(self, error: Exception) -> str:
+    async def _failure(self, error: Exception) -> StartError:
         if isinstance(error, TimeoutError):
-            return f"it has not listed its tools within {START_SECONDS:g} s"
+            return StartError(f"it has not listed its tools within {START_SECONDS:g} s")
         cause = error
         while isinstance(cause, ExceptionGroup):
             cause = cause.exceptions[0]
-        if isinstance(cause, FileNotFoundError) and self.transport == "stdio":
-            return f"there is no command {self.config.command!r}"
-        words = await self._words.last()
-        return f"it ended with {words!r}" if words else self._refused or _in_words(cause)
+        if self.transport == "stdio":
+            if isinstance(cause, FileNotFoundError):
+                return StartError(f"there is no command {self.config.command!r}")
+            words = await self._words.last()
+            return StartError(f"it ended with {words!r}" if words else _in_words(cause))
+        kind = type(cause).__name__  # of httpx or of httpx2, as the version of the library has it
+        if kind == "HTTPStatusError":
+            response: Any = cause
+            await self._note_status(response.response)
+        if self._status is not None:
+            number, phrase = self._status
+            why = f"it answered {number} {phrase}".rstrip()
+            return StartError(why, number in BUSY, number not in BUSY and (number < 500 or number == 501))
+        unreached = kind in ("ConnectError", "ConnectTimeout", "ReadError", "ReadTimeout")
+        return StartError(_in_words(cause), unreached, not unreached)
 
 
 def _in_words(error: BaseException) -> str:

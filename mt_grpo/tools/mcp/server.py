@@ -13,11 +13,14 @@ from typing import Any
 
 from mt_grpo.concurrency import OnePerProcess, retrieve
 from mt_grpo.errors import ConfigError
+from mt_grpo.server_pool import backoff
 from mt_grpo.tools.mcp.config import McpServerConfig
-from mt_grpo.tools.mcp.life import Life, McpThread, ServerEnded, StartError, mcp_thread
+from mt_grpo.tools.mcp.life import PROBE_SECONDS, Life, McpThread, ServerEnded, StartError, mcp_thread
 
 logger = logging.getLogger(__name__)
 
+ATTEMPTS = 6
+"""Attempts to begin a session with a server that refuses it for now. They take three seconds at most."""
 RESTARTS = 5
 """Starts in a row without a call that was answered, after which the next one waits."""
 PAUSE_SECONDS = 60.0
@@ -26,6 +29,14 @@ PAUSE_SECONDS = 60.0
 
 class McpToolError(Exception):
     """A call that an MCP server did not answer, or answered with an error. The model reads the message."""
+
+
+class McpServerGone(McpToolError):
+    """A call that was not answered since the server ended, or cannot be started; why, as a clause."""
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
 
 
 class McpServer:
@@ -48,7 +59,7 @@ class McpServer:
                 "Tools of MCP servers need the library `mcp`, which is not installed: run `pip install mt-grpo[mcp]`."
             ) from error
         self.config = config
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
 
     @classmethod
     def shared(cls, config: McpServerConfig) -> McpServer:
@@ -66,7 +77,7 @@ class McpServer:
         Raises:
             ConfigError: If it cannot be started.
         """
-        connection = self._connect()
+        connection = self.connection()
         try:
             return connection.thread.wait(connection.list_tools())
         except StartError as error:
@@ -76,30 +87,47 @@ class McpServer:
                 mend = f"run `{shlex.join([config.command, *config.args])}` by hand to see why"
             raise ConfigError(f"The MCP server {config.name!r} cannot be started: {error}; {mend}.") from error
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+    async def call(self, tool: str, arguments: dict[str, Any], life: Life | None = None) -> Any:
         """
         Calls a tool; awaited in any event loop. A call that is cancelled leaves the server to the others.
+
+        Args:
+            tool (`str`): Its name.
+            arguments (`dict`): By name.
+            life (`Life`, *optional*): The life of the server in which it is to be called, as `ready` returned it. By
+                default the present one; a server that does not run is started.
 
         Returns:
             The library's `CallToolResult`, which may be an error of the tool.
 
         Raises:
-            McpToolError: If the server ends before it answers, cannot be started, or answers with an error of the
-                protocol.
+            McpServerGone: If the server ends before it answers, has ended that life, or cannot be started.
+            McpToolError: If it answers with an error of the protocol.
         """
-        connection = self._connect()
-        return await connection.thread.run(connection.call(tool, arguments))
+        connection = self.connection()
+        return await connection.thread.run(connection.call(tool, arguments, life))
 
-    def _connect(self) -> _Connection:
+    async def ready(self) -> Life:
+        """
+        Starts the server if it does not run, and asks it whether it answers; awaited in any event loop.
+
+        Raises:
+            StartError: If it cannot be started, or does not answer.
+        """
+        connection = self.connection()
+        return await connection.thread.run(connection.ready())
+
+    def connection(self) -> Connection:
+        """The part of it that lives in the thread of this process."""
         with _lock.get():
             thread = mcp_thread.get()
             if self._connection is None or self._connection.thread is not thread:
-                self._connection = _Connection(self.config, thread)
+                self._connection = Connection(self.config, thread)
                 weakref.finalize(self, _stop, self._connection, os.getpid()).atexit = False
             return self._connection
 
 
-class _Connection:
+class Connection:
     """The part of an `McpServer` that lives in the thread. It has one `Life` after another."""
 
     def __init__(self, config: McpServerConfig, thread: McpThread) -> None:
@@ -115,17 +143,25 @@ class _Connection:
     async def list_tools(self) -> list[dict[str, Any]]:
         return (await self._alive()).tools
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+    async def ready(self) -> Life:
+        life = await self._alive()
+        if not await life.answers():
+            raise StartError(f"it does not answer a ping within {PROBE_SECONDS:g} s")
+        return life
+
+    async def call(self, tool: str, arguments: dict[str, Any], life: Life | None) -> Any:
         name = self.config.name
         try:
-            life = await self._alive()
-            result = await life.call(tool, arguments)
+            if life is not None and life.over.done():
+                raise ServerEnded("")
+            result = await (life or await self._alive()).call(tool, arguments)
         except StartError as error:
-            raise McpToolError(f"the MCP server {name!r} cannot be started: {error}.") from error
+            raise McpServerGone(f"the MCP server {name!r} cannot be started: {error}.", str(error)) from error
         except ServerEnded as error:
             words = f" with {str(error)!r}" if str(error) else ""
-            raise McpToolError(
-                f"the MCP server {name!r} ended during the call{words}; the next call starts it again."
+            raise McpServerGone(
+                f"the MCP server {name!r} ended during the call{words}; the next call starts it again.",
+                f"it ended{words}",
             ) from error
         except Exception as error:  # what each version of the library makes of an answer that is no result
             raise McpToolError(str(error) or type(error).__name__) from error
@@ -162,21 +198,25 @@ class _Connection:
             logger.warning("The MCP server %r has ended, and is started again.", self.config.name)
         self._starts += 1
         self._started_at = time.monotonic()
-        errors = []
-        for transport in self._transports:
-            self._life = Life(self.config, transport, self.thread)
-            try:
-                await self._life.started
-            except StartError as error:
-                errors.append(error)
-                await self._life.ended()
-            else:
-                self._transports = (transport,)
-                return self._life
+        for attempt in range(ATTEMPTS):
+            errors = []
+            for transport in self._transports:
+                self._life = Life(self.config, transport, self.thread)
+                try:
+                    await self._life.started
+                except StartError as error:
+                    errors.append(error)
+                    await self._life.ended()
+                else:
+                    self._transports = (transport,)
+                    return self._life
+            if attempt + 1 == ATTEMPTS or not errors[0].transient:
+                break
+            await asyncio.sleep(backoff(attempt))
         raise errors[0]
 
 
-def _stop(connection: _Connection, process: int) -> None:
+def _stop(connection: Connection, process: int) -> None:
     """Stops a server that nobody refers to. It runs in the thread that collects garbage, so it does not wait."""
     if os.getpid() == process and not connection.thread.loop.is_closed():
         connection.thread.loop.call_soon_threadsafe(connection.stop)

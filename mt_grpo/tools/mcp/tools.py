@@ -14,6 +14,7 @@ from mt_grpo.images import read_image
 from mt_grpo.imports import did_you_mean
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.mcp.config import read_servers
+from mt_grpo.tools.mcp.pool import McpPool, shared_server
 from mt_grpo.tools.mcp.server import McpServer, McpToolError
 from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 
@@ -24,13 +25,13 @@ class McpRemote:
     One tool of one server.
 
     Args:
-        server (`McpServer`): Where it runs.
+        server (`McpServer` or `McpPool`): Where it runs.
         listed (`dict`): The server's description: `name`, `description`, `inputSchema`.
         timeout (`float`, *optional*): Seconds a call may take, beside `tool_timeout`.
         pace (`Pace`, *optional*): Spaces the calls.
     """
 
-    server: McpServer
+    server: McpServer | McpPool
     listed: dict[str, Any]
     timeout: float | None = None
     pace: Pace | None = None
@@ -138,7 +139,7 @@ def remote_tools(
     pace = None if rate_limit is None else Pace(rate_limit)
     tools = [
         McpRemote(server, listed, timeout, pace)
-        for server in [McpServer.shared(config) for config in read_servers(path)]
+        for server in [shared_server(config) for config in read_servers(path)]
         for listed in server.list_tools()
     ]
     names = [tool.listed["name"] for tool in tools]

@@ -1,0 +1,263 @@
+"""Servers of one kind: each conversation gets the one with the fewest, and none is asked for too much at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from mt_grpo.concurrency import ConcurrencyLimit
+from mt_grpo.errors import describe_error
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+STARTS = 16
+"""Conversations that begin on a server at once; others wait for their turn."""
+REST = 30.0
+"""Seconds in which a server that could not be reached is asked only if no other is left."""
+PATIENCE = 30.0
+"""Seconds for which a conversation tries to begin while no server can be reached."""
+FULL_PATIENCE = 300.0
+"""Seconds for which it waits for a place while others than this process hold all of them."""
+LOOK = 0.02  # seconds between looks for a free place, of the one conversation that is next
+SHORTEST, LONGEST = 0.1, 5.0
+
+_random = random.SystemRandom()  # the processes of a run share the seeds of the other generators
+
+
+def backoff(attempt: int) -> float:
+    """
+    Seconds to wait before another attempt: evenly drawn below a bound that doubles from attempt to attempt, so that
+    many who failed together do not come back together ("full jitter", Brooker, AWS Architecture Blog, 2015).
+
+    Args:
+        attempt (`int`): Attempts that failed so far, from 0.
+    """
+    return _random.uniform(0.0, min(LONGEST, SHORTEST * 2.0 ** min(attempt, 16)))
+
+
+class Unreachable(Exception):
+    """A server on which nothing could begin; why, as a clause."""
+
+
+class Full(Exception):
+    """A server that answered that its places are taken."""
+
+
+class ServerLost(Exception):
+    """The server of a conversation is gone, and what was done there with it. It ends the conversation."""
+
+
+@dataclass
+class _Host:
+    """What is known of one server."""
+
+    taken: int = 0  # conversations on it, those that are about to begin among them
+    begun: int = 0
+    rests: float = 0.0  # until then
+    places: float = math.inf  # as far as it has said
+    refusals: int = 0  # in a row, of one conversation more than `places`
+    ask: float = 0.0  # from then on one more may be tried
+    starts: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(STARTS))
+
+    def order(self, now: float) -> tuple[bool, int, float]:
+        """The least comes first. Ties are broken by chance: other processes have the same servers."""
+        return self.rests > now, self.taken, _random.random()
+
+
+class ServerPool:
+    """
+    Servers of one kind, for all event loops of the process.
+
+    Args:
+        urls (`Iterable[str]`): Their addresses, at least one, each once.
+        kind (`str`): What they are, for messages, such as `OpenEnv server`.
+    """
+
+    def __init__(self, urls: Iterable[str], kind: str) -> None:
+        self.kind = kind
+        self._hosts = {url: _Host() for url in urls}
+        self._lock = threading.Lock()
+        self._entrance = ConcurrencyLimit(1)  # conversations begin in the order they came
+
+    def __deepcopy__(self, memo: object) -> ServerPool:
+        """The copy of an environment counts with it."""
+        return self
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses."""
+        return list(self._hosts)
+
+    async def begin(self, start: Callable[[str], Awaitable[T]], patience: float = PATIENCE) -> tuple[str, T]:
+        """
+        Begins on the server with the fewest conversations that can be reached and has room. Give it back with `give`.
+
+        Args:
+            start (`Callable`): Begins on the server of an address. It raises `Unreachable` or `Full` if nothing has
+                begun there, so that another server is tried.
+            patience (`float`, *optional*): Seconds for which attempts go on while no server can be reached.
+
+        Returns:
+            The address, and what `start` returned.
+
+        Raises:
+            ServerLost: If no server can be reached, or none has room for too long.
+        """
+        tried: set[str] = set()
+        failure, deadline, rounds = Unreachable(), math.inf, 0
+        while True:
+            async with self._entrance:
+                chosen = await self._next(tried)
+            if chosen is None:
+                pause, now = backoff(rounds), time.monotonic()
+                deadline = min(deadline, now + patience)
+                if now + pause > deadline:
+                    raise ServerLost(f"No {self.kind} can be reached ({failure}).") from failure
+                await asyncio.sleep(pause)
+                tried.clear()
+                rounds += 1
+                continue
+            url, asks = chosen
+            host = self._hosts[url]
+            try:
+                async with host.starts:
+                    if asks or host.begun < host.places:  # else another has just been told that it is full
+                        begun = await start(url)
+                        self._note_begun(url)
+                        return url, begun
+                self._release(url)
+            except Full:
+                self._note_full(url, asks)
+                deadline, rounds = math.inf, 0
+            except Unreachable as error:
+                failure = error
+                tried.add(url)
+                self._release(url, str(error))
+            except Exception as error:  # what fails fast would have the fewest, and fail all others too
+                self._release(url, describe_error(error))
+                raise
+            except BaseException:
+                self._release(url)
+                raise
+
+    def give(self, url: str, lost: str | None = None) -> None:
+        """
+        A conversation on a server is over.
+
+        Args:
+            url (`str`): The server.
+            lost (`str`, *optional*): Why the server is believed to be gone, as a clause.
+        """
+        with self._lock:
+            self._hosts[url].begun -= 1
+        self._release(url, lost)
+
+    async def _next(self, tried: set[str]) -> tuple[str, bool] | None:
+        """
+        The server to begin on, once one has room, and whether this finds out if it has more room than it had; `None`
+        if all were tried and could not be reached.
+        """
+        since = time.monotonic()
+        while True:
+            with self._lock:
+                now = time.monotonic()
+                left = {url: host for url, host in self._hosts.items() if url not in tried or host.rests <= now}
+                free = [url for url, host in left.items() if host.taken < host.places or host.ask <= now]
+                if free:
+                    return self._take(min(free, key=lambda url: left[url].order(now)), now)
+                if not left:
+                    return None
+                if any(host.begun for host in self._hosts.values()):
+                    since = now
+            if now - since > FULL_PATIENCE:
+                raise ServerLost(f"No {self.kind} had room for a conversation for {FULL_PATIENCE:g} s.")
+            await asyncio.sleep(LOOK)
+
+    def _take(self, url: str, now: float) -> tuple[str, bool]:
+        host = self._hosts[url]
+        asks = host.taken >= host.places
+        if asks:
+            host.ask = math.inf  # one at a time
+        if host.rests:
+            host.rests = now + REST  # one finds out whether it is back
+        host.taken += 1
+        return url, asks
+
+    def _note_begun(self, url: str) -> None:
+        with self._lock:
+            host = self._hosts[url]
+            if host.rests:
+                logger.warning("The %s at %s is back.", self.kind, url)
+            host.rests = 0.0
+            host.begun += 1
+            if host.begun > host.places:
+                host.places, host.refusals, host.ask = host.begun, 0, 0.0
+            else:
+                host.ask = min(host.ask, time.monotonic() + LONGEST)
+
+    def _note_full(self, url: str, asked: bool) -> None:
+        with self._lock:
+            host, now = self._hosts[url], time.monotonic()
+            if host.places == math.inf:
+                logger.warning(
+                    "The %s at %s has no room for more than %d conversation%s of this process: the others wait. Start "
+                    "it with more room, or start more of them.",
+                    self.kind,
+                    url,
+                    host.begun,
+                    "" if host.begun == 1 else "s",
+                )
+            host.taken -= 1
+            host.places = host.begun
+            if asked or host.ask <= now:
+                host.ask = now + backoff(host.refusals)
+                host.refusals += 1
+
+    def _release(self, url: str, lost: str | None = None) -> None:
+        with self._lock:
+            host, now = self._hosts[url], time.monotonic()
+            host.taken -= 1
+            host.ask = min(host.ask, now + LONGEST)  # whoever was to find out has not
+            if lost is not None:
+                if host.rests <= now:
+                    logger.warning("The %s at %s is passed over for %g s: %s.", self.kind, url, REST, lost.rstrip("."))
+                host.rests = now + REST
+
+
+class Conversation:
+    """What a conversation holds of servers. All calls of it, from tools to rewards, find the same."""
+
+    def __init__(self) -> None:
+        self.held: dict[object, object] = {}
+        self.lock = asyncio.Lock()
+        self.at_end = ExitStack()
+
+
+_current: ContextVar[Conversation | None] = ContextVar("the conversation that this task belongs to", default=None)
+
+
+def current_conversation() -> Conversation | None:
+    """That of the task which asks; `None` outside of conversations."""
+    return _current.get()
+
+
+@contextmanager
+def conversation() -> Iterator[None]:
+    """The block is one conversation: what it holds of servers is given back at its end."""
+    mine = Conversation()
+    before = _current.set(mine)
+    try:
+        with mine.at_end:
+            yield
+    finally:
+        _current.reset(before)
