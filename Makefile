@@ -12,7 +12,7 @@ TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
 .PHONY: quickstart test check lint format bench browser server-cpu trl-oldest warm-start clean
-.PHONY: ablation interop interop-games interop-agents interop-trl interop-verifiers
+.PHONY: ablation bench-environments interop interop-games interop-agents interop-trl interop-verifiers
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
@@ -55,7 +55,11 @@ interop: $(VENV)/.installed .venv-mcp-oldest/.installed
 # Games and environments of others, played for real, each library in an environment of its own over that of .venv.
 interop-games: .venv-interop/games/.installed .venv-interop/openenv/.installed
 	.venv-interop/games/bin/python -m pytest tests/interop/test_games.py
-	.venv-interop/openenv/bin/python -m pytest tests/interop/test_openenv.py
+	.venv-interop/openenv/bin/python -m pytest tests/interop/test_openenv.py tests/interop/test_openenv_pool.py
+
+# What a second OpenEnv server gains. It needs OpenEnv, so `make bench` leaves it out.
+bench-environments: .venv-interop/openenv/.installed
+	.venv-interop/openenv/bin/python benchmarks/environment_pool.py
 
 # Agents of frameworks, trained for real, once on a real server.
 interop-agents: .venv-interop/agents/.installed server-cpu

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import describe_error
@@ -98,14 +98,15 @@ class ServerPool:
         """The addresses."""
         return list(self._hosts)
 
-    async def begin(self, start: Callable[[str], Awaitable[T]], patience: float = PATIENCE) -> tuple[str, T]:
+    async def begin(self, start: Callable[[str], Awaitable[T]], patience: float | None = None) -> tuple[str, T]:
         """
         Begins on the server with the fewest conversations that can be reached and has room. Give it back with `give`.
 
         Args:
             start (`Callable`): Begins on the server of an address. It raises `Unreachable` or `Full` if nothing has
                 begun there, so that another server is tried.
-            patience (`float`, *optional*): Seconds for which attempts go on while no server can be reached.
+            patience (`float`, *optional*): Seconds for which attempts go on while no server can be reached, if that is
+                less than `PATIENCE`.
 
         Returns:
             The address, and what `start` returned.
@@ -120,7 +121,7 @@ class ServerPool:
                 chosen = await self._next(tried)
             if chosen is None:
                 pause, now = backoff(rounds), time.monotonic()
-                deadline = min(deadline, now + patience)
+                deadline = min(deadline, now + min(PATIENCE, math.inf if patience is None else patience))
                 if now + pause > deadline:
                     raise ServerLost(f"No {self.kind} can be reached ({failure}).") from failure
                 await asyncio.sleep(pause)
@@ -210,12 +211,9 @@ class ServerPool:
             host, now = self._hosts[url], time.monotonic()
             if host.places == math.inf:
                 logger.warning(
-                    "The %s at %s has no room for more than %d conversation%s of this process: the others wait. Start "
-                    "it with more room, or start more of them.",
+                    "The %s at %s is full: conversations wait for room. Start it with more, or start more of them.",
                     self.kind,
                     url,
-                    host.begun,
-                    "" if host.begun == 1 else "s",
                 )
             host.taken -= 1
             host.places = host.begun
@@ -238,7 +236,7 @@ class Conversation:
     """What a conversation holds of servers. All calls of it, from tools to rewards, find the same."""
 
     def __init__(self) -> None:
-        self.held: dict[object, object] = {}
+        self.held: dict[object, Any] = {}
         self.lock = asyncio.Lock()
         self.at_end = ExitStack()
 

@@ -276,6 +276,17 @@ def test_the_first_screen_has_the_committed_figures():
         assert f" | {factor} | `benchmarks/" in readme
 
 
+def processes_figures(threads, processes) -> list[str]:
+    """How much longer calls took in threads, and how late the event loop was, as the page on tools has it."""
+    ratios = [one / other for (one, _), (other, _) in zip(threads, processes, strict=True)]
+    late = [statistics.median(late for _, late in way) for way in (threads, processes)]
+    return [
+        f"took {statistics.median(ratios):.2f} times as long in threads as in two processes "
+        f"({min(ratios):.2f} to {max(ratios):.2f},",
+        f"late by {late[0]:.1f} s in threads and {1e3 * late[1]:.0f} ms in processes",
+    ]
+
+
 def test_tables_of_pages_have_the_committed_figures():
     """Where a benchmark has run again, its page follows."""
 
@@ -312,9 +323,15 @@ def test_tables_of_pages_have_the_committed_figures():
             f"| {rows('weight_sync')[-2]['wall ratio']['median']:.2f} | ≥ 0.7 |",
             *(f"| {row['tree']['largest']:.1e} |" for row in rows("parity")),
         ],
+        "games": [
+            f"took {row['ratio']['median']:.2f} times as long on one server as on two "
+            f"({row['ratio']['minimum']:.2f} to {row['ratio']['maximum']:.2f},"
+            for row in rows("environment_pool")
+        ],
+        "tools": processes_figures(*(row["values"] for row in rows("tool_processes"))),
     }
     for page, figures in expected.items():
-        text = (ROOT / "docs" / f"{page}.md").read_text()
+        text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
         assert [figure for figure in figures if figure not in text] == [], page
 
 

@@ -73,9 +73,7 @@ def begin(pool, servers, number):
     """The servers of so many conversations that begin together, or what they failed with."""
 
     async def all_of_them():
-        return await asyncio.gather(
-            *(pool.begin(servers.start, server_pool.PATIENCE) for _ in range(number)), return_exceptions=True
-        )
+        return await asyncio.gather(*(pool.begin(servers.start) for _ in range(number)), return_exceptions=True)
 
     return [each if isinstance(each, Exception) else each[0] for each in asyncio.run(all_of_them())]
 
@@ -163,7 +161,7 @@ def test_conversations_wait_while_all_servers_are_full(pool, quick, caplog):
     asyncio.run(play())
     assert not +servers.open
     said = [record.message for record in caplog.records]
-    assert len(said) <= 3 and all("has no room for more than" in message for message in said)
+    assert len(said) <= 3 and all("is full: conversations wait for room." in message for message in said)
 
 
 def test_a_full_server_is_not_asked_by_everybody(monkeypatch):

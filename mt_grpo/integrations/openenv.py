@@ -18,7 +18,7 @@ import httpx
 from mt_grpo.addresses import expand_addresses
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.integrations.gym import GymEnv
-from mt_grpo.server_pool import PATIENCE, STARTS, Full, ServerLost, ServerPool, Unreachable, backoff
+from mt_grpo.server_pool import STARTS, Full, ServerLost, ServerPool, Unreachable, backoff
 
 logger = logging.getLogger(__name__)
 
@@ -169,8 +169,7 @@ class Game:
 
     async def reset(self, seed: int) -> Any:
         """Begins an episode on the server with the fewest that can be reached and has room."""
-        patience = PATIENCE if self._timeout is None else min(PATIENCE, self._timeout)
-        self._url, (self._client, result) = await self._pool.begin(partial(self._begin, seed), patience)
+        self._url, (self._client, result) = await self._pool.begin(partial(self._begin, seed), self._timeout)
         self._connection = _connection(self._client)
         return self._read(result)[0]
 
@@ -205,8 +204,10 @@ class Game:
             result = await self._client.step(action)
         except _connection_errors() as error:
             raise self._gone(_why(error)) from error
-        if _connection(self._client) is not self._connection:  # it connected again, to an environment without a reset
-            raise self._gone("it closed the connection")
+        except RuntimeError:  # what the environment raised
+            self._check_connection()
+            raise
+        self._check_connection()
         return self._read(result)
 
     async def close(self) -> None:
@@ -217,6 +218,11 @@ class Game:
                 await self._client.close()
             finally:
                 self._pool.give(url, self._lost)
+
+    def _check_connection(self) -> None:
+        """A client whose connection was closed connects again by itself: to an environment without a reset."""
+        if _connection(self._client) is not self._connection:
+            raise self._gone("it closed the connection")
 
     def _gone(self, why: str) -> ServerLost:
         self._lost = why
@@ -263,9 +269,9 @@ async def _compare(urls: list[str], option: str) -> None:
                 return None
 
         schemas = await asyncio.gather(*map(schema, urls))
-    shown = [(url, schema) for url, schema in zip(urls, schemas, strict=True) if schema is not None]
-    for url, schema in shown[1:]:
-        if schema != shown[0][1]:
+    shown = [(url, text) for url, text in zip(urls, schemas, strict=True) if text is not None]
+    for url, text in shown[1:]:
+        if text != shown[0][1]:
             raise ConfigError(
                 f"`{option}` names servers of different environments: {shown[0][0]} and {url} take other actions or "
                 "show other observations; name servers of one."
@@ -291,13 +297,14 @@ def _is_foreign(error: Exception) -> bool:
     """Whether a connection failed since something else answered."""
     cause = error.__cause__
     if isinstance(cause, _of_websockets("InvalidStatus")):
-        return cause.response.status_code not in BUSY
+        refusal: Any = cause
+        return refusal.response.status_code not in BUSY
     return isinstance(cause, _of_websockets("InvalidHandshake"))
 
 
 def _why(error: Exception) -> str:
     cause = error.__cause__
-    return describe_error(error if cause is None else cause)
+    return describe_error(cause if type(error) is ConnectionError and cause is not None else error)
 
 
 def generic_client() -> Callable[..., Any]:

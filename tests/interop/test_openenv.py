@@ -80,7 +80,7 @@ def test_conversations_have_an_episode_each(url):
 
 
 def test_a_server_that_is_not_there_ends_the_conversation():
-    [trajectory] = play(openenv_server("http://127.0.0.1:9", action=str, step_timeout=20.0), [{}], [["hello"]])
+    [trajectory] = play(openenv_server("http://127.0.0.1:9", action=str, step_timeout=1.0), [{}], [["hello"]])
     assert trajectory.stop_reason is StopReason.ENV_ERROR and trajectory.error
 
 

@@ -89,18 +89,27 @@ async def big(characters: int) -> str:
 
 
 class Door:
-    """Refuses requests without the token, where there is one; `/events` is another name of `/sse`."""
+    """
+    Refuses requests without the token, where there is one, and the first ones if it is `busy`; `/events` is another
+    name of `/sse`.
+    """
 
-    def __init__(self, app, token: str | None) -> None:
-        self.app, self.header = app, token and f"Bearer {token}".encode()
+    def __init__(self, app, token: str | None, busy: int = 0) -> None:
+        self.app, self.header, self.busy = app, token and f"Bearer {token}".encode(), busy
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] == "http" and self.header and dict(scope["headers"]).get(b"authorization") != self.header:
-            await send({"type": "http.response.start", "status": 401, "headers": []})
-            await send({"type": "http.response.body", "body": b"no"})
+            await self.refuse(401, send)
+        elif scope["type"] == "http" and self.busy:
+            self.busy -= 1
+            await self.refuse(503, send)
         else:
             path = {"path": "/sse"} if scope.get("path") == "/events" else {}
             await self.app({**scope, **path}, receive, send)
+
+    async def refuse(self, status: int, send) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"no"})
 
 
 def serve_http(app) -> None:

@@ -203,7 +203,8 @@ def test_a_server_that_does_not_answer_a_ping_is_replaced(monkeypatch):
         ({"url": "http://127.0.0.1:9/sse"}, "ConnectError: "),
     ],
 )
-def test_a_server_that_cannot_be_started_is_refused(tmp_path, entry, problem):
+def test_a_server_that_cannot_be_started_is_refused(tmp_path, entry, problem, monkeypatch):
+    monkeypatch.setattr(server, "ATTEMPTS", 2)
     with pytest.raises(ConfigError) as refused:
         mcp_tools(write(tmp_path, bad=entry))
     assert str(refused.value).startswith(f"The MCP server 'bad' cannot be started: {problem}")

@@ -205,16 +205,21 @@ class Life:
     async def checked(self) -> bool:
         """Whether the server lives. After a call that failed, this waits for the answer to a ping."""
         if self._probing is not None:
-            await asyncio.wait({self._probing, self.over}, return_when=_FIRST)
+            await self._probed(self._probing)
         return not self.over.done()
 
     async def answers(self) -> bool:
         """Whether the server answers a ping in time. One that is silent is not ended: it may be busy for others."""
         self._probe(patient=True)
-        assert self._probing is not None or self.over.done()
-        if self._probing is not None:
-            await asyncio.wait({self._probing, self.over}, return_when=_FIRST)
-        return not self.over.done() and self._probing is not None and self._probing.result()
+        probing = self._probing
+        if probing is None:  # it has ended
+            return False
+        await self._probed(probing)
+        return not self.over.done() and probing.result()
+
+    async def _probed(self, probing: asyncio.Future[bool]) -> None:
+        waits: set[asyncio.Future[Any]] = {probing, self.over}
+        await asyncio.wait(waits, return_when=_FIRST)
 
     def stop(self) -> None:
         """Ends the session, and cancels a start that has not succeeded yet."""
@@ -311,7 +316,7 @@ class Life:
         elif self.transport == "sse":
             from mcp.client.sse import sse_client
 
-            assert config.url is not None  # a server without one has another transport
+            assert isinstance(config.url, str)  # a server without one has another transport
             forever: Any = None  # a server may be silent for as long as the optimiser works
             async with sse_client(config.url, headers=headers, sse_read_timeout=forever) as streams:
                 yield streams
@@ -319,7 +324,7 @@ class Life:
             from mcp.client.streamable_http import streamable_http_client
             from mcp.shared._httpx_utils import create_mcp_http_client
 
-            assert config.url is not None
+            assert isinstance(config.url, str)
             async with create_mcp_http_client(headers=headers) as client:
                 client.event_hooks = {"response": [self._note_status]}
                 async with streamable_http_client(config.url, http_client=client) as streams:

@@ -118,16 +118,19 @@ class McpPool:
             try:
                 return await self._call(lease, tool, arguments)
             finally:
-                self._pool.give(lease.url, lease.lost)
+                self._give(lease)
         return await self._call(await self._leased(conversation), tool, arguments)
 
     async def _leased(self, conversation: Conversation) -> _Lease:
         async with conversation.lock:
-            lease = conversation.held.get(self)
+            lease: _Lease | None = conversation.held.get(self)
             if lease is None:
                 lease = conversation.held[self] = await self._take()
-                conversation.at_end.callback(lambda: self._pool.give(lease.url, lease.lost))
+                conversation.at_end.callback(self._give, lease)
             return lease
+
+    def _give(self, lease: _Lease) -> None:
+        self._pool.give(lease.url, lease.lost)
 
     async def _take(self) -> _Lease:
         return _Lease(*await self._pool.begin(self._start))

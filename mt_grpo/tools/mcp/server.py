@@ -194,7 +194,7 @@ class Connection:
             raise StartError(
                 f"it was started {self._starts} times without answering a call, and is started again in {wait:.0f} s"
             )
-        if self._life is not None:
+        if self._life is not None and self._life.started.exception() is None:
             logger.warning("The MCP server %r has ended, and is started again.", self.config.name)
         self._starts += 1
         self._started_at = time.monotonic()

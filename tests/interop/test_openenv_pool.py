@@ -1,0 +1,184 @@
+"""Several servers of OpenEnv, in processes of their own: full, dead, back, foreign; `make interop-games`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from support.loopback import ScriptedServer
+from support.models import build_tokenizer
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.integrations import openenv as ours
+from mt_grpo.integrations.openenv import openenv_server
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.server_pool import ServerLost
+from mt_grpo.trajectory import StopReason
+
+pytest.importorskip("openenv.core", reason="openenv is not installed: run `make interop-games`")
+from support.openenv_server import OpenEnvServer  # noqa: E402  # it imports OpenEnv
+
+
+@pytest.fixture
+def servers():
+    made = []
+
+    def make(number, **options):
+        made.extend(OpenEnvServer(**options) for _ in range(number))
+        return made[-number:]
+
+    yield make
+    for server in made:
+        if server.process.is_alive():
+            server.kill()
+
+
+def pool_of(*servers, **options):
+    urls = [server if isinstance(server, str) else server.url for server in servers]
+    return openenv_server(urls, action=lambda text: {"message": text}, observe=lambda seen: seen["echo"], **options)
+
+
+def play(env, number, turns=("hello", "bye"), before_turn=lambda session, turn: None):
+    tokenizer = build_tokenizer()
+
+    def say(session, turn):
+        before_turn(int(session), turn)
+        return turns[turn] + "<|im_end|>"
+
+    requests = [RolloutRequest("Talk.", f"{index:03d}", {"seed": index}) for index in range(number)]
+    return asyncio.run(RolloutRunner(env, ScriptedEngine(tokenizer, say)).run(requests, SamplingParams()))
+
+
+def test_conversations_wait_for_a_server_with_room_for_one(servers, caplog):
+    [one] = servers(1, room=1)  # OpenEnv's default
+    done = play(pool_of(one), 6)
+    assert {each.stop_reason for each in done} == {StopReason.ENV_DONE}, [each.error for each in done]
+    assert f"The OpenEnv server at {one.url} is full: conversations wait for room." in caplog.text
+
+
+def test_a_killed_server_ends_its_conversations_and_comes_back(servers, caplog):
+    first, second = servers(2)
+    env = pool_of(first, second)
+    killed = []
+
+    def kill(session, turn):
+        if turn == 1 and not killed:
+            killed.append(first.kill())
+
+    done = play(env, 6, before_turn=kill)
+    reasons = [each.stop_reason for each in done]
+    assert reasons.count(StopReason.ENV_ERROR) == reasons.count(StopReason.ENV_DONE) == 3
+    lost = [each.error for each in done if each.error]
+    assert all(f"The OpenEnv server at {first.url}, which this conversation used, is gone" in each for each in lost)
+    assert {each.stop_reason for each in play(env, 4)} == {StopReason.ENV_DONE}  # all on the second
+    first.start()
+    env.pool._hosts[first.url].rests = 1.0  # as if its rest were over
+    assert {each.stop_reason for each in play(env, 4)} == {StopReason.ENV_DONE}
+    assert f"The OpenEnv server at {first.url} is back." in caplog.text
+
+
+def test_a_restart_between_turns_ends_the_conversation(servers):
+    [one] = servers(1)
+
+    async def go_on():
+        game = pool_of(one).make()
+        await game.reset(seed=0)
+        connection = ours._connection(game._client)
+        one.kill()
+        one.start()
+        while connection.state.name != "CLOSED":
+            await asyncio.sleep(0)
+        with pytest.raises(ServerLost, match="is gone: it closed the connection"):
+            await game.step({"message": "hello"})
+        await game.close()
+
+    asyncio.run(go_on())
+
+
+def test_all_servers_dead_end_conversations_not_the_run(servers):
+    both = servers(2)
+    env = pool_of(*both, step_timeout=1.0)
+    for server in both:
+        server.kill()
+    done = play(env, 3)
+    assert {each.stop_reason for each in done} == {StopReason.ENV_ERROR}
+    assert all("No OpenEnv server can be reached" in each.error for each in done)
+
+
+TRAINER = """
+import asyncio, sys
+from mt_grpo.integrations.openenv import openenv_server
+async def hold():
+    games = [openenv_server(sys.argv[1], action=str).make() for _ in range(3)]
+    await asyncio.gather(*(game.reset(seed=0) for game in games))
+    print("begun", flush=True)
+    await asyncio.Event().wait()
+asyncio.run(hold())
+"""
+
+
+def test_environments_end_with_a_trainer_that_is_killed(servers):
+    [one] = servers(1, room=3)
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, one.url], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout.readline() == "begun\n"
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.wait()
+    trainer.stdout.close()
+    assert [one.said.recv() for _ in range(3)] == ["closed"] * 3
+    assert {each.stop_reason for each in play(pool_of(one), 3)} == {StopReason.ENV_DONE}
+
+
+# Before a run
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(ours, "CHECK_SECONDS", 0.2)
+
+
+def refusal(env) -> str:
+    with pytest.raises(ConfigError) as refused:
+        asyncio.run(env.check())
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_servers_that_can_be_reached_are_fine(servers, caplog):
+    asyncio.run(pool_of(*servers(2)).check())
+    assert not caplog.records
+
+
+def test_a_server_that_is_down_is_named_and_the_run_goes_on(servers, impatient, caplog):
+    caplog.set_level(logging.WARNING)
+    [one] = servers(1)
+    asyncio.run(pool_of(one, "http://127.0.0.1:9").check())
+    [said] = caplog.records
+    assert said.message.startswith("1 of the 2 servers of `url` cannot be reached (http://127.0.0.1:9: ConnectionRef")
+
+
+def test_no_server_is_refused(impatient):
+    env = openenv_server(action=str).at("http://127.0.0.1:[8-9]")
+    said = refusal(env)
+    assert said.startswith("Cannot reach any of the 2 servers of `environment_urls` (http://127.0.0.1:8: ")
+    assert said.endswith(": start it, or correct the address.")
+
+
+def test_a_port_that_answers_something_else_is_refused(servers, impatient):
+    [one] = servers(1)
+    web = ScriptedServer(lambda *request: (404, {"detail": "Not Found"}))
+    try:
+        assert refusal(pool_of(one, web.url)).startswith(f"`url: {web.url}` is no OpenEnv server (InvalidStatus: ")
+    finally:
+        web.stop()
+
+
+def test_a_server_of_another_environment_is_refused(servers):
+    [one], [other] = servers(1), servers(1, kind="sum")
+    assert refusal(pool_of(one, other)).startswith(
+        f"`url` names servers of different environments: {one.url} and {other.url} take other actions"
+    )
