@@ -236,7 +236,7 @@ class RunOptions:
     )
     max_concurrent_rollouts: int | None = option(
         None,
-        "Conversations under way at once in a process. All where unset.",
+        "Conversations under way at once in a process. Unset: all, and with a server as many as its cache holds.",
         AGENT,
         rule=ABOVE_ZERO,
         page="rollouts.md",

@@ -252,6 +252,8 @@ def server_client(args: MTGRPOConfig, tokenizer: Any, model: str, image_token: i
         home=f"http://127.0.0.1:{own_port(args)}" if colocates(args) else None,
         image_token=image_token,
         min_servers=args.vllm_min_servers,
+        by_cache=args.max_concurrent_rollouts is None,
+        processes=1 if colocates(args) else args.world_size,
     )
 
 

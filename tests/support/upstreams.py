@@ -32,6 +32,7 @@ def upstream(tokenizer, complete, *, version="7", model="base", port=0, **endpoi
         entry = {"id": model, "root": model, "max_model_len": 64}
         return {
             "/health": (200, ""),
+            "/metrics": (404, {}),
             "/workers": (404, {"detail": "Not Found"}),
             "/version": (200, {"version": "0.31.0"}),
             "/v1/models": (200, {"data": [entry]}),

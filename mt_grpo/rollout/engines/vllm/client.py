@@ -9,8 +9,8 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import orjson
 
 from mt_grpo.forward.images import Images
 from mt_grpo.rollout.engine import EngineError, Sample, SamplingParams
+from mt_grpo.rollout.engines.vllm.admission import Admission, Gate, Pressure, Turn, read_pressure
 from mt_grpo.rollout.engines.vllm.http import (
     CONNECT_TIMEOUT,
     POLL,
@@ -28,7 +29,9 @@ from mt_grpo.rollout.engines.vllm.http import (
     ServerSetupError,
     ask,
     check_server,
+    exchange,
     open_session,
+    read_answer,
     router_words,
     wait_for_servers,
 )
@@ -59,6 +62,7 @@ Content = Callable[[Server, int, SamplingParams], Awaitable[bytes]]
 """Makes that of a sample."""
 logger = logging.getLogger(__name__)
 COMPLETIONS = "/v1/completions"
+METRICS = "/metrics"
 START_COMMAND = "mt-grpo serve --config R.yaml"
 TOKEN_TIME = 0.1
 """Most seconds that a busy server takes per sampled token."""
@@ -92,6 +96,8 @@ class VLLMServerClient:
         image_token (`int`, *optional*): The id that the model knows the tokens of images by, if it takes images.
         min_servers (`int`, *optional*): Servers without which nothing is sampled. `connect` waits for this many, and
             the others join later. Unset: `connect` waits for all, and goes on with those that are up.
+        by_cache (`bool`, *optional*, defaults to `True`): Whether turns wait for room in a server's cache.
+        processes (`int`, *optional*, defaults to `1`): Processes that share each server.
 
     Attributes:
         context_length (`int`): The shortest `max_model_len` among the servers; 0 before `connect`.
@@ -120,6 +126,8 @@ class VLLMServerClient:
         home: str | None = None,
         image_token: int | None = None,
         min_servers: int | None = None,
+        by_cache: bool = True,
+        processes: int = 1,
     ) -> None:
         self.pool = ServerPool([base_urls] if isinstance(base_urls, str) else list(base_urls), api_key, home)
         self.tokenizer = tokenizer
@@ -132,6 +140,8 @@ class VLLMServerClient:
         self.server_timeout = server_timeout
         self.image_token = image_token
         self.min_servers = min_servers
+        self.by_cache = by_cache
+        self._admissions = {server.url: Admission(processes) for server in self.pool.servers}
         self.context_length = 0
         self.weight_version: int | None = None
         self.incoming_version: int | None = None
@@ -265,18 +275,40 @@ class VLLMServerClient:
             versions[:] = [self.weight_version]
             return body
 
-        sample = await self._ask(
-            session,
-            context,
-            noted,
-            functools.partial(read, routes_from=sampling.routes_from),
-            TOKEN_TIME * sampling.max_tokens,
-            path,
-        )
+        async with self._turn(session, context) as turn:
+            sample = await self._ask(
+                session,
+                context,
+                noted,
+                functools.partial(read, routes_from=sampling.routes_from),
+                TOKEN_TIME * sampling.max_tokens,
+                path,
+            )
+            turn.sampled = len(sample.ids)
         (sample.weight_version,) = versions
         last = self.weight_version if self.incoming_version is None else self.incoming_version
         sample.last_weight_version = last
         return sample
+
+    @asynccontextmanager
+    async def _turn(self, session: str, context: list[int]) -> AsyncIterator[Turn]:
+        """Waits until there is room for a conversation's turn in the cache of its server."""
+        if not self.by_cache:
+            yield Turn()
+            return
+        wire = self._connection()
+        with wire.waiting():
+            while True:
+                server = await self._server(session, context)
+                gate = wire.gate(server, self._admissions[server.url])
+                try:
+                    async with gate.turn(session, len(context)) as turn:
+                        if server.up:
+                            yield turn
+                            return
+                finally:
+                    if not server.up:
+                        gate.leave(session)
 
     async def _layout(self, server: Server) -> Layout:
         """
@@ -347,6 +379,8 @@ class VLLMServerClient:
     def release(self, session: str) -> None:
         """Forgets which server served the conversation."""
         self.pool.release(session)
+        for gate in self._wire.gates.values() if self._wire is not None else ():
+            gate.leave(session)
 
     async def close(self) -> None:
         """Closes the connections, unless a request is under way. The next request opens them again."""
@@ -356,6 +390,8 @@ class VLLMServerClient:
             for task in wire.watchers.values():
                 task.cancel()
             await asyncio.gather(*wire.watchers.values(), return_exceptions=True)
+            for gate in wire.gates.values():
+                await gate.close()
             await wire.http.close()
 
     async def _ask(
@@ -493,7 +529,9 @@ class VLLMServerClient:
         """Connections of the running event loop; those of an earlier loop cannot be used in another."""
         loop = asyncio.get_running_loop()
         if self._wire is None or self._wire.loop is not loop:
-            self._wire = Connections(loop, open_session(), asyncio.Semaphore(self.max_concurrent), {}, {})
+            self._wire = Connections(loop, open_session(), asyncio.Semaphore(self.max_concurrent), {}, {}, {})
+            for admission in self._admissions.values():
+                admission.forget()
             self.pool.wait_anew()
         return self._wire
 
@@ -515,14 +553,15 @@ class VLLMServerClient:
 class Connections:
     """
     The parts of a client that belong to one event loop: connections, tasks that wait for servers or send them an image
-    (by URL and name), and the number of requests under way.
+    (by URL and name), turns that wait for room (by URL), and the number of requests under way.
     """
 
     loop: asyncio.AbstractEventLoop
     http: aiohttp.ClientSession
-    gate: asyncio.Semaphore
+    places: asyncio.Semaphore
     watchers: dict[str, asyncio.Future[None]]
     images: dict[tuple[str, str], asyncio.Future[None]]
+    gates: dict[str, Gate]
     asking: int = 0
 
     @property
@@ -533,12 +572,31 @@ class Connections:
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
         """Waits until one more request may start."""
+        with self.waiting():
+            async with self.places:
+                yield
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts a request as under way."""
         self.asking += 1
         try:
-            async with self.gate:
-                yield
+            yield
         finally:
             self.asking -= 1
+
+    def gate(self, server: Server, admission: Admission) -> Gate:
+        """Lets turns on a server begin."""
+        if server.url not in self.gates:
+
+            async def look() -> Pressure | None:
+                status, body = await exchange(self.http, server, "GET", METRICS, None, CONNECT_TIMEOUT)
+                if status != 200:
+                    read_answer(f"GET {server.url}{METRICS}", status, body)
+                return read_pressure(body.decode(errors="replace"))
+
+            self.gates[server.url] = Gate(admission, look, lambda: server.up)
+        return self.gates[server.url]
 
     def end_watch(self, server: Server, done: asyncio.Future[None]) -> None:
         """Ends a watch. If it failed to restore a server's weights, all conversations fail, and with them the run."""

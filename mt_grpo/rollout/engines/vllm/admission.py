@@ -1,0 +1,399 @@
+"""
+Whose turn it is on a server whose cache does not hold all conversations. Without an order, each turn pushes the prefix
+of another conversation out of the cache, which is computed again at its next turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerSetupError
+
+FULL = 0.97
+"""Share of the cache that is given away."""
+AHEAD = 0.6
+"""Turns for which every conversation must have room to grow before another one is let in."""
+UNKNOWN_PAUSE = 10.0
+"""Seconds for which a prefix is kept as long as a server does not say what it costs to compute it."""
+_TOLD = 5  # looks after which it is known what a token takes
+_SAMPLES = 200  # that a mean remembers
+LOOK = 0.5
+"""Seconds between two looks at the cache."""
+_UNKNOWN = 200.0  # tokens of an action, and of an observation, before any was seen
+_LESS, _MORE, _LEAST = (
+    0.9,
+    1.01,
+    0.02,
+)  # share of the cache: after a look at a crowded server, after any other, at least
+
+_VALUE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'\b(num_gpu_blocks|block_size|kv_cache_size_tokens)="(\d+)"')
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """
+    What a server says of its cache.
+
+    Args:
+        capacity (`float`): Tokens that it holds.
+        usage (`float`): Share that requests under way hold, from 0 to 1.
+        running (`float`): Requests under way that have room in it.
+        preemptions (`float`): Requests that lost their place, since the server was started.
+        prefill_seconds (`float`), prefilled (`float`): Time that requests waited for their first token once they had a
+            place, and the tokens that were computed for it, since the server was started.
+    """
+
+    capacity: float
+    usage: float
+    running: float = 0.0
+    preemptions: float = 0.0
+    prefill_seconds: float = 0.0
+    prefilled: float = 0.0
+
+
+def read_pressure(metrics: str) -> Pressure | None:
+    """The pressure in the text of `/metrics`, of all engines of a server; `None` where the text does not tell it."""
+    sums: dict[str, float] = {}
+    engines, capacity = 0, 0.0
+    for name, labels, value in _VALUE.findall(metrics):
+        sums[name] = sums.get(name, 0.0) + float(value)
+        if name == "vllm:cache_config_info":
+            sizes = {key: int(number) for key, number in _LABEL.findall(labels)}
+            blocks = sizes.get("num_gpu_blocks", 0) * sizes.get("block_size", 0)
+            capacity += sizes.get("kv_cache_size_tokens", blocks)  # fewer where layers differ in what they keep
+        engines += name == "vllm:kv_cache_usage_perc"
+    if not engines or not capacity:
+        return None
+    return Pressure(
+        capacity,
+        sums["vllm:kv_cache_usage_perc"] / engines,
+        sums.get("vllm:num_requests_running", 0.0),
+        sums.get("vllm:num_preemptions_total", 0.0),
+        sums.get("vllm:request_prefill_time_seconds_sum", 0.0),
+        sums.get("vllm:prefix_cache_queries_total", 0.0) - sums.get("vllm:prefix_cache_hits_total", 0.0),
+    )
+
+
+@dataclass
+class Mean:
+    """The mean of the latest values."""
+
+    value: float = 0.0
+    number: int = 0
+
+    def add(self, value: float) -> None:
+        """Takes one more value in."""
+        self.number = min(self.number + 1, _SAMPLES)
+        self.value += (value - self.value) / self.number
+
+
+@dataclass(eq=False)
+class Talk:
+    """
+    A conversation as a cache sees it.
+
+    Args:
+        rank (`int`): Its place in the order. The least goes first.
+        tokens (`int`): Of its context, with what was sampled.
+        running (`int`): Requests under way.
+        asking (`int`): Requests that wait for their turn.
+        placed (`bool`): Whether room is kept for it between its turns.
+        since (`float`): When its latest turn ended.
+        turns (`int`): Turns that it had.
+    """
+
+    rank: int
+    tokens: int = 0
+    running: int = 0
+    asking: int = 0
+    placed: bool = False
+    since: float = 0.0
+    turns: int = 0
+
+
+class Admission:
+    """
+    Decides which conversations of one server have their next turn.
+
+    A conversation has a place as long as its context, and those of all that have places, fit into the cache. It keeps
+    the place between two turns, since its prefix is cached. One more conversation gets a place if all would fit after
+    they have grown for `AHEAD` turns. If they grow beyond the cache, the youngest lose their places and wait, since
+    least was computed for them. Where tools take longer than it costs to compute a prefix again, no place is kept
+    meanwhile, and turns come in the order in which they are asked for.
+
+    What a token of a context takes of the cache is measured by the server's usage: members of a group share their
+    prompts, and a block that is not full takes as much as a full one. Preemptions lower the share that is given away.
+
+    Args:
+        processes (`int`, *optional*, defaults to `1`): Processes whose conversations share the server.
+
+    Attributes:
+        capacity (`float`): Tokens that the cache holds; infinite until `observe` is told.
+        talks (`dict[str, Talk]`): Conversations that are not over, by session.
+    """
+
+    def __init__(self, processes: int = 1) -> None:
+        self._processes = processes
+        self.capacity = float("inf")
+        self.talks: dict[str, Talk] = {}
+        self._asking: dict[str, Talk] = {}
+        self._tokens = self._ranks = self._running = 0
+        self._action, self._observation = Mean(_UNKNOWN, 5), Mean(_UNKNOWN, 5)
+        self._pause, self._told, self._used = Mean(), Mean(), Mean()
+        self._seen: Pressure | None = None
+        self._first: Pressure | None = None
+        self._share = 1.0
+
+    def ask(self, session: str, tokens: int, now: float) -> None:
+        """Notes that a conversation wants a turn after a context of so many tokens."""
+        talk = self.talks.get(session)
+        if talk is None:
+            talk = self.talks[session] = Talk(self._next_rank())
+        elif talk.turns and not (talk.running or talk.asking):
+            self._observation.add(max(0, tokens - talk.tokens))
+            self._pause.add(now - talk.since)
+            if talk.placed and not self._keeps(talk, now):
+                talk.placed, talk.rank = False, self._next_rank()
+        self._grow(talk, max(tokens, talk.tokens) if talk.running else tokens)
+        talk.asking += 1
+        self._asking[session] = talk
+
+    def admit(self, now: float, all_of_them: bool = False) -> list[str]:
+        """The conversations whose turns begin: by what fits, or `all_of_them` that wait."""
+        if not self._asking:
+            return []
+        room = FULL * self._share * self.capacity / self._processes / self._per_token
+        action, ahead = self._action.value, AHEAD * (self._action.value + self._observation.value)
+        if all_of_them or self._tokens + len(self.talks) * (action + ahead) <= room:
+            return [self._let_in(session) for session in list(self._asking)]
+        begin = list[str]()
+        placed = {talk for talk in self.talks.values() if talk.running or (talk.placed and self._keeps(talk, now))}
+        total = sum(talk.tokens + action for talk in placed)
+
+        def take(talk: Talk) -> None:
+            nonlocal total
+            talk.placed = False
+            placed.discard(talk)
+            total -= talk.tokens + action
+
+        those = sorted(self._asking.items(), key=lambda one: one[1].rank)
+        for session, talk in those:
+            if talk not in placed:
+                continue
+            younger = sorted((one for one in placed if one.rank > talk.rank), key=lambda one: -one.rank)
+            for one in younger:
+                if total > room and not one.running:
+                    take(one)
+            if total > room and not younger and not talk.running and self._running:
+                take(talk)
+            else:
+                begin.append(self._let_in(session))
+        for session, talk in those:
+            if talk in placed or not talk.asking:
+                continue
+            need, number = talk.tokens + action, len(placed) + 1
+            stays = self._pause.value < self._longest_pause((total + need) / number)
+            if self._running and total + need + (ahead * number if stays else 0.0) > room:
+                break
+            placed.add(talk)
+            total += need
+            begin.append(self._let_in(session))
+        return begin
+
+    def end(self, session: str, tokens: int, now: float) -> None:
+        """Notes that a turn is over; `tokens` were sampled, 0 if it failed."""
+        talk = self.talks.get(session)
+        if talk is None or not talk.running:  # the conversation was over before it
+            return
+        talk.running -= 1
+        self._running -= not talk.running
+        talk.since = now
+        if tokens:
+            talk.turns += 1
+            self._grow(talk, talk.tokens + tokens)
+            self._action.add(tokens)
+
+    def withdraw(self, session: str) -> None:
+        """Notes that a turn which waits is not wanted any more."""
+        talk = self._asking.get(session)
+        if talk is not None:
+            talk.asking -= 1
+            if not talk.asking:
+                del self._asking[session]
+
+    def leave(self, session: str) -> None:
+        """Notes that a conversation is over."""
+        talk = self.talks.pop(session, None)
+        self._asking.pop(session, None)
+        if talk is not None:
+            self._running -= talk.running > 0
+            self._tokens -= talk.tokens
+
+    def forget(self) -> None:
+        """Forgets all conversations, and keeps what was learned from them."""
+        for session in list(self.talks):
+            self.leave(session)
+
+    def observe(self, pressure: Pressure) -> None:
+        """Takes in what the server says of its cache."""
+        self.capacity = pressure.capacity
+        before, self._seen = self._seen, pressure
+        if self._first is None or before is None or pressure.prefilled < before.prefilled:  # it was restarted
+            self._first = before = pressure
+        preempted = pressure.preemptions > before.preemptions
+        self._share = max(_LEAST, self._share * _LESS) if preempted else min(1.0, self._share * _MORE)
+        if (
+            self._running and pressure.running and pressure.usage
+        ):  # a server that is in a long step says what was before
+            tokens = sum(talk.tokens + self._action.value / 2 for talk in self.talks.values() if talk.running)
+            self._told.add(tokens / self._running)
+            self._used.add(pressure.usage * pressure.capacity / pressure.running)
+
+    @property
+    def _per_token(self) -> float:
+        """What a token of a context takes of the cache."""
+        return self._used.value / self._told.value if self._told.number >= _TOLD else 1.0
+
+    def _next_rank(self) -> int:
+        self._ranks += 1
+        return self._ranks
+
+    def _let_in(self, session: str) -> str:
+        talk = self._asking.pop(session)
+        self._running += not talk.running
+        talk.running += talk.asking
+        talk.asking, talk.placed = 0, True
+        return session
+
+    def _grow(self, talk: Talk, tokens: int) -> None:
+        self._tokens += tokens - talk.tokens
+        talk.tokens = tokens
+
+    def _keeps(self, talk: Talk, now: float) -> bool:
+        """Whether a conversation between two turns still has its place. One that asks for its turn has it."""
+        return talk.asking > 0 or max(self._pause.value, now - talk.since) < self._longest_pause(talk.tokens)
+
+    def _longest_pause(self, tokens: float) -> float:
+        """Seconds for which it pays to keep so many tokens in the cache: to compute them holds up all others."""
+        if self._seen is None or self._first is None:
+            return UNKNOWN_PAUSE
+        computed = self._seen.prefilled - self._first.prefilled
+        if computed <= 0:
+            return UNKNOWN_PAUSE
+        each = (self._seen.prefill_seconds - self._first.prefill_seconds) / computed
+        return tokens * each * max(self._running, 1) * self._processes
+
+
+@dataclass
+class Turn:
+    """A turn that may begin. Whoever has it sets `sampled`, the tokens that were sampled."""
+
+    sampled: int = 0
+
+
+class Gate:
+    """
+    Lets turns on one server begin, in one event loop, as `Admission` decides. While the server does not say what its
+    cache holds, each begins at once.
+
+    Args:
+        admission (`Admission`): Decides.
+        look (`Callable`): Asks the server for its pressure; `None` where the server does not tell it.
+        up (`Callable`): Whether the server is up. Turns that wait for one that is not begin, to look for another.
+    """
+
+    def __init__(
+        self, admission: Admission, look: Callable[[], Awaitable[Pressure | None]], up: Callable[[], bool]
+    ) -> None:
+        self._admission, self._look, self._up = admission, look, up
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        self._told = asyncio.Event()
+        self._open = False
+        self._watch: asyncio.Future[None] | None = None
+        self._due = False
+
+    @asynccontextmanager
+    async def turn(self, session: str, tokens: int) -> AsyncIterator[Turn]:
+        """Waits until a conversation has its turn, after a context of so many tokens, and holds it."""
+        if self._watch is None:
+            self._watch = asyncio.ensure_future(self._keep_looking())
+        await self._told.wait()
+        admission, turn, begun = self._admission, Turn(), self._loop.create_future()
+        admission.ask(session, tokens, time.monotonic())
+        self._waiting.setdefault(session, []).append(begun)
+        self._begin_soon()
+        try:
+            await begun
+        except asyncio.CancelledError:
+            if begun.cancelled():
+                self._waiting[session].remove(begun)
+                admission.withdraw(session)
+            else:
+                admission.end(session, 0, time.monotonic())
+            self._begin_soon()
+            raise
+        try:
+            yield turn
+        finally:
+            admission.end(session, turn.sampled, time.monotonic())
+            self._begin_soon()
+
+    def leave(self, session: str) -> None:
+        """Notes that a conversation is over, or goes on elsewhere."""
+        self._admission.leave(session)
+        self._wake(session)
+        self._begin_soon()
+
+    async def close(self) -> None:
+        """Ends the looks."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+
+    def _begin_soon(self) -> None:
+        """Once for all that happens at the same time."""
+        if self._waiting and not self._due:
+            self._due = True
+            self._loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._due = False
+        for session in self._admission.admit(time.monotonic(), self._open or not self._up()):
+            self._wake(session)
+
+    def _wake(self, session: str) -> None:
+        for turn in self._waiting.pop(session, []):
+            if not turn.done():
+                turn.set_result(None)
+
+    async def _keep_looking(self) -> None:
+        """Looks as long as there are conversations."""
+        try:
+            while True:
+                try:
+                    pressure = await self._look()
+                    if pressure is None:
+                        break
+                    self._admission.observe(pressure)
+                except RequestFailed as error:  # whether the server is down is found out by the requests
+                    if error.status is not None and not error.repeat:
+                        break
+                self._told.set()
+                self._begin_soon()
+                await asyncio.sleep(LOOK)
+                if not self._admission.talks:
+                    self._watch = None
+                    return
+        except ServerSetupError:  # told by the requests
+            pass
+        finally:
+            self._told.set()
+        self._open = True
+        self._begin_soon()

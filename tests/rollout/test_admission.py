@@ -1,0 +1,237 @@
+"""Turns that wait for room in a server's cache: who goes first, who waits, and when nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from support.upstreams import SAMPLING, client_of, completion
+
+from mt_grpo.rollout.engines.vllm.admission import Admission, Pressure, read_pressure
+
+METRICS = """\
+# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} 0.25
+vllm:num_requests_running{{engine="0",model_name="m"}} 3.0
+vllm:num_preemptions_total{{engine="0",model_name="m"}} 2.0
+vllm:prefix_cache_queries_total{{engine="0",model_name="m"}} 900.0
+vllm:prefix_cache_hits_total{{engine="0",model_name="m"}} 500.0
+vllm:request_prefill_time_seconds_sum{{engine="0",model_name="m"}} 8.0
+vllm:cache_config_info{{block_size="16",{size}num_gpu_blocks="100",num_gpu_blocks_override="None"}} 1.0
+"""
+
+
+def admission(capacity: float = 1000, **told) -> Admission:
+    found = Admission()
+    found.observe(Pressure(capacity, 0.0, **told))
+    return found
+
+
+def turns(subject: Admission, now: float, **tokens: int) -> list[str]:
+    for session, number in tokens.items():
+        subject.ask(session, number, now)
+    return subject.admit(now)
+
+
+def test_all_begin_where_all_fit():
+    assert turns(admission(10_000), 0, a=100, b=100, c=100) == ["a", "b", "c"]
+
+
+def test_all_begin_where_a_server_does_not_tell_its_cache():
+    assert turns(Admission(), 0, a=10**6, b=10**6) == ["a", "b"]
+
+
+def test_those_that_do_not_fit_wait_in_their_order():
+    subject = admission(2000)
+    assert turns(subject, 0, a=500, b=500, c=500) == ["a", "b"] and subject.admit(1) == []
+    subject.leave("b")
+    assert subject.admit(2) == ["c"]
+
+
+def test_a_conversation_larger_than_the_cache_goes_alone():
+    subject = admission(100)
+    assert turns(subject, 0, a=500, b=500) == ["a"]
+    subject.end("a", 10, 1)
+    assert subject.admit(1) == ["b"]
+
+
+def test_a_place_is_kept_between_two_turns():
+    subject = admission(3000)
+    assert turns(subject, 0, a=800, b=700, c=100) == ["a", "b"]
+    subject.end("a", 200, 1)
+    assert subject.admit(1) == []
+    assert turns(subject, 2, a=1100) == ["a"]
+
+
+def test_the_youngest_waits_when_all_outgrow_the_cache():
+    subject = admission(3000)
+    assert turns(subject, 0, a=500, b=500, c=500) == ["a", "b", "c"]
+    for session in "abc":
+        subject.end(session, 200, 1)
+    assert turns(subject, 2, a=1000, b=900, c=900) == ["a", "b"]
+    subject.leave("a")
+    assert subject.admit(3) == ["c"]
+
+
+def test_a_long_pause_gives_the_place_away():
+    subject = admission(3000)
+    assert turns(subject, 0, a=800, b=700, c=600) == ["a", "b"]
+    subject.end("a", 200, 1)
+    assert subject.admit(5) == [] and subject.admit(60) == ["c"]
+
+
+def test_a_pause_is_long_by_what_it_costs_to_compute_again():
+    """At 100 tokens a second, 1,000 tokens hold up the other one that runs for ten seconds."""
+    subject = admission(3000)
+    subject.observe(Pressure(3000, 0.0, prefill_seconds=3.0, prefilled=300))
+    assert turns(subject, 0, a=800, b=700, c=600) == ["a", "b"]
+    subject.end("a", 200, 0)
+    assert subject.admit(9.9) == [] and subject.admit(10.1) == ["c"]
+
+
+def test_shared_prompts_let_more_in():
+    subject = admission(2000)
+    assert turns(subject, 0, a=500, b=500, c=500) == ["a", "b"]
+    for _ in range(10):
+        subject.observe(Pressure(2000, 0.4, running=2))  # 800 tokens for both
+    assert subject.admit(1) == ["c"]
+
+
+def test_preemptions_let_fewer_in():
+    calm, crowded = admission(2000), admission(2000)
+    for number in range(1, 6):
+        calm.observe(Pressure(2000, 0.0))
+        crowded.observe(Pressure(2000, 0.0, preemptions=number))
+    assert turns(calm, 0, a=500, b=500) == ["a", "b"] and turns(crowded, 0, a=500, b=500) == ["a"]
+
+
+def test_processes_share_a_cache():
+    subject = Admission(processes=2)
+    subject.observe(Pressure(2000, 0.0))
+    assert turns(subject, 0, a=500, b=500) == ["a"]
+
+
+def test_a_turn_that_ends_after_its_conversation_counts_nothing():
+    subject = admission(2000)
+    turns(subject, 0, a=1500)
+    subject.leave("a")
+    subject.end("a", 5, 1)
+    subject.withdraw("a")
+    assert turns(subject, 2, b=1500, c=1500) == ["b"]
+
+
+def test_agents_that_ask_twice_at_once_have_both_turns():
+    subject = admission(1000)
+    assert turns(subject, 0, a=700, b=700) == ["a"]
+    assert turns(subject, 0, a=720) == ["a"]
+    subject.end("a", 5, 1)
+    assert subject.admit(1) == []
+    subject.end("a", 5, 1)
+    subject.leave("a")
+    assert subject.admit(1) == ["b"]
+
+
+@pytest.mark.parametrize(("size", "capacity"), [("", 1600), ('kv_cache_size_tokens="800",', 800)])
+def test_the_cache_is_read_in_vllms_metrics(size, capacity):
+    told = read_pressure(METRICS.format(size=size))
+    assert told == Pressure(capacity, 0.25, 3.0, 2.0, 8.0, 400.0)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "vllm:kv_cache_usage_perc 0.5\n", "no metrics"])
+def test_metrics_without_a_cache_tell_nothing(text):
+    assert read_pressure(text) is None
+
+
+class Busy:
+    """Completions that wait until `number` are asked for, or until it is told that no more come."""
+
+    def __init__(self) -> None:
+        self.go, self.most, self.now, self.lock = threading.Event(), 0, 0, threading.Lock()
+
+    def __call__(self, number, body):
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        self.go.wait(30)
+        with self.lock:
+            self.now -= 1
+        return completion(9)
+
+
+def cached(tokens: int):
+    return METRICS.format(size=f'kv_cache_size_tokens="{tokens}",')
+
+
+async def held(client, sessions, until, busy):
+    """Asks for a turn of each conversation at once."""
+    tasks = [asyncio.ensure_future(client.generate(list(range(500)), SAMPLING, session)) for session in sessions]
+    while not until():
+        await asyncio.sleep(0.01)
+    busy.go.set()
+    samples = []
+    for session, task in zip(sessions, tasks, strict=True):
+        samples.append(await task)
+        client.release(session)
+    await client.close()
+    return samples
+
+
+@pytest.mark.parametrize(("metrics", "at_once"), [(cached(2000), 2), ("", 6), (None, 6)])
+def test_turns_wait_as_the_servers_metrics_say(tokenizer, start, metrics, at_once):
+    busy = Busy()
+    answer = (404, {}) if metrics is None else (200, metrics)
+    server = start(busy, **{"/metrics": answer})
+    client = client_of(tokenizer, server)
+    sessions = [str(number) for number in range(6)]
+    asyncio.run(asyncio.wait_for(held(client, sessions, lambda: busy.now == at_once, busy), 60))
+    assert len(server.asked("/v1/completions")) == 6
+    assert busy.most == at_once
+
+
+def test_a_fixed_number_of_conversations_asks_for_no_metrics(tokenizer, start):
+    busy = Busy()
+    server = start(busy, **{"/metrics": (200, cached(100))})
+    client = client_of(tokenizer, server, by_cache=False)
+    asyncio.run(asyncio.wait_for(held(client, "abc", lambda: busy.now == 3, busy), 60))
+    assert not server.asked("/metrics")
+
+
+def test_a_turn_that_waits_can_be_cancelled(tokenizer, start):
+    busy = Busy()
+    server = start(busy, **{"/metrics": (200, cached(600))})
+    client = client_of(tokenizer, server)
+
+    async def go():
+        tasks = [asyncio.ensure_future(client.generate([1] * 500, SAMPLING, session)) for session in "abc"]
+        while busy.now != 1:
+            await asyncio.sleep(0.01)
+        tasks[1].cancel()
+        busy.go.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for session in "abc":
+            client.release(session)
+        await client.close()
+        return results
+
+    results = asyncio.run(asyncio.wait_for(go(), 60))
+    assert isinstance(results[1], asyncio.CancelledError) and results[2].ids == [9]
+    assert len(server.asked("/v1/completions")) == 2
+
+
+def test_turns_that_wait_for_a_dead_server_go_elsewhere(tokenizer, start):
+    busy = Busy()
+    servers = [start(busy, **{"/metrics": (200, cached(600))}), start(lambda number, body: completion(7))]
+    client = client_of(tokenizer, *servers)
+
+    async def go():
+        tasks = [asyncio.ensure_future(client.generate([1] * 500, SAMPLING, session)) for session in "abc"]
+        while not busy.now and not all(task.done() for task in tasks):
+            await asyncio.sleep(0.01)
+        servers[0].stop()
+        busy.go.set()
+        results = await asyncio.gather(*tasks)
+        await client.close()
+        return results
+
+    assert [sample.ids for sample in asyncio.run(asyncio.wait_for(go(), 60))] == [[7]] * 3
