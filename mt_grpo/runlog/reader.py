@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.runlog import files, schema
+from mt_grpo.runlog import files, schema, state
 from mt_grpo.runlog.conversation import (
     Damage,
     check_credit,
@@ -92,6 +92,8 @@ def open_run(folder: str | Path, each: Each = map) -> Run:
                 f"{folder} has its conversations in trajectories.jsonl, the form of earlier versions, which is not "
                 "read here: look at them with the version that wrote them."
             )
+        if files.find(folder, state.FILE) is not None:
+            raise UserError(f"{folder} has no conversations so far: a run writes them once its first batch is scored.")
         if files.find(folder, "metrics.jsonl") is None:
             raise UserError(f"{folder} is not the folder of a run: name its `output_dir`, which has `metrics.jsonl`.")
         raise UserError(

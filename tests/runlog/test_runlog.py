@@ -296,6 +296,7 @@ def test_a_large_index_is_read(tmp_path):
         (lambda folder: folder / "no", "There is no folder .*no: name the `output_dir` of a run"),
         (lambda folder: folder, "is not the folder of a run: name its `output_dir`"),
         (lambda folder: (folder / "metrics.jsonl").touch() or folder, "has no conversations: the file rollouts/index"),
+        (lambda folder: (folder / "state.json").touch() or folder, "has no conversations so far"),
         (lambda folder: (folder / "trajectories.jsonl").touch() or folder, "the form of earlier versions"),
     ],
 )

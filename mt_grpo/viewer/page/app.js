@@ -58,7 +58,7 @@ async function show() {
     found = await VIEWS[name][1](here, parameters)
   } catch (error) {
     here.replaceChildren(nothing(error.message))
-    found = { title: VIEWS[above][0] }
+    found = { title: VIEWS[above][0], refresh: show }  // once the run has written more
     if (error.name !== 'Error') console.error(error)  // a mistake of ours, and no answer of the server
   }
   if (mine !== turn) return
@@ -109,8 +109,9 @@ async function follow(run) {
   const words = { unknown: expect(run), finished: `finished in ${number(run.seconds, 0)} s`, running: `running, ${expect(run)}` }
   document.querySelector('#state').replaceChildren(h('span', { class: `dot ${DOTS[run.status]}` }),
     h('a', { href: link('run') }, [step, plural(run.conversations, 'conversation'), words[run.status] ?? `${run.status}: ${expect(run)}`].join(' · ')))
-  if (version !== null && run.version !== version) await shown.refresh?.()
+  const [before, shows] = [version, shown.refresh !== show]
   version = run.version
+  if (before !== version && (before !== null || !shows)) await shown.refresh?.()
 }
 
 async function poll() {
