@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from mt_grpo.addresses import expand_addresses
+from mt_grpo.envs import Outcome, Policy
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.integrations.gym import GymEnv
 from mt_grpo.server_pool import STARTS, Full, ServerLost, ServerPool, Unreachable, backoff
@@ -99,6 +100,17 @@ class OpenEnv(GymEnv):
         return OpenEnv(
             given, self.client, self.observe, self.parse, self.tag, self.max_turns, self.call_timeout, option
         )
+
+    async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
+        """
+        The loop of `GymEnv`. The connection is closed at its end, not after the rewards of the batch: other
+        conversations of it may wait for room.
+        """
+        try:
+            return await super().run(policy, row)
+        finally:
+            if self.user_environment is not None:
+                await self.user_environment.close()
 
     async def check(self) -> None:
         """

@@ -7,13 +7,17 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from support.models import build_tokenizer
 
 from mt_grpo import server_pool
+from mt_grpo.envs.source import close_environments
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openenv import openenv_server
+from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.server_pool import ServerLost
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import build_env, check_env
+from mt_grpo.trajectory import StopReason
 
 URLS = ["http://a:1", "http://b:1", "http://c:1"]
 
@@ -23,6 +27,7 @@ class Host:
 
     def __init__(self) -> None:
         self.open, self.faults, self.asked, self.reconnects = Counter(), {}, [], False
+        self.room = float("inf")
 
     def client(self, base_url):
         client = SimpleNamespace(_ws=object())
@@ -31,6 +36,8 @@ class Host:
             self.asked.append(base_url)
             if base_url in self.faults:
                 raise self.faults[base_url]
+            if self.open[base_url] >= self.room:
+                raise RuntimeError("Server error: full (code: CAPACITY_REACHED)")
             self.open[base_url] += 1
             return SimpleNamespace(observation=base_url, reward=None, done=False)
 
@@ -39,7 +46,7 @@ class Host:
                 raise self.faults[base_url]
             if self.reconnects:
                 client._ws = object()
-            return SimpleNamespace(observation=base_url, reward=1.0, done=False)
+            return SimpleNamespace(observation=base_url, reward=1.0, done=action == "bye")
 
         async def close():
             self.open[base_url] -= base_url not in self.faults
@@ -131,6 +138,21 @@ def test_a_full_server_makes_conversations_wait(host):
         return await begun
 
     assert asyncio.run(play()) == "http://a:1"
+
+
+def test_a_batch_of_more_than_there_is_room_for_ends(host):
+    host.room = 1  # a trainer keeps environments for its rewards until the whole batch is finished
+    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: ["hello<|im_end|>", "bye<|im_end|>"][turn])
+    runner = RolloutRunner(openenv_server("http://a:1", action=str, client=host.client), engine)
+    requests = [RolloutRequest("Talk.", f"{number:03d}") for number in range(4)]
+
+    async def play():
+        done = await runner.run(requests, SamplingParams(), keep_environments=True)
+        assert not +host.open
+        await close_environments(done)
+        return done
+
+    assert {each.stop_reason for each in asyncio.run(play())} == {StopReason.ENV_DONE}
 
 
 @pytest.mark.parametrize("how", ["dies", "begins again"])

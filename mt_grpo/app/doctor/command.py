@@ -25,6 +25,7 @@ from mt_grpo.option_rules import check_batches
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer, TemplateError
 from mt_grpo.rollout.token_check import examine_template
+from mt_grpo.server_pool import ServerLost
 from mt_grpo.tools import Tool
 from mt_grpo.tools.mcp.tools import MCPBaseTool, McpRemote, McpTool
 from mt_grpo.tools.stateful import StatefulTool, ToolSession, ToolStateError
@@ -158,7 +159,8 @@ async def _call(tool: Tool, call: ToolCall, row: dict[str, Any], limit: float) -
     try:
         if isinstance(tool, StatefulTool):
             await session.create(tool.name)  # a state that cannot be made is no error of the arguments
-        await execute_calls([call], session.tools, limit)
+        with contextlib.suppress(ServerLost):  # the call has it as its error
+            await execute_calls([call], session.tools, limit)
     finally:
         await asyncio.shield(session.release())
     if session.failures:
