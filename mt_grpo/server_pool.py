@@ -163,6 +163,12 @@ class ServerPool:
             self._hosts[url].begun -= 1
         self._release(url, lost)
 
+    def rest(self, urls: Iterable[str]) -> None:
+        """Servers are known to be gone: they are asked again as if a conversation had found out."""
+        with self._lock:
+            for url in urls:
+                self._hosts[url].rests = time.monotonic() + REST
+
     async def _next(self, tried: set[str]) -> tuple[str, bool] | None:
         """
         The server to begin on, once one has room, and whether this finds out if it has more room than it had; `None`

@@ -112,9 +112,12 @@ class OpenEnv(GymEnv):
             if self.user_environment is not None:
                 await self.user_environment.close()
 
-    async def check(self) -> None:
+    async def check(self) -> dict[str, str]:
         """
         Connects to each server once. Servers that cannot be reached are named in a warning, unless none can.
+
+        Returns:
+            Why servers cannot be reached, by address.
 
         Raises:
             ConfigError: If there is no address, none can be reached, another program answers at one, or two serve
@@ -135,20 +138,23 @@ class OpenEnv(GymEnv):
                     f"`{name}: {url}` is no OpenEnv server ({_why(fault)}): correct the address, or start the "
                     "environment's server there."
                 )
-        said = "; ".join(f"{url}: {_why(fault)}" for url, fault in faults.items())
-        if len(faults) == len(urls):
+        why = {url: _why(fault) for url, fault in faults.items()}
+        said = "; ".join(f"{url}: {words}" for url, words in why.items())
+        if len(why) == len(urls):
             which = f"the server of `{name}`" if len(urls) == 1 else f"any of the {len(urls)} servers of `{name}`"
             raise ConfigError(f"Cannot reach {which} ({said}): start it, or correct the address.")
-        await _compare([url for url in urls if url not in faults], name)
-        if faults:
+        await _compare([url for url in urls if url not in why], name)
+        if why:
+            self.pool.rest(why)
             logger.warning(
                 "%d of the %d servers of `%s` cannot be reached (%s). The run goes on with the others; conversations "
                 "go there once it answers.",
-                len(faults),
+                len(why),
                 len(urls),
                 name,
                 said,
             )
+        return why
 
     def _urls(self) -> list[str]:
         if not self.pool.urls:

@@ -221,7 +221,7 @@ def check_env(
         )
     if isinstance(env, MultiTurnToolEnv):
         _check_options(env, args)
-    if env is not None and args.environment_urls is not None:
+    if env is not None and args.environment_urls is not None and not isinstance(env, EnvSource):
         env = _at(env, args.environment_urls, "env")
     env = build_env(args, factory, tools, plain) if env is None else env
     given = env.given if isinstance(env, EnvSource) else env

@@ -147,6 +147,38 @@ def test_lengths_are_held_against_the_context(check):
     assert status == ["fail"] and "the context 512" in words
 
 
+class Client:
+    """In the place of OpenEnv's: nobody listens at port 1."""
+
+    def __init__(self, base_url):
+        self.gone = base_url.endswith(":1")
+
+    async def connect(self):
+        if self.gone:
+            raise ConnectionError("nobody")
+
+    async def close(self):
+        pass
+
+
+def test_openenv_servers_answer(check, tmp_path, monkeypatch):
+    monkeypatch.setattr("mt_grpo.integrations.openenv.CHECK_SECONDS", 0.1)
+    assert check("environment")[0] == ["ok"]
+    (tmp_path / "games.py").write_text(
+        "from mt_grpo.integrations.openenv import openenv_server\n"
+        f"from {Client.__module__} import Client\n"
+        "echo = openenv_server(action=str, client=Client)\n"
+    )
+    options = {"env": f"{tmp_path}/games.py:echo", "tools": None}
+    status, words = check("environment", environment_urls="http://127.0.0.1:[1-2]", **options)
+    assert (
+        status == ["warn"] and "1 of 2 OpenEnv servers answer (http://127.0.0.1:1: ConnectionError: nobody)" in words
+    )
+    assert check("environment", environment_urls=["http://127.0.0.1:2"], **options)[0] == ["ok"]
+    status, words = check("environment", environment_urls=["http://127.0.0.1:1"], **options)
+    assert status == ["fail"] and "Cannot reach the server of `environment_urls`" in words
+
+
 def test_each_tool_is_called_once(check, tmp_path):
     status, words = check("tools", tools=["calculator", f"{tmp_path}/tools.py:shows"])
     assert status == ["ok", "ok"]

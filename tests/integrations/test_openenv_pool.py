@@ -10,7 +10,7 @@ import pytest
 from support.models import build_tokenizer
 
 from mt_grpo import server_pool
-from mt_grpo.envs.source import close_environments
+from mt_grpo.envs.source import close_environments, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openenv import openenv_server
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
@@ -215,6 +215,8 @@ def test_it_holds_for_an_environment_made_in_python(tmp_path):
     env = openenv_server(action=str, client=dict, max_turns=3)
     given = check_env(env, config(tmp_path, environment_urls=["http://b:1"]))
     assert given.pool.urls == ["http://b:1"] and given.max_turns == 3 and not env.pool.urls
+    source = source_of(given)  # the commands give the trainer what they made of the options
+    assert check_env(source, config(tmp_path, environment_urls=["http://b:1"])) is given
 
 
 def test_each_of_several_environments_may_have_its_own(tmp_path):

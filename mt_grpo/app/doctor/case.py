@@ -367,7 +367,7 @@ class Case:
         return (parts.port or 80) if parts.hostname in ("127.0.0.1", "localhost") else None
 
 
-OF_THIS_MACHINE = ("server", ".venv-vllm", "ports", "files")
+OF_THIS_MACHINE = ("environment", "server", ".venv-vllm", "ports", "files")
 """Checks of this machine. Their fails are a `warn` if the run is for another one."""
 
 Lines = Iterator[tuple[str, str, str]]

@@ -306,6 +306,7 @@ CHECKS: dict[str, Check] = {
     "template": template,
     "lengths": lengths,
     "tools": tools,
+    "environment": surroundings.environment,
     "server": surroundings.server,
     ".venv-vllm": surroundings.server_environment,
     "ports": surroundings.ports,

@@ -13,6 +13,7 @@ from mt_grpo.app.env import MISSING, SERVER, version_here, version_in
 from mt_grpo.app.request import check_writable
 from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError
+from mt_grpo.integrations.openenv import OpenEnv
 from mt_grpo.option_rules import check_groups
 from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
 from mt_grpo.training.folder import check_folder
@@ -50,6 +51,21 @@ def device(case: Case) -> Lines:
         )
     else:
         yield OK, f"{here} GPUs are here, and {case.processes} train", ""
+
+
+def environment(case: Case) -> Lines:
+    """Whether the OpenEnv servers of the environments answer."""
+    remote = [one for one in case.environments if isinstance(one, OpenEnv)]
+    if not remote:
+        yield OK, "none is on OpenEnv servers", ""
+    for one in remote:
+        gone = run(one.check())
+        there = f"{len(one.pool.urls) - len(gone)} of {len(one.pool.urls)} OpenEnv servers answer"
+        if gone:
+            said = "; ".join(f"{url}: {why}" for url, why in gone.items())
+            yield WARN, f"{there} ({said})", "start the others, or leave them out"
+        else:
+            yield OK, there, ""
 
 
 def server(case: Case) -> Lines:

@@ -94,6 +94,7 @@ class McpPool:
                     f"({difference!r}): give addresses of the same server."
                 )
         if faults:
+            self._pool.rest(faults)
             logger.warning(
                 "%d of the %d servers of the MCP server %r cannot be started (%s). The run goes on with the others; "
                 "conversations go there once it answers.",

@@ -136,6 +136,7 @@ class Connection:
         self._transports = config.transports
         self._life: Life | None = None
         self._start: asyncio.Task[Life] | None = None
+        self._check: asyncio.Task[Life] | None = None
         self._one_by_one = asyncio.Lock()
         self._starts = 0  # since the last call that was answered
         self._started_at = 0.0
@@ -144,6 +145,13 @@ class Connection:
         return (await self._alive()).tools
 
     async def ready(self) -> Life:
+        """The running server, pinged. Calls that come together wait for one ping."""
+        if self._check is None or self._check.done():
+            self._check = asyncio.create_task(self._pinged())
+            self._check.add_done_callback(retrieve)
+        return await asyncio.shield(self._check)
+
+    async def _pinged(self) -> Life:
         life = await self._alive()
         if not await life.answers():
             raise StartError(f"it does not answer a ping within {PROBE_SECONDS:g} s")
