@@ -36,6 +36,7 @@ from mt_grpo.runlog import open_run, read_trajectories
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer, token_logps
 from mt_grpo.trajectory import StopReason, Trajectory
+from mt_grpo.weights.transports.delta import DeltaTransport
 from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
 from mt_grpo.weights.transports.http import HttpTransport
 from mt_grpo.weights.updates import WeightSyncError
@@ -409,6 +410,24 @@ def test_weights_come_over_the_network_as_by_file(trained):
     samples = generate(client, contexts, SamplingParams(max_tokens=40, seed=3))
     assert largest_difference(trained.model, contexts, samples) < TOLERANCE
     assert {sample.weight_version for sample in samples} == {1}
+    sync.close()
+
+
+@pytest.mark.parametrize("trained", ["tied"], indirect=True)
+def test_a_change_of_weights_reaches_the_server(trained):
+    """Only words that changed are sent: few, so that they go as places and values, and then a tenth."""
+    client, contexts = trained.client(), trained.prompts()
+    sync = trained.sync(client, kind=DeltaTransport, verify_every=1)
+    sync.sync(0)
+    weights = trained.model.get_input_embeddings().weight.data
+    for step, rows in enumerate((40, 4), 1):
+        weights[::rows] *= 1.5
+        sync.sync(step)
+        (change,) = sync._folder.glob("change-*")
+        assert change.stat().st_size < 0.3 * sync._file(step).stat().st_size
+        samples = generate(client, contexts, SamplingParams(max_tokens=40, seed=3))
+        assert largest_difference(trained.model, contexts, samples) < TOLERANCE
+        assert {sample.weight_version for sample in samples} == {step}
     sync.close()
 
 

@@ -13,6 +13,7 @@ from support.loopback import Loopback, Reply
 from support.replicas import Replica, step_of
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.vllm_plugin import delta as module
 from mt_grpo.vllm_plugin import fetch
 from mt_grpo.vllm_plugin.delta import apply, difference
 from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError
@@ -146,15 +147,41 @@ def test_all_weights_are_sent_now_and_then(remote, changes, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [2, 131_072, 262_150, 400_001])
-def test_a_change_makes_the_new_file_of_the_old(size):
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3])
+@pytest.mark.parametrize("anywhere", [False, True])
+def test_a_change_makes_the_new_file_of_the_old(size, share, anywhere, monkeypatch):
+    """Words go up by a little, or to any other value, infinities among them."""
+    monkeypatch.setattr(module, "STRETCH", 70_000)
     old = torch.randint(256, (size,), dtype=torch.uint8)
     new = old.clone()
-    new[torch.randint(size // 2 * 2, (max(1, size // 50),))] += 1
-    change = difference(old, new, most=3.0)
+    places = torch.randint(size // 2, (int(size // 2 * share),)) * 2
+    new[places] += 1
+    if anywhere:
+        new[places + 1] += torch.randint(256, places.shape, dtype=torch.uint8)
+    change = difference(old, new, most=10.0)
+    made = old.clone()
+    apply(change, made)
+    assert torch.equal(made, new)
+    for broken in (change[:-2], change[: len(change) // 2], torch.cat([change[:1] + 7, change[1:]])):
+        with pytest.raises(ValueError, match="not one of this file"):
+            apply(broken, old.clone())
+
+
+def test_steps_of_a_trained_model_take_little():
+    """Noise of the size of a step of a weight of 0.03, as an optimiser with a rate of 3e-4 makes it."""
+    weights = torch.randn(500_000, generator=torch.Generator().manual_seed(0)) * 0.08
+    after = weights + 2e-4 * torch.randn(500_000, generator=torch.Generator().manual_seed(1)).clamp(-1, 1)
+    old, new = (one.to(torch.bfloat16).view(torch.uint8) for one in (weights, after))
+    change = difference(old, new)
+    assert (old.view(torch.int16) != new.view(torch.int16)).float().mean() > 0.25
+    assert change.numel() <= 0.13 * new.numel()
     apply(change, old)
     assert torch.equal(old, new)
-    with pytest.raises(ValueError, match="not one of this file"):
-        apply(change[:-2], old)
+
+
+def test_where_most_words_changed_there_is_no_change():
+    old = torch.randint(256, (100_000,), dtype=torch.uint8)
+    assert difference(old, old + 1) is None
 
 
 @pytest.fixture
