@@ -144,3 +144,15 @@ def test_a_click_on_an_advantage_opens_its_parts(tmp_path):
         page.wait_for_selector(".why", state="detached")
         page.keyboard.press("w")
         page.wait_for_selector("#why-1")
+
+
+@pytest.mark.skipif(missing() is not None, reason=missing() or "")
+def test_names_of_rewards_stay_whole_beside_many_turns(tmp_path):
+    members = [Member([float(number % 2), 0.2], [[0.1 * number, 0.3]] * 12) for number in range(4)]
+    queries = opened(write_credited(tmp_path, [members], "reward_to_go"))
+    with open_browser() as browser, serving(queries) as server, watched(browser) as page:
+        page.goto(f"{server.url}#/trajectory?session={FIRST}&why=1")
+        heads = page.locator("#why-1 .terms tbody th")
+        heads.first.wait_for()
+        lines = heads.evaluate_all("all => all.map(each => each.getBoundingClientRect().height / 15)")
+        assert lines and max(lines) <= 7  # of at most one word each

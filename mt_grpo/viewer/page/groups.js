@@ -146,7 +146,7 @@ export function branches(group) {
     if (alone) {
       const copies = tree.length - 1
       svg.append(s('circle', { class: kindOf(group, tree[0].reward), cx: 74, cy: y, r: 4.2 }),
-        s('text', { x: 84, y: y + 4 }, `${number(tree[0].reward)}${copies ? `, ended before it branched: ${plural(copies, 'copy', 'copies')}` : ''}`))
+        s('text', { x: 84, y: y + 4 }, `${number(tree[0].reward)}${copies ? `, did not branch: ${plural(copies, 'copy', 'copies')}` : ''}`))
     } else {
       const sorted = tree.slice().sort((a, b) => (b.reward ?? -1e9) - (a.reward ?? -1e9))
       sorted.forEach((each, n) => {

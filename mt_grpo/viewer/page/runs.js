@@ -157,9 +157,9 @@ function overlaid(width, view, names) {
     svg.append(s('line', { class: 'grid-line', x1: left, x2: width - right, y1: y(value), y2: y(value) }),
       s('text', { x: left - 6, y: y(value) + 3.5, 'text-anchor': 'end' }, short(value)))
   }
-  for (const [value, anchor] of [[x0, 'start'], [(x0 + x1) / 2, 'middle'], [x1, 'end']]) {
-    svg.append(s('text', { x: x(value), y: HEIGHT - 5, 'text-anchor': anchor }, shown(view.by === 'step' ? Math.round(value) : value)))
-  }
+  const half = (x0 + x1) / 2
+  const marks = new Map([[x0, 'start'], [view.by === 'step' ? Math.round(half) : half, 'middle'], [x1, 'end']])
+  for (const [value, anchor] of marks) svg.append(s('text', { x: x(value), y: HEIGHT - 5, 'text-anchor': anchor }, shown(value)))
   for (const each of curves) {
     const path = points => `M${points.map(([a, b]) => `${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join('L')}`
     svg.append(s('path', { class: `line faint ${each.colour}`, d: path(each.points) }), s('path', { class: `line ${each.colour}`, d: path(smoothed(each.points)) }))
