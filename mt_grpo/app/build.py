@@ -27,7 +27,7 @@ from mt_grpo.data import check_apart, load_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.source import COLUMN, source_of
 from mt_grpo.errors import ConfigError, libraries_may_refuse
-from mt_grpo.forward.images import image_token
+from mt_grpo.forward.images import media_tokens
 from mt_grpo.option_values import verifiers_name
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_check import examine_template
@@ -215,15 +215,15 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
 
 def load_processing(name: str, config: PreTrainedConfig, **where: Any) -> PreTrainedTokenizerBase | ProcessorMixin:
     """
-    The processor of a model that takes images, else its tokenizer. Where what the processor needs is not installed,
-    the model is given text only, with a warning.
+    The processor of a model that takes images or sounds, else its tokenizer. Where what the processor needs is not
+    installed, the model is given text only, with a warning.
 
     Args:
         name (`str`): The model.
         config (`PreTrainedConfig`): Its configuration.
         **where: `revision` and `trust_remote_code`.
     """
-    if image_token(config) is not None:
+    if media_tokens(config):
         try:
             return AutoProcessor.from_pretrained(name, **where)
         except (ImportError, AttributeError, OSError, ValueError) as error:

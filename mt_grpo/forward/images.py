@@ -1,7 +1,7 @@
 """
-Images among tokens. The tokens of an image have an id of their own below 0, which is made of its content: so two
-prompts with the same words and other images share no prefix, and all that compares tokens compares images too. Those
-of a video do too: its id is odd, an image's is even.
+Images, videos and sounds among tokens; what is said of images here holds for all three. The tokens of an image have an
+id of their own below 0, which is made of its content: so two prompts with the same words and other images share no
+prefix, and all that compares tokens compares images too. `mt_grpo.images.kind_of` tells the three apart by the id.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.packing import FlatTree, Packed, flatten
+from mt_grpo.images import IMAGE, SOUND, VIDEO, kind_of
 from mt_grpo.token_tree import TokenTree
 
 TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -38,25 +39,33 @@ class ImageInputs:
     inputs: dict[str, Tensor]
 
 
+def feature_lengths(image: ImageInputs) -> tuple[int, ...]:
+    """The sizes of what a model takes of one image or sound, which differ where one is padded beside another."""
+    return tuple(sorted({size for tensor in image.inputs.values() for size in tensor.shape[1:]}))
+
+
 Images = Mapping[int, ImageInputs]
 """Images by the id of their tokens."""
 
 
-BLANK = -(2**31) - 2
-"""The id of an image that no conversation shows."""
+BLANK, SILENCE = -(2**31) - 4, -(2**31) - 2
+"""The ids of an image and of a sound that no conversation shows."""
 
 
 def with_blank(trees: Sequence[FlatTree | TokenTree], images: Images) -> list[FlatTree | TokenTree]:
     """
-    The trees of a forward; and one that is the image `BLANK` alone, if `images` has it and none of them shows any.
-    Processes that train together reduce the vision tower's gradients together, and gather its weights if these are
-    sharded. So each of them looks at an image in each forward.
+    The trees of a forward; and one that is the image `BLANK` alone, if `images` has it and none of them shows any, and
+    one of the sound `SILENCE`. Processes that train together reduce the gradients of a tower together, and gather its
+    weights if these are sharded. So each of them looks at an image in each forward, and hears a sound.
     """
-    if BLANK not in images or any((_tokens(tree) < 0).any() for tree in trees):
-        return list(trees)
-    blank = TokenTree()
-    blank.add_turn([BLANK] * images[BLANK].size, [], [])
-    return [*trees, blank]
+    found = list(trees)
+    for blank in filter(images.__contains__, (BLANK, SILENCE)):
+        heard = kind_of(blank) == SOUND
+        if not any((((ids := _tokens(tree)) < 0) & ((ids & 3 == 2) == heard)).any() for tree in trees):
+            tree = TokenTree()
+            tree.add_turn([blank] * images[blank].size, [], [])
+            found.append(tree)
+    return found
 
 
 def _tokens(tree: FlatTree | TokenTree) -> np.ndarray:
@@ -75,25 +84,36 @@ def video_token(config: PreTrainedConfig) -> int | None:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
 
 
+def sound_token(config: PreTrainedConfig) -> int | None:
+    """The id that a model knows the tokens of sounds by; `None` for a model that takes none."""
+    if getattr(config, "audio_config", config) is None:  # Gemma 4's name the token without hearing anything
+        return None
+    names = ("audio_token_id", "audio_token_index")
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+
+
+def media_tokens(config: PreTrainedConfig) -> dict[int, int]:
+    """The ids that a model knows the tokens of images, videos and sounds by, by kind; none for a model of text."""
+    found = {IMAGE: image_token(config), VIDEO: video_token(config), SOUND: sound_token(config)}
+    return {kind: token for kind, token in found.items() if token is not None}
+
+
 def pretrained(model: nn.Module) -> PreTrainedModel:
     """The model of transformers in a wrapper."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def real_ids(ids: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Ids as the model knows them: those of images become its image token, those of videos its video token."""
-    token, of_videos = image_token(config), video_token(config)
-    if of_videos is not None:
-        ids = ids.masked_fill(kinds(ids) == VIDEO, of_videos)
-    return ids if token is None else ids.masked_fill(ids < 0, token)
-
-
-IMAGE, VIDEO = 1, 2
+    """Ids as the model knows them: those of images become its image token, and so on."""
+    found = kinds(ids)
+    for kind, token in media_tokens(config).items():
+        ids = ids.masked_fill(found == kind, token)
+    return ids
 
 
 def kinds(ids: Tensor) -> Tensor:
-    """What each token is of: `IMAGE`, `VIDEO`, or 0 for text."""
-    return (ids < 0).long() * (IMAGE + (ids & 1))
+    """What each token is of: `IMAGE`, `VIDEO`, `SOUND`, or 0 for text."""
+    return (ids < 0).long() * (IMAGE + (ids & 3))
 
 
 def in_order(ids: np.ndarray, images: Images) -> list[int]:
@@ -162,14 +182,12 @@ def packed_features(backbone: Any, packed: Packed, images: Images, device: torch
     however many branches show it.
     """
     order = in_order(packed.input_ids, images)
-    of_kind = {"image": [each for each in order if not each & 1], "video": [each for each in order if each & 1]}
-    return {
-        "mm_encoder_outputs": {
-            kind: _features(getattr(backbone, f"get_{kind}_features"), shown, images, device)
-            for kind, shown in of_kind.items()
-            if shown
-        }
+    found = {
+        name: _features(getattr(backbone, f"get_{name}_features"), shown, images, device)
+        for name, kind in (("image", IMAGE), ("video", VIDEO))
+        if (shown := [each for each in order if kind_of(each) == kind])
     }
+    return {"mm_encoder_outputs": found} if found else {}
 
 
 def _features(look: Callable[..., Any], order: Sequence[int], images: Images, device: torch.device) -> Any:
@@ -220,7 +238,12 @@ def packed_positions(backbone: Any, packed: Packed, images: Images, device: torc
     for path in FlatTree(packed.input_ids, packed.input_ids, packed.parent).paths():
         ids = torch.from_numpy(packed.input_ids[path])[None]
         order = in_order(packed.input_ids[path], images)
-        given = {**joined(order, images, torch.device("cpu")), "mm_token_type_ids": kinds(ids)}
+        given = joined(order, images, torch.device("cpu"))
+        if "feature_attention_mask" in given:  # as the forwards of Qwen's Omni models say it
+            given["audio_seqlens"] = given["feature_attention_mask"].sum(dim=1)
+        if "video_second_per_grid" in given:
+            given["second_per_grids"] = given["video_second_per_grid"]
+        given |= {"mm_token_type_ids": kinds(ids), "attention_mask": torch.ones_like(ids)}
         given = {name: value for name, value in given.items() if name in known}
         positions[:, path] = ask(input_ids=real_ids(ids, backbone.config), **given)[0][:, 0]
     return positions[:, None].to(device)

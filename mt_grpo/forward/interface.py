@@ -101,6 +101,14 @@ def own_attention(model: PreTrainedModel) -> str:
     return "sdpa" if model._supports_sdpa else "eager"
 
 
+def use_attention(model: PreTrainedModel, name: str) -> None:
+    """Has a text decoder use an attention. Towers for images and sounds keep theirs: some have one way only."""
+    config = model.config
+    text = config.get_text_config()
+    own = [key for key in config.sub_configs if getattr(config, key, None) is text]
+    config._attn_implementation = {"": name, **dict.fromkeys(own, name)} if own or text is config else name
+
+
 def register(original: str) -> str:
     """
     Registers an attention and its mask with transformers, and returns their name. Packed rows attend over their trees,

@@ -19,8 +19,16 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention.layout import TreeLayout
-from mt_grpo.forward.images import Images, image_token, packed_features, packed_positions, real_ids, takes_features
-from mt_grpo.forward.interface import PREFIX, own_attention, packed_row, register
+from mt_grpo.forward.images import (
+    Images,
+    image_token,
+    media_tokens,
+    packed_features,
+    packed_positions,
+    real_ids,
+    takes_features,
+)
+from mt_grpo.forward.interface import PREFIX, own_attention, packed_row, register, use_attention
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.output import Sampling, backbone_name, output_layer, score_states
 from mt_grpo.forward.own_attention import extend_own_attention, has_own_attention
@@ -33,6 +41,7 @@ from mt_grpo.forward.recurrent.layers import (
 )
 from mt_grpo.forward.routes import Replayer, route_shape
 from mt_grpo.forward.sequence_parallel import SequenceGroup, long_enough
+from mt_grpo.forward.sounds import packed_sounds, playing
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
     # a reference model is made with the policy's configuration, which may have our name already
     model._attention_without_trees = model.config._attn_implementation.removeprefix(PREFIX)
     extend_own_attention(model)
-    model.config._attn_implementation = register(own_attention(model))
+    use_attention(model, register(own_attention(model)))
     extend_recurrent_layers(model)
     extend_blocks(model, model.config.get_text_config().num_hidden_layers)
     shape = route_shape(model.config)
@@ -146,8 +155,10 @@ def _label_scores(model: PreTrainedModel, tree: TreeInput, outputs: Any) -> tupl
 def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor, position_ids: Tensor) -> Any:
     backbone = getattr(model, backbone_name(model) or "")
     seen: dict[str, Any] = {}
+    heard = None
     if tree.images and (input_ids < 0).any():
-        # before anything runs over the tree: the vision tower has no trees
+        # before anything runs over the tree: the towers for images and sounds have no trees
+        heard = packed_sounds(backbone, tree.packed, tree.images, input_ids.device)
         seen = packed_features(backbone, tree.packed, tree.images, input_ids.device)
         places = packed_positions(backbone, tree.packed, tree.images, input_ids.device)
         position_ids = position_ids if places is None else places
@@ -164,7 +175,7 @@ def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor
     replays: AbstractContextManager[None] = nullcontext()
     if routes is not None and replayer is not None:
         replays = replayer.replaying(tree.layout, routes, shared)
-    with packed_row(tree.layout), replays, over_tree(model, tree.layout):
+    with packed_row(tree.layout), replays, over_tree(model, tree.layout), playing(backbone, heard):
         return backbone(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **given)
 
 
@@ -270,7 +281,7 @@ def check_sequence_parallel(model: PreTrainedModel | PeftModel, size: int) -> No
     reasons = {
         "has layers whose state runs along the row": recurrent_layers(model),
         "computes its attention itself": has_own_attention(model),
-        "takes images": image_token(model.config) is not None,
+        "takes images or sounds": bool(media_tokens(model.config)),
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         raise UnsupportedModelError(
@@ -295,11 +306,11 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     if backbone_name(model) is None or output_layer(model) is None:
         return "has no linear output layer apart from the rest"
     # the probe has no images and no other sequence to attend to
-    if config.is_encoder_decoder or (model.config is not config and image_token(model.config) is None):
+    if config.is_encoder_decoder or (model.config is not config and not media_tokens(model.config)):
         return "is more than a text decoder"
     if model.config is not config:
         backbone = getattr(model, backbone_name(model) or "")
-        if not takes_features(backbone):
+        if image_token(model.config) is not None and not takes_features(backbone):
             return "takes no features of images"
         both_ways = getattr(config, "use_bidirectional_attention", None) == "vision"  # some of Gemma 4
         if both_ways or "token_type_ids" in inspect.signature(backbone.forward).parameters:

@@ -10,7 +10,7 @@ weights make no use of, it cannot see.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +23,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.images import Images
+from mt_grpo.forward.interface import use_attention
 from mt_grpo.forward.model import score_packed
 from mt_grpo.forward.packing import FlatTree, flatten, pack
 from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.forward.rows import score_rows
 from mt_grpo.forward.sequence_parallel import SequenceGroup
+from mt_grpo.images import SOUND, kind_of
 from mt_grpo.token_tree import TokenTree
 
 EXACT = 1e-4
@@ -152,7 +154,7 @@ def prove_rows(model: nn.Module, length: int, *, mixed_precision: str = "no") ->
 
 def prove_images(
     model: nn.Module,
-    tree: FlatTree,
+    trees: Sequence[FlatTree],
     images: Images,
     *,
     attention: str = "auto",
@@ -160,28 +162,30 @@ def prove_images(
     rows: bool,
 ) -> None:
     """
-    As `prove` and `prove_rows`, on a tree of a run that shows images: the probe's own shows none. It does not remember
-    what it has proven.
+    As `prove` and `prove_rows`, on trees of a run that show images or sounds: the probe's own show none. It does not
+    remember what it has proven.
 
     Args:
-        tree (`FlatTree`): The tree. All ranks bring the same.
-        images (`Images`): Its images.
+        trees (`list[FlatTree]`): The trees. All ranks bring the same.
+        images (`Images`): Their images.
         rows (`bool`): Whether each sequence is a row of its own instead.
         model, attention, mixed_precision: As in `prove`.
 
     Raises:
         UnsupportedModelError: If the model scores the tree differently from each turn alone.
     """
-    proof = measure(model, attention=attention, mixed_precision=mixed_precision, rows=rows, shown=(tree, images))
+    proof = measure(model, attention=attention, mixed_precision=mixed_precision, rows=rows, shown=(trees, images))
     if not proof.holds:
         name = type(_base(model)).__name__
+        what = "sounds" if any(kind_of(number) == SOUND for number in images) else "images"
         difference = f"{proof.difference:.1e} nats away from one forward for each turn, where its precision explains "
         if rows:
             raise UnsupportedModelError(
-                f"{name} cannot be trained with images: it scores padded rows of them {difference}{proof.allowed:.1e}."
+                f"{name} cannot be trained with {what} in batches: it scores padded rows of them "
+                f"{difference}{proof.allowed:.1e}; set `forward: turn_by_turn`."
             )
         raise UnsupportedModelError(
-            f"{name} scores packed trees with images {difference}{proof.allowed:.1e}, so trees cannot be packed for "
+            f"{name} scores packed trees with {what} {difference}{proof.allowed:.1e}, so trees cannot be packed for "
             "it; set `forward: padded`."
         )
 
@@ -253,7 +257,7 @@ def measure(
     attention: str = "auto",
     mixed_precision: str = "no",
     rows: bool = False,
-    shown: tuple[FlatTree, Images] | None = None,
+    shown: tuple[Sequence[FlatTree], Images] | None = None,
     sequence: SequenceGroup | None = None,
 ) -> Proof:
     """
@@ -264,12 +268,12 @@ def measure(
     Args:
         depth (`int`): Tokens on the longest path, at least 16.
         rows (`bool`, *optional*, defaults to `False`): Whether each sequence is a row of its own instead.
-        shown (`tuple`, *optional*): A tree with images in place of the probe's, and the images.
+        shown (`tuple`, *optional*): Trees with images in place of the probe's, and the images.
         As `prove`.
     """
     base = _base(model)
     vocabulary = base.config.get_text_config().vocab_size
-    trees, images = (probe_trees(vocabulary, depth), None) if shown is None else ([shown[0]], shown[1])
+    trees, images = (probe_trees(vocabulary, depth), None) if shown is None else shown
     packed = pack(trees)
     training = model.training
     model.eval()  # dropout would differ between the two
@@ -395,11 +399,11 @@ def _worst_rank(found: Tensor) -> Tensor:
 def _own_attention(base: PreTrainedModel) -> Iterator[None]:
     """Uses the attention that the model was made with; its replacement for trees may leave something out."""
     ours = base.config._attn_implementation
-    base.config._attn_implementation = vars(base).get("_attention_without_trees", ours)
+    use_attention(base, vars(base).get("_attention_without_trees", ours))
     try:
         yield
     finally:
-        base.config._attn_implementation = ours
+        use_attention(base, ours)
 
 
 def _base(model: nn.Module) -> PreTrainedModel:

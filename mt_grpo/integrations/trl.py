@@ -335,7 +335,7 @@ def _text(said: Any) -> Any:
         for part in said:
             if part["type"] != "text" and not is_shown(part):
                 raise PartError(
-                    f"A part of type {part['type']!r} cannot be shown: models read text, images and videos."
+                    f"A part of type {part['type']!r} cannot be shown: models read text, images, videos and sounds."
                 )
         return said if shows_images(said) else "".join(part["text"] for part in said)
     return said if shows_images(said) else str(said)

@@ -1,4 +1,4 @@
-"""Images and videos of messages as tokens, and as what the model takes: through the model's own processor."""
+"""Images, videos and sounds of messages as tokens, and as what the model takes: through the model's own processor."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 
-from mt_grpo.forward.images import TYPES, ImageInputs, joined
-from mt_grpo.images import ImageError, image_digest
+from mt_grpo.forward.images import BLANK, SILENCE, TYPES, ImageInputs, joined
+from mt_grpo.images import IMAGE, SOUND, VIDEO, ImageError, image_digest, kind_of, kind_of_part
+from mt_grpo.sounds import Sound, SoundError, sound_digest
 
 OF_TEXT = ("input_ids", "attention_mask", *TYPES)
 """What a processor returns of a text."""
@@ -20,18 +22,38 @@ _BEGIN, _END = "\U0001f76b2", "\U0001f76b3"
 """Around the id of an image in escaped text. Contents cannot spell them, see `SpecialTokens`."""
 
 
+_NO_OPTIONS = {IMAGE: ("alt",), VIDEO: ("alt",), SOUND: ("alt", "seconds")}
+"""What else is in a part of a kind beside options of the processor."""
+
+_A = {IMAGE: "an image", VIDEO: "a video", SOUND: "a sound"}
+
+
+def _size(images: Sequence[Any]) -> str:
+    return ", ".join(f"{image.width} by {image.height}" for image in images)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
 def _of_images(found: Mapping[str, Any]) -> dict[str, Any]:
     """What a processor returns of images."""
     return {key: value for key, value in found.items() if key not in OF_TEXT}
 
 
+def hearing(processor: Any) -> Any:
+    """What a processor makes features of sounds with; `None` if it takes none."""
+    inside = vars(processor)
+    return inside.get("feature_extractor", inside.get("audio_processor"))
+
+
 class EncodedImage:
     """
-    An image as a model sees it.
+    An image, a video or a sound as a model sees it.
 
     Args:
-        id (`int`): Of its tokens, below 0, odd for a video; made of its content, and of what its part asks of the
-            processor.
+        id (`int`): Of its tokens, below 0; made of its content, and of what its part asks of the processor. See
+            `mt_grpo.images.kind_of`.
         tokens (`list[int]`): What the processor writes for it: its tokens, and others around them.
         inputs (`ImageInputs`): What the model takes.
     """
@@ -44,51 +66,83 @@ class EncodedImage:
 
 class ImageEncoder:
     """
-    Encodes the images of conversations. An image is encoded once for as long as a conversation shows it.
+    Encodes the images, videos and sounds of conversations. Each is encoded once, for as long as a conversation has it.
 
-    In escaped text an image is the text that the chat template writes for it, followed by its id between two marks.
+    In escaped text it is the text that the chat template writes for it, followed by its id between two marks.
 
     Args:
-        processor: Of a model that takes images, with a tokenizer.
+        processor: Of a model that takes images or sounds, with a tokenizer.
         token (`int`, *optional*): By which the model knows the tokens of images. Unset, it is the processor's, which
             may be of another token: Gemma 3's and Llama 4's is of one that stands beside them.
         video (`int`, *optional*): By which it knows those of videos, if it takes any.
+        sound (`int`, *optional*): By which it knows those of sounds, if it takes any.
 
     Raises:
         ImageError: If the chat template has no place for images, or the processor makes something else of several
             images than of each alone.
+        SoundError: If it takes sounds alone, and the chat template has no place for one.
     """
 
-    def __init__(self, processor: Any, token: int | None = None, video: int | None = None) -> None:
+    def __init__(
+        self, processor: Any, token: int | None = None, video: int | None = None, sound: int | None = None
+    ) -> None:
         self._processor = processor
-        self.token_id = int(processor.image_token_id) if token is None else token
-        marker = self._find_marker("image", (processor.image_token, vars(processor).get("boi_token")))
-        if marker is None:
-            raise ImageError(
-                "The chat template has no place for an image, so the model cannot be shown one: use a model whose "
+        inside = vars(processor)
+        self._tokens: dict[int, int] = {}  # by which the model knows those of a kind
+        self._markers: dict[int, str] = {}  # what the template writes for one of a kind
+        if "image_processor" in inside:
+            marker = self._find_marker("image", (processor.image_token, inside.get("boi_token")))
+            if marker is None:
+                raise ImageError(
+                    "The chat template has no place for an image, so the model cannot be shown one: use a model whose "
+                    "template has (`chat_template_path`)."
+                )
+            self._know(IMAGE, int(processor.image_token_id) if token is None else token, marker)
+            self._check_batches()
+        if video is not None and "video_processor" in inside:
+            self._know(VIDEO, video, self._find_marker("video", (processor.video_token,)))
+        if sound is not None and hearing(processor) is not None:
+            self._know(SOUND, sound, self._find_marker("audio", (inside.get("audio_token"),)))
+        if not self._markers:
+            raise SoundError(
+                "The chat template has no place for a sound, so the model cannot be played one: use a model whose "
                 "template has (`chat_template_path`)."
             )
-        self.marker = marker
-        self._check_batches()
-        self._video_id = video
-        self._video_marker = None
-        if video is not None and "video_processor" in vars(processor):
-            self._video_marker = self._find_marker("video", (processor.video_token,))
-        self._markers = re.compile("|".join(map(re.escape, filter(None, (self.marker, self._video_marker)))))
-        self._place = re.compile(f"(?:{self._markers.pattern}){_BEGIN}([0-9]+){_END}")
+        self._kinds = {marker: kind for kind, marker in self._markers.items()}
+        self._anywhere = re.compile("|".join(map(re.escape, self._kinds)))
+        self._place = re.compile(f"(?:{self._anywhere.pattern}){_BEGIN}([0-9]+){_END}")
         self._of_object: dict[tuple[int, str], tuple[weakref.ref[Any], EncodedImage]] = {}
         self._known: weakref.WeakValueDictionary[str, EncodedImage] = weakref.WeakValueDictionary()
         self._by_id: weakref.WeakValueDictionary[int, EncodedImage] = weakref.WeakValueDictionary()
+
+    def _know(self, kind: int, token: int, marker: str | None) -> None:
+        if marker is not None:
+            self._tokens[kind], self._markers[kind] = token, marker
+
+    @property
+    def marker(self) -> str:
+        """What the chat template writes for an image."""
+        return self._markers[IMAGE]
 
     def __getitem__(self, image: int) -> EncodedImage:
         """An image that a conversation shows, by its id."""
         return self._by_id[image]
 
-    def blank(self) -> ImageInputs:
-        """A small image that no conversation shows."""
-        from PIL import Image
+    def takes(self, part: dict[str, Any]) -> bool:
+        """Whether the model is shown what a part shows, or plays."""
+        return kind_of_part(part) in self._markers
 
-        return self.encode({"type": "image", "image": Image.new("RGB", (32, 32))}).inputs
+    def blanks(self) -> dict[int, ImageInputs]:
+        """A small image and a short sound that no conversation shows, by their ids, where the model takes such."""
+        found = {}
+        if IMAGE in self._markers:
+            from PIL import Image
+
+            found[BLANK] = self.encode({"type": "image", "image": Image.new("RGB", (32, 32))}).inputs
+        if SOUND in self._markers:
+            samples = np.zeros(hearing(self._processor).sampling_rate, dtype=np.float32)
+            found[SILENCE] = self.encode({"type": "audio", "audio": Sound(samples)}).inputs
+        return found
 
     def _find_marker(self, kind: str, known: Sequence[str | None]) -> str | None:
         words = "A question about it."
@@ -131,32 +185,31 @@ class ImageEncoder:
                 **given,
             )
         except (ValueError, TypeError, KeyError) as error:
-            reason, sizes = (
-                " ".join(str(error).split()).rstrip("."),
-                [f"{image.width} by {image.height}" for image in images],
-            )
-            raise ImageError(f"The processor refuses an image of {', '.join(sizes)}: {reason}.") from error
+            raise ImageError(f"The processor refuses an image of {_size(images)}: {_reason(error)}.") from error
 
     def encode(self, part: dict[str, Any]) -> EncodedImage:
         """
-        The image or video of a part of a message. What else is in the part is an option of the processor for it, such
-        as `max_pixels`; of a video `fps` is how many of its frames there are per second.
+        The image, video or sound of a part of a message. What else is in the part is an option of the processor for
+        it, such as `max_pixels`; of a video `fps` is how many of its frames there are per second.
 
         Raises:
-            ImageError: If the processor does not take it.
+            ImageError, SoundError: If the processor does not take it.
         """
-        options = {name: value for name, value in part.items() if name not in ("type", part["type"], "alt")}
+        kind = kind_of_part(part)
+        options = {
+            name: value for name, value in part.items() if name not in ("type", part["type"], *_NO_OPTIONS[kind])
+        }
         chosen = repr(sorted(options.items()))
-        if part["type"] == "video":  # as long as its first frame
+        if kind == VIDEO:  # as long as its first frame
             shown, name = part["video"][0], f"video {[*map(image_digest, part['video'])]} {chosen}"
             key = id(shown), name
         else:
-            shown, name = part["image"], ""
+            shown, name = part[part["type"]], ""
             key = id(shown), chosen
         kept = self._of_object.get(key)
         if kept is not None and kept[0]() is shown:
             return kept[1]
-        name = name or f"{image_digest(shown)} {chosen}"
+        name = name or f"{(sound_digest if kind == SOUND else image_digest)(shown)} {chosen}"
         encoded = self._known.get(name)
         if encoded is None:
             encoded = self._known[name] = self._encoded(name, part, options)
@@ -165,26 +218,28 @@ class ImageEncoder:
         return encoded
 
     def _encoded(self, name: str, part: dict[str, Any], options: dict[str, Any]) -> EncodedImage:
-        is_video = part["type"] == "video"
-        found = self._process_video(part["video"], options) if is_video else self._process([part["image"]], options)
-        # an even number, for a video an odd one, see `kinds`
-        number = -2 - 2 * (int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big") >> 2) + is_video
-        while number in self._by_id:  # another image of these 30 bits
-            number = number - 2 if number > -(2**31) + 1 else -2 + is_video
+        kind = kind_of_part(part)
+        if kind == IMAGE:
+            shown, found = _size([part["image"]]), self._process([part["image"]], options)
+        elif kind == VIDEO:
+            shown, found = _size(part["video"][:1]), self._process_video(part["video"], options)
+        else:
+            shown, found = f"{part['audio'].seconds:.2f} s", self._process_sound(part["audio"], options)
+        # the two lowest bits are of the kind, see `kind_of`
+        number = -4 - 4 * (int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big") >> 3) + kind - IMAGE
+        while number in self._by_id:  # another image of these 29 bits
+            number = number - 4 if number > -(2**31) + 3 else -4 + kind - IMAGE
         tokens = found["input_ids"][0].tolist()
-        token = self._video_id if is_video else self.token_id
-        size = tokens.count(token)
+        size = tokens.count(self._tokens[kind])
         if not size:
-            shown = part["video"][0] if is_video else part["image"]
-            raise ImageError(
-                f"The processor gives {'a video' if is_video else 'an image'} of {shown.width} by {shown.height} no "
-                "tokens."
+            raise (SoundError if kind == SOUND else ImageError)(
+                f"The processor gives {_A[kind]} of {shown} no tokens."
             )
-        tokens = [number if each == token else each for each in tokens]
+        tokens = [number if each == self._tokens[kind] else each for each in tokens]
         return EncodedImage(number, tokens, ImageInputs(size, _of_images(found)))
 
     def _process_video(self, frames: Sequence[Any], options: dict[str, Any]) -> Any:
-        if self._video_marker is None:
+        if VIDEO not in self._markers:
             raise ImageError(
                 "The model is not shown videos, as it, its processor or its chat template has no place for one: show "
                 "frames as images."
@@ -195,29 +250,46 @@ class ImageEncoder:
             metadata["fps"] = options["fps"]
         try:
             return self._processor(
-                text=[self._video_marker],
+                text=[self._markers[VIDEO]],
                 videos=[list(frames)],
                 return_tensors="pt",
                 add_special_tokens=False,
                 videos_kwargs={"video_metadata": [metadata], "do_sample_frames": False, **others},
             )
         except (ValueError, TypeError, KeyError) as error:
-            reason = " ".join(str(error).split()).rstrip(".")
             raise ImageError(
-                f"The processor refuses a video of {len(frames)} frames of {frames[0].width} by {frames[0].height}: "
-                f"{reason}."
+                f"The processor refuses a video of {len(frames)} frames of {_size(frames[:1])}: {_reason(error)}."
             ) from error
+
+    def _process_sound(self, sound: Sound, options: dict[str, Any]) -> Any:
+        if SOUND not in self._markers:
+            raise SoundError(
+                "The model is not played sounds, as it, its processor or its chat template has no place for one: show "
+                "a transcript as text."
+            )
+        rate = hearing(self._processor).sampling_rate
+        if sound.rate not in (None, rate):
+            raise SoundError(
+                f"A sound has {sound.rate} samples per second, and the model's processor takes {rate}: resample it, "
+                f'for example with `dataset.cast_column("audio", datasets.Audio(sampling_rate={rate}))`.'
+            )
+        try:
+            return self._processor(
+                text=[self._markers[SOUND]],
+                audio=[np.array(sound.samples)],
+                return_tensors="pt",
+                add_special_tokens=False,
+                audio_kwargs={"sampling_rate": rate, **options},
+            )
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            raise SoundError(f"The processor refuses a sound of {sound.seconds:.2f} s: {_reason(error)}.") from error
 
     # Escaped text
 
     def place(self, text: str, parts: Sequence[dict[str, Any]]) -> str | None:
         """Rendered text with the ids of its images, in order; `None` if it shows more or fewer."""
-        places = list(self._markers.finditer(text))
-        wanted = [self._video_marker if part["type"] == "video" else self.marker for part in parts]
-        for part, marker in zip(parts, wanted, strict=True):
-            if marker is None:
-                self.encode(part)  # says why it cannot be shown
-        if [place.group() for place in places] != wanted:
+        places = list(self._anywhere.finditer(text))
+        if [self._kinds[place.group()] for place in places] != [*map(kind_of_part, parts)]:
             return None
         found, begin = "", 0
         for place, part in zip(places, parts, strict=True):
@@ -244,7 +316,6 @@ class ImageEncoder:
             image = self[ids[index]]
             first = index - image.tokens.index(image.id)
             yield ids[begin:first]
-            marker = self._video_marker if image.id & 1 else self.marker
-            yield f"{marker}{_BEGIN}{-image.id}{_END}"
+            yield f"{self._markers[kind_of(image.id)]}{_BEGIN}{-image.id}{_END}"
             begin = index = first + len(image.tokens)
         yield ids[begin:]

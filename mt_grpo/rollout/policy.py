@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from mt_grpo.concurrency import ConcurrencyLimit, in_thread
 from mt_grpo.envs.env import ConversationEnded, check_messages
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
-from mt_grpo.images import is_image, is_read, is_shown, read_parts
+from mt_grpo.images import is_kept, is_read, is_shown, read_parts
 from mt_grpo.rollout.engine import Engine, EngineError, ImageEngine, LocalEngine, Sample, SamplingParams
 from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
@@ -446,7 +446,7 @@ def _unread(message: Message) -> bool:
     """Whether a message has parts that are not in the form that templates take."""
     content = message.get("content") if isinstance(message, dict) else None
     return isinstance(content, list) and any(
-        is_image(part) or (isinstance(part, dict) and None in part.values()) or (is_shown(part) and not is_read(part))
+        is_kept(part) or (isinstance(part, dict) and None in part.values()) or (is_shown(part) and not is_read(part))
         for part in content
     )
 

@@ -10,6 +10,7 @@ from mt_grpo.images import image_parts, in_words, is_shown
 from mt_grpo.rollout.chat_template import ChatTemplate, TemplateError
 from mt_grpo.rollout.images import EncodedImage, ImageEncoder
 from mt_grpo.rollout.special_tokens import SpecialTokens, template_constants
+from mt_grpo.sounds import is_sound_part
 from mt_grpo.trajectory import Message
 
 _PROMPTS_KEPT = 64
@@ -31,7 +32,7 @@ class ChatRenderer:
         tools (`list[dict]`, *optional*): Tool schemas for the template to show.
         template_kwargs (`dict`, *optional*): Further variables of the template, e.g. `enable_thinking`.
         tags (`tuple[str, ...]`, *optional*): Added tokens that contents may hold, such as a call protocol's own.
-        images (`ImageEncoder`, *optional*): Encodes images, for a model and an engine that take them.
+        images (`ImageEncoder`, *optional*): Encodes images, videos and sounds, for a model that takes some.
 
     Attributes:
         end_of_turn (`str`), end_id (`int`): The token with which the template ends an assistant's turn.
@@ -102,21 +103,34 @@ class ChatRenderer:
         return self._with_images(text, messages)
 
     def escaped(self, messages: list[Message]) -> list[Message]:
-        """Messages with escaped contents, for the template. A model of text reads the `alt` of images."""
-        if self.images is None:
-            messages = list(map(self._in_words, messages))
+        """
+        Messages with escaped contents, for the template. Where the model is not shown something, it reads its `alt`.
+        """
+        messages = list(map(self._in_words, messages))
         return [self.special_tokens.escape(self._template.with_arguments(message)) for message in messages]
 
     def _in_words(self, message: Message) -> Message:
         content = message.get("content")
-        if not isinstance(content, list) or not any(map(is_shown, content)):
+        if not isinstance(content, list):
             return message
-        if any(is_shown(part) and "alt" not in part for part in content):
+        left = [part for part in content if self._is_left_out(part)]
+        if not left:
+            return message
+        missing = next((part for part in left if "alt" not in part), None)
+        if missing is not None and self.images is None:
+            shows, what = ("plays a sound", "sounds") if is_sound_part(missing) else ("shows an image", "images")
             raise TemplateError(
-                f"A message of {message['role']!r} shows an image, and this run gives its model text only: use a "
-                "model that takes images, with its processor, and sample with `use_vllm: false`."
+                f"A message of {message['role']!r} {shows}, and this run gives its model text only: use a model that "
+                f"takes {what}, with its processor, and sample with `use_vllm: false`."
             )
-        return {**message, "content": [{"type": "text", "text": in_words(part)} for part in content]}
+        if missing is not None and self.images is not None:
+            self.images.encode(missing)  # says why it cannot be shown
+        words = [{"type": "text", "text": in_words(part)} if self._is_left_out(part) else part for part in content]
+        return {**message, "content": words}
+
+    def _is_left_out(self, part: Any) -> bool:
+        """Whether a part shows something that this model is not shown."""
+        return is_shown(part) and (self.images is None or not self.images.takes(part))
 
     def past_message(self, message: Message, ids: list[int]) -> Message:
         """
@@ -138,7 +152,7 @@ class ChatRenderer:
         """Rendered text with the images of its messages."""
         if self.images is None:
             return text
-        parts = list(image_parts(self._template.arranged(list(messages))))
+        parts = [part for part in image_parts(self._template.arranged(list(messages))) if self.images.takes(part)]
         placed = self.images.place(text, parts)
         if placed is None:
             raise TemplateError(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from mt_grpo.images import image_digest, is_image
+from mt_grpo.images import digest, is_kept
 from mt_grpo.option_rules import check_history
 from mt_grpo.rollout.chat_template import THOUGHTS
 from mt_grpo.rollout.rendering import ChatRenderer
@@ -241,4 +241,4 @@ def _text(value: Any) -> str:
 
 
 def _named(value: Any) -> str:
-    return image_digest(value) if is_image(value) else str(value)
+    return digest(value) if is_kept(value) else str(value)

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from mt_grpo.images import IN_TEXT, in_words
+from mt_grpo.images import in_words, token_in_words
 from mt_grpo.runlog.shapes import misfit
 from mt_grpo.token_tree import Node, TokenTree
 from mt_grpo.trajectory import Trajectory
@@ -313,5 +313,5 @@ def token_texts(ids: list[int], nodes: list[dict[str, Any]], tokenizer: Tokenize
             if token >= 0:
                 texts.append(stream.step(tokenizer, token) or "")
             else:
-                texts.append("" if place and ids[place - 1] == token else IN_TEXT)
+                texts.append("" if place and ids[place - 1] == token else token_in_words(token))
     return texts

@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 import pyarrow as pa
 
-from mt_grpo.images import is_image
+from mt_grpo.images import is_kept
 from mt_grpo.runlog.files import to_json, whole
 from mt_grpo.runlog.schema import ROLLOUTS, rollouts_file, session_id
 from mt_grpo.trajectory import UNWRITTEN, Trajectory
@@ -94,7 +94,7 @@ def _sum(values: Any) -> float | None:
 
 
 def rollout_table(batch: Batch, rank: int, keep: Callable[[Any], str]) -> pa.Table:
-    """The conversations of a batch with the columns of `ROLLOUTS`; `keep` writes an image and returns its file."""
+    """The conversations of a batch with the columns of `ROLLOUTS`; `keep` writes an image or sound to a file."""
     weights = batch.weights
     weighted = [Weighted.of(trajectory, weights) for trajectory in batch.trajectories]
     nodes = [trajectory.tree.nodes for trajectory in batch.trajectories]
@@ -133,7 +133,7 @@ def lists(rows: Sequence[Sequence[Sequence[Any]]], kind: type) -> pa.Array:
 
 
 def record(trajectory: Trajectory, keep: Callable[[Any], str]) -> bytes:
-    """A conversation as JSON, without its tokens, and its messages once, in which images are what `keep` returns."""
+    """A conversation as JSON, without its tokens, its messages once: images and sounds are what `keep` returns."""
     fields = {
         name: getattr(trajectory, name)
         for name in Trajectory.__dataclass_fields__
@@ -142,7 +142,7 @@ def record(trajectory: Trajectory, keep: Callable[[Any], str]) -> bytes:
     fields["turns"] = [{**vars(turn), "tool_calls": list(map(vars, turn.tool_calls))} for turn in trajectory.turns]
     fields["stop_reason"] = trajectory.stop_reason and trajectory.stop_reason.value
     # half a character, which an environment may write, as the escape that JSON has for it
-    plain = to_json(fields, default=lambda value: keep(value) if is_image(value) else str(value))
+    plain = to_json(fields, default=lambda value: keep(value) if is_kept(value) else str(value))
     return plain.encode("utf-8", "backslashreplace")
 
 

@@ -156,6 +156,11 @@ def image_file(digest: str) -> str:
     return f"image_{digest}.png"
 
 
+def sound_file(digest: str) -> str:
+    """The file of a sound, by its content."""
+    return f"sound_{digest}.wav"
+
+
 def rollouts_file(mode: str, step: int, k: int, rank: int) -> str:
     """Name of the file of a batch's conversations."""
     return f"{mode}-{step}-{k}.rank{rank}.parquet"

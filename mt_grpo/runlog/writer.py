@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mt_grpo.errors import UserError
-from mt_grpo.images import as_png, image_digest
+from mt_grpo.images import as_png, digest
 from mt_grpo.runlog.index import written
 from mt_grpo.runlog.rows import Batch, rollout_lines, rollout_table
 from mt_grpo.runlog.schema import (
@@ -27,8 +27,10 @@ from mt_grpo.runlog.schema import (
     credit_file,
     image_file,
     rollouts_file,
+    sound_file,
     updates_file,
 )
+from mt_grpo.sounds import Sound, as_wav
 
 Line = dict[str, Any]
 
@@ -56,20 +58,21 @@ class RunWriter:
         self._mended: set[Path] = set()
 
     def write(self, batch: Batch) -> list[Line]:
-        """Writes the conversations of a batch of this process, and each image once. Returns their lines."""
+        """Writes the conversations of a batch of this process, each image and sound once. Returns their lines."""
         if not batch.trajectories:
             return []
         name = rollouts_file(batch.mode, batch.step, batch.k, self.rank)
-        images: list[Line] = []
+        kept: list[Line] = []
 
-        def keep(image: Any) -> str:
-            file = image_file(image_digest(image))
+        def keep(value: Any) -> str:
+            heard = isinstance(value, Sound)
+            file = (sound_file if heard else image_file)(digest(value))
             if not (self.folder / file).exists():
-                images.append(self._save(file, as_png(image)))
+                kept.append(self._save(file, as_wav(value) if heard else as_png(value)))
             return file
 
         table = rollout_table(batch, self.rank, keep)
-        return [*images, self._write(name, table), *rollout_lines(batch, self.rank)]
+        return [*kept, self._write(name, table), *rollout_lines(batch, self.rank)]
 
     def write_credit(
         self, batch: Batch, advantages: Sequence[Sequence[float]], parts: Sequence[Sequence[Line]] | None = None

@@ -18,7 +18,7 @@ class Result(NamedTuple):
     """What a tool returned."""
 
     text: str
-    """What the model reads; an image is a word in it."""
+    """What the model reads; an image or a sound is a word in it."""
     data: dict[str, Any] | None = None
     """Data beside it, for rewards."""
     parts: list[dict[str, Any]] | None = None
@@ -27,15 +27,15 @@ class Result(NamedTuple):
 
 def read_result(result: Any, max_size: int | None) -> Result:
     """
-    Reads the result of a tool: text, an image, a list of parts with an image, or anything that has a JSON form; or a
-    pair of one of the first three and a dictionary of data.
+    Reads the result of a tool: text, an image or a sound, a list of parts with one, or anything that has a JSON form;
+    or a pair of one of the first three and a dictionary of data.
 
     Args:
         result: What the tool returned.
         max_size (`int`, *optional*): Characters of the text; `None` is no limit.
 
     Raises:
-        ImageError: If it shows an image that cannot be read.
+        ImageError, SoundError: If it shows an image, or plays a sound, that cannot be read.
         TypeError, ValueError: If the result or the data has no JSON form (keys that are not text or numbers, cycles).
     """
     data = None

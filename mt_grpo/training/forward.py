@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError, UnsupportedModelError
-from mt_grpo.forward.images import Images
+from mt_grpo.forward.images import Images, feature_lengths
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.probe import prove, prove_images, prove_rows
 from mt_grpo.forward.reference import turn_by_turn_logps
 from mt_grpo.forward.sequence_parallel import SequenceGroup
+from mt_grpo.images import SOUND, kind_of
 from mt_grpo.rollout import SamplingParams
+from mt_grpo.rollout.token_row import TokenRow
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.batch import OPTIONAL, TokenColumns, batch_logps, flat_tree, rows_logps
 from mt_grpo.training.config import MTGRPOConfig
@@ -208,23 +210,35 @@ def prove_forward(trainer: GRPOTrainer, length: int) -> None:
                 prove_rows(model, length, mixed_precision=mixed_precision)
 
 
-def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch) -> bool:
-    """
-    Proves `forward` on the shortest of a batch's trajectories that show images, the same one on every rank, as
-    `prove_forward` proves it without images. This is a collective call.
+SEVERAL = "several"
+"""Stands for sounds of several lengths in one batch: some models hear one otherwise beside a longer one."""
 
-    Returns:
-        Whether there was one.
+
+def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch, proven: set[Any]) -> None:
+    """
+    Proves `forward` on a batch's shortest trajectories that show images, videos or sounds, the same ones on every
+    rank, as `prove_forward` proves it without. This is a collective call.
+
+    Args:
+        proven (`set`): What was shown when `forward` was proven before, `IMAGE`, `VIDEO`, `SOUND` and `SEVERAL`. What
+            the batch shows is added.
     """
     args, mixed_precision = trainer.args, trainer.accelerator.mixed_precision
-    shown = [row for row in batch.token_rows if row.images and any(row.mask)]
-    shortest = min(shown, key=lambda row: len(row.prompt_ids) + len(row.ids), default=None)
-    row = next((row for row in gather_object([shortest]) if row is not None), None)
-    if row is None:
-        return False
-    if args.forward == "turn_by_turn":
-        return True
-    tree = flat_tree(row)
+    mine: dict[Any, TokenRow] = {}
+    for row in sorted(batch.token_rows, key=lambda row: len(row.prompt_ids) + len(row.ids), reverse=True):
+        if any(row.mask):
+            mine |= dict.fromkeys(_shown_by(row), row)  # the shortest at last
+    shown = set().union(*gather_object([set(mine)]))
+    lengths = sorted(each for each in shown if isinstance(each, tuple))
+    new = (shown - set(lengths) | ({SEVERAL} if len(lengths) > 1 else set())) - proven
+    proven |= new
+    if not new or args.forward == "turn_by_turn":
+        return
+    wanted = [*(new - {SEVERAL}), *(lengths[:1] + lengths[-1:] if new & {SOUND, SEVERAL} else [])]
+    found: list[dict[Any, TokenRow]] = gather_object([{each: mine[each] for each in wanted if each in mine}])
+    rows = {id(row): row for each in wanted for row in [next(of_rank[each] for of_rank in found if each in of_rank)]}
+    trees = [flat_tree(row) for row in rows.values()]
+    images: Images = {number: image for row in rows.values() for number, image in row.images.items()}
     models = list(filter(None, (trainer.model_wrapped, trainer.ref_model)))
     with trainer.accelerator.autocast():
         if args.forward == "tree":
@@ -232,8 +246,8 @@ def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch) -> bool:
                 for model in models:
                     prove_images(
                         model,
-                        tree,
-                        row.images,
+                        trees,
+                        images,
                         attention=args.tree_attention,
                         mixed_precision=mixed_precision,
                         rows=False,
@@ -242,8 +256,14 @@ def prove_shown(trainer: GRPOTrainer, batch: RolloutBatch) -> bool:
                 _give_up_trees(trainer, error)
         if args.forward == "padded":
             for model in models:
-                prove_images(model, tree, row.images, mixed_precision=mixed_precision, rows=True)
-    return True
+                prove_images(model, trees, images, mixed_precision=mixed_precision, rows=True)
+
+
+def _shown_by(row: TokenRow) -> set[Any]:
+    """The kinds of what a row shows, and the lengths of each sound's features."""
+    kinds: set[Any] = {kind_of(number) for number in row.images}
+    sounds = (image for number, image in row.images.items() if kind_of(number) == SOUND)
+    return kinds | {feature_lengths(sound) for sound in sounds}
 
 
 def _give_up_trees(trainer: GRPOTrainer, error: UnsupportedModelError) -> None:

@@ -1,22 +1,28 @@
-"""Images that rows show, as TRL takes them, and whether a run can show them to its model."""
+"""Images that rows show, as TRL takes them, and sounds in the same way; and whether a run can show them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from datasets import Dataset, Image, IterableDataset, List
+from datasets import Audio, Dataset, Image, IterableDataset, List
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.images import image_token, video_token
+from mt_grpo.forward.images import image_token, sound_token, video_token
 from mt_grpo.images import ImageError, read_image, read_parts
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import ImageEngine
-from mt_grpo.rollout.images import ImageEncoder
+from mt_grpo.rollout.images import ImageEncoder, hearing
+from mt_grpo.sounds import SoundError, read_part
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns with the images of a prompt."""
+
+SOUND_COLUMNS = ("audio", "audios")
+"""Columns with the sounds of a prompt."""
+
+MEDIA_COLUMNS = (*IMAGE_COLUMNS, *SOUND_COLUMNS)
 
 
 def tokenizer_in(processing_class: Any) -> PreTrainedTokenizerBase:
@@ -31,18 +37,19 @@ def tokenizer_in(processing_class: Any) -> PreTrainedTokenizerBase:
 
 def with_its_images(row: dict[str, Any]) -> dict[str, Any]:
     """
-    A row whose prompt shows the images of its columns. As in TRL they stand before the words of the first message of
-    the user, or where the prompt has places for them, `{"type": "image"}`.
+    A row whose prompt shows the images of its columns, and plays the sounds. As in TRL images stand before the words
+    of the first message of the user, or where the prompt has places for them, `{"type": "image"}`. Sounds do too:
+    their places are `{"type": "audio"}`.
 
     Raises:
-        ConfigError: If there are more or fewer images than places, or one cannot be read.
+        ConfigError: If there are more or fewer than places, or one cannot be read.
     """
-    images = row.get("images") if row.get("images") is not None else row.get("image")
-    if images is None:
+    images, sounds = (_listed(row, columns) for columns in (IMAGE_COLUMNS, SOUND_COLUMNS))
+    if images is None and sounds is None:
         return row
-    images = images if isinstance(images, (list, tuple)) else [images]
     prompt = row["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    what = "images" if images is not None else "sounds"
     try:
         messages = [
             {**message, "content": _places(message["content"])}
@@ -50,18 +57,60 @@ def with_its_images(row: dict[str, Any]) -> dict[str, Any]:
             else message
             for message in messages
         ]
-        messages = prepare_multimodal_messages(messages, images=[read_image(image) for image in images])
+        if sounds is not None:
+            messages = _with_sounds(messages, [read_part({"type": "audio", "audio": sound}) for sound in sounds])
+        if images is not None:
+            messages = prepare_multimodal_messages(messages, images=[read_image(image) for image in images])
         return {**row, "prompt": [_with_text(message) for message in messages]}
+    except SoundError as error:
+        raise ConfigError(f"The sounds of a row cannot be played: {error}") from error
     except ImageError as error:
         raise ConfigError(f"The images of a row cannot be shown: {error}") from error
     except ValueError as error:  # TRL counts them
-        raise ConfigError(f"The images of a row cannot be shown: {str(error).rstrip('.')}.") from error
+        raise ConfigError(f"The {what} of a row cannot be shown: {str(error).rstrip('.')}.") from error
+
+
+def _listed(row: dict[str, Any], columns: tuple[str, str]) -> list[Any] | None:
+    """What the second of two columns has, or else the first, as a list; `None` where neither has any."""
+    one, several = columns
+    given = row.get(several) if row.get(several) is not None else row.get(one)
+    return list(given) if isinstance(given, (list, tuple)) else None if given is None else [given]
+
+
+def _with_sounds(messages: list[Any], sounds: list[dict[str, Any]]) -> list[Any]:
+    """Messages with sounds in their places, or before the words of the first message of the user."""
+    places = sum(part == PLACE for message in messages for part in _parts(message))
+    if not places:
+        first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None:
+            raise SoundError("no message of the user is there to play them with.")
+        said = messages[first]["content"]
+        words = said if isinstance(said, list) else [{"type": "text", "text": said}]
+        return [*messages[:first], {**messages[first], "content": [*sounds, *words]}, *messages[first + 1 :]]
+    if places != len(sounds):
+        raise SoundError(f"the prompt has {places} places for sounds, and the row has {len(sounds)} sounds.")
+    left = iter(sounds)
+    return [
+        {**message, "content": [next(left) if part == PLACE else part for part in parts]}
+        if (parts := _parts(message))
+        else message
+        for message in messages
+    ]
+
+
+PLACE = {"type": "audio"}
+"""The part of a prompt where a sound of the row's column stands."""
+
+
+def _parts(message: dict[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
 
 
 def _places(content: list[Any]) -> list[Any]:
-    """A content's parts without the empty keys of a table; those for images may be places without one."""
+    """A content's parts without the empty keys of a table; those for images and sounds may be places without one."""
     parts = [{key: value for key, value in part.items() if value is not None} for part in content]
-    return [part if part == {"type": "image"} else read_parts([part])[0] for part in parts]
+    return [part if part in ({"type": "image"}, PLACE) else read_parts([part])[0] for part in parts]
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -73,37 +122,44 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def image_encoder(processor: Any, config: PreTrainedConfig, engine: Engine) -> ImageEncoder | None:
-    """What encodes the images of a run; `None` where model, processor or engine take none."""
-    takes, token = isinstance(processor, ProcessorMixin) and "image_processor" in vars(processor), image_token(config)
-    if takes and token is not None and isinstance(engine, ImageEngine):
-        return ImageEncoder(processor, token, video_token(config))
-    return None
+    """What encodes the images and sounds of a run; `None` where model, processor or engine take none."""
+    inside = vars(processor) if isinstance(processor, ProcessorMixin) else {}
+    image = image_token(config) if "image_processor" in inside else None
+    sound = sound_token(config) if inside and hearing(processor) is not None else None
+    if (image is None and sound is None) or not isinstance(engine, ImageEngine):
+        return None
+    return ImageEncoder(processor, image, video_token(config), sound)
 
 
 def check_images(encoder: ImageEncoder | None, config: PreTrainedConfig, engine: Engine, *data: Any) -> None:
     """
-    Refuses datasets with images where the model cannot be shown them.
+    Refuses datasets with images or sounds where the model cannot be shown them.
 
     Raises:
-        ConfigError: If one has a column `image` or `images` of images, and there is no encoder.
+        ConfigError: If one has a column of images or sounds, and the encoder takes none of them.
     """
     every = [rows for one in data for rows in (one.values() if isinstance(one, dict) else [one])]
-    column = next((name for rows in every for name in IMAGE_COLUMNS if _holds_images(rows, name)), None)
-    if encoder is not None or column is None:
-        return
-    if image_token(config) is None:
-        problem, mend = "the model takes text only", "use a model that takes images"
-    elif not isinstance(engine, ImageEngine):
-        problem = f"{type(engine).__name__} is given tokens of text only"
-        mend = "sample with the model itself (`use_vllm: false`)"
-    else:
-        problem, mend = "there is no processor of images", "pass the model's processor as `processing_class`"
-    raise ConfigError(
-        f"The column {column!r} of the dataset holds images, and {problem}: {mend}, or remove the column "
-        f"(`remove_columns({column!r})`)."
-    )
+    for columns, feature, part, token, what in (
+        (IMAGE_COLUMNS, Image, {"type": "image"}, image_token(config), "images"),
+        (SOUND_COLUMNS, Audio, PLACE, sound_token(config), "sounds"),
+    ):
+        column = next((name for rows in every for name in columns if _holds(rows, name, feature)), None)
+        if column is None or (encoder is not None and encoder.takes(part)):
+            continue
+        if token is None:
+            problem = "the model takes text only" if encoder is None else f"the model takes no {what}"
+            mend = f"use a model that takes {what}"
+        elif not isinstance(engine, ImageEngine):
+            problem = f"{type(engine).__name__} is given tokens of text only"
+            mend = "sample with the model itself (`use_vllm: false`)"
+        else:
+            problem, mend = f"there is no processor of {what}", "pass the model's processor as `processing_class`"
+        raise ConfigError(
+            f"The column {column!r} of the dataset holds {what}, and {problem}: {mend}, or remove the column "
+            f"(`remove_columns({column!r})`)."
+        )
 
 
-def _holds_images(rows: Dataset | IterableDataset | None, name: str) -> bool:
+def _holds(rows: Dataset | IterableDataset | None, name: str, kind: type) -> bool:
     feature = ((None if rows is None else rows.features) or {}).get(name)
-    return isinstance(feature, Image) or (isinstance(feature, List) and isinstance(feature.feature, Image))
+    return isinstance(feature, kind) or (isinstance(feature, List) and isinstance(feature.feature, kind))

@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 
 from mt_grpo.credit import Credit, RewardBatch
-from mt_grpo.images import image_digest, named
+from mt_grpo.images import named
 from mt_grpo.rewards import Scores, completion_ids, spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
 from mt_grpo.rollout.runner import Branching
@@ -144,7 +144,7 @@ class RolloutBatch:
             session = "-".join([self.mode, *(f"{part:06d}" for part in (*moment, number))])
             columns = {name: value for name, value in row.items() if name != "prompt"}
             prompt = row["prompt"]
-            draw = derive_seed(seed, self.mode, *moment, number, named(prompt, image_digest))
+            draw = derive_seed(seed, self.mode, *moment, number, named(prompt))
             requests.append(RolloutRequest(prompt, session, columns, draw))
         return requests
 
@@ -186,14 +186,14 @@ class RolloutBatch:
             elif trajectory.failed or (mask_truncated and trajectory.stop_reason.is_truncated):
                 row.mask = [0] * len(row.mask)
 
-    def generated(self, image_token: int | None = None) -> tuple[Any, ...]:
+    def generated(self, media_token: int | None = None) -> tuple[Any, ...]:
         """
         The result of TRL's `_generate`. Its completions are for TRL's table, which people read. TRL decodes the ids,
-        so those of images are `image_token` here, see `with_images`.
+        so those of images are `media_token` here, see `with_images`.
         """
 
         def known(ids: list[int]) -> list[int]:
-            return ids if image_token is None else [image_token if token < 0 else token for token in ids]
+            return ids if media_token is None else [media_token if token < 0 else token for token in ids]
 
         return (
             [known(row.prompt_ids) for row in self.token_rows],

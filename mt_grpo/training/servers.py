@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -234,7 +234,9 @@ def lent_model(engine: Engine, model: Any, args: MTGRPOConfig, accelerator: Acce
         yield
 
 
-def server_client(args: MTGRPOConfig, tokenizer: Any, model: str, image_token: int | None = None) -> VLLMServerClient:
+def server_client(
+    args: MTGRPOConfig, tokenizer: Any, model: str, media_tokens: Mapping[int, int] | None = None
+) -> VLLMServerClient:
     """
     The client of a run's servers, not yet connected.
 
@@ -242,7 +244,7 @@ def server_client(args: MTGRPOConfig, tokenizer: Any, model: str, image_token: i
         args (`MTGRPOConfig`): The run's options.
         tokenizer: The trainer's tokenizer.
         model (`str`): Name or path of the model that the servers must hold.
-        image_token (`int`, *optional*): The id that it knows the tokens of images by, if it takes images.
+        media_tokens (`dict[int, int]`, *optional*): The ids that it knows the tokens of images, videos and sounds by.
     """
     return VLLMServerClient(
         server_urls(args),
@@ -250,7 +252,7 @@ def server_client(args: MTGRPOConfig, tokenizer: Any, model: str, image_token: i
         model=model,
         server_timeout=args.vllm_server_timeout,
         home=f"http://127.0.0.1:{own_port(args)}" if colocates(args) else None,
-        image_token=image_token,
+        media_tokens=media_tokens,
         min_servers=args.vllm_min_servers,
         by_cache=args.max_concurrent_rollouts is None,
         processes=1 if colocates(args) else args.world_size,

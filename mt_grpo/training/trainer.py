@@ -21,7 +21,7 @@ from mt_grpo.credit import Rule, estimate_parts, rule_says, whole_rule
 from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import source_of, tool_names
-from mt_grpo.forward.images import BLANK, Images, image_token
+from mt_grpo.forward.images import Images, media_tokens
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.integrations.trl import Factory
 from mt_grpo.option_rules import check_eval_batch
@@ -61,7 +61,7 @@ from mt_grpo.training.forward import (
     sampling_params,
     warn_without_routes,
 )
-from mt_grpo.training.images import IMAGE_COLUMNS, check_images, image_encoder, tokenizer_in, with_its_images
+from mt_grpo.training.images import MEDIA_COLUMNS, check_images, image_encoder, tokenizer_in, with_its_images
 from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.model import (
     check_reference,
@@ -326,7 +326,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             engine = NoEngine(self._tokenizer, self.model.config.get_text_config().max_position_embeddings)
         if args.use_vllm and engine is None:
             config = self.model.config
-            engine = server_client(args, self._tokenizer, config.name_or_path, image_token(config))
+            engine = server_client(args, self._tokenizer, config.name_or_path, media_tokens(config))
             with own_server(args, self.accelerator.unwrap_model(self.model)) as server:
                 self._run_on_all_ranks(engine.connect)
                 self.weight_sync = weight_sync(args, engine, lambda: self.model, self.accelerator)
@@ -337,9 +337,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         engine = engine or own_engine(args, self._tokenizer, self.model, self.accelerator)
         images = image_encoder(self.processing_class, self.model.config, engine)
         check_images(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
-        self._prove_images = images is not None
+        self._proven_shown: set[Any] | None = None if images is None else set()
         several = images is not None and self.accelerator.num_processes > 1
-        self.blank: Images = {BLANK: images.blank()} if several else {}
+        self.blank: Images = images.blanks() if several else {}
         self.runner = build_runner(self.env, engine, args, images)
         if args.max_staleness:
             self.weight_sync = self.weight_sync or own_weights(engine, self.model, args, self.accelerator)
@@ -404,7 +404,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         step = self.step_log.begin(batch, self.state.global_step, k)
         # for TRL's table of completions; what is sampled after is the batch's own rows
         shown = [
-            {name: visible(row[name]) if name == "prompt" else row[name] for name in row if name not in IMAGE_COLUMNS}
+            {name: visible(row[name]) if name == "prompt" else row[name] for name in row if name not in MEDIA_COLUMNS}
             for row in rows
         ]
         try:
@@ -441,12 +441,12 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         hang_leaves(self, batch)
         leaves = longest(each.tree for of_reward in batch.leaves.values() for each in of_reward)
         prove_forward(self, max(gather_object([max(batch.longest, leaves)])))
-        if self._prove_images and batch.mode == "train":
-            self._prove_images = not prove_shown(self, batch)
+        if self._proven_shown is not None and batch.mode == "train":
+            prove_shown(self, batch, self._proven_shown)
         if self.args.forward != "tree":  # trees were given up: right answers get a forward of their own
             batch.leaves = {}
         self._count(batch)
-        return batch.generated(image_token(self.model.config))
+        return batch.generated(next(iter(media_tokens(self.model.config).values()), None))
 
     def _take_memory_from_servers(self) -> None:
         """Before the model computes: servers on its GPUs sleep until conversations are sampled again."""

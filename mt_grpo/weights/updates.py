@@ -92,7 +92,7 @@ def push_file(server: ServerControl, path: Path, version: str, checksum: str, im
         path (`Path`): The file, on a path that the server sees too.
         version (`str`): Weight version that the server has afterwards.
         checksum (`str`): Checksum of the weights.
-        images (`bool`, *optional*, defaults to `False`): Whether the model looks at images.
+        images (`bool`, *optional*, defaults to `False`): Whether the model looks at images or hears sounds.
 
     Raises:
         RequestFailed: With the server's words, after the update was ended and the server resumed.

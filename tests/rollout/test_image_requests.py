@@ -14,6 +14,7 @@ from support.upstreams import SAMPLING, client_of, completion, upstream
 
 from mt_grpo.concurrency import run
 from mt_grpo.forward.images import ImageInputs
+from mt_grpo.images import IMAGE
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError
 
 TOKEN = 7
@@ -78,7 +79,7 @@ def served(tokenizer, looker, **endpoints):
 
 
 def ask(server, tokenizer, images, *contexts):
-    client = client_of(tokenizer, server, image_token=TOKEN)
+    client = client_of(tokenizer, server, media_tokens={IMAGE: TOKEN})
 
     async def together():
         asked = (
@@ -116,7 +117,7 @@ def test_images_are_sent_as_the_model_takes_them(tokenizer):
 def test_conversations_that_show_one_image_send_it_once(tokenizer):
     looker = Looker()
     with served(tokenizer, looker) as server:
-        ask(server, tokenizer, {-4: image(), -10: image(PIXELS + 1)}, *[[1, -4, -4, -4], [-10] * 3 + [-4] * 3] * 4)
+        ask(server, tokenizer, {-4: image(), -8: image(PIXELS + 1)}, *[[1, -4, -4, -4], [-8] * 3 + [-4] * 3] * 4)
     assert looker.sent() == 2
     assert len(looker.known) == 2
 
@@ -167,7 +168,7 @@ def test_a_sample_with_the_token_of_an_image_is_drawn_again(tokenizer):
 
     server = upstream(tokenizer, complete)
     try:
-        client = client_of(tokenizer, server, image_token=TOKEN)
+        client = client_of(tokenizer, server, media_tokens={IMAGE: TOKEN})
         sample = run(closing(client, client.generate([1, 2], SAMPLING, "")))
     finally:
         server.stop()

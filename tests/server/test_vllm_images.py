@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.envs import Outcome
+from mt_grpo.images import IMAGE
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.images import name_of
@@ -91,7 +92,7 @@ def test_an_image_of_the_same_size_has_a_prefix_of_its_own(served):
     images, sampling = {one.id: one.inputs for one in (red, blue)}, SamplingParams(max_tokens=8)
 
     async def ask(*shown):
-        client = VLLMServerClient(server.url, processor.tokenizer, image_token=encoder.token_id)
+        client = VLLMServerClient(server.url, processor.tokenizer, media_tokens={IMAGE: processor.image_token_id})
         question = processor.tokenizer.encode(" and what is it that you see there? " * 8)
         try:
             return [
@@ -114,7 +115,7 @@ def test_an_image_that_a_server_does_not_know_is_sent_again(served):
     shown = encoder.encode({"type": "image", "image": Image.new("RGB", (32, 32), "green")})
 
     async def ask():
-        client = VLLMServerClient(server.url, processor.tokenizer, image_token=encoder.token_id)
+        client = VLLMServerClient(server.url, processor.tokenizer, media_tokens={IMAGE: processor.image_token_id})
         client.pool.servers[0].images.add(name_of(shown.inputs))  # as if it had been sent, and pushed out since
         context, images = [*shown.tokens, *processor.tokenizer.encode("What is it?")], {shown.id: shown.inputs}
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.images import ImageError, is_image_part, read_image
+from mt_grpo.sounds import SoundError, is_sound_part, read_part
 from mt_grpo.tools.results import too_deep
 from mt_grpo.trajectory import Message, StopReason
 
@@ -100,13 +101,29 @@ def _read(message: Any, place: str) -> Message:
 
 
 def read_parts(content: Any, place: str) -> str | list[dict[str, Any]]:
-    """Content as text, or as parts where it shows images. Images come with the request, as `data:` URLs."""
-    if not isinstance(content, list) or not any(map(is_image_part, content)):
+    """
+    Content as text, or as parts where it shows images or plays sounds. These come with the request: images as `data:`
+    URLs, sounds as `input_audio` in base64.
+    """
+    if not isinstance(content, list) or not any(is_image_part(part) or is_sound_part(part) for part in content):
         return read_text(content, place)
-    return [
-        _read_image(part, place) if is_image_part(part) else {"type": "text", "text": read_text([part], place)}
-        for part in content
-    ]
+    return [_read_part(part, place) for part in content]
+
+
+def _read_part(part: Any, place: str) -> dict[str, Any]:
+    if is_image_part(part):
+        return _read_image(part, place)
+    return _read_sound(part, place) if is_sound_part(part) else {"type": "text", "text": read_text([part], place)}
+
+
+def _read_sound(part: dict[str, Any], place: str) -> dict[str, Any]:
+    given = part.get("input_audio")
+    if part["type"] != "input_audio" or not isinstance(given, dict) or not isinstance(given.get("data"), str):
+        raise wrong(place, "has a sound that is no `input_audio` with `data` in base64, and nothing is fetched")
+    try:
+        return read_part({"type": "input_audio", "input_audio": given})
+    except SoundError as error:
+        raise wrong(place, f"has a sound that cannot be read ({error})") from error
 
 
 def _read_image(part: dict[str, Any], place: str) -> dict[str, Any]:
@@ -131,7 +148,7 @@ def read_text(content: Any, place: str) -> str:
         if isinstance(part, dict) and part.get("type") in TEXTS:
             part = part.get("refusal" if part["type"] == "refusal" else "text")
         if not isinstance(part, str):
-            raise wrong(place, "has a part that is no text: the policy reads text, and images of the user's")
+            raise wrong(place, "has a part that is no text: the policy reads text, and images or sounds of users")
         texts.append(part)
     return "\n".join(texts)
 

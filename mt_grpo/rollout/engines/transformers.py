@@ -23,8 +23,9 @@ from transformers.generation import (
 )
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.images import ImageInputs, Images, image_token, row_inputs, video_token
+from mt_grpo.forward.images import ImageInputs, Images, feature_lengths, media_tokens, row_inputs
 from mt_grpo.forward.routes import Recorder
+from mt_grpo.images import SOUND, kind_of
 from mt_grpo.rollout.engine import Sample, SamplingParams
 from mt_grpo.token_tree import Routes
 
@@ -169,16 +170,20 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _sample(self, batch: list[_Request]) -> None:
-        """Samples a batch in place. Requests with different sampling options are separate calls of `generate`."""
-        alike = [(_drawing(request.sampling), request) for request in batch]
+        """
+        Samples a batch in place. Requests with different sampling options, or with sounds of other lengths, are
+        separate calls of `generate`: some models hear a sound otherwise beside a longer one.
+        """
+        alike = [((_drawing(request.sampling), _lengths(request)), request) for request in batch]
         with self.update, on_device(self.model.device), self.context():
             for request in batch:
                 request.weight_version = self.weight_version
-            for drawing, group in groupby(sorted(alike, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
-                self._generate([request for _, request in group], drawing)
+            for _, group in groupby(sorted(alike, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
+                self._generate([request for _, request in group])
 
-    def _generate(self, batch: list[_Request], drawing: tuple[float, ...]) -> None:
+    def _generate(self, batch: list[_Request]) -> None:
         device = self.model.device
+        drawing = _drawing(batch[0].sampling)
         width = max(len(request.context) for request in batch)
         pad = self.tokenizer.pad_token_id
         # masked, but a repetition penalty reads it: a token of the row itself, so that padding changes nothing; the
@@ -190,7 +195,7 @@ class TransformersEngine:
         for request in batch:
             images |= request.images
         inputs = row_inputs(self.model, ids, images)
-        never = [image_token(self.model.config), video_token(self.model.config)]  # no image would stand behind it
+        never = [*media_tokens(self.model.config).values()]  # no image would stand behind it
         recorder = _Recorder(batch, width, device, greedy=drawing[0] == 0, never=never)
         routes = Recorder(self.model) if self.record_routes else nullcontext()
         with routes:
@@ -248,6 +253,12 @@ def _drawing(sampling: SamplingParams) -> tuple[float, ...]:
     return sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty
 
 
+def _lengths(request: _Request) -> list[tuple[int, ...]]:
+    """The lengths of the features of a request's sounds, each once."""
+    played = {token for token in request.context if kind_of(token) == SOUND}
+    return sorted({feature_lengths(request.images[token]) for token in played})
+
+
 def _warpers(drawing: tuple[float, ...]) -> list[LogitsProcessor]:
     """The logits processors in vLLM's order. transformers applies min-p last, which would keep other tokens."""
     temperature, top_p, top_k, min_p, repetition_penalty = drawing
@@ -280,10 +291,10 @@ class _Recorder(LogitsProcessor):
         width: int,
         device: torch.device,
         greedy: bool,
-        never: Sequence[int | None] = (),
+        never: Sequence[int] = (),
     ) -> None:
         self._width, self._greedy = width, greedy
-        self._never = [token for token in never if token is not None]
+        self._never = list(never)
         longest = max(request.budget for request in batch)
         uniforms = [np.random.Generator(np.random.Philox(request.sampling.seed)).random(longest) for request in batch]
         self._uniforms = torch.tensor(np.stack(uniforms), device=device)
@@ -295,7 +306,8 @@ class _Recorder(LogitsProcessor):
         drawable = logprobs
         if self._never:
             drawable = logprobs.clone()
-            drawable[:, self._never] = -torch.inf
+            # some models name a token for what they do not take, which is none of their vocabulary
+            drawable[:, [token for token in self._never if token < drawable.shape[-1]]] = -torch.inf
         if self._greedy:
             chosen = drawable.argmax(dim=-1, keepdim=True)
         else:

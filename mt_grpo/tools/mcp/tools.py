@@ -12,6 +12,7 @@ from typing import Any
 
 from mt_grpo.images import read_image
 from mt_grpo.imports import did_you_mean
+from mt_grpo.sounds import is_wav, read_part
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.mcp.config import read_servers
 from mt_grpo.tools.mcp.pool import McpPool, shared_server
@@ -173,17 +174,21 @@ def _as_tool(remote: McpRemote) -> Tool:
 
 def result_parts(content: list[Any]) -> list[dict[str, Any]] | None:
     """
-    The parts of a result's content that shows images; a model of text reads what `result_text` has for each. `None`
-    where there is no image, or no Pillow to read it.
+    The parts of a result's content that shows images or plays sounds; a model of text reads what `result_text` has for
+    each. `None` where there is none, or nothing to read it with.
     """
-    if all(part.type != "image" for part in content) or importlib.util.find_spec("PIL") is None:
-        return None
-    return [
-        {"type": "image", "image": read_image(base64.b64decode(part.data)), "alt": _part_text(part)}
-        if part.type == "image"
-        else {"type": "text", "text": _part_text(part)}
-        for part in content
-    ]
+    parts = [_part(part) for part in content]
+    return parts if any(part["type"] != "text" for part in parts) else None
+
+
+def _part(part: Any) -> dict[str, Any]:
+    words = _part_text(part)
+    if part.type == "image" and importlib.util.find_spec("PIL") is not None:
+        return {"type": "image", "image": read_image(base64.b64decode(part.data)), "alt": words}
+    data = base64.b64decode(part.data) if part.type == "audio" else b""
+    if data and (is_wav(data) or importlib.util.find_spec("soundfile") is not None):
+        return {**read_part({"type": "audio", "audio": data}), "alt": words}
+    return {"type": "text", "text": words}
 
 
 def result_text(content: list[Any]) -> str:

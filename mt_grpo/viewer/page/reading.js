@@ -7,7 +7,7 @@ const LONG = 1200
 const THINKING = /<(think|thinking|reasoning)>([\s\S]*?)(<\/\1>|$)/
 const IMAGE = /^data:image\/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\s]*$/
 
-/** A message of the conversation: its words, and its images. */
+/** A message of the conversation: its words, its images, and which sounds it plays. */
 export function read(message) {
   const content = message.content ?? ''
   const parts = typeof content === 'string' ? [content] : content
@@ -15,8 +15,13 @@ export function read(message) {
   return h('div', { class: 'read' }, thought, parts.map(part => {
     if (typeof part === 'string') return text(part)
     if (part.text !== undefined && part.text !== null) return text(part.text)
-    return picture(part)
+    return part.type === 'audio' ? sound(part) : picture(part)
   }))
+}
+
+function sound(part) {
+  const length = typeof part.seconds === 'number' ? ` of ${part.seconds.toFixed(1)} s` : ''
+  return h('p', { class: 'dim' }, `[sound${length}${typeof part.audio === 'string' ? `: ${part.audio}` : ''}]`)
 }
 
 function picture(part) {

@@ -56,7 +56,7 @@ class BucketTransport(WeightTransport):
                 servers.extend(self._control(server.url) for server in self.client.pool.servers)
                 for server in servers:
                     check_lease(server, self.run)
-                    update.enter_context(paused(server, self.client.image_token is not None))
+                    update.enter_context(paused(server, bool(self.client.media_tokens)))
                     update.enter_context(updating(server, self._label(step)))
 
             # before anyone walks over the parameters, which all must do or none

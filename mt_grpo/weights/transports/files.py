@@ -93,7 +93,7 @@ class SafetensorsTransport(FolderTransport):
         self._files.reverse()
 
     def _push(self, server: ServerControl, step: int | None) -> None:
-        push_file(server, self._file(step), self._label(step), self.checksum, self.client.image_token is not None)
+        push_file(server, self._file(step), self._label(step), self.checksum, bool(self.client.media_tokens))
 
     def _file(self, step: int | None) -> Path:
         return self._folder / f"weights-{'proof' if step is None else f'{step:08d}'}.safetensors"

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ import aiohttp
 import orjson
 
 from mt_grpo.forward.images import Images
+from mt_grpo.images import IMAGE, kind_of
 from mt_grpo.rollout.engine import EngineError, Sample, SamplingParams
 from mt_grpo.rollout.engines.vllm.admission import Admission, Gate, Pressure, Turn, read_pressure
 from mt_grpo.rollout.engines.vllm.http import (
@@ -93,7 +94,8 @@ class VLLMServerClient:
         max_concurrent (`int`, *optional*, defaults to `1024`): Most requests under way at once.
         server_timeout (`float`, *optional*, defaults to `240.0`): Seconds to wait for a server that is not up.
         home (`str`, *optional*): The server that gets all conversations of this process while it is up.
-        image_token (`int`, *optional*): The id that the model knows the tokens of images by, if it takes images.
+        media_tokens (`dict[int, int]`, *optional*): The ids that the model knows the tokens of images, videos and
+            sounds by, by kind, see `mt_grpo.images.kind_of`.
         min_servers (`int`, *optional*): Servers without which nothing is sampled. `connect` waits for this many, and
             the others join later. Unset: `connect` waits for all, and goes on with those that are up.
         by_cache (`bool`, *optional*, defaults to `True`): Whether turns wait for room in a server's cache.
@@ -124,7 +126,7 @@ class VLLMServerClient:
         max_concurrent: int = 1024,
         server_timeout: float = 240.0,
         home: str | None = None,
-        image_token: int | None = None,
+        media_tokens: Mapping[int, int] | None = None,
         min_servers: int | None = None,
         by_cache: bool = True,
         processes: int = 1,
@@ -138,7 +140,7 @@ class VLLMServerClient:
         self.max_retries = max_retries
         self.max_concurrent = max_concurrent
         self.server_timeout = server_timeout
-        self.image_token = image_token
+        self.media_tokens = dict(media_tokens or {})
         self.min_servers = min_servers
         self.by_cache = by_cache
         self._admissions = {server.url: Admission(processes) for server in self.pool.servers}
@@ -233,8 +235,7 @@ class VLLMServerClient:
         shown = shown_in(context, images)
         if not shown:
             return await self.generate(context, sampling, session)
-        assert self.image_token is not None
-        ids = [self.image_token if token < 0 else token for token in context]
+        ids = [self.media_tokens[kind_of(token)] if token < 0 else token for token in context]
 
         async def content(server: Server, failures: int, drawing: SamplingParams) -> bytes:
             layout = await self._layout(server)
@@ -251,13 +252,14 @@ class VLLMServerClient:
         self, session: str, context: list[int], sampling: SamplingParams, content: Content, path: str
     ) -> Sample:
         """Samples until there is no token of an image in the sample: no image would stand behind it."""
-        if self.image_token is None:
+        never = tuple(self.media_tokens.values())
+        if not never:
             return await self._sample_once(session, context, sampling, content, path)
-        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self.image_token))
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *never))
         for attempt in range(_ATTEMPTS):
             another = replace(sampling, seed=sampling.seed ^ attempt * _ANOTHER)
             sample = await self._sample_once(session, context, another, content, path)
-            if self.image_token not in sample.ids:
+            if not set(never) & set(sample.ids):
                 return sample
         raise EngineError(
             f"The model wrote the token of an image {_ATTEMPTS} times, behind which no image would stand."
@@ -344,9 +346,8 @@ class VLLMServerClient:
 
     async def _send_image(self, server: Server, layout: Layout, shown: Shown) -> None:
         """Has a server look at an image, which it then knows by its name: it keeps those of a request."""
-        assert self.image_token is not None
         alone = Shown(shown.name, 0, shown.image)
-        ids = [self.image_token] * shown.image.size
+        ids = [self.media_tokens[IMAGE]] * shown.image.size
         sampling = SamplingParams(max_tokens=1)
         body = generate_request(self.model, ids, sampling, features_of([alone], layout), **self.salt)
         await self._call(server, "POST", GENERATE, body)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mt_grpo.forward.images import ImageInputs, Images
-from mt_grpo.images import as_png
+from mt_grpo.images import SOUND, VIDEO, as_png, kind_of
 from mt_grpo.rollout.engines.vllm.http import ServerSetupError
 
 GENERATE = "/inference/v1/generate"
@@ -136,10 +136,15 @@ def shown_in(context: list[int], images: Images) -> list[Shown]:
         if token >= 0:
             index += 1
             continue
-        if token & 1:
+        if kind_of(token) == VIDEO:
             raise ServerSetupError(
                 "Videos are not sent to a vLLM server: sample with the model itself (`use_vllm: false`), or show "
                 "frames as images."
+            )
+        if kind_of(token) == SOUND:
+            raise ServerSetupError(
+                "Sounds are not sent to a vLLM server: sample with the model itself (`use_vllm: false`), or show a "
+                "transcript as text."
             )
         image = images[token]
         if context[index : index + image.size] != [token] * image.size:

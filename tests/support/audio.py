@@ -1,0 +1,299 @@
+"""
+A tiny random model of each family that hears, with its own processor where that needs no library for sounds or videos.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AudioFlamingo3Config,
+    AudioFlamingo3ForConditionalGeneration,
+    AudioFlamingo3Processor,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4Processor,
+    GlmAsrConfig,
+    GlmAsrForConditionalGeneration,
+    GlmAsrProcessor,
+    GraniteSpeechConfig,
+    GraniteSpeechForConditionalGeneration,
+    GraniteSpeechProcessor,
+    ProcessorMixin,
+    Qwen2_5OmniThinkerConfig,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
+    VoxtralConfig,
+    VoxtralForConditionalGeneration,
+    WhisperFeatureExtractor,
+)
+from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
+from transformers.feature_extraction_utils import BatchFeature
+from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+from transformers.models.granite_speech.feature_extraction_granite_speech import GraniteSpeechFeatureExtractor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from support.vision import Family, _random, _tokenizer, _vocabulary
+
+RATE = 800
+"""Samples per second of the tiny processors."""
+ENCODER = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "num_mel_bins": 8}
+
+_PARTS = (
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ 'SOUND' if part['type'] == 'audio' else part['text'] }}{% endfor %}{% endif %}"
+)
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    + _PARTS
+    + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A short template in the form of those that come with these models."""
+
+
+def tone(pitch: float = 40.0, seconds: float = 1.0, rate: int = RATE) -> np.ndarray:
+    """Samples of a tone that grows louder."""
+    time = np.arange(int(seconds * rate)) / rate
+    return (np.sin(2 * np.pi * pitch * time) * np.linspace(0.1, 0.8, len(time))).astype(np.float32)
+
+
+def _whisper(chunk: int = 4) -> WhisperFeatureExtractor:
+    return WhisperFeatureExtractor(
+        feature_size=8, sampling_rate=RATE, hop_length=20, n_fft=80, chunk_length=chunk, return_attention_mask=True
+    )
+
+
+def _qwen2_audio() -> Family:
+    special = ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
+    tokenizer = _tokenizer(CHATML.replace("SOUND", "<|audio_bos|><|AUDIO|><|audio_eos|>"), special, "<|im_end|>")
+    processor = Qwen2AudioProcessor(_whisper(), tokenizer, chat_template=tokenizer.chat_template)
+    config = Qwen2AudioConfig(
+        text_config=_vocabulary(tokenizer, model_type="qwen2"),
+        audio_config={**ENCODER, "model_type": "qwen2_audio_encoder", "max_source_positions": 80},
+        audio_token_id=processor.audio_token_id,
+    )
+    return processor, _random(Qwen2AudioForConditionalGeneration, config)
+
+
+def _flamingo(glm: bool) -> Family:
+    token = "<|pad|>" if glm else "<sound>"
+    tokenizer = _tokenizer(CHATML.replace("SOUND", token), [token], "<|im_end|>")
+    processor = (GlmAsrProcessor if glm else AudioFlamingo3Processor)(
+        _whisper(), tokenizer, chat_template=tokenizer.chat_template, audio_token=token, max_audio_len=8
+    )
+    text = {"text_config": _vocabulary(tokenizer, model_type="llama" if glm else "qwen2")}
+    token = processor.audio_token_id
+    if glm:
+        encoder = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = GlmAsrConfig(**text, audio_config={**encoder, "num_mel_bins": 8}, audio_token_id=token)
+        return processor, _random(GlmAsrForConditionalGeneration, config)
+    encoder = {**ENCODER, "model_type": "audioflamingo3_encoder", "max_source_positions": 80}
+    config = AudioFlamingo3Config(**text, audio_config=encoder, audio_token_id=token)
+    return processor, _random(AudioFlamingo3ForConditionalGeneration, config)
+
+
+class _Voxtral(ProcessorMixin):
+    """As Voxtral's, whose tokens are Mistral's own: pieces of four seconds, a token for four frames."""
+
+    def __init__(self, feature_extractor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
+        super().__init__(feature_extractor, tokenizer, chat_template=chat_template)
+        self.audio_token = "[AUDIO]"
+        self.audio_token_id = tokenizer.convert_tokens_to_ids("[AUDIO]")
+
+    def _process_audio(self, audio: Any, **options: Any) -> Any:
+        found, tokens = [], []
+        for sound in audio:
+            pieces = [sound[begin : begin + 4 * RATE] for begin in range(0, len(sound), 4 * RATE)]
+            made = self.feature_extractor(pieces, sampling_rate=RATE, padding="max_length", return_tensors="pt")
+            found.append(made["input_features"])
+            tokens.append(self.audio_token * 20 * len(pieces))
+        return {"input_features": torch.cat(found)}, tokens
+
+
+def _voxtral() -> Family:
+    tokenizer = _tokenizer(CHATML.replace("SOUND", "[BEGIN_AUDIO][AUDIO]"), ["[AUDIO]", "[BEGIN_AUDIO]"], "<|im_end|>")
+    processor = _Voxtral(_whisper(), tokenizer, chat_template=tokenizer.chat_template)
+    config = VoxtralConfig(
+        text_config=_vocabulary(tokenizer, model_type="llama"),
+        audio_config={**ENCODER, "encoder_ffn_dim": 64, "max_source_positions": 80},
+        audio_token_id=processor.audio_token_id,
+    )
+    return processor, _random(VoxtralForConditionalGeneration, config)
+
+
+class _Omni(ProcessorMixin):
+    """Qwen2.5-Omni's processor without its part for videos, which needs torchvision."""
+
+    def __init__(
+        self,
+        image_processor: Any = None,
+        feature_extractor: Any = None,
+        tokenizer: Any = None,
+        chat_template: str | None = None,
+    ) -> None:
+        super().__init__(image_processor, feature_extractor, tokenizer, chat_template=chat_template)
+        self.audio_token, self.image_token = "<|AUDIO|>", "<|IMAGE|>"
+        self.audio_token_id, self.image_token_id = tokenizer.convert_tokens_to_ids(
+            [self.audio_token, self.image_token]
+        )
+
+    def _process_audio(self, audio: Any, **options: Any) -> Any:
+        found = self.feature_extractor(
+            audio, **{**options, "padding": "max_length", "return_attention_mask": True, "return_tensors": "pt"}
+        )
+        found["feature_attention_mask"] = found.pop("attention_mask")
+        sizes = ((found["feature_attention_mask"].sum(-1) - 1) // 2 + 1 - 2) // 2 + 1
+        return found, [self.audio_token * int(size) for size in sizes]
+
+    def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs: Any) -> str:
+        return self.image_token * int(image_inputs["image_grid_thw"][image_idx].prod() // 4)
+
+    @property
+    def model_input_names(self) -> list[str]:
+        return [*super().model_input_names, "feature_attention_mask"]
+
+
+def _omni() -> Family:
+    special = ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|IMAGE|>", "<|vision_bos|>", "<|vision_eos|>"]
+    shown = "' if part['type'] == 'audio' else '<|vision_bos|><|IMAGE|><|vision_eos|>' if part['type'] == 'image"
+    template = CHATML.replace("SOUND' if part['type'] == 'audio", "<|audio_bos|><|AUDIO|><|audio_eos|>" + shown)
+    tokenizer = _tokenizer(template, [*special, "<|VIDEO|>"], "<|im_end|>")
+    images = Qwen2VLImageProcessorPil(
+        min_pixels=64, max_pixels=4096, patch_size=4, temporal_patch_size=2, merge_size=2
+    )
+    processor = _Omni(images, _whisper(), tokenizer, chat_template=tokenizer.chat_template)
+    ids = dict(zip([*special, "<|VIDEO|>"], tokenizer.convert_tokens_to_ids([*special, "<|VIDEO|>"]), strict=True))
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 1, 1]}
+    config = Qwen2_5OmniThinkerConfig(
+        text_config=_vocabulary(tokenizer, rope_parameters=rope),
+        audio_config={**ENCODER, "max_source_positions": 80, "n_window": 8, "output_dim": 32},
+        vision_config={
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "patch_size": 4,
+            "window_size": 16,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [1],
+        },
+        audio_token_index=ids["<|AUDIO|>"],
+        image_token_index=ids["<|IMAGE|>"],
+        video_token_index=ids["<|VIDEO|>"],
+        audio_start_token_id=ids["<|audio_bos|>"],
+        audio_end_token_id=ids["<|audio_eos|>"],
+        vision_start_token_id=ids["<|vision_bos|>"],
+        vision_end_token_id=ids["<|vision_eos|>"],
+    )
+    return processor, _random(Qwen2_5OmniThinkerForConditionalGeneration, config)
+
+
+class _Gemma4(Gemma4Processor):
+    """Without its parts for images and videos."""
+
+    def __init__(self, feature_extractor: Any, tokenizer: Any, chat_template: str | None = None) -> None:
+        self.audio_token, self.boa_token, self.eoa_token = "<|audio|>", "<|audio>", "<audio|>"
+        self.audio_token_id = tokenizer.convert_tokens_to_ids("<|audio|>")
+        self.image_token = self.video_token = None
+        ProcessorMixin.__init__(self, feature_extractor, tokenizer, chat_template=chat_template)
+
+
+def _gemma4() -> Family:
+    special = ["<bos>", "<|turn>", "<|audio|>", "<|audio>", "<audio|>", "<|channel>", "<channel|>", "<|image|>"]
+    tokenizer = _tokenizer("gemma4_v5", special, "<turn|>")
+    tokenizer.bos_token = "<bos>"
+    extractor = Gemma4AudioFeatureExtractor(
+        feature_size=32, sampling_rate=RATE, max_frequency=RATE / 2, frame_length_ms=100.0, hop_length_ms=25.0
+    )
+    processor = _Gemma4(extractor, tokenizer, chat_template=tokenizer.chat_template)
+    config = Gemma4Config(
+        text_config=_vocabulary(
+            tokenizer,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=16,
+            global_head_dim=8,
+            num_global_key_value_heads=2,
+            num_kv_shared_layers=0,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=len(tokenizer),
+        ),
+        vision_config=None,
+        audio_config={
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [32, 4],
+            "output_proj_dims": 24,
+            "use_clipped_linears": False,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image|>"),
+        audio_token_id=processor.audio_token_id,
+    )
+    return processor, _random(Gemma4ForConditionalGeneration, config)
+
+
+class _GraniteFeatures(GraniteSpeechFeatureExtractor):
+    """Spectra as Granite's, which needs torchaudio: padded with zeros to the longest of a batch."""
+
+    def __init__(self, sampling_rate: int = RATE, **options: Any) -> None:
+        SequenceFeatureExtractor.__init__(self, feature_size=8, sampling_rate=sampling_rate, padding_value=0.0)
+        self.melspec_kwargs = {"hop_length": 20}
+        self.projector_window_size, self.projector_downsample_rate = 15, 5
+
+    def __call__(self, audios: Any, device: str | None = "cpu") -> BatchFeature:
+        batch, lengths = self._get_audios_and_audio_lengths(audios)
+        frames = torch.stft(batch, 80, 20, window=torch.hann_window(80), return_complex=True).abs()[:, :8].log1p()
+        frames = frames.transpose(1, 2)
+        sizes = self._get_num_audio_features(lengths)
+        mask = torch.arange(max(sizes))[None] < torch.tensor(sizes)[:, None]
+        stacked = frames[:, : frames.size(1) // 2 * 2].reshape(len(batch), -1, 16)
+        return BatchFeature({"input_features": stacked, "audio_embed_sizes": sizes, "input_features_mask": mask})
+
+
+def _granite() -> Family:
+    tokenizer = _tokenizer(CHATML.replace("SOUND", "<|audio|>"), ["<|audio|>"], "<|im_end|>")
+    processor = GraniteSpeechProcessor(_GraniteFeatures(), tokenizer, chat_template=tokenizer.chat_template)
+    config = GraniteSpeechConfig(
+        text_config=_vocabulary(tokenizer, model_type="granite"),
+        encoder_config={
+            "input_dim": 16,
+            "num_layers": 2,
+            "hidden_dim": 16,
+            "num_heads": 2,
+            "dim_head": 8,
+            "context_size": 20,
+            "output_dim": 8,
+            "max_pos_emb": 32,
+        },
+        projector_config={
+            "model_type": "blip_2_qformer",
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "encoder_hidden_size": 16,
+            "cross_attention_frequency": 1,
+            "use_qformer_text_input": False,
+        },
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|audio|>"),
+        has_lora_adapter=False,
+        tie_word_embeddings=False,
+    )
+    return processor, _random(GraniteSpeechForConditionalGeneration, config)
+
+
+SOUND_FAMILIES: dict[str, tuple[Callable[[], Family], str]] = {
+    "qwen2-audio": (_qwen2_audio, "tree"),
+    "qwen2.5-omni": (_omni, "tree"),
+    "audio flamingo 3": (lambda: _flamingo(glm=False), "tree"),
+    "glm-asr": (lambda: _flamingo(glm=True), "tree"),
+    "voxtral": (_voxtral, "tree"),
+    "gemma 4": (_gemma4, "tree"),
+    "granite speech": (_granite, "tree"),
+}
+"""What makes a processor and a model of each family; and `"tree"`, or why trees cannot be packed for it."""
