@@ -182,7 +182,9 @@ def _file(data: bytes, name: str) -> Sound:
     if is_wav(data):
         try:
             samples, rate = _from_wav(data)
-        except (struct.error, ValueError) as error:
+        except struct.error as error:
+            raise SoundError(f"{name} cannot be read as a sound: it ends within its header.") from error
+        except ValueError as error:
             raise SoundError(f"{name} cannot be read as a sound: {error}.") from error
         return _checked(samples, rate)
     try:

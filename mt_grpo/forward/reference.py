@@ -57,7 +57,10 @@ def turn_by_turn_logps(
                 ids = torch.cat([kept, completion_ids[row, path]])
                 places = [path.index(column) - 1 - len(path) for column in action]  # from the end
                 keep = {"logits_to_keep": -places[0]} if logits_to_keep else {}
-                logits = model(**row_inputs(model, ids[None], images or {}), use_cache=False, **keep).logits[0]
+                inputs = row_inputs(model, ids[None], images or {})
+                if images:  # without a mask Qwen's Omni models place images as words
+                    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+                logits = model(**inputs, use_cache=False, **keep).logits[0]
                 labels = completion_ids[row, action]
                 logits = logits[places].float() / temperature
                 if truncation is not None:

@@ -147,13 +147,15 @@ class ChatTemplate:
             return {"role": "assistant", **read}
         return {"role": "assistant", "content": text.removeprefix(self._lead)}
 
-    def suffix(self, replies: list[Message], called: Sequence[str] = ()) -> str:
+    def suffix(self, replies: list[Message], called: Sequence[str] = (), shown: Sequence[dict[str, Any]] = ()) -> str:
         """
         What the template writes from the end of an assistant's turn on: the end, the replies, the assistant's header.
 
         Args:
             replies (`list[dict]`): The environment's messages.
             called (`Sequence[str]`): Names of the functions that they answer, where they are results of tools.
+            shown (`Sequence[dict]`): Parts for images, videos and sounds that the conversation has before, which some
+                templates count.
 
         Raises:
             TemplateError: If the template refuses them, or does not show the text of each.
@@ -165,12 +167,13 @@ class ChatTemplate:
             self._shown(probes, called)
             if len(self._proven) < _MOST_ROLES:
                 self._proven.add(roles)
-        return self._shown(replies, called)
+        return self._shown(replies, called, shown)
 
-    def _shown(self, replies: list[Message], called: Sequence[str]) -> str:
+    def _shown(self, replies: list[Message], called: Sequence[str], shown: Sequence[dict[str, Any]] = ()) -> str:
         by_tool = replies[0]["role"] == "tool"
         turn = self._calling(replies, called) if by_tool else {"role": "assistant", "content": _ASSISTANT}
-        text = self.render([{"role": "user", "content": _ASKED}, turn, *replies])
+        asked = [*shown, {"type": "text", "text": _ASKED}] if shown else _ASKED
+        text = self.render([{"role": "user", "content": asked}, turn, *replies])
         end = self.end_of_calls if by_tool else self.past_end
         said = text.find(self._anchor if by_tool else _ASSISTANT)
         begin = text.find(end, max(said, 0))

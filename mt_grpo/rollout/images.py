@@ -22,9 +22,6 @@ _BEGIN, _END = "\U0001f76b2", "\U0001f76b3"
 """Around the id of an image in escaped text. Contents cannot spell them, see `SpecialTokens`."""
 
 
-_NO_OPTIONS = {IMAGE: ("alt",), VIDEO: ("alt",), SOUND: ("alt", "seconds")}
-"""What else is in a part of a kind beside options of the processor."""
-
 _A = {IMAGE: "an image", VIDEO: "a video", SOUND: "a sound"}
 
 
@@ -189,16 +186,16 @@ class ImageEncoder:
 
     def encode(self, part: dict[str, Any]) -> EncodedImage:
         """
-        The image, video or sound of a part of a message. What else is in the part is an option of the processor for
-        it, such as `max_pixels`; of a video `fps` is how many of its frames there are per second.
+        The image, video or sound of a part of a message. What else is in the part of an image or a video is an option
+        of the processor for it, such as `max_pixels`; of a video `fps` is how many of its frames there are per second.
 
         Raises:
             ImageError, SoundError: If the processor does not take it.
         """
         kind = kind_of_part(part)
-        options = {
-            name: value for name, value in part.items() if name not in ("type", part["type"], *_NO_OPTIONS[kind])
-        }
+        options = {name: value for name, value in part.items() if name not in ("type", part["type"], "alt")}
+        if kind == SOUND:  # processors of sounds take unknown options without a word
+            options = {}
         chosen = repr(sorted(options.items()))
         if kind == VIDEO:  # as long as its first frame
             shown, name = part["video"][0], f"video {[*map(image_digest, part['video'])]} {chosen}"
@@ -224,7 +221,7 @@ class ImageEncoder:
         elif kind == VIDEO:
             shown, found = _size(part["video"][:1]), self._process_video(part["video"], options)
         else:
-            shown, found = f"{part['audio'].seconds:.2f} s", self._process_sound(part["audio"], options)
+            shown, found = f"{part['audio'].seconds:.2f} s", self._process_sound(part["audio"])
         # the two lowest bits are of the kind, see `kind_of`
         number = -4 - 4 * (int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "big") >> 3) + kind - IMAGE
         while number in self._by_id:  # another image of these 29 bits
@@ -261,7 +258,7 @@ class ImageEncoder:
                 f"The processor refuses a video of {len(frames)} frames of {_size(frames[:1])}: {_reason(error)}."
             ) from error
 
-    def _process_sound(self, sound: Sound, options: dict[str, Any]) -> Any:
+    def _process_sound(self, sound: Sound) -> Any:
         if SOUND not in self._markers:
             raise SoundError(
                 "The model is not played sounds, as it, its processor or its chat template has no place for one: show "
@@ -279,7 +276,7 @@ class ImageEncoder:
                 audio=[np.array(sound.samples)],
                 return_tensors="pt",
                 add_special_tokens=False,
-                audio_kwargs={"sampling_rate": rate, **options},
+                audio_kwargs={"sampling_rate": rate},
             )
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             raise SoundError(f"The processor refuses a sound of {sound.seconds:.2f} s: {_reason(error)}.") from error

@@ -445,10 +445,13 @@ class ConversationPolicy:
 def _unread(message: Message) -> bool:
     """Whether a message has parts that are not in the form that templates take."""
     content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, list) and any(
-        is_kept(part) or (isinstance(part, dict) and None in part.values()) or (is_shown(part) and not is_read(part))
-        for part in content
-    )
+    return isinstance(content, list) and any(map(_is_unread, content))
+
+
+def _is_unread(part: Any) -> bool:
+    if is_kept(part) or not isinstance(part, dict):
+        return is_kept(part)
+    return any(value is None for value in part.values()) or (is_shown(part) and not is_read(part))
 
 
 def _size(message: Message) -> int:

@@ -163,16 +163,31 @@ class ChatRenderer:
 
     @overload
     def reply_ids(
-        self, replies: list[Message], last_id: int, room: None = None, calls: Sequence[dict[str, Any]] = ()
+        self,
+        replies: list[Message],
+        last_id: int,
+        room: None = None,
+        calls: Sequence[dict[str, Any]] = (),
+        shown: Sequence[dict[str, Any]] = (),
     ) -> list[int]: ...
 
     @overload
     def reply_ids(
-        self, replies: list[Message], last_id: int, room: int | None, calls: Sequence[dict[str, Any]] = ()
+        self,
+        replies: list[Message],
+        last_id: int,
+        room: int | None,
+        calls: Sequence[dict[str, Any]] = (),
+        shown: Sequence[dict[str, Any]] = (),
     ) -> list[int] | None: ...
 
     def reply_ids(
-        self, replies: list[Message], last_id: int, room: int | None = None, calls: Sequence[dict[str, Any]] = ()
+        self,
+        replies: list[Message],
+        last_id: int,
+        room: int | None = None,
+        calls: Sequence[dict[str, Any]] = (),
+        shown: Sequence[dict[str, Any]] = (),
     ) -> list[int] | None:
         """
         Ids that follow a sampled turn: the end of the turn, the environment's messages, the assistant's header.
@@ -183,6 +198,7 @@ class ChatRenderer:
             room (`int`, *optional*): Most tokens that the ids may have. If the replies are far too long, only their
                 beginning is encoded, and `None` is returned.
             calls (`Sequence[dict]`, *optional*): Tool calls of the turn, which results are named after.
+            shown (`Sequence[dict]`, *optional*): What `shown_parts` has of the conversation before.
 
         Raises:
             TemplateError: If the template refuses the replies, or does not show the text of each.
@@ -190,12 +206,23 @@ class ChatRenderer:
         called = _called(replies, calls)
         if room is not None and self._exceed(replies, room, lambda cut: self._reply_ids(cut, called)):
             return None
-        ids = self._reply_ids(replies, called)
+        ids = self._reply_ids(replies, called, shown)
         ended = ids[0] == last_id or (ids[0] == self._past_end_id and last_id == self.end_id)
         return ids[1:] if ended else ids
 
-    def _reply_ids(self, replies: list[Message], called: tuple[str, ...]) -> list[int]:
-        text = self._suffixes.text(self.escaped(replies), self.special_tokens.escape_all(called))
+    def shown_parts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Parts for the images, videos and sounds that messages show the model, for a template to count."""
+        parts = image_parts(messages) if self.images is not None else ()
+        return [{"type": part["type"]} for part in parts if not self._is_left_out(part)]
+
+    def _reply_ids(
+        self, replies: list[Message], called: tuple[str, ...], shown: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        escaped, names = self.escaped(replies), self.special_tokens.escape_all(called)
+        if shown and self.shown_parts(replies):
+            text = self._template.suffix(escaped, names, shown)
+        else:
+            text = self._suffixes.text(escaped, names)
         return self.encode(self._with_images(self.special_tokens.tidy(text), replies))
 
     def _exceed(self, messages: list[Message], room: int, encode: Callable[[list[Message]], list[int]]) -> bool:

@@ -60,11 +60,12 @@ class History:
         self._compact_every = compact_every if policy == "compact" else None
         self._pieces: list[tuple[str, list[int]]] = []  # the context as text, and the ids of each piece
         self._messages: list[Message] = []  # the same as messages, escaped
+        self._shown: list[dict[str, Any]] = []  # see `ChatRenderer.shown_parts`
 
     def fork(self) -> History:
         """A copy for a branch of the conversation; the two change apart."""
         twin = copy.copy(self)
-        twin._pieces, twin._messages = list(self._pieces), list(self._messages)
+        twin._pieces, twin._messages, twin._shown = list(self._pieces), list(self._messages), list(self._shown)
         return twin
 
     def begin(self, messages: list[Message], most: int | None = None) -> list[int] | None:
@@ -72,6 +73,7 @@ class History:
         ids = self._renderer.prompt_ids(messages, most)
         if ids is None:
             return None
+        self._shown = self._renderer.shown_parts(messages)
         if self._policy != "keep":
             self._pieces = [(self._renderer.escaped_text(ids), ids)]
             self._messages = self._renderer.escaped(messages)
@@ -84,9 +86,11 @@ class History:
         """
         renderer, turn = self._renderer, trajectory.turns[-1]
         seen = turn.context_length + turn.num_tokens if self._policy == "keep" else 0
-        suffix = renderer.reply_ids(turn.replies, -1, max(0, most - seen), turn.message.get("tool_calls") or ())
+        calls = turn.message.get("tool_calls") or ()
+        suffix = renderer.reply_ids(turn.replies, -1, max(0, most - seen), calls, self._shown)
         if suffix is None:
             return None
+        self._shown += renderer.shown_parts(turn.replies)
         last, kept_action = action[-1] if action else -1, action  # a turn may be empty
         appended = Context(suffix)
         if suffix[0] == last:

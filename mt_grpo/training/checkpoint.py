@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME
@@ -247,6 +248,9 @@ def check_weights_fit(folder: Path, model: torch.nn.Module) -> None:
     files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model*.safetensors")]
     saved = {name: shape for file in files for name, shape in _shapes(file).items()}
     known = {name.replace(".default.", "."): list(each.shape) for name, each in model.named_parameters()}
+    if isinstance(model, PreTrainedModel) and not saved.keys() & known.keys():  # see `load_converted`
+        shapes = {name: each.detach().to("meta") for name, each in model.named_parameters()}
+        known = {name: list(each.shape) for name, each in revert_weight_conversion(model, shapes).items()}
     both = [name for name in known if name in saved and known[name] != [0]]
     other = next((name for name in both if known[name] != saved[name]), None)
     if other is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from datasets import Audio, Dataset, Image, IterableDataset, List
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from mt_grpo.errors import ConfigError
@@ -35,6 +35,31 @@ def tokenizer_in(processing_class: Any) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def processing_of(model: Any, given: Any) -> Any:
+    """
+    The processor or tokenizer of a run: what is given, or else the processor of a model that takes sounds alone, which
+    TRL cannot make.
+
+    Args:
+        model (`str` or `PreTrainedModel`): What TRL's trainer is given.
+        given (`ProcessorMixin` or `PreTrainedTokenizerBase`, *optional*): The trainer's argument.
+    """
+    if given is not None:
+        return given
+    config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
+    alone = image_token(config) is None and sound_token(config) is not None
+    return AutoProcessor.from_pretrained(config.name_or_path) if alone else None
+
+
+def for_trl(processing_class: Any) -> Any:
+    """
+    What TRL's trainer is given for it: of a processor of sounds alone the tokenizer. TRL takes every processor for one
+    of images, and asks the model's configuration for their token.
+    """
+    shows = not isinstance(processing_class, ProcessorMixin) or "image_processor" in vars(processing_class)
+    return processing_class if shows else tokenizer_in(processing_class)
+
+
 def with_its_images(row: dict[str, Any]) -> dict[str, Any]:
     """
     A row whose prompt shows the images of its columns, and plays the sounds. As in TRL images stand before the words
@@ -57,10 +82,10 @@ def with_its_images(row: dict[str, Any]) -> dict[str, Any]:
             else message
             for message in messages
         ]
-        if sounds is not None:
-            messages = _with_sounds(messages, [read_part({"type": "audio", "audio": sound}) for sound in sounds])
         if images is not None:
             messages = prepare_multimodal_messages(messages, images=[read_image(image) for image in images])
+        if sounds is not None:
+            messages = _with_sounds(messages, [read_part({"type": "audio", "audio": sound}) for sound in sounds])
         return {**row, "prompt": [_with_text(message) for message in messages]}
     except SoundError as error:
         raise ConfigError(f"The sounds of a row cannot be played: {error}") from error

@@ -61,7 +61,15 @@ from mt_grpo.training.forward import (
     sampling_params,
     warn_without_routes,
 )
-from mt_grpo.training.images import MEDIA_COLUMNS, check_images, image_encoder, tokenizer_in, with_its_images
+from mt_grpo.training.images import (
+    MEDIA_COLUMNS,
+    check_images,
+    for_trl,
+    image_encoder,
+    processing_of,
+    tokenizer_in,
+    with_its_images,
+)
 from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.model import (
     check_reference,
@@ -242,6 +250,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             prepare_tokenizer(tokenizer_in(processing_class), source)
         with no_adapter_left(model, self):
             policy = open_policy(model, args, quantization_config, peft_config)
+            processing = processing_of(policy["model"], processing_class)
             loaded = isinstance(model, str) and not isinstance(policy["model"], str)
             hidden = {
                 "use_vllm": False,  # else TRL connects a client of its own, which needs vLLM to be installed
@@ -255,12 +264,14 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 args=changed(args, **hidden),
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                processing_class=processing_class,
+                processing_class=for_trl(processing),
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
             vars(args).update({name: value for name, value in vars(self.args).items() if name not in hidden})
             self.args = args  # as in TRL: what is set there later counts
+            if processing is not None:
+                self.processing_class = self.callback_handler.processing_class = processing
             if processing_class is None:
                 prepare_tokenizer(tokenizer_in(self.processing_class), source)
             self._prepare_logs()

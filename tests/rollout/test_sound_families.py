@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.audio import RATE, SOUND_FAMILIES, tone
+from support.audio import RATE, SOUND_FAMILIES, granite, tone
 from support.vision import Family
 from torch import Tensor
 
@@ -16,7 +16,9 @@ from mt_grpo.envs import Outcome
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import token_logps
 from mt_grpo.forward.images import image_token, real_ids, sound_token
-from mt_grpo.images import image_parts
+from mt_grpo.forward.model import enable_trees
+from mt_grpo.forward.packing import flatten
+from mt_grpo.forward.probe import prove_images
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.images import ImageEncoder
@@ -30,7 +32,7 @@ PARTS = {name: read_part({"type": "audio", "audio": tone(*made)}) for name, made
 
 @cache
 def family(name: str) -> Family:
-    return SOUND_FAMILIES[name][0]()
+    return SOUND_FAMILIES[name]()
 
 
 def encoder_of(processor: Any, model: Any) -> ImageEncoder:
@@ -57,17 +59,12 @@ def test_a_conversation_has_the_ids_of_its_processor(name):
     messages = [asked("What is it?", "low"), answer, asked("Now?", "high")]
     ids = torch.tensor(ChatRenderer(processor.tokenizer, images=encoder_of(processor, model)).prompt_ids(messages))
     text = processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    before, between, after = (
+        processor.tokenizer.encode(piece, add_special_tokens=False) for piece in text.split(processor.audio_token)
+    )
     # some processors take one sound to a text
-    first, second = text.split("Now?")[0].rpartition("<|im_end|>")[0], text
-    del first
-    names = [part["audio"] for part in image_parts(messages)]
-    pieces = text.split(processor.audio_token)
-    expected: list[int] = []
-    for index, piece in enumerate(pieces):
-        expected += processor.tokenizer.encode(piece, add_special_tokens=False)
-        if index < len(names):
-            one = inputs_of(processor, [processor.audio_token], [["low", "high"][index]])
-            expected += one["input_ids"][0].tolist()
+    low, high = (inputs_of(processor, [processor.audio_token], [name])["input_ids"][0] for name in ("low", "high"))
+    expected = [*before, *low.tolist(), *between, *high.tolist(), *after]
     assert real_ids(ids, model.config).tolist() == expected
     assert int((ids < 0).sum()) == expected.count(sound_token(model.config)) > 4
 
@@ -120,7 +117,7 @@ def gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", SOUND_FAMILIES)
 def test_it_samples_and_scores_as_the_model_alone_does(name):
-    (processor, model), packed = family(name), SOUND_FAMILIES[name][1]
+    processor, model = family(name)
     engine = TransformersEngine(model, processor.tokenizer)
     runner = RolloutRunner(Player, engine, images=encoder_of(processor, model))
     prompts = [[asked("What is it?", "low")], [asked("What is it?")]]
@@ -145,10 +142,7 @@ def test_it_samples_and_scores_as_the_model_alone_does(name):
     theirs = gradients(model, expected)
     heard = [value.abs().max() for part, value in theirs.items() if "audio" in part or "encoder" in part]
     assert max(heard) > 1e-3
-    if packed != "tree":
-        with pytest.raises(UnsupportedModelError, match=packed):
-            token_logps(model, trees, images=images)
-    for forward in ("tree", "padded") if packed == "tree" else ("padded",):
+    for forward in ("tree", "padded"):
         logps = torch.cat(
             [each for turns in token_logps(model, trees, forward=forward, images=images) for each in turns]
         )
@@ -156,3 +150,34 @@ def test_it_samples_and_scores_as_the_model_alone_does(name):
         for part, value in gradients(model, logps).items():
             # a norm of few numbers makes much of rounding
             assert (value - theirs[part]).abs().max() <= 5e-5 * theirs[part].abs().max() + 1e-7, (forward, part)
+
+
+class Once:
+    """One turn."""
+
+    async def run(self, policy: Any, row: dict[str, Any]) -> Outcome:
+        await policy.reply(row["prompt"], max_tokens=4)
+        return Outcome()
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_model_that_hears_padding_is_refused_in_batches():
+    """Sampled and scored turn by turn it is exact: nothing longer is beside a sound there."""
+    processor, model = granite()
+    runner = RolloutRunner(Once, TransformersEngine(model, processor.tokenizer), images=encoder_of(processor, model))
+    requests = [RolloutRequest([asked("What?", name)], name, {}, 0) for name in ("low", "long")]
+    trajectories = asyncio.run(runner.run(requests, SamplingParams(temperature=1.0)))
+    images = {number: image.inputs for each in trajectories for number, image in each.images.items()}
+    trees = [each.tree for each in trajectories]
+    expected = torch.cat([own_logps(processor, model, each) for each in trajectories])
+    sampled = [value for tree in trees for node in tree.nodes if node.turn >= 0 for value in node.logprobs]
+    torch.testing.assert_close(torch.tensor(sampled), expected.detach(), rtol=1e-5, atol=1e-5)
+    found = [each for turns in token_logps(model, trees, forward="turn_by_turn", images=images) for each in turns]
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)
+    enable_trees(model)
+    for rows, problem in ((False, "packed trees with sounds"), (True, "padded rows .* set `forward: turn_by_turn`")):
+        with pytest.raises(UnsupportedModelError, match=problem):
+            prove_images(model, [*map(flatten, trees)], images, rows=rows)
+        prove_images(model, [flatten(trees[0])], images, rows=rows)

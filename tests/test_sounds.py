@@ -1,0 +1,172 @@
+"""Sounds as datasets, tools and requests give them: read, named by their content, written; refused in one sentence."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import sys
+import wave
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mt_grpo.images import in_words, named, read_parts
+from mt_grpo.sounds import Sound, SoundError, as_wav, read_part, read_sound, sound_digest
+
+TONE = np.sin(np.arange(160) / 5).astype(np.float32) / 2
+
+
+@pytest.fixture(autouse=True)
+def no_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+
+
+def wav(samples: np.ndarray, width: int = 2, channels: int = 1, rate: int = 16_000) -> bytes:
+    """A file as Python's own library writes it."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(channels)
+        writer.setsampwidth(width)
+        writer.setframerate(rate)
+        scaled = np.repeat(samples[:, None], channels, 1).reshape(-1) * (2.0 ** (8 * width - 1) - 1)
+        whole = (scaled + (128 if width == 1 else 0)).astype("<i8")
+        writer.writeframes(b"".join(int(each).to_bytes(8, "little", signed=True)[:width] for each in whole))
+    return file.getvalue()
+
+
+def test_arrays_have_the_rate_that_is_said_with_them():
+    assert read_sound(TONE).rate is None
+    assert read_sound({"array": TONE, "sampling_rate": 8_000, "path": None}).rate == 8_000
+    part = read_part({"type": "audio", "audio": TONE.tolist(), "sampling_rate": 160})
+    assert part == {"type": "audio", "audio": Sound(TONE, 160), "seconds": 1.0}
+    assert read_sound(torch.from_numpy(TONE)) == Sound(TONE) == read_sound(TONE.astype(np.float64))
+    assert read_sound((TONE * 32768).astype(np.int16)).samples == pytest.approx(TONE, abs=1e-4)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_files_are_read_and_their_channels_averaged(tmp_path, width, channels):
+    path = tmp_path / "tone.wav"
+    path.write_bytes(wav(TONE, width, channels))
+    url = "data:audio/wav;base64," + base64.b64encode(path.read_bytes()).decode()
+    for given in (
+        path,
+        str(path),
+        path.read_bytes(),
+        {"bytes": path.read_bytes()},
+        {"bytes": None, "path": str(path)},
+        url,
+    ):
+        sound = read_sound(given)
+        assert sound.rate == 16_000
+        assert sound.samples == pytest.approx(TONE, abs=2.0 ** (2 - 8 * min(width, 3)))
+
+
+def test_what_a_run_writes_is_read_again():
+    sound = Sound(TONE, 24_000)
+    assert read_sound(as_wav(sound)) == sound
+    assert sound_digest(sound) == sound_digest(read_sound(as_wav(sound))) != sound_digest(Sound(TONE, 16_000))
+
+
+def test_a_file_of_many_chunks_that_was_cut_off_is_read():
+    data = as_wav(Sound(TONE, 8_000))
+    extended = data[:12] + struct.pack("<4sI", b"LIST", 3) + b"abc\0" + data[12:-3]
+    assert read_sound(extended).samples.tolist() == TONE[:-1].tolist()
+
+
+def test_parts_of_all_forms_become_one():
+    data = base64.b64encode(wav(TONE)).decode()
+    expected = read_part({"type": "audio", "audio": wav(TONE)})
+    forms = [
+        {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        {"type": "input_audio", "input_audio": {"data": f"data:audio/wav;base64,{data}"}},
+        {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{data}"}},
+        {"type": "audio", "base64": data, "audio": None},
+        {"type": "audio", "url": f"data:audio/wav;base64,{data}"},
+        expected["audio"],
+    ]
+    assert read_parts(forms) == [expected] * len(forms)
+    assert read_parts([{**expected, "alt": "a tone", "gain": 2}]) == [{**expected, "alt": "a tone", "gain": 2}]
+    assert in_words(expected) == "[sound of 0.0 s]" and in_words({**expected, "alt": "a tone"}) == "a tone"
+
+
+def test_a_decoder_of_torchcodec_is_read(monkeypatch):
+    class AudioDecoder:
+        def get_all_samples(self):
+            return SimpleNamespace(data=torch.from_numpy(np.stack([TONE, TONE])), sample_rate=8_000)
+
+    module = ModuleType("torchcodec.decoders")
+    module.AudioDecoder = AudioDecoder
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", module)
+    assert read_sound(AudioDecoder()) == Sound(TONE, 8_000)
+    assert named({"audio": [AudioDecoder(), Sound(TONE, 8_000)]}) == {"audio": [sound_digest(Sound(TONE, 8_000))] * 2}
+
+
+def test_other_files_are_read_with_soundfile(monkeypatch):
+    class LibsndfileError(RuntimeError):
+        pass
+
+    def read(file, dtype, always_2d):
+        if file.read() != b"fLaC":
+            raise LibsndfileError("unknown format")
+        return np.stack([TONE, TONE], axis=1), 8_000
+
+    monkeypatch.setitem(sys.modules, "soundfile", SimpleNamespace(read=read, LibsndfileError=LibsndfileError))
+    assert read_sound(b"fLaC") == Sound(TONE, 8_000)
+    with pytest.raises(SoundError, match="A sound of 3 bytes cannot be read as a sound: it is broken, or of no known"):
+        read_sound(b"abc")
+
+
+def test_arrays_of_rows_are_named_by_their_content():
+    assert named(TONE) == named(TONE.copy()) != named(TONE[:-1])
+    assert named({"empty": np.empty(0), "text": "a"})["text"] == "a"
+
+
+def test_an_array_that_is_compared_with_a_sound_gives_one_answer():
+    sound = Sound(TONE)
+    assert not (TONE == sound) and not (sound == TONE) and sound == Sound(TONE.copy())
+    assert [{"audio": TONE}] != [{"audio": sound}]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("/no/such.wav", "The sound '/no/such.wav' cannot be read: No such file or directory"),
+        ("https://example.org/a.wav", "is an address, which rollouts do not fetch: give the sound, a file"),
+        (b"no sound", "A sound of 8 bytes is no WAV file, and what reads others is not installed: `pip install sou"),
+        (wav(TONE)[:30], "A sound of 30 bytes cannot be read as a sound: it ends within its header"),
+        (b"RIFF\0\0\0\0WAVE", "A sound of 12 bytes cannot be read as a sound: it has no samples"),
+        (wav(TONE).replace(b"\x01\x00\x01\x00", b"\x07\x00\x01\x00", 1), "samples are of format 7 with 16 bits"),
+        (wav(TONE[:0]), "A sound has no samples: leave it out"),
+        (np.empty(0), "A sound has no samples: leave it out"),
+        (np.stack([TONE, TONE]), r"one row of samples, and this one is an array of shape \(2, 160\): average its"),
+        (np.full(3, np.nan), "A sound has samples that are not finite numbers"),
+        ({"array": TONE, "sampling_rate": 0.5}, "A sound has 0.5 samples per second: give a whole number above 0"),
+        ([TONE, TONE[:3]], "A value of list is no sound"),
+        (torch.zeros(3, requires_grad=True), "A value of Parameter is no sound|A value of Tensor is no sound"),
+        (7, "A value of int is no sound: give an array of samples, a path, or the bytes of a file"),
+        ({}, "A value of NoneType is no sound"),
+        ("data:audio/wav;base64,!!", "cannot be read: it is no base64"),
+    ],
+)
+def test_what_is_no_sound_is_one_sentence(given, problem):
+    with pytest.raises(SoundError, match=problem) as raised:
+        read_sound(given)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        ({"type": "audio"}, "A message has a place for a sound and no sound"),
+        ({"type": "audio", "audio": TONE, "path": "a.wav"}, "A message has a sound under 'audio' and 'path'"),
+        ({"type": "input_audio", "input_audio": {"format": "wav"}}, "A sound of type 'input_audio' has no `data`"),
+        ({"type": "input_audio", "input_audio": {"data": "?"}}, "A sound of type 'input_audio' cannot be read: it is"),
+    ],
+)
+def test_a_part_without_one_sound_is_one_sentence(part, problem):
+    with pytest.raises(SoundError, match=problem):
+        read_part(part)
