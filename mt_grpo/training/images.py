@@ -99,6 +99,8 @@ def _listed(row: dict[str, Any], columns: tuple[str, str]) -> list[Any] | None:
     """What the second of two columns has, or else the first, as a list; `None` where neither has any."""
     one, several = columns
     given = row.get(several) if row.get(several) is not None else row.get(one)
+    if isinstance(given, (list, tuple)) and given and isinstance(given[0], (int, float)):
+        return [given]  # samples: a table has arrays as lists
     return list(given) if isinstance(given, (list, tuple)) else None if given is None else [given]
 
 

@@ -227,7 +227,9 @@ class Replay:
                     "run whose engine gave them."
                 )
             if min(node.tokens, default=0) < 0:
-                raise ConfigError(f"{where} shows images, which a replay cannot look at: replay a run of text.")
+                raise ConfigError(
+                    f"{where} shows images or plays sounds, which a replay cannot look at: replay a run of text."
+                )
             if max(node.tokens, default=0) >= vocabulary:
                 raise ConfigError(
                     f"{where} has the token {max(node.tokens)}, and the model knows {vocabulary}: replay it with the "

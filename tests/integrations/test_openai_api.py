@@ -195,7 +195,10 @@ def test_a_choice_of_tools_is_honoured_as_far_as_it_can_be(choice, calls):
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]},
             "has an image that cannot be read",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "reads text, and images of the user"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "has a sound that is no `input_audio` with `data`",
+        ),
         ({"messages": [{"role": "assistant", "content": "A"}]}, "nothing to reply to"),
         ({"tool_choice": "required"}, "give that tool alone"),
         ({"tool_choice": {"function": {"name": "other"}}, "tools": [LOOKUP]}, "`tools` has lookup"),

@@ -30,6 +30,7 @@ from mt_grpo.training.model import load_reference
 from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.step_log.records import read_audit
 from mt_grpo.weights.weight_file import FullParameters
+from support.audio import SOUND_FAMILIES, tone
 from support.images import ScriptedSight, build_processor, build_vision_model, picture
 from support.models import CPU_RUN, build_model, build_tokenizer, lookup
 
@@ -71,8 +72,9 @@ SCENARIOS = {
         "save_strategy": "steps",
         "save_steps": 3,
     },
-    # every other question shows an image, so in each step one of two ranks has none
+    # every other question shows an image, or plays a sound, so in each step one of two ranks has none
     "images": {"shuffle_dataset": False, "ddp_find_unused_parameters": False},
+    "sounds": {"shuffle_dataset": False, "ddp_find_unused_parameters": False},
     "spoilt": {},  # the second rank's loss is not finite
     "measured": {"do_eval": True, "per_device_eval_batch_size": 3, "num_generations_eval": 1},
     # ten evaluated conversations, eight to a batch: of the second batch the second rank has none
@@ -168,11 +170,18 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
         {"prompt": [{"role": "user", "content": f"What is {number} of Peru"}], "answer": f"Lima {number}"}
         for number in range(6)
     ]
-    processor = build_processor() if scenario == "images" else tokenizer
+    processor, sensing = tokenizer, scenario in ("images", "sounds")
     if scenario == "images":
+        processor = build_processor()
+    if scenario == "sounds":
+        processor, hearing = SOUND_FAMILIES["qwen2-audio"]()
+    if sensing:
         tokenizer = processor.tokenizer
-        for row in rows[::2]:
-            row["images"] = [picture("red", (16, 16 + 8 * len(row["answer"])))]
+        for number, row in enumerate(rows[::2]):
+            if scenario == "images":
+                row["images"] = [picture("red", (16, 16 + 8 * len(row["answer"])))]
+            else:
+                row["audio"] = tone(30.0 * (number + 1))
     options = {
         **CPU_RUN,
         "max_completion_length": 480,
@@ -205,6 +214,8 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     model = build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None)
     if scenario == "images":
         model = build_vision_model(tokenizer)
+    if scenario == "sounds":
+        model = hearing.train()
     if scenario == "wrong_trees":  # it looks at a token's place in the row, which trees change
         model.get_input_embeddings().register_forward_hook(
             lambda module, inputs, output: output + 0.01 * torch.arange(output.size(1))[:, None]
@@ -219,9 +230,9 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
         [] if scenario == "branches" else [Searched(), *[InformationGain()][: scenario in INFORMED]],
         [] if scenario == "turns" else [Length()],
         args,
-        rows if scenario == "images" else Dataset.from_list(rows),
+        rows if sensing else Dataset.from_list(rows),
         Dataset.from_list(rows[: 5 if scenario == "uneven" else 6]) if options.get("do_eval") else None,
-        engine=(ScriptedSight if scenario == "images" else ScriptedEngine)(
+        engine=(ScriptedSight if sensing else ScriptedEngine)(
             tokenizer,
             silent_at_first if scenario == "steps" else conversation,
             uneven_times if scenario == "ahead" else 0.0,

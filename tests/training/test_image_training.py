@@ -219,12 +219,12 @@ def test_an_engine_of_tokens_refuses_images(tmp_path):
             "A video is the list of its frames, .* 'a.mp4' is none: decode it",
         ),
         (
-            [{"type": "audio", "audio": "a.wav"}],
+            [{"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}],
             [],
-            "shows a part of type 'audio', and rollouts hold text, images and",
+            "shows a part of type 'video_url', and rollouts hold text, images",
         ),
     ],
-    ids=["bytes", "path", "places", "video", "sound"],
+    ids=["bytes", "path", "places", "video", "address"],
 )
 def test_a_row_with_a_bad_image_is_one_sentence(prompt, images, problem):
     row = {"prompt": [{"role": "user", "content": prompt}], "images": images}

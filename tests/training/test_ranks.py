@@ -100,6 +100,15 @@ def test_ranks_with_and_without_images_learn_what_one_learns(tmp_path):
     assert_the_same_is_learnt(one, sharded)
 
 
+def test_ranks_with_and_without_sounds_learn_what_one_learns(tmp_path):
+    """In each forward every rank hears a sound, so none waits for the gradients of another's tower."""
+    one = run(tmp_path / "one", 1, "sounds")
+    assert_the_same_is_learnt(one, run(tmp_path / "two", 2, "sounds"))
+    sharded = run(tmp_path / "sharded", 2, "sounds", **SHARDED)
+    assert sharded["sharded"]
+    assert_the_same_is_learnt(one, sharded)
+
+
 def test_sharded_weights_train_after_an_evaluation(tmp_path, alone):
     """FSDP and DeepSpeed wrap a model once, with its optimiser: an evaluation must not do it first."""
     assert_the_same_is_learnt(alone, run(tmp_path, 2, "measured", **SHARDED))

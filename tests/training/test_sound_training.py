@@ -208,6 +208,8 @@ def test_sounds_stand_where_their_places_are():
         *(Sound(each["array"], RATE) for each in (low, high)),
     ]
     assert with_its_images({"prompt": "What?", "audio": None}) == {"prompt": "What?", "audio": None}
+    listed = with_its_images({"prompt": "What?", "audio": tone().tolist()})["prompt"][0]["content"]
+    assert listed[0]["audio"] == Sound(tone())  # as a table has an array
 
 
 @pytest.mark.parametrize(

@@ -178,12 +178,11 @@ class TransformersEngine:
         with self.update, on_device(self.model.device), self.context():
             for request in batch:
                 request.weight_version = self.weight_version
-            for _, group in groupby(sorted(alike, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
-                self._generate([request for _, request in group])
+            for (drawing, _), group in groupby(sorted(alike, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
+                self._generate([request for _, request in group], drawing)
 
-    def _generate(self, batch: list[_Request]) -> None:
+    def _generate(self, batch: list[_Request], drawing: tuple[float, ...]) -> None:
         device = self.model.device
-        drawing = _drawing(batch[0].sampling)
         width = max(len(request.context) for request in batch)
         pad = self.tokenizer.pad_token_id
         # masked, but a repetition penalty reads it: a token of the row itself, so that padding changes nothing; the
