@@ -50,7 +50,7 @@ trl-oldest: $(VENV)/.installed .venv-trl-oldest/.installed
 # What people bring, with other versions of its libraries than those in .venv.
 interop: $(VENV)/.installed .venv-mcp-oldest/.installed
 	PYTHONPATH=$(CURDIR)/.venv-mcp-oldest $(BIN)/python -c "from importlib.metadata import version; assert version('mcp') == '$(MCP_OLDEST)'"
-	PYTHONPATH=$(CURDIR)/.venv-mcp-oldest $(BIN)/python -m pytest tests/tools/test_mcp.py tests/tools/test_tool_file.py
+	PYTHONPATH=$(CURDIR)/.venv-mcp-oldest $(BIN)/python -m pytest tests/tools/test_mcp.py tests/tools/test_mcp_pool.py tests/tools/test_tool_file.py
 
 # Games and environments of others, played for real, each library in an environment of its own over that of .venv.
 interop-games: .venv-interop/games/.installed .venv-interop/openenv/.installed

@@ -8,7 +8,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -43,6 +43,12 @@ def backoff(attempt: int) -> float:
         attempt (`int`): Attempts that failed so far, from 0.
     """
     return _random.uniform(0.0, min(LONGEST, SHORTEST * 2.0 ** min(attempt, 16)))
+
+
+def in_words(faults: Mapping[str, object]) -> str:
+    """What is wrong with servers, by address, for a sentence: the first three, and how many there are besides."""
+    said = [f"{url}: {fault}" for url, fault in faults.items()]
+    return "; ".join([*said[:3], *([f"and {len(said) - 3} more"] if len(said) > 3 else [])])
 
 
 class Unreachable(Exception):

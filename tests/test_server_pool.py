@@ -19,6 +19,7 @@ from mt_grpo.server_pool import (
     backoff,
     conversation,
     current_conversation,
+    in_words,
 )
 
 URLS = ["http://a:1", "http://b:1", "http://c:1"]
@@ -238,6 +239,11 @@ def test_pauses_are_drawn_below_a_bound_that_doubles():
         bound = min(server_pool.LONGEST, server_pool.SHORTEST * 2**attempt)
         drawn = [backoff(attempt) for _ in range(200)]
         assert 0 <= min(drawn) < bound / 4 and bound * 3 / 4 < max(drawn) <= bound
+
+
+def test_many_faults_are_counted():
+    assert in_words({"a": "off", "b": "off", "c": "off"}) == "a: off; b: off; c: off"
+    assert in_words(dict.fromkeys("abcde", "off")) == "a: off; b: off; c: off; and 2 more"
 
 
 def test_what_a_conversation_holds_is_given_back_at_its_end():

@@ -19,7 +19,7 @@ from mt_grpo.addresses import expand_addresses
 from mt_grpo.envs import Outcome, Policy
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.integrations.gym import GymEnv
-from mt_grpo.server_pool import STARTS, Full, ServerLost, ServerPool, Unreachable, backoff
+from mt_grpo.server_pool import STARTS, Full, ServerLost, ServerPool, Unreachable, backoff, in_words
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class OpenEnv(GymEnv):
                     "environment's server there."
                 )
         why = {url: _why(fault) for url, fault in faults.items()}
-        said = "; ".join(f"{url}: {words}" for url, words in why.items())
+        said = in_words(why)
         if len(why) == len(urls):
             which = f"the server of `{name}`" if len(urls) == 1 else f"any of the {len(urls)} servers of `{name}`"
             raise ConfigError(f"Cannot reach {which} ({said}): start it, or correct the address.")

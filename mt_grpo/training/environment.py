@@ -127,7 +127,7 @@ def _at(env: EnvLike, urls: list[str], key: str) -> OpenEnv:
     if not isinstance(env, OpenEnv):
         raise ConfigError(
             f"`environment_urls` names OpenEnv servers, and `{key}` is no environment that `openenv_server` made: "
-            "leave one of them out."
+            "leave one of them out (MCP servers are named in their own file)."
         )
     return env.at(urls)
 

@@ -16,6 +16,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openenv import OpenEnv
 from mt_grpo.option_rules import check_groups
 from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
+from mt_grpo.server_pool import in_words
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.model import resolve_base
 from mt_grpo.training.own_server import is_free
@@ -62,8 +63,7 @@ def environment(case: Case) -> Lines:
         gone = run(one.check())
         there = f"{len(one.pool.urls) - len(gone)} of {len(one.pool.urls)} OpenEnv servers answer"
         if gone:
-            said = "; ".join(f"{url}: {why}" for url, why in gone.items())
-            yield WARN, f"{there} ({said})", "start the others, or leave them out"
+            yield WARN, f"{there} ({in_words(gone)})", "start the others, or leave them out"
         else:
             yield OK, there, ""
 

@@ -379,8 +379,8 @@ class Life:
             number, phrase = self._status
             why = f"it answered {number} {phrase}".rstrip()
             return StartError(why, number in BUSY, number not in BUSY and (number < 500 or number == 501))
-        unreached = kind in ("ConnectError", "ConnectTimeout", "ReadError", "ReadTimeout")
-        return StartError(_in_words(cause), unreached, not unreached)
+        refused = kind in ("ConnectError", "ReadError")
+        return StartError(_in_words(cause), refused, not refused and kind not in ("ConnectTimeout", "ReadTimeout"))
 
 
 def _in_words(error: BaseException) -> str:

@@ -12,7 +12,15 @@ from typing import Any
 
 from mt_grpo.concurrency import OnePerProcess
 from mt_grpo.errors import ConfigError
-from mt_grpo.server_pool import STARTS, Conversation, ServerLost, ServerPool, Unreachable, current_conversation
+from mt_grpo.server_pool import (
+    STARTS,
+    Conversation,
+    ServerLost,
+    ServerPool,
+    Unreachable,
+    current_conversation,
+    in_words,
+)
 from mt_grpo.tools.mcp.config import McpServerConfig
 from mt_grpo.tools.mcp.life import Life, StartError
 from mt_grpo.tools.mcp.server import McpServer, McpServerGone
@@ -80,7 +88,7 @@ class McpPool:
                     f"The address {url} of the MCP server {name!r} cannot be used ({fault}): correct it, its path and "
                     "its `auth_token`, or leave it out."
                 )
-        said = "; ".join(f"{url}: {fault}" for url, fault in faults.items())
+        said = in_words(faults)
         if not listed:
             raise ConfigError(
                 f"None of the {len(found)} servers of the MCP server {name!r} can be started ({said}): check that "
