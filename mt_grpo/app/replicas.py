@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shlex
 import signal
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mt_grpo.errors import ConfigError
+
+_DIE_WITH_PARENT = 1  # of prctl
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,14 @@ def share_gpus(replicas: int, each: int, visible: Sequence[str]) -> list[str]:
 def run_replicas(replicas: Sequence[Replica]) -> int:
     """
     Starts servers and waits until all have ended. The first Ctrl-C or SIGTERM is passed on as SIGTERM, at which each
-    finishes the requests under way; the second one ends them at once. One that ends by itself ends no other.
+    finishes the requests under way; the second one ends them at once. One that ends by itself ends no other. All get
+    SIGTERM where this process is killed. It has to be called in the main thread, whose end they see.
 
     Returns:
         `int`: 0 if they ended because they were told to, else 1.
     """
     processes: dict[str, subprocess.Popen[bytes]] = {}
+    libc, supervisor = ctypes.CDLL(None), os.getpid()  # loaded before the fork
     told: list[int] = []
 
     def end(number: int, frame: object) -> None:
@@ -76,6 +81,11 @@ def run_replicas(replicas: Sequence[Replica]) -> int:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
+    def end_with_supervisor() -> None:
+        libc.prctl(_DIE_WITH_PARENT, signal.SIGTERM)
+        if os.getppid() != supervisor:  # killed before it was said
+            os._exit(1)
+
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for replica in replicas:
@@ -83,7 +93,9 @@ def run_replicas(replicas: Sequence[Replica]) -> int:
                 break
             print(f"{replica.line}\n", end="", flush=True)  # one write: the servers write beside it
             environment = {**os.environ, **replica.environment}
-            processes[replica.url] = subprocess.Popen(replica.command, env=environment, process_group=0)
+            processes[replica.url] = subprocess.Popen(
+                replica.command, env=environment, process_group=0, preexec_fn=end_with_supervisor
+            )
             if told:  # before it was among them
                 processes[replica.url].send_signal(signal.SIGTERM)
         watches = [threading.Thread(target=_tell_end, args=(*one, told), daemon=True) for one in processes.items()]

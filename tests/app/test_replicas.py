@@ -56,6 +56,15 @@ def test_a_signal_lets_every_server_finish(number):
     assert process.returncode == 0 and {"finished 0", "finished 1"} <= set(out.split("\n")) and not err
 
 
+def test_servers_end_with_a_supervisor_that_is_killed():
+    process = supervised(SERVES, SERVES)
+    read_until(process, "up", "up")
+    process.kill()
+    read_until(process, "finished 0", "finished 1")
+    process.communicate(timeout=60)  # they have the other end of its output
+    assert process.returncode == -signal.SIGKILL
+
+
 def test_a_second_signal_ends_what_does_not_finish():
     process = supervised(STAYS)
     read_until(process, "up")
