@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.forked import run_processes
+from support.hosts import ADDRESS, hosts
 
 from mt_grpo.runlog import open_run
 
@@ -89,6 +92,23 @@ def test_two_ranks_with_sharded_weights_learn_what_one_learns(tmp_path, alone):
     assert two["sharded"] and not alone["sharded"]
     assert two["proven"] == alone["proven"] and two["proven"]
     assert_the_same_is_learnt(alone, two)
+
+
+def test_sharded_ranks_on_two_hosts_learn_what_one_learns(tmp_path, alone):
+    """The hosts are network namespaces that share no folder; the first one has the records of both."""
+    folder = tmp_path / "run"
+    group = {"MASTER_ADDR": ADDRESS.format(1), "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    group |= {"LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(sys.path), **SHARDED}
+    with hosts(2, folder, tmp_path / "private") as two:
+        logs = [tmp_path / f"host{rank}.log" for rank in range(2)]
+        command = ["-m", "support.ranks", str(folder), "2", "plain"]
+        running = [two.start(rank, command, logs[rank], **group, RANK=str(rank)) for rank in range(2)]
+        assert [process.wait(300) for process in running] == [0, 0], logs[0].read_text()[-3000:]
+    first, second = (tmp_path / "private" / name for name in "01")
+    found = torch.load(first / "result.pt")
+    assert found["sharded"] and not list(second.glob("result.pt"))
+    assert_the_same_is_learnt(alone, found)
+    assert set(open_run(first).column("rank")) == {0, 1}
 
 
 def test_ranks_with_and_without_images_learn_what_one_learns(tmp_path):
