@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from datasets import Audio, Dataset, Image, IterableDataset, List
@@ -13,6 +14,7 @@ from mt_grpo.forward.images import image_token, sound_token, video_token
 from mt_grpo.images import ImageError, read_image, read_parts
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import ImageEngine
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.images import ImageEncoder, hearing
 from mt_grpo.sounds import SoundError, read_part
 
@@ -171,6 +173,11 @@ def check_images(encoder: ImageEncoder | None, config: PreTrainedConfig, engine:
         (SOUND_COLUMNS, Audio, PLACE, sound_token(config), "sounds"),
     ):
         column = next((name for rows in every for name in columns if _holds(rows, name, feature)), None)
+        if column is not None and feature is Audio and isinstance(engine, VLLMServerClient):
+            raise ConfigError(
+                f"The column {column!r} of the dataset holds sounds, which are not sent to a vLLM server: set "
+                f"`use_vllm: false`, or remove the column (`remove_columns({column!r})`)."
+            )
         if column is None or (encoder is not None and encoder.takes(part)):
             continue
         if token is None:
@@ -185,6 +192,23 @@ def check_images(encoder: ImageEncoder | None, config: PreTrainedConfig, engine:
             f"The column {column!r} of the dataset holds {what}, and {problem}: {mend}, or remove the column "
             f"(`remove_columns({column!r})`)."
         )
+
+
+def check_decoding(rows: Dataset | IterableDataset | None) -> None:
+    """
+    Refuses a dataset with a column of sounds that nothing here decodes, before a row is looked at.
+
+    Raises:
+        ConfigError: With the column.
+    """
+    for column, feature in ((None if rows is None else rows.features) or {}).items():
+        inner = feature.feature if isinstance(feature, List) else feature
+        if isinstance(inner, Audio) and inner.decode and importlib.util.find_spec("torchcodec") is None:
+            raise ConfigError(
+                f"The column {column!r} of the dataset is decoded with torchcodec, which is not installed: `pip "
+                f"install torchcodec`, or give files as they are (`cast_column({column!r}, datasets.Audio(decode="
+                "False))`)."
+            )
 
 
 def _holds(rows: Dataset | IterableDataset | None, name: str, kind: type) -> bool:

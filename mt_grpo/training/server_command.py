@@ -16,7 +16,7 @@ from trl import ModelConfig
 
 import mt_grpo
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.images import media_tokens
+from mt_grpo.forward.images import image_token
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
@@ -77,7 +77,7 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
     command += flags
     environment |= variables
     config = _read_config(resolve_base(name), args, model)
-    if config is not None and media_tokens(config):
+    if config is not None and image_token(config) is not None:
         # the endpoint that takes token ids with images, of pixels as the trainer's processor makes them
         command += ["--enable-scale-out", "--no-mm-device-do-normalize"]
     routes = replays_routes(args) and config is not None and route_shape(config) is not None

@@ -20,6 +20,7 @@ from trl import GRPOConfig
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.images import check_decoding
 
 REFERENCE = "ref"
 """The adapter in which TRL's trainer keeps the reference of a model that comes with an adapter."""
@@ -56,11 +57,13 @@ def as_rows(data: Any, name: str) -> Any:
     A dataset as it is, and a list of rows as a dataset; `name` is that of the argument.
 
     Raises:
-        ConfigError: If it is something else, or its rows do not have the same types in the same columns.
+        ConfigError: If it is something else, its rows do not have the same types in the same columns, or nothing here
+            decodes its sounds.
     """
     if isinstance(data, dict):
         return {split: as_rows(rows, f"{name}[{split!r}]") for split, rows in data.items()}
     if data is None or isinstance(data, (Dataset, IterableDataset)):
+        check_decoding(data)
         return data
     if not isinstance(data, (list, tuple)):
         raise ConfigError(

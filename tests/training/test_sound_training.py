@@ -19,9 +19,10 @@ from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.images import image_parts
 from mt_grpo.rollout.engines.scripted import ScriptedEngine
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.runlog.reader import open_run
 from mt_grpo.sounds import Sound, as_wav, read_part, read_sound
-from mt_grpo.training.images import with_its_images
+from mt_grpo.training.images import check_images, image_encoder, with_its_images
 
 ROWS = [
     {"prompt": [{"role": "user", "content": "What is it?"}], "audio": {"array": tone(pitch), "sampling_rate": RATE}}
@@ -267,6 +268,22 @@ def test_sounds_for_models_without_ears_are_refused(tmp_path):
         ConfigError, match="holds sounds, and ScriptedEngine is given tokens of text only: sample with"
     ):
         with_audio(tmp_path, model, hears, engine=ScriptedEngine(hears.tokenizer, ["a"]))
+
+
+def test_sounds_that_nothing_decodes_are_refused(tmp_path):
+    rows = Dataset.from_dict({"prompt": ["What is it?"] * 4, "audio": ["a.wav"] * 4}).cast_column("audio", Audio())
+    with pytest.raises(ConfigError, match=r"'audio' .* torchcodec, which is not installed: .*datasets.Audio\(decode"):
+        trainer_of(tmp_path, rows=rows)
+
+
+def test_sounds_are_not_sent_to_a_server():
+    processor, model = SOUND_FAMILIES["qwen2-audio"]()
+    rows = Dataset.from_dict({"prompt": ["What?"], "audio": ["a.wav"]}).cast_column("audio", Audio(decode=False))
+    client = VLLMServerClient("http://127.0.0.1:9", processor.tokenizer)
+    with pytest.raises(
+        ConfigError, match="'audio' .* holds sounds, which are not sent to a vLLM server: set `use_vll"
+    ):
+        check_images(image_encoder(processor, model.config, client), model.config, client, rows)
 
 
 def test_a_model_alone_brings_its_processor(tmp_path):

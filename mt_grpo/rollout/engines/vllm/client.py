@@ -252,7 +252,8 @@ class VLLMServerClient:
         self, session: str, context: list[int], sampling: SamplingParams, content: Content, path: str
     ) -> Sample:
         """Samples until there is no token of an image in the sample: no image would stand behind it."""
-        never = tuple(self.media_tokens.values())
+        # some models name a token for what they do not take, which is none of their vocabulary
+        never = tuple(token for token in self.media_tokens.values() if token < len(self.tokenizer))
         if not never:
             return await self._sample_once(session, context, sampling, content, path)
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *never))
