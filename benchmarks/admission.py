@@ -22,6 +22,7 @@ import heapq
 import random
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from common import write
@@ -34,6 +35,8 @@ OF_BEST, OF_ALL = 0.95, 1.2
 FIXED = (4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 STEP, EACH, PREFILL = 0.012, 0.00006, 0.00012
 """Seconds of a step, of each request in it, and of a token that is computed."""
+LONGEST = 16_384
+"""Tokens of a context at most."""
 CHUNK = 8192
 """Tokens that a step computes at most."""
 WORKLOADS = {
@@ -87,6 +90,8 @@ def conversations(kind: str, number: int, seed: int) -> list[Conversation]:
             ]
         else:
             sizes = [(draw.randint(60, 400), draw.randint(100, 1000)) for _ in range(draw.randint(2, 9))]
+        lengths = list(accumulate((action + answer for action, answer in sizes), initial=prompt))[1:]
+        sizes = [size for size, length in zip(sizes, lengths, strict=True) if length <= LONGEST] or sizes[:1]
         turns = [(action, answer, draw.expovariate(1 / pause)) for action, answer in sizes]
         found.append(Conversation(f"{seed}-{index}", turns, prompt, left=turns[0][0]))
     return found
