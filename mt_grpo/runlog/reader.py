@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -54,6 +56,10 @@ NUMBERS = {
     "clipped": np.float64,
 }
 """Fields of a row that become arrays; the others become lists."""
+
+_READS = threading.Lock()
+"""Held while pyarrow reads. Its threads take the interpreter's lock to read a file, which none gets that is at its end."""
+atexit.register(_READS.acquire)  # the interpreter waits for the read under way, and no thread begins another
 
 MOST_BYTES = 2**29
 """Bytes of a row group once they are unpacked. Fewer packed ones can be made to fill the memory."""
@@ -307,18 +313,19 @@ class Run:
             )
         with self._naming_damage(name), path.open("rb") as file:
             self._check(name, file)
-            parquet = pq.ParquetFile(file, page_checksum_verification=True)
-            found = parquet.schema_arrow
-            columns = [name for name in columns if name not in schema.LATER or name in found.names]
-            _check_columns(found, known, columns)
-            if group >= parquet.num_row_groups:
-                raise Damage(f"it has {parquet.metadata.num_rows} rows")
-            about = parquet.metadata.row_group(group)
-            values = max(about.column(number).num_values for number in range(about.num_columns))
-            if about.num_rows > schema.ROW_GROUP or about.total_byte_size > MOST_BYTES or values > MOST_VALUES:
-                raise Damage("a row group is larger than any that a run writes")
-            # one thread: handing 16 rows out to several takes longer than reading them
-            return parquet.read_row_group(group, columns, use_threads=False).select(columns)
+            with _READS:
+                parquet = pq.ParquetFile(file, page_checksum_verification=True)
+                found = parquet.schema_arrow
+                columns = [name for name in columns if name not in schema.LATER or name in found.names]
+                _check_columns(found, known, columns)
+                if group >= parquet.num_row_groups:
+                    raise Damage(f"it has {parquet.metadata.num_rows} rows")
+                about = parquet.metadata.row_group(group)
+                values = max(about.column(number).num_values for number in range(about.num_columns))
+                if about.num_rows > schema.ROW_GROUP or about.total_byte_size > MOST_BYTES or values > MOST_VALUES:
+                    raise Damage("a row group is larger than any that a run writes")
+                # one thread: handing 16 rows out to several takes longer than reading them
+                return parquet.read_row_group(group, columns, use_threads=False).select(columns)
 
     def _check(self, name: str, file: BinaryIO) -> None:
         """Raises `Damage` if a file has other bytes than the index says. A file that did not change is read once."""

@@ -358,3 +358,25 @@ def test_half_a_line_of_metrics_goes_when_the_next_is_written(tmp_path):
         path.write_text(text)
         end_with_a_line(path)
         assert path.read_text() == left
+
+
+ENDS_IN_A_READ = """
+import io, sys, threading, time
+from pathlib import Path
+from mt_grpo.runlog import open_run
+run, begun = open_run(sys.argv[1]), threading.Event()
+class Slow(io.FileIO):
+    def read(self, size=-1):
+        if threading.current_thread() is not reader:  # one of pyarrow's
+            begun.set()
+            time.sleep(0.2)
+        return super().read(size)
+Path.open = lambda path, mode: Slow(path)
+reader = threading.Thread(target=lambda: list(run.records(run.rows)), daemon=True)
+reader.start()
+begun.wait()
+"""
+
+
+def test_a_program_ends_while_its_threads_read(folder):
+    subprocess.run([sys.executable, "-c", ENDS_IN_A_READ, str(folder)], check=True, timeout=60)
