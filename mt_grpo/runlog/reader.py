@@ -58,7 +58,7 @@ NUMBERS = {
 """Fields of a row that become arrays; the others become lists."""
 
 _READS = threading.Lock()
-"""Held while pyarrow reads. Its threads take the interpreter's lock to read a file, which none gets that is at its end."""
+"""Held while pyarrow reads. To read a file its threads need the interpreter, which none gets that is at its end."""
 atexit.register(_READS.acquire)  # the interpreter waits for the read under way, and no thread begins another
 
 MOST_BYTES = 2**29
