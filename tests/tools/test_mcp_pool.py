@@ -159,7 +159,7 @@ def test_all_servers_dead_end_conversations_not_the_run(tmp_path, own, monkeypat
 
 def test_a_server_that_is_down_is_named_and_the_run_goes_on(tmp_path, two, caplog):
     tools = tools_of(tmp_path, two[0], NOBODY)
-    [said] = caplog.records
+    [said] = [record for record in caplog.records if record.name == "mt_grpo.tools.mcp.pool"]
     assert said.message.startswith(
         "1 of the 2 servers of the MCP server 'small' cannot be started (http://127.0.0.1:9"
     )
