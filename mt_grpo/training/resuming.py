@@ -61,6 +61,7 @@ class ResumableTrainer(GRPOTrainer):
     _synced_step: int
     _failed_batches: int
     _sampler: Sampler[int] | None
+    _begun: tuple[int, int, Any]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
@@ -90,6 +91,7 @@ class ResumableTrainer(GRPOTrainer):
         self._earlier = []
         # a run that begins again keeps nothing of one that was interrupted in this process
         self._step, self._buffered_inputs, self._synced_step, self._failed_batches = 0, None, -1, 0
+        self._begun = -1, 0, None
         folder = Path(self.args.output_dir).resolve()
         self.step_log.records.resumes = checkpoint is not None and Path(checkpoint).resolve().parent == folder
         self._ahead, self._sampler = batches_ahead(self), None  # a stream has no sampler
@@ -120,7 +122,8 @@ class ResumableTrainer(GRPOTrainer):
         return Pulse(self.args.output_dir, look).beating()
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any) -> tuple[list[Any], Any]:
-        """Those of transformers, which may have been read ahead."""
+        """Those of transformers, which may have been read ahead. An optimiser step begins here."""
+        self._begun = self.state.global_step, self._step, self._buffered_inputs
         if self._ahead is not None:
             epoch_iterator = self._ahead.read(epoch_iterator, num_batches, self._step, self.state)
         return super().get_batch_samples(epoch_iterator, num_batches, *args)
@@ -192,7 +195,9 @@ class ResumableTrainer(GRPOTrainer):
         saved = is_whole(folder)
         self.accelerator.wait_for_everyone()  # every process looks before one writes
         if not saved:
-            self._step -= self._step % self.args.gradient_accumulation_steps  # an unfinished step begins again
+            step, *before = self._begun
+            if step == self.state.global_step:  # an unfinished step begins again
+                self._step, self._buffered_inputs = before
             self._save_checkpoint(self.model, trial=None)
         return folder
 

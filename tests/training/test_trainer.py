@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from support.models import CPU_RUN, build_model, lookup
-from support.trainers import LOSS_TYPES, Answered, Letters, batch, conversation, member
+from support.trainers import LOSS_TYPES, Answered, Letters, batch, conversation, member, trainer_builder
 from trl import GRPOConfig, GRPOTrainer
 
 from mt_grpo.credit import estimate
@@ -180,6 +180,31 @@ def test_a_resumed_run_keeps_the_order_of_later_epochs(build, tmp_path, number):
 
     whole = answered(tmp_path, save_strategy="steps", save_steps=1)
     assert answered(tmp_path, resume_from_checkpoint=str(tmp_path / f"checkpoint-{number}")) == whole
+
+
+@pytest.mark.slow
+def test_a_step_that_was_cut_short_begins_again(tmp_path, tokenizer, questions):
+    """Three batches per epoch, two per step: the third step begins with the fourth batch, and is cut in the fifth."""
+    build = trainer_builder(tmp_path, tokenizer, questions.select(range(3)))
+    options = {"max_steps": 4, "temperature": 1.0, "max_turn_length": 12, "learning_rate": 1e-3}
+    options |= {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "rewards": ((), (Letters(),))}
+    whole = build(None, output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+
+    class Cut(Letters):
+        def score(self, trajectory, **row):
+            if trajectory.session.startswith("train-000002") and cut.accelerator.gradient_state.sync_gradients:
+                raise KeyboardInterrupt
+            return super().score(trajectory, **row)
+
+    cut = build(None, output_dir=str(tmp_path / "cut"), **{**options, "rewards": ((), (Cut(),))})
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    folder = cut.save_checkpoint()
+    resumed = build(None, output_dir=str(tmp_path / "cut"), **options)
+    resumed.train(resume_from_checkpoint=str(folder))
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_checkpoint_of_another_number_of_processes_is_refused(tmp_path, build):
