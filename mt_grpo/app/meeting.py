@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mt_grpo.errors import ConfigError
 
 MOST = 900
 """Seconds that hosts wait for each other: a cluster starts them one by one. A shorter `ddp_timeout` holds here too."""
+PATIENCE = 10.0
+"""Seconds that a first host has, at least, to answer as one."""
 AGAIN = 1.0
 """Seconds between two attempts to reach the first host."""
 PORT = 29500
@@ -110,7 +115,7 @@ class Hosts:
             left = end - time.monotonic()
             try:
                 socket.create_connection((self.address, self.port), timeout=max(AGAIN, left)).close()
-                return
+                break
             except OSError as error:  # no such name, no route, nobody listens
                 if left <= AGAIN:
                     raise ConfigError(
@@ -119,3 +124,16 @@ class Hosts:
                         "see that `--main_process_ip` and `--main_process_port` are right and this host has a route."
                     ) from None
             time.sleep(AGAIN)
+        # torch would wait for ever for a store's answer from anything else
+        join = threading.Thread(target=self._join, args=(seconds,), daemon=True)
+        join.start()
+        join.join(max(PATIENCE, end - time.monotonic()))
+        if join.is_alive():
+            raise ConfigError(
+                f"Something else than the first host of the run listens at {self.address}:{self.port}: give all hosts "
+                "another `--main_process_port`."
+            )
+
+    def _join(self, seconds: int) -> None:
+        with contextlib.suppress(DistError):  # the first host has gone again, which torch's launcher will find
+            TCPStore(str(self.address), self.port, wait_for_workers=False, timeout=timedelta(seconds=seconds))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 import yaml
 from support.forked import Forked
 from support.loopback import free_port
 
+from mt_grpo.app import meeting
 from mt_grpo.cli import main
 from mt_grpo.training.processes import ProcessGoneError, says_who_is_gone
 
@@ -46,6 +48,16 @@ def test_a_first_host_that_stays_alone_says_so(command, tmp_path, options):
     said = (tmp_path / "log").read_text()
     assert f"mt-grpo: The 2 hosts of the run did not meet at 127.0.0.1:{port} within 1 s" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.own_process
+def test_a_port_that_something_else_listens_at_is_named(command, capsys, monkeypatch):
+    """Also where it takes what it is sent and says nothing, for which torch waits without end."""
+    monkeypatch.setattr(meeting, "PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert main(["train", *command(1, silent.getsockname()[1])]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Something else than the first host of the run listens at 127.0.0.1:" in line
 
 
 def test_a_port_of_its_own_for_each_host_is_refused(command, tmp_path, capsys):
