@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig, get_peft_model
+from support.audio import SOUND_FAMILIES
 from support.models import build_model
 from support.recipes import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -492,3 +493,9 @@ def test_the_command_prints_json(recipe, capsys):
 def test_wrong_options_are_refused(recipe, capsys, given, message):
     assert main(["doctor", *recipe(), *given]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_model_that_hears_is_planned_with_what_it_hears_with():
+    model = SOUND_FAMILIES["qwen2-audio"]()[1]
+    model.config.architectures = [type(model).__name__]
+    assert read_shape(model.config).parameters == sum(each.numel() for each in model.parameters())

@@ -26,7 +26,7 @@ from mt_grpo.integrations.swift import (
     envs,
     multi_turns,
 )
-from mt_grpo.integrations.swift.images import with_images
+from mt_grpo.integrations.swift.images import with_images, without_images
 from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.training.batch import batch_logps
@@ -548,6 +548,13 @@ class Shows(MultiTurnScheduler):
             infer_request.messages[0]["content"] = "What was it?"
             infer_request.messages.append({"role": "user", "content": "And before?"})
         return {"infer_request": infer_request}
+
+
+def test_a_message_that_plays_a_sound_keeps_it_beside_an_image():
+    parts = [{"type": "image", "image": picture()}, {"type": "audio", "audio": [0.5]}, {"type": "text", "text": "?"}]
+    messages = [{"role": "user", "content": parts}, {"role": "user", "content": parts[::2]}]
+    written, images = without_images(messages)
+    assert written == [messages[0], {"role": "user", "content": "<image>?"}] and len(images) == 1
 
 
 def test_a_scheduler_adds_and_removes_images():

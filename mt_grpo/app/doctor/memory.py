@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import yaml
 from peft import PeftConfig, get_peft_model
 from torch import nn
@@ -249,7 +250,10 @@ def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **optio
         **options: For `from_config`, e.g. `trust_remote_code`.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **options)
+        # what sees or hears may be no causal language model by name: TRL makes it by its architecture too
+        architecture = getattr(transformers, (config.architectures or [""])[0], None)
+        known = architecture is None or type(config) in AutoModelForCausalLM._model_mapping
+        model = AutoModelForCausalLM.from_config(config, **options) if known else architecture(config)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         head = model.get_output_embeddings()
         layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not head]

@@ -8,19 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mt_grpo.images import is_image_part, read_image
+from mt_grpo.images import is_image_part, is_shown, read_image
 from mt_grpo.trajectory import Message
 
 PLACE = "<image>"
 
 
 def without_images(messages: list[Message]) -> tuple[list[Message], list[Any]]:
-    """Messages whose images are places, and the images in order."""
+    """
+    Messages whose images are places, and the images in order. A message that shows a video too, or plays a sound,
+    stays as it is.
+    """
     images: list[Any] = []
     written = []
     for message in messages:
         content = message.get("content")
-        if isinstance(content, list) and any(map(is_image_part, content)):
+        others = isinstance(content, list) and any(is_shown(part) and not is_image_part(part) for part in content)
+        if isinstance(content, list) and not others and any(map(is_image_part, content)):
             images += [part["image"] for part in content if is_image_part(part)]
             words = [PLACE if is_image_part(part) else part.get("text", "") for part in content]
             message = {**message, "content": "".join(words)}
