@@ -17,7 +17,7 @@ import transformers
 import yaml
 from peft import PeftConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from mt_grpo.app.shipped import accelerate_configs, read_accelerate_config
 from mt_grpo.errors import ConfigError, UnsupportedModelError
@@ -252,7 +252,7 @@ def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **optio
     with torch.device("meta"):
         # what sees or hears may be no causal language model by name: TRL makes it by its architecture too
         architecture = getattr(transformers, (config.architectures or [""])[0], None)
-        known = architecture is None or type(config) in AutoModelForCausalLM._model_mapping
+        known = architecture is None or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         model = AutoModelForCausalLM.from_config(config, **options) if known else architecture(config)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         head = model.get_output_embeddings()
