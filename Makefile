@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BENCHMARKS := answers architectures head history methods packing parity prefix_cache rollout step tokens_trained tree_row \
-	viewer weight_sync weight_fetch weight_delta admission
+	viewer weight_sync weight_fetch weight_delta weight_pause admission
 
 # A process for each core, which takes up to 3.5 GB with the vLLM server of its tests.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile --max-worker-restart=0

@@ -332,10 +332,11 @@ class Gate:
         try:
             await begun
         except asyncio.CancelledError:
-            if begun.cancelled():
-                self._waiting[session].remove(begun)
+            waiting = self._waiting.get(session, [])
+            if begun in waiting:
+                waiting.remove(begun)
                 admission.withdraw(session)
-            else:
+            else:  # it had just begun
                 admission.end(session, 0, time.monotonic())
             self._begin_soon()
             raise
