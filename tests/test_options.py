@@ -119,6 +119,11 @@ def test_an_option_is_one_line_of_the_table(tmp_path, monkeypatch):
         OneMore(str(tmp_path), use_cpu=True, patience=0)
 
 
+def test_none_is_no_value_of_an_option_that_has_one(tmp_path):
+    with pytest.raises(ConfigError, match="`max_staleness` is None, which says nothing: leave it out"):
+        config(tmp_path, max_staleness=None)
+
+
 def test_the_configuration_is_a_plain_dataclass(tmp_path):
     args = config(tmp_path, tools="calculator", agent=None)
     assert pickle.loads(pickle.dumps(args)).to_dict() == args.to_dict()

@@ -250,7 +250,7 @@ def _values(
     who = [
         (counted, f"the group’s {len(counted)}"),
         (others, f"the other {len(others)}"),
-        (siblings, f"its other {len(siblings)} branches"),
+        (siblings, f"its other {len(siblings)} branches" if len(siblings) > 1 else "its other branch"),
         ([member for member in counted if member.root != here.root], "the other conversations and their branches"),
         (applies, f"the {len(applies)} of the group that have one"),
         ([member for member in reach if member is not here], f"the others that reach turn {turn + 1}"),
