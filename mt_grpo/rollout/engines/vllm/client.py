@@ -391,10 +391,11 @@ class VLLMServerClient:
             self._wire = None  # a request that comes meanwhile opens others
             for task in wire.watchers.values():
                 task.cancel()
-            await asyncio.gather(*wire.watchers.values(), return_exceptions=True)
-            for gate in wire.gates.values():
-                await gate.close()
-            await wire.http.close()
+            try:
+                await asyncio.gather(*wire.watchers.values(), return_exceptions=True)
+                await asyncio.gather(*(gate.close() for gate in wire.gates.values()))
+            finally:  # who closes may be cancelled meanwhile
+                await wire.http.close()
 
     async def _ask(
         self,
