@@ -72,7 +72,7 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         ours = options_of(type(self))
         for field in fields(self):
             given = getattr(self, field.name)
-            if given is None and field.name in ours and "None" not in str(field.type):
+            if given is None and field.name in ours and field.default is not None and "None" not in str(field.type):
                 raise ConfigError(f"`{field.name}` is None, which says nothing: leave it out, or give a value.")
             if isinstance(given, str) and field.name in ours and str(field.type).startswith("list[str]"):
                 setattr(self, field.name, [given])  # a recipe may give one name without a list
