@@ -58,7 +58,7 @@ NUMBERS = {
 """Fields of a row that become arrays; the others become lists."""
 
 _READS = threading.Lock()
-"""Held while pyarrow reads. To read a file its threads need the interpreter, which none gets that is at its end."""
+"""Held while pyarrow reads. A thread that the interpreter's end stops in there would abort the process."""
 atexit.register(_READS.acquire)  # the interpreter waits for the read under way, and no thread begins another
 
 MOST_BYTES = 2**29
@@ -314,7 +314,8 @@ class Run:
         with self._naming_damage(name), path.open("rb") as file:
             self._check(name, file)
             with _READS:
-                parquet = pq.ParquetFile(file, page_checksum_verification=True)
+                # this thread alone: pyarrow's would wait for the interpreter, whose end waits for them
+                parquet = pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False)
                 found = parquet.schema_arrow
                 columns = [name for name in columns if name not in schema.LATER or name in found.names]
                 _check_columns(found, known, columns)

@@ -265,14 +265,19 @@ class Camera:
 
     def listen(self) -> list:
         """Takes a sound."""
-        return [{"type": "audio", "audio": b""}]
+        return [{"type": "audio", "audio": [0.0] * 160}]
+
+    def smell(self) -> list:
+        """Takes a smell."""
+        return [{"type": "smell", "smell": "of roses"}]
 
 
 @pytest.mark.parametrize(
     ("method", "error"),
     [
         ("look", "TemplateError: A message of 'tool' shows an image, and this run gives its model text only: use a"),
-        ("listen", "PartError: A part of type 'audio' cannot be shown: models read text, images and videos."),
+        ("listen", "TemplateError: A message of 'tool' plays a sound, and this run gives its model text only: use a"),
+        ("smell", "PartError: A part of type 'smell' cannot be shown: models read text, images, videos and sounds."),
     ],
 )
 def test_what_a_model_cannot_read_ends_the_conversation(method, error):

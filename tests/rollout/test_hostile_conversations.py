@@ -391,7 +391,7 @@ def test_a_server_killed_in_mid_call_ends_calls_only(tmp_path, noise, briefly, m
     next(tool for tool in tools if tool.name == "big").max_result_size = 50
     draw = random.Random(SEED)
     # what a call may be answered, where another conversation's may have ended the server
-    ended = "McpToolError: the MCP server 'hostile' ended"
+    ended = "McpServerGone: the MCP server 'hostile' ended"
     says = {
         call("add", a=1, b=2): "3",
         call("big", characters=10_000_000): "x" * 50 + "\n[9,999,950 of 10,000,000 characters",
