@@ -245,6 +245,7 @@ class Noise(logging.Handler):
 @pytest.fixture
 def noise(monkeypatch):
     found = Noise()
+    gc.collect()  # what earlier tests left is closed before
     logging.getLogger().addHandler(found)
     monkeypatch.setattr(threading, "excepthook", lambda hook: found.lines.update([f"thread: {hook.exc_value!r}"]))
     monkeypatch.setattr(sys, "unraisablehook", lambda hook: found.lines.update([f"lost: {hook.exc_value!r}"]))
