@@ -52,7 +52,7 @@ def test_a_quick_run_ends_and_leaves_the_results_alone(script, tmp_path):
 def test_these_have_a_quick_mode():
     served = {name for name in QUICK if marks(name)}
     assert {"history.py", "methods.py", "rollout.py"} <= set(QUICK) - served
-    assert served == {"parity.py", "prefix_cache.py", "weight_sync.py"}
+    assert served == {"parity.py", "prefix_cache.py", "weight_pause.py", "weight_sync.py"}
 
 
 SERVING = """

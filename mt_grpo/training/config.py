@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from accelerate import PartialState
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
@@ -63,6 +65,13 @@ def options_given(args: GRPOConfig) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def _never_none() -> set[str]:
+    """Options that always have a value. TRL's parser changes the types that the fields themselves name."""
+    hints = get_type_hints(MTGRPOConfig)
+    return {name for name in options_of(MTGRPOConfig) if NoneType not in get_args(hints[name])}
+
+
 @with_options_in_docstring
 @dataclass
 class MTGRPOConfig(RunOptions, GRPOConfig):
@@ -72,7 +81,7 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         ours = options_of(type(self))
         for field in fields(self):
             given = getattr(self, field.name)
-            if given is None and field.name in ours and field.default is not None and "None" not in str(field.type):
+            if given is None and field.name in _never_none():
                 raise ConfigError(f"`{field.name}` is None, which says nothing: leave it out, or give a value.")
             if isinstance(given, str) and field.name in ours and str(field.type).startswith("list[str]"):
                 setattr(self, field.name, [given])  # a recipe may give one name without a list
