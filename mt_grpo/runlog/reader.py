@@ -58,7 +58,9 @@ NUMBERS = {
 """Fields of a row that become arrays; the others become lists."""
 
 _READS = threading.Lock()
-"""Held while pyarrow reads. A thread that the interpreter's end stops in there would abort the process."""
+"""
+Held while pyarrow has a file open: a thread that the interpreter's end stops in there would abort the process.
+"""
 atexit.register(_READS.acquire)  # the interpreter waits for the read under way, and no thread begins another
 
 MOST_BYTES = 2**29
@@ -314,19 +316,7 @@ class Run:
         with self._naming_damage(name), path.open("rb") as file:
             self._check(name, file)
             with _READS:
-                # this thread alone: pyarrow's would wait for the interpreter, whose end waits for them
-                parquet = pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False)
-                found = parquet.schema_arrow
-                columns = [name for name in columns if name not in schema.LATER or name in found.names]
-                _check_columns(found, known, columns)
-                if group >= parquet.num_row_groups:
-                    raise Damage(f"it has {parquet.metadata.num_rows} rows")
-                about = parquet.metadata.row_group(group)
-                values = max(about.column(number).num_values for number in range(about.num_columns))
-                if about.num_rows > schema.ROW_GROUP or about.total_byte_size > MOST_BYTES or values > MOST_VALUES:
-                    raise Damage("a row group is larger than any that a run writes")
-                # one thread: handing 16 rows out to several takes longer than reading them
-                return parquet.read_row_group(group, columns, use_threads=False).select(columns)
+                return _unpacked(file, group, known, columns)
 
     def _check(self, name: str, file: BinaryIO) -> None:
         """Raises `Damage` if a file has other bytes than the index says. A file that did not change is read once."""
@@ -353,6 +343,22 @@ class Run:
             raise UserError(
                 f"{self._rollouts / name} is damaged ({words}): bring it back, or look at another conversation."
             ) from None
+
+
+def _unpacked(file: BinaryIO, group: int, known: pa.Schema, columns: list[str]) -> pa.Table:
+    """Reads by this thread alone: pyarrow's would wait for the interpreter, whose end waits for them."""
+    parquet = pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False)
+    found = parquet.schema_arrow
+    columns = [name for name in columns if name not in schema.LATER or name in found.names]
+    _check_columns(found, known, columns)
+    if group >= parquet.num_row_groups:
+        raise Damage(f"it has {parquet.metadata.num_rows} rows")
+    about = parquet.metadata.row_group(group)
+    values = max(about.column(number).num_values for number in range(about.num_columns))
+    if about.num_rows > schema.ROW_GROUP or about.total_byte_size > MOST_BYTES or values > MOST_VALUES:
+        raise Damage("a row group is larger than any that a run writes")
+    # one thread: handing 16 rows out to several takes longer than reading them
+    return parquet.read_row_group(group, columns, use_threads=False).select(columns)
 
 
 def _metrics(folder: Path, offset: int) -> tuple[int, list[dict[str, Any]]]:
