@@ -12,12 +12,13 @@ RECIPE=${1:?give a recipe}
 mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RECIPE MAIN=${NODES[0]} SERVER=${NODES[2]} VLLM_API_KEY=${VLLM_API_KEY:-$(openssl rand -hex 32)}
 
-srun --nodes=1 --nodelist="$SERVER" --overlap \
+# --ntasks, since srun would take that of the whole job.
+srun --nodes=1 --ntasks=1 --nodelist="$SERVER" --overlap \
 	mt-grpo serve --config "$RECIPE" --vllm_server_host 0.0.0.0 --replicas 8 &
 
 # Single quotes: SLURM_PROCID is that of the node that the shell runs on.
 # shellcheck disable=SC2016
-srun --nodes=2 --nodelist="$MAIN,${NODES[1]}" --overlap bash -c '
+srun --nodes=2 --ntasks=2 --nodelist="$MAIN,${NODES[1]}" --overlap bash -c '
 	exec mt-grpo train "$RECIPE" --accelerate_config fsdp2 --num_processes 16 --num_machines 2 \
 		--machine_rank "$SLURM_PROCID" --main_process_ip "$MAIN" --main_process_port 29500 --max_restarts 3 \
 		--vllm_server_base_url "http://$SERVER:[8000-8007]" --weight_sync http \

@@ -22,18 +22,19 @@ with open(os.environ["TOLD"], "a") as file:
 """
 SCONTROL = "#!/bin/sh\nprintf 'node1\\nnode2\\nnode3\\n'"
 SRUN = """#!/usr/bin/env bash
+tasks=$SLURM_NTASKS  # Slurm's own srun takes it for --ntasks, too
 for word; do
     case $word in
         --nodelist=*) nodes=${word#*=} ;;
+        --ntasks=*) tasks=${word#*=} ;;
         --*) ;;
         *) break ;;
     esac
     shift
 done
-number=0
-for host in ${nodes//,/ }; do
-    HOST=$host SLURM_PROCID=$number "$@" || exit
-    number=$((number + 1))
+IFS=, read -ra hosts <<< "$nodes"
+for ((number = 0; number < tasks; number++)); do
+    HOST=${hosts[number % ${#hosts[@]}]} SLURM_PROCID=$number "$@" || exit
 done
 """
 DIFFERS = {"machine_rank", "main_process_ip", "vllm_server_base_url", "output_dir"}
@@ -60,8 +61,9 @@ def shell(tmp_path):
 
 
 def slurm(shell):
-    told = shell(["bash", str(CLUSTER / "slurm.sh"), RECIPE], SLURM_JOB_NODELIST="node[1-3]")
-    assert {key for _, key, *_ in told} == {"key"}
+    job = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_NTASKS": "3"}  # as sbatch sets them for three tasks
+    told = shell(["bash", str(CLUSTER / "slurm.sh"), RECIPE], **job)
+    assert sorted((host, key) for host, key, *_ in told) == [(f"node{number}", "key") for number in (1, 2, 3)]
     commands = {host: words for host, _, *words in told}
     return [commands[f"node{number}"] for number in (1, 2, 3)]
 
