@@ -42,7 +42,8 @@ class AttentionLayer(Protocol):
 
 class TreeMask(Tensor):
     """
-    A mask of one element in place of one over all pairs of tokens. What is computed from it is an ordinary tensor.
+    A mask of one element in place of one over all pairs of tokens. What is computed from it is an ordinary tensor, but
+    for a slice of the whole.
 
     Args:
         tree (`TreeLayout`): The packed row.
@@ -61,6 +62,8 @@ class TreeMask(Tensor):
                 "A layer joins its mask with another (compressed keys), so trees cannot be packed for it; set "
                 "`forward: padded`."
             )
+        if function is Tensor.__getitem__ and _takes_all(args[1]):  # Gemma 4, before layers that share keys and values
+            return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
@@ -78,6 +81,13 @@ class TreeMask(Tensor):
         windows = _windows(sees, size, layout)
         mask.tree, mask.window, mask.known = layout, next(iter(windows), None), bool(windows)
         return mask
+
+
+def _takes_all(index: Any) -> bool:
+    """Whether an index of a mask takes all of it: no slice has an end, though one element has none to lose."""
+    return isinstance(index, tuple) and all(
+        isinstance(part, slice) and not part.start and part.stop is None and part.step is None for part in index
+    )
 
 
 @contextmanager

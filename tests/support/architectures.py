@@ -12,6 +12,7 @@ from transformers import (
     CohereConfig,
     FalconConfig,
     Gemma2Config,
+    Gemma4TextConfig,
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
@@ -31,11 +32,21 @@ TINY = {**SIZE, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FALCON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 20,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+}
 LLAMA4 = {"intermediate_size_mlp": 32, "num_experts_per_tok": 1, "num_local_experts": 4, "num_hidden_layers": 4}
 
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "gpt-oss": (GptOssConfig, {**TINY, **EXPERTS, "sliding_window": 20}),
     "gemma 2": (Gemma2Config, {**TINY, **CAPS, "sliding_window": 20}),
+    "gemma 4": (Gemma4TextConfig, {**TINY, **GEMMA4}),
     "cohere": (CohereConfig, {**SIZE, "logit_scale": 0.3}),
     "cohere 2": (Cohere2Config, {**SIZE, "num_hidden_layers": 4, "sliding_window": 20}),
     "granite": (GraniteConfig, {**SIZE, "logits_scaling": 4.0, "attention_multiplier": 0.5}),
