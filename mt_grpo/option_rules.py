@@ -208,11 +208,27 @@ def check_activations(options: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: If it has none.
     """
+
+    def name(end: str) -> str:
+        """transformers' later name, where that is given, since it wins."""
+        later = f"activation_checkpointing{end}"
+        return f"gradient_checkpointing{end}" if options.get(later) is None else later
+
+    checkpointing, given = name(""), name("_kwargs")
+    extras = parse_mapping(options[given], given) or {}
+    for key in ("every_n_layers", "offload"):
+        if key in extras:
+            raise ConfigError(
+                f"`{given}: {{{key}: {str(extras[key]).lower()}}}` does not outlast the first batch, since TRL's "
+                "trainer turns checkpointing off and on again without it: leave it out, and set "
+                "`gradient_checkpointing_layers` to keep fewer inputs of layers, or `activation_offloading` to move "
+                "them."
+            )
     layers = options["gradient_checkpointing_layers"]
-    if layers > 1 and not options["gradient_checkpointing"]:
+    if layers > 1 and not options[checkpointing]:
         raise ConfigError(
             f"`gradient_checkpointing_layers: {layers}` groups layers that are computed again, and "
-            "`gradient_checkpointing: false` computes none again: leave one of the two out."
+            f"`{checkpointing}: false` computes none again: leave one of the two out."
         )
     if layers > 1 and options["activation_offloading"]:
         raise ConfigError(

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers import PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention.layout import TreeLayout
@@ -39,7 +38,7 @@ from mt_grpo.forward.recurrent.layers import (
     over_tree,
     recurrent_layers,
 )
-from mt_grpo.forward.routes import Replayer, route_shape
+from mt_grpo.forward.routes import Replayer, route_shape, router_loss
 from mt_grpo.forward.sequence_parallel import SequenceGroup, long_enough
 from mt_grpo.forward.sounds import packed_sounds, playing
 
@@ -127,7 +126,10 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
                 "trees cannot be packed for it; set `forward: padded`."
             )
         scores = _label_scores(self, tree, outputs)
-        return (*scores, _router_loss(config, outputs.router_logits, tree.packed)) if tree.router_loss else scores
+        if not tree.router_loss:
+            return scores
+        copies = torch.from_numpy(tree.packed.copies).to(scores[0].device)[None]  # TRL's loss is of a padded batch
+        return (*scores, router_loss(config, outputs.router_logits, copies))
 
     model.forward = types.MethodType(forward, model)
 
@@ -177,13 +179,6 @@ def _backbone_outputs(model: PreTrainedModel, tree: TreeInput, input_ids: Tensor
         replays = replayer.replaying(tree.layout, routes, shared)
     with packed_row(tree.layout), replays, over_tree(model, tree.layout), playing(backbone, heard):
         return backbone(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **given)
-
-
-def _router_loss(config: PreTrainedConfig, logits: tuple[Tensor, ...], packed: Packed) -> Tensor:
-    """The loss that TRL adds, over the tokens of a padded batch: each token counts as often as it stands there."""
-    copies = torch.from_numpy(packed.copies).to(logits[0].device)[None]
-    loss: Tensor = load_balancing_loss_func(logits, config.num_experts, config.num_experts_per_tok, copies)
-    return loss
 
 
 def score_packed(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from mt_grpo import token_tree
 from mt_grpo.errors import UnsupportedModelError
@@ -65,12 +66,36 @@ def route_shape(config: PreTrainedConfig) -> RouteShape | None:
     kinds = getattr(config, "layer_types", None) or []
     if "mlp" in kinds and "moe" not in kinds:  # Nemotron-H has numbers of experts also where it has none
         return None
+    experts, chosen = _experts(config)
+    groups = getattr(config, "n_group", None) or 0
+    return RouteShape(config.num_hidden_layers, chosen, experts, groups) if 0 < chosen < experts else None
+
+
+def has_router_loss(config: PreTrainedConfig) -> bool:
+    """Whether a model that can return the scores of its routers has routers."""
+    return all(_experts(config.get_text_config()))
+
+
+def router_loss(config: PreTrainedConfig, scores: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
+    """
+    The loss that balances experts, as Mixtral's file computes it for all mixtures.
+
+    Args:
+        config (`PreTrainedConfig`): The model's.
+        scores (`tuple[Tensor]`): For each layer with a router, those of `B * L` tokens for each expert.
+        mask (`Tensor`, *optional*): `(B, L)` how often a token counts.
+    """
+    loss: Tensor = load_balancing_loss_func(scores, *_experts(config.get_text_config()), mask)
+    return loss
+
+
+def _experts(config: PreTrainedConfig) -> tuple[int, int]:
+    """Experts in a layer, and those that a token goes to; 0 where there are none. transformers has many names."""
     experts, chosen = (
         next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
         for names in (_EXPERTS, _CHOSEN)
     )
-    groups = getattr(config, "n_group", None) or 0
-    return RouteShape(config.num_hidden_layers, chosen, experts, groups) if 0 < chosen < experts else None
+    return experts, chosen
 
 
 class _Choice(NamedTuple):

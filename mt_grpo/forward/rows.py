@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mt_grpo.forward.images import Images, row_inputs
+from mt_grpo.forward.images import Images, pretrained, row_inputs
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.packing import FlatTree
+from mt_grpo.forward.routes import router_loss as loss_of_routers
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,7 @@ class RowScores:
     Args:
         tree, column, turn (`np.ndarray`): `(M,)` a token's tree, its index in that `FlatTree`, and its turn.
         logps, entropies (`Tensor`): `(M,)`.
-        router_loss (`Tensor`, *optional*): The model's own loss that balances experts, over all rows.
+        router_loss (`Tensor`, *optional*): The loss that balances experts, over all rows.
     """
 
     tree: np.ndarray
@@ -49,7 +50,7 @@ def score_rows(
         model (`nn.Module`): A causal language model, as it is or wrapped for training.
         trees (`list[FlatTree]`): The trees.
         temperature, truncation: As in `chunked_logps`.
-        router_loss (`bool`, *optional*, defaults to `False`): Whether to ask the model for that loss.
+        router_loss (`bool`, *optional*, defaults to `False`): Whether to compute that loss.
         images (`Images`, *optional*): The images in the trees. Each is looked at as often as rows show it.
     """
     paths = [(number, path) for number, tree in enumerate(trees) for path in tree.paths()]
@@ -79,4 +80,5 @@ def score_rows(
     distribution = logits.log_softmax(dim=-1)
     entropies = -(distribution.exp() * distribution).sum(dim=-1)
     logps = distribution.gather(1, label[:, None])[:, 0]
-    return RowScores(number, column, turn, logps, entropies, output.aux_loss if router_loss else None)
+    balance = loss_of_routers(pretrained(model).config, output.router_logits, mask) if router_loss else None
+    return RowScores(number, column, turn, logps, entropies, balance)

@@ -19,6 +19,7 @@ from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.probe import prove, prove_images, prove_rows
 from mt_grpo.forward.reference import turn_by_turn_logps
+from mt_grpo.forward.routes import has_router_loss
 from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.images import SOUND, kind_of
 from mt_grpo.rollout import SamplingParams
@@ -164,6 +165,32 @@ def has_old_forward(trainer: GRPOTrainer) -> bool:
     args = trainer.args
     aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
     return not aligned or (trainer.use_vllm and trainer.vllm_importance_sampling_correction)
+
+
+def prepare_router_loss(trainer: GRPOTrainer) -> None:
+    """
+    Lets TRL's trainer ask a model without experts for no loss that balances them. It asks whatever has the option, as
+    Granite 4 without a mixture.
+
+    Raises:
+        ConfigError: If such a loss is weighed in the options.
+    """
+    if not trainer.aux_loss_enabled or has_router_loss(trainer.model.config):
+        return
+    if trainer.args.router_aux_loss_coef:
+        raise ConfigError(
+            f"`router_aux_loss_coef: {trainer.args.router_aux_loss_coef}` balances experts, and this model has none: "
+            "leave it out."
+        )
+    trainer.aux_loss_enabled = False
+
+
+def trl_scores(trainer: GRPOTrainer, columns: TokenColumns, images: Images) -> bool:
+    """Whether TRL's own forward computes the log-probs of a batch: it knows of rows, and of few names for experts."""
+    config = trainer.model.config.get_text_config()
+    counts_experts = not trainer.aux_loss_enabled or getattr(config, "num_experts", None) is not None
+    rows = trainer.args.forward == "padded" and columns.parent is None and not trainer.gave_up_trees and not images
+    return rows and counts_experts
 
 
 def keep_outputs_exact(accelerator: Accelerator) -> None:

@@ -27,7 +27,7 @@ from mt_grpo.integrations.trl import Factory
 from mt_grpo.option_rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
-from mt_grpo.training.activations import Activations
+from mt_grpo.training.activations import Activations, check_checkpointing
 from mt_grpo.training.ahead import BatchesAhead
 from mt_grpo.training.answers import (
     asks_server,
@@ -56,9 +56,11 @@ from mt_grpo.training.forward import (
     completion_logps,
     keep_outputs_exact,
     prepare_forward,
+    prepare_router_loss,
     prove_forward,
     prove_shown,
     sampling_params,
+    trl_scores,
     warn_without_routes,
 )
 from mt_grpo.training.images import (
@@ -310,6 +312,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if self.args.disable_dropout:
             disable_dropout(self.model)
         check_reference(self.args, self.accelerator)
+        check_checkpointing(self.args, self.model)
+        prepare_router_loss(self)
         self.sequence = sequence_group(self)
         self.gave_up_trees = False  # for a model that they are wrong for, see `prove_forward`
         self._distribution = prepare_forward(self)
@@ -648,7 +652,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             else:
                 columns = TokenColumns.of_inputs(inputs)
                 images = {**self.blank, **images_of(inputs.get(IMAGES))}
-            if self.args.forward == "padded" and columns.parent is None and not self.gave_up_trees and not images:
+            if trl_scores(self, columns, images):
                 results = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
                 )

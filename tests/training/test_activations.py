@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -90,12 +91,23 @@ def test_nothing_is_offloaded_from_a_cpu(build):
     [
         ({"gradient_checkpointing_layers": 0}, "`gradient_checkpointing_layers` is 0; set a whole number of layers"),
         ({"gradient_checkpointing_layers": 4, "gradient_checkpointing": False}, "computes none again: leave one"),
+        ({"gradient_checkpointing_layers": 4, "activation_checkpointing": False}, "`activation_checkpointing: false`"),
         ({"gradient_checkpointing_layers": 4, "activation_offloading": True}, "keeps none there: leave one of the"),
+        ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "every_n_layers: 2}` does not outlast the first"),
+        ({"activation_checkpointing_kwargs": '{"offload": true}'}, "offload: true}` does not outlast the first"),
     ],
 )
 def test_options_without_an_effect_are_refused(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         MTGRPOConfig(str(tmp_path), **{**CPU_RUN, "gradient_checkpointing": True, **options})
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_shared_keys_are_not_checkpointed_reentrantly(build, reentrant):
+    model = build_random("gemma 4", vocab_size=400)
+    options = {**CHECKPOINTS, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    with pytest.raises(ConfigError, match="loses gradients of this model") if reentrant else nullcontext():
+        build(model=model, **options)
 
 
 def test_a_model_whose_layers_make_no_groups_is_named(tmp_path, caplog):

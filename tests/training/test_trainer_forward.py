@@ -13,7 +13,7 @@ from support.hybrids import ONE_OF_EACH_KIND, build_hybrid
 from support.models import CPU_RUN
 from support.template_matrix import ASKED, Exchange, tokenizer_of, turns_of, written
 from support.trainers import LOSS_TYPES, Letters, batch, conversation
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout import ScriptedEngine
@@ -94,6 +94,29 @@ def test_experts_are_balanced_over_the_tokens_of_padded_rows(build, tokenizer, t
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
     assert len(losses) == 2 * (coefficient > 0) and losses[:1] == pytest.approx(losses[1:], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "llama 4"])
+def test_experts_of_any_name_are_balanced_by_default(build, tokenizer, kind):
+    losses, gradients = [], []
+    for forward in ("tree", "padded"):
+        trainer = build(model=build_random(kind, vocab_size=len(tokenizer)), forward=forward)
+        trainer.compute_loss(trainer.model, batch(trainer)).backward()
+        losses += trainer._metrics["eval" if not trainer.model.training else "train"]["aux_loss"]
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] > 0
+
+
+def test_a_granite_without_experts_balances_none(build, tokenizer):
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = {"layer_types": ["attention"], "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 4}
+    config = GraniteMoeHybridConfig(vocab_size=len(tokenizer), shared_intermediate_size=16, **size, **layers)
+    trainer = build(model=GraniteMoeHybridForCausalLM(config))
+    trainer.compute_loss(trainer.model, batch(trainer)).backward()
+    assert "aux_loss" not in trainer._metrics["train"]
+    with pytest.raises(ConfigError, match="`router_aux_loss_coef: 0.1` balances experts, and this model has none"):
+        build(model=GraniteMoeHybridForCausalLM(config), router_aux_loss_coef=0.1)
 
 
 def test_balancing_experts_is_refused_turn_by_turn(build, tokenizer):
