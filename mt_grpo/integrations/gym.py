@@ -6,9 +6,9 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, SupportsFloat
 
 from mt_grpo.concurrency import call
 from mt_grpo.envs import Outcome, Policy, Step, StepEnv
@@ -88,7 +88,10 @@ class GymEnv(StepEnv):
         prompt = row.get("prompt") or ""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         *before, last = messages
-        return [*before, {**last, "content": "\n\n".join(filter(None, [last["content"], show(seen)]))}]
+        said, shown = last["content"], show(seen)
+        if isinstance(said, list):  # with images or sounds
+            return [*before, {**last, "content": [*said, {"type": "text", "text": f"\n\n{shown}"}] if shown else said}]
+        return [*before, {**last, "content": "\n\n".join(filter(None, [said, shown]))}]
 
     async def step(self, turn: Turn) -> Step:
         """Plays the action of a turn. The model reads the error of an invalid action."""
@@ -142,14 +145,24 @@ def _read(played: Any, what: str) -> tuple[Any, float, bool, bool, dict[str, Any
     if isinstance(played, tuple) and len(played) in (3, 4, 5):
         seen, reward, terminated, *rest = played
         truncated = rest.pop(0) if len(played) == 5 else False
-        earned = 0.0 if reward is None else float(reward)
-        if not math.isfinite(earned):
-            raise RuntimeError(f"{what} returned the reward {earned}: return a finite number.")
-        return seen, earned, bool(terminated), bool(truncated), dict(rest[0] or {}) if rest else {}
+        earned = _finite(reward, what)
+        info = (rest[0] if rest else None) or {}
+        if not isinstance(info, Mapping):
+            raise RuntimeError(f"{what} returned the info {info!r:.80}: return a dictionary.")
+        return seen, earned, bool(terminated), bool(truncated), dict(info)
     raise RuntimeError(
         f"{what} returned {type(played).__name__}: return (observation, reward, done), with info behind it or not, or "
         "(observation, reward, terminated, truncated, info)."
     )
+
+
+def _finite(reward: Any, what: str) -> float:
+    """A reward as a number, 0 for `None`; text of a number is none."""
+    if reward is None:
+        return 0.0
+    if not isinstance(reward, SupportsFloat) or not math.isfinite(reward):
+        raise RuntimeError(f"{what} returned the reward {reward!r:.80}: return a finite number.")
+    return float(reward)
 
 
 def _check_game(game: type) -> None:

@@ -216,7 +216,7 @@ class Game:
                 with contextlib.suppress(*_connection_errors()):
                     await client.close()
 
-    async def step(self, action: Any) -> tuple[Any, float, bool]:
+    async def step(self, action: Any) -> tuple[Any, Any, bool]:
         """Sends an action; raises `ServerLost` if the connection is gone, and the environment with it."""
         try:
             result = await self._client.step(action)
@@ -246,8 +246,12 @@ class Game:
         self._lost = why
         return ServerLost(f"The {KIND} at {self._url}, which this conversation used, is gone: {why}.")
 
-    def _read(self, result: Any) -> tuple[Any, float, bool]:
-        return self._observe(result.observation), float(result.reward or 0.0), bool(result.done)
+    def _read(self, result: Any) -> tuple[Any, Any, bool]:
+        try:
+            seen = self._observe(result.observation)
+        except Exception as error:  # the user's function; the action is not to blame
+            raise RuntimeError(f"`observe` raised {describe_error(error)}") from error
+        return seen, result.reward, bool(result.done)
 
 
 def _addresses(given: str | list[str], option: str) -> list[str]:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, SupportsFloat
 
 from datasets import Dataset
 
@@ -138,6 +138,8 @@ class TRLEnv(MultiTurnToolEnv):
             outcome = Outcome(stop_reason=ended.stop_reason)
         if self.reward_name is not None:
             reward = await self._ask("get_reward")
+            if reward is not None and not isinstance(reward, SupportsFloat):  # text of a number is none
+                raise FactoryError(f"{self.reward_name}.get_reward returned {reward!r:.80}: return a finite number.")
             if reward is not None and not math.isnan(reward := float(reward)):
                 if math.isinf(reward):
                     raise FactoryError(f"{self.reward_name}.get_reward returned {reward}: return a finite number.")

@@ -67,6 +67,9 @@ class Counts:
     malformed: int = 0
     raised: int = 0
     first_raised: str = ""
+    failed_calls: int = 0
+    """Calls that failed otherwise than by raising in the code of their tool."""
+    first_failed_call: str = ""
     groups: int = 0
     """Groups of several conversations that did not fail."""
     same: int = 0
@@ -99,19 +102,16 @@ class Counts:
             self.stops[texts[code]] += number
         if failed.any() and not self.first_failure:
             self.first_failure = _failure(table[int(places[failed][0])])
-        turns, calls, raised, errors = (
-            column[held]
-            for column in (*map(table.numbers, ("turns", "calls", "raised")), table.totals("errors").astype(int))
-        )
+        turns, calls, raised, failed_calls = _columns(table, held, "turns", "calls", "raised", "failed")
+        errors = table.totals("errors").astype(int)[held]
         self.turns += int(turns.sum())
         self.without_turn += int((turns == 0).sum())
         self.calls += int(calls.sum())
         self.malformed += int(errors[calls == 0].sum())
         self.raised += int(raised.sum())
-        codes, first_raised = table.codes("first_raised")
-        known = held[np.isin(codes[held], [code for code, text in enumerate(first_raised) if text])]
-        if len(known) and not self.first_raised:
-            self.first_raised = visible(first_raised[codes[known[0]]] or "")
+        self.first_raised = self.first_raised or _first(table, held, "first_raised")
+        self.failed_calls += int(failed_calls.sum())
+        self.first_failed_call = self.first_failed_call or _first(table, held, "first_failed")
         right, reward = (np.unique(column[~np.isnan(column)]) for column in _columns(table, held, "right", "reward"))
         self.right |= set(map(bool, right.tolist()))
         if len(self.earned) < 2:
@@ -141,6 +141,8 @@ class Counts:
         self.malformed += other.malformed
         self.raised += other.raised
         self.first_raised = self.first_raised or other.first_raised
+        self.failed_calls += other.failed_calls
+        self.first_failed_call = self.first_failed_call or other.first_failed_call
         self.groups += other.groups
         self.same += other.same
         self.right |= other.right
@@ -159,6 +161,8 @@ class Counts:
         self.malformed += 0 if row["calls"] else sum(row["errors"])  # a turn without a call fails once
         self.raised += row.get("raised", 0)
         self.first_raised = self.first_raised or visible(row.get("first_raised") or "")
+        self.failed_calls += row.get("failed", 0)
+        self.first_failed_call = self.first_failed_call or visible(row.get("first_failed") or "")
         if row["right"] is not None:
             self.right.add(row["right"])
         if row["reward"] is not None and len(self.earned) < 2:
@@ -177,6 +181,13 @@ class Counts:
 def _failure(row: dict[str, Any]) -> str:
     place = f" ({row['where']})" if row.get("where") else ""
     return visible(f"{row['error']}{place}")
+
+
+def _first(table: Table, places: np.ndarray, name: str) -> str:
+    """The first text of the rows at these places that is not empty; empty where there is none."""
+    codes, texts = table.codes(name)
+    known = codes[places][np.isin(codes[places], [code for code, text in enumerate(texts) if text])]
+    return visible(texts[known[0]] or "") if len(known) else ""
 
 
 def _columns(table: Table, places: np.ndarray, *names: str) -> list[np.ndarray]:
@@ -235,6 +246,9 @@ def _of_tools(counts: Counts, about: dict[str, Any]) -> Iterator[Finding]:
     if counts.raised and counts.raised >= MOST * counts.calls:
         strong = f"{counts.raised} of {_number(counts.calls, 'call')} raised in the code of their tool,"
         yield Finding(WARN, "raised", strong, f"the first: {counts.first_raised}", "errors>0")
+    if counts.failed_calls and counts.failed_calls >= MOST * counts.calls:
+        strong = f"{counts.failed_calls} of {_number(counts.calls, 'call')} failed,"
+        yield Finding(WARN, "failed calls", strong, f"the first with: {counts.first_failed_call}", "errors>0")
     if counts.calls or not counts.turns:
         return
     if counts.malformed >= MOST * counts.held:
@@ -263,7 +277,7 @@ def why_equal(counts: Counts, about: dict[str, Any] | None = None) -> str:
     """
     Why the members of groups earned the same, as a sentence. The questions are blamed only if nothing else stands out.
     """
-    found = [finding.strong for finding in find(counts, about) if finding.kind not in ("failed", "raised")]
+    found = [finding.strong for finding in find(counts, about) if finding.kind != "failed"]
     if found:
         return f"{'; '.join(strong.rstrip(':,') for strong in found)}."
     if counts.right == {True}:

@@ -184,7 +184,7 @@ def rollout_lines(batch: Batch, rank: int) -> list[dict[str, Any]]:
                 "turn_rewards": list(map(_rounded, weighted.turns)),
                 "calls": sum(len(turn.tool_calls) for turn in turns),
                 "errors": [turn.num_failures for turn in turns],
-                **_raised(trajectory),
+                **_failed_calls(trajectory),
                 **_branch(trajectory, by_session),
                 "start": _rounded(trajectory.start, 3),
                 "seconds": _rounded(trajectory.seconds, 3),
@@ -217,11 +217,21 @@ def _branch(trajectory: Trajectory, by_session: dict[str, tuple[Trajectory, str]
     return {"branch_of": session, "shared_turns": [*same, False].index(False)}
 
 
-def _raised(trajectory: Trajectory) -> dict[str, Any]:
-    """Calls that raised in the code of their tool, and the first of them."""
-    raised = [call for turn in trajectory.turns for call in turn.tool_calls if call.where]
-    first = f"{raised[0].name}: {raised[0].error} ({raised[0].where})" if raised else None
-    return {"raised": len(raised), "first_raised": first and _short(first, SHOWN_OF_ERRORS)}
+def _failed_calls(trajectory: Trajectory) -> dict[str, Any]:
+    """
+    Calls that raised in the code of their tool, those that failed in another way, and the first of each. A call that
+    no longer had a turn is none of them: what ended the conversation is told.
+    """
+    tried = [call for turn in trajectory.turns for call in turn.tool_calls if turn.replies or call.executed]
+    failed = [call for call in tried if call.error is not None]
+    raised = [f"{call.name}: {call.error} ({call.where})" for call in failed if call.where]
+    others = [call.error or "" for call in failed if not call.where]
+    return {
+        "raised": len(raised),
+        "first_raised": _short(raised[0], SHOWN_OF_ERRORS) if raised else None,
+        "failed": len(others),
+        "first_failed": _short(others[0], SHOWN_OF_ERRORS) if others else None,
+    }
 
 
 def _right(batch: Batch, weighted: Weighted) -> bool | None:

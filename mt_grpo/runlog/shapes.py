@@ -56,6 +56,8 @@ class _Rollout(TypedDict):
     sampled: NotRequired[Annotated[int, Field(ge=0, lt=2**32)] | None]
     raised: NotRequired[Whole]
     first_raised: NotRequired[str | None]
+    failed: NotRequired[Whole]
+    first_failed: NotRequired[str | None]
     where: NotRequired[str | None]
     branch_of: NotRequired[str | None]
     shared_turns: NotRequired[Whole]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from itertools import groupby, takewhile
-from math import ceil, isnan
+from math import ceil, isfinite, isnan
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,11 @@ class Replay:
 
     def _check_sizes(self, args: MTGRPOConfig) -> None:
         size, group = len(self._batches[0]), self._run.about.get("group_size")
+        if not group:
+            raise ConfigError(
+                f"The run {self.folder} does not say how many conversations it has for each prompt: its index has no "
+                "line of kind `run` that does. Bring its rollouts/index.jsonl back, or replay another run."
+            )
         if group != args.num_generations:
             raise ConfigError(
                 f"The run {self.folder} has {group} conversations for each prompt, and `num_generations` is "
@@ -197,16 +203,17 @@ class Replay:
             records = list(self._run.trajectories(rows))
         except UserError as error:
             raise ConfigError(str(error)) from None
-        batch.trajectories = [
+        trajectories = [
             Trajectory.from_dict({name: value for name, value in record.items() if name not in ("step", "mode")})
             for record in records
         ]
-        for trajectory in batch.trajectories:
+        for trajectory in trajectories:
             self._check(trajectory, batch, vocabulary)
         turns, outcomes, states = (
-            [[self._scores(each, kind, name) for each in batch.trajectories] for name in rewards[kind]]
+            [[self._scores(each, kind, name) for each in trajectories] for name in rewards[kind]]
             for kind in ("turn", "outcome", "state")
         )
+        batch.trajectories = trajectories  # what is damaged is not written again
         batch.scores = Scores(turns, outcomes, states)
 
     def _scores(self, trajectory: Trajectory, kind: str, name: str) -> Any:
@@ -216,7 +223,15 @@ class Replay:
                 f"The conversation {trajectory.session} of the run {self.folder} has no score of the {kind} reward "
                 f"{name!r}: leave the reward out, or replay a run that has it."
             )
-        return of_kind[name]
+        scores = of_kind[name]
+        numbers = [scores] if kind == "outcome" else scores
+        fits = kind == "outcome" or (isinstance(scores, list) and len(scores) == len(trajectory.turns))
+        if not fits or not all(score is None or (isinstance(score, Real) and isfinite(score)) for score in numbers):
+            raise ConfigError(
+                f"The conversation {trajectory.session} of the run {self.folder} is damaged: its score of the {kind} "
+                f"reward {name!r} is {scores!r:.80}. Bring its file back, or replay another run."
+            )
+        return scores
 
     def _check(self, trajectory: Trajectory, batch: RolloutBatch, vocabulary: int) -> None:
         where = f"The conversation {trajectory.session} of the run {self.folder}"

@@ -141,6 +141,15 @@ def test_observations_become_text():
     ]  # fmt: skip
 
 
+def test_an_observation_follows_what_a_prompt_shows():
+    image = {"type": "text", "text": "What is it?"}
+    env = GymEnv(Guess, parse=int)
+    [message] = asyncio.run(env.reset({"prompt": [{"role": "user", "content": [image]}]}))
+    assert message["content"] == [image, {"type": "text", "text": '\n\n{"low": 0, "high": 9}'}]
+    [message] = asyncio.run(GymEnv(Coin).reset({"prompt": [{"role": "user", "content": [image]}], "side": "head"}))
+    assert message["content"] == [image]
+
+
 class Broken(Walk):
     """Does what its row says."""
 
@@ -163,6 +172,10 @@ class Broken(Walk):
                 return "text"
             case "nan":
                 return "seen", float("nan"), False
+            case "reward of text":
+                return "seen", "1.0", False
+            case "info of text":
+                return "seen", 1.0, False, "none"
         return "seen", 1.0, True
 
 
@@ -173,6 +186,8 @@ ERRORS = {
     "step hangs": "OutOfTime: Broken.step took longer than 0.2 s.",
     "step returns text": "RuntimeError: Broken.step returned str: return (observation, reward, done)",
     "nan": "RuntimeError: Broken.step returned the reward nan: return a finite number.",
+    "reward of text": "RuntimeError: Broken.step returned the reward '1.0': return a finite number.",
+    "info of text": "RuntimeError: Broken.step returned the info 'none': return a dictionary.",
     "no game": "ConfigError: `GymEnv` was given dict, which has no `reset`",
 }
 

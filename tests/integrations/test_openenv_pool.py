@@ -77,6 +77,18 @@ def begin(host, number, url=URLS, env=None, step_timeout=0.05):
     return games, asyncio.run(go())
 
 
+def test_the_model_is_not_blamed_for_what_observe_raises(host):
+    def observe(seen):
+        raise KeyError("echo") if observe.begun else None
+
+    observe.begun = False
+    env = openenv_server(URLS, action=str, observe=observe, client=host.client)
+    [game], _ = begin(host, 1, env=env)
+    observe.begun = True
+    with pytest.raises(RuntimeError, match="`observe` raised KeyError: 'echo'"):
+        asyncio.run(game.step("go"))
+
+
 def test_conversations_are_spread_over_the_servers(host):
     games, seen = begin(host, 9)
     assert [seen.count(url) for url in URLS] == [3, 3, 3]

@@ -125,9 +125,8 @@ class Broken:
     def get_reward(self):
         if self.kind == "reward raises":
             raise ZeroDivisionError("in get_reward")
-        return {"reward is nan": float("nan"), "reward is none": None, "reward is infinite": float("inf")}.get(
-            self.kind, 1
-        )
+        rewards = {"nan": float("nan"), "none": None, "infinite": float("inf"), "text": "1.0", "a list": [1.0]}
+        return rewards.get(self.kind.removeprefix("reward is "), 1)
 
     def close(self):
         Broken.closed.append(self.kind)
@@ -141,6 +140,8 @@ ERRORS = {
     "places in the row's column `images`, or an image in the part itself.",
     "reward raises": "FactoryError: Broken.get_reward raised ZeroDivisionError: in get_reward",
     "reward is infinite": "FactoryError: Broken.get_reward returned inf: return a finite number.",
+    "reward is text": "FactoryError: Broken.get_reward returned '1.0': return a finite number.",
+    "reward is a list": "FactoryError: Broken.get_reward returned [1.0]: return a finite number.",
 }
 
 

@@ -15,7 +15,7 @@ from mt_grpo.runlog.table import Table, block_of
 def row(number, stop="answered", group=0, **fields):
     usual = {"mode": "train", "step": 0, "k": 0, "error": None, "right": None, "reward": 0.5, "turns": 2, "calls": 1}
     given = {"stop": stop, "group": group, "errors": [0, 0], "sampled": number, "raised": 0, "first_raised": None}
-    return {**usual, **given, **fields}
+    return {**usual, **given, "failed": 0, "first_failed": None, **fields}
 
 
 def said(rows, tools=()):
@@ -83,6 +83,19 @@ def test_a_tool_that_raises_is_named():
     assert said(rows)["raised"].endswith("the first: look_up: KeyError: 'a' (t.py, line 3, in look_up)")
 
 
+def test_calls_that_fail_are_told_with_the_first_error():
+    unknown = "unknown tool 'serach'; the tools are: search."
+    rows = [row(number, calls=2, failed=1, first_failed=unknown) for number in (1, 2)]
+    assert said(rows) == {"failed calls": f"2 of 4 calls failed, the first with: {unknown}"}
+    assert not said([row(number, calls=3, failed=1, first_failed=unknown) for number in (1, 2)])
+
+
+@pytest.mark.parametrize("kind", ["raised", "failed"])
+def test_questions_are_not_blamed_for_calls_that_fail(kind):
+    rows = [row(number, right=False, reward=0.0, **{kind: 1, f"first_{kind}": "x: broken"}) for number in (1, 2)]
+    assert why_equal(Counts().add(rows)).startswith("2 of 2 calls ")
+
+
 @pytest.mark.parametrize(
     ("right", "rewards", "why"),
     [
@@ -120,6 +133,7 @@ def test_a_table_is_counted_as_its_rows_are():
         texts = {"stop": ("answered", "length", "env_error"), "where": (None, "a.py"), "first_raised": (None, "b", "")}
         numbers = {"group": (0, 1, 2), "step": (0, 1), "sampled": (1, None), "calls": (0, 2), "reward": (None, 0.5, 1)}
         more = {"right": (None, True, False), "errors": ([], [1, 2]), "turns": (0, 1), "raised": (0, 3)}
+        more |= {"failed": (0, 2), "first_failed": (None, "c", "")}
         drawn = {**texts, **numbers, **more, "mode": ("train", "eval")}
         size = draw.choice([0, 1, 30])
         lines = [{name: draw.choice(values) for name, values in drawn.items()} for _ in range(size)]
@@ -131,7 +145,8 @@ def test_a_table_is_counted_as_its_rows_are():
 
 
 def test_rows_of_old_indices_are_read():
-    old = {name: value for name, value in row(0).items() if name not in ("sampled", "raised", "first_raised", "where")}
+    later = ("sampled", "raised", "first_raised", "failed", "first_failed", "where")
+    old = {name: value for name, value in row(0).items() if name not in later}
     assert not find(Counts().add([old, old]))
 
 
@@ -139,7 +154,11 @@ def test_merged_counts_are_those_of_all_batches():
     batches = [
         [row(0, step=0, right=True, reward=1.0), row(0, "length", step=0, right=False, raised=1, first_raised="a")],
         [row(1, "env_error", step=1, error="gone"), row(2, step=1, turns=0, calls=0, errors=[])],
-        [row(3, step=2, calls=0, errors=[1, 1]), row(4, "env_error", step=2, error="other", raised=2)],
+        [
+            row(3, step=2, failed=1, first_failed="b"),
+            row(5, step=2, calls=0, errors=[1, 1]),
+            row(4, "env_error", step=2, error="other", raised=2),
+        ],
     ]
     merged = Counts()
     for rows in batches:

@@ -13,7 +13,16 @@ from mt_grpo.runlog.index import Index, written
 from mt_grpo.runlog.table import Table
 
 LATER = dict.fromkeys(("advantages", "credit_file", "credit_row", "mismatch", "entropy", "clipped"))
-OLD = {"raised": 0, "shared_turns": 0, "sampled": None, "where": None, "first_raised": None, "branch_of": None}
+OLD = {
+    "raised": 0,
+    "shared_turns": 0,
+    "sampled": None,
+    "where": None,
+    "first_raised": None,
+    "branch_of": None,
+    "failed": 0,
+    "first_failed": None,
+}
 
 
 def merged(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

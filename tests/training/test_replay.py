@@ -6,6 +6,8 @@ import json
 import math
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from support.trainers import Answered, Calls, Letters, conversation
@@ -222,6 +224,36 @@ def test_a_damaged_record_is_refused_in_a_sentence(run, replay):
     with pytest.raises(ConfigError, match=r"train-1-0.rank0.parquet is damaged \(its bytes are others"):
         trainer.train()
     assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {"turn": {"Calls": []}, "outcome": {"Answered": 1.0}},
+        {"turn": {"Calls": [1.0] * 2}, "outcome": {"Answered": "1.0"}},
+        {"turn": {"Calls": [1.0] * 2}, "outcome": {"Answered": float("nan")}},
+        {"turn": {"Calls": 1.0}, "outcome": {"Answered": 1.0}},
+    ],
+    ids=["too few turns", "text", "nan", "no list"],
+)
+def test_damaged_scores_are_refused_in_a_sentence(run, replay, scores):
+    path = run[0] / "rollouts" / "train-0-0.rank0.parquet"
+    table = pq.read_table(path)
+    records = [json.dumps({**json.loads(text), "rewards": scores}) for text in table["record"].to_pylist()]
+    place = table.schema.get_field_index("record")
+    pq.write_table(table.set_column(place, "record", pa.array(records)), path, row_group_size=16)
+    index = path.with_name("index.jsonl")
+    lines = [line.partition(',"crc":')[0] for line in index.read_text().splitlines() if '"kind":"file"' not in line]
+    index.write_text("".join(f"{line}}}\n" for line in lines))  # without checksums
+    with pytest.raises(ConfigError, match=r"is damaged: its score of the (turn|outcome) reward"):
+        replay().train()
+
+
+def test_a_run_without_a_group_size_is_refused(run, replay):
+    index = run[0] / "rollouts" / "index.jsonl"
+    index.write_text("\n".join(line for line in index.read_text().splitlines() if '"kind":"run"' not in line) + "\n")
+    with pytest.raises(ConfigError, match="does not say how many conversations it has for each prompt"):
+        replay()
 
 
 def test_a_run_without_sampled_log_probs_is_refused(build, replay, tmp_path, monkeypatch):
