@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mt_grpo.credit.normalisation import Between, Scale
-from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.errors import ConfigError, UserError, defined_at, describe_error, find_fault
 from mt_grpo.imports import Registry, check_name, did_you_mean
 from mt_grpo.option_values import rule_name
 
@@ -371,14 +371,22 @@ def estimate_parts(
 
     Raises:
         ConfigError: If there is no such rule, or it does not take its options.
-        CreditError: If it returns no tensor, a tensor of another shape, a number that is not finite at a turn that
-            exists, or parts whose sum is not the advantage.
+        CreditError: If it raises, or returns no tensor, a tensor of another shape, a number that is not finite at a
+            turn that exists, or parts whose sum is not the advantage.
     """
     name = rule_name(rule)
     function, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards)
     if isinstance(function, in_parts):
         function = function.credit
-    returned = function(batch, **options)
+    try:
+        returned = function(batch, **options)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's rule raises
+        if not defined_at(function):  # a rule of ours: a bug
+            raise
+        where = find_fault(error).where
+        raise CreditError(f"The advantage estimator {name!r} raised {describe_error(error)}, in {where}.") from error
     credit = returned if isinstance(returned, Credit) else Credit(returned)
     advantages = _checked(name, batch, credit.advantages)
     if not isinstance(credit.parts, dict) or not all(isinstance(part, str) for part in credit.parts):

@@ -267,6 +267,7 @@ def check_messages(messages: Sequence[Message]) -> None:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise TypeError(f"A message is {type(message).__name__}, without a text `role`: give a dictionary.")
+        _check_characters(message)
         if not all(isinstance(value, (str, type(None))) for value in message.values()):
             check_data(message, f"A message of {message['role']!r}")
             if not isinstance(message.get("content"), (str, list, type(None))):
@@ -274,6 +275,21 @@ def check_messages(messages: Sequence[Message]) -> None:
                     f"The content of a message of {message['role']!r} is {type(message['content']).__name__}: "
                     "give text."
                 )
+
+
+def _check_characters(message: Message) -> None:
+    """Raises `ValueError` for text with half a character (a lone surrogate), which no tokenizer and no file takes."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    for text in [part.get("text") for part in parts if isinstance(part, dict)]:
+        if isinstance(text, str) and not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"The text of a message of {message['role']!r} has half a character, {text[error.start]!r} at "
+                    f"place {error.start}: leave it out, or replace it (`text.encode(errors='replace').decode()`)."
+                ) from None
 
 
 def finite(value: Any, what: str) -> float:

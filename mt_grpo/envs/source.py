@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Union
 from mt_grpo.concurrency import begin, call, in_thread
 from mt_grpo.envs.env import Env, StepEnv
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
-from mt_grpo.errors import ConfigError, describe_error
+from mt_grpo.errors import ConfigError, describe_error, find_fault
 from mt_grpo.imports import did_you_mean
 from mt_grpo.tools.results import cut
 from mt_grpo.trajectory import Trajectory
@@ -280,7 +280,8 @@ async def _close(env: Env) -> str | None:
     try:
         await call(env.close, what=f"{name}.close", timeout=CLOSE_TIMEOUT)
     except Exception as error:  # whatever the user's code raises
-        return cut(describe_error(error), 1000)
+        where = find_fault(error).where
+        return cut(describe_error(error), 1000) + (f" ({where})" if where else "")
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from mt_grpo.trajectory import Trajectory, Turn
@@ -191,9 +191,12 @@ def _takes(function: PlainFunction, name: str) -> bool:
 async def _counted(rewards: Any, number: int) -> list[float | None]:
     if inspect.isawaitable(rewards):
         rewards = await rewards
-    if len(rewards) != number:
-        raise ValueError(f"it returned {len(rewards)} rewards for {number} completions")
-    return list(rewards)
+    if isinstance(rewards, (str, bytes, Mapping)) or not isinstance(rewards, Iterable):
+        raise TypeError(f"it returned {rewards!r:.80}: return a list of numbers, one for each of {number} completions")
+    listed = list(rewards)
+    if len(listed) != number:
+        raise ValueError(f"it returned {len(listed)} rewards for {number} completions")
+    return listed
 
 
 def completion_ids(trajectory: Trajectory) -> list[int]:

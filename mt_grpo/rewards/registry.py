@@ -130,5 +130,6 @@ def _instantiate(reward_class: type[RewardFunc], options: dict[str, Any], label:
             ) from error
         raise RewardListError(
             f"The {kind} reward {label!r} is a class that cannot be made without arguments "
-            f"({type(error).__name__}: {error}): list an instance."
+            f"({type(error).__name__}: {error}): give them with its name, as `{{name: {label}, ...}}`, or list an "
+            "instance."
         ) from error

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, SupportsFloat
 
 from mt_grpo.errors import UserError, find_fault
 from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
@@ -182,6 +182,8 @@ def _number(func: RewardFunc, value: Any, trajectory: Trajectory) -> float | Non
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError(f"it returned {value!r}, which is text: return a number")
+        if not isinstance(value, SupportsFloat):
+            raise TypeError(f"it returned {value!r:.80}: return a number")
         number = float(value)
         if math.isnan(number):
             raise ValueError("it returned nan: return `None` where it does not apply")

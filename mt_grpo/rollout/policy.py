@@ -222,7 +222,9 @@ class ConversationPolicy:
             if continue_last:
                 return await self._continue(list(messages), tuple(stop), max_tokens, protocol)
             check_messages(messages[-1:])
-            if not messages or messages[-1]["role"] == "assistant":
+            if not messages:
+                raise ValueError("There are no messages, so there is nothing to reply to: give at least one.")
+            if messages[-1]["role"] == "assistant":
                 raise ValueError(
                     "The last message is the assistant's, so there is nothing to reply to: add a message, or set "
                     "`continue_last`."

@@ -159,8 +159,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         reward_funcs (*optional*): TRL's name for `outcome_reward_funcs`. Without tools or an environment each
             conversation is then one answer, and nothing is added to the prompt, as in TRL.
         reward_processing_classes (*optional*): As in TRL: tokenizers of reward models, one for each outcome reward.
-        tools (`list`, *optional*): Functions that the model calls in its own format, as often as it likes unless
-            `max_env_steps` is set, as in TRL. Names and dotted paths are tools too.
+        tools (`list`, *optional*): Functions, or one, that the model calls in its own format, as often as it likes
+            unless `max_env_steps` is set, as in TRL. Names and dotted paths are tools too.
         rollout_func (*optional*): TRL's; it is refused with what to write instead.
 
     Raises:
@@ -206,6 +206,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             args = MTGRPOConfig(f"{name}-MT-GRPO")
         args = widened(args)
         check_rollout_func(rollout_func)
+        tools = as_list(tools)
         check_surroundings(args)
         if engine is None:
             check_own_servers(args)

@@ -78,7 +78,7 @@ def as_rows(data: Any, name: str) -> Any:
             )
     try:
         return Dataset.from_list([dict(row) for row in data])
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeEncodeError) as error:
         raise ConfigError(
             f"The rows of `{name}` do not make a table ({error}): give each column values of one type."
         ) from error

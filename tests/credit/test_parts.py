@@ -208,6 +208,26 @@ def test_parts_that_do_not_add_up_are_refused(monkeypatch, parts, message):
         estimate_parts("wrong", two())
 
 
+def test_a_rule_that_raises_is_named_with_its_line(monkeypatch):
+    keep_estimators(monkeypatch)
+
+    @advantage_estimator("broken")
+    def broken(batch):
+        return batch.turn_rewards.view(7)
+
+    line = broken.__code__.co_firstlineno + 2
+    with pytest.raises(
+        CreditError, match=rf"'broken' raised RuntimeError: .*, in {__file__}, line {line}, in broken\."
+    ):
+        estimate_parts("broken", two())
+
+
+def test_a_bug_of_a_built_in_rule_keeps_its_traceback():
+    with pytest.raises(RuntimeError) as caught:
+        estimate_parts("grpo_or", replace(two(), outcome_rewards=torch.zeros(3)))
+    assert not isinstance(caught.value, CreditError)
+
+
 def test_a_rule_is_told_whole_with_its_defaults():
     assert whole_rule({"name": "gtpo", "gamma": 0.5}, turn_coef=2.0, scale_rewards="batch") == {
         "name": "gtpo",

@@ -118,6 +118,10 @@ class Broken(StepEnv):
                 return []
             case "step answers a number":
                 return 3
+            case "step writes half a character":
+                return "a\ud800"
+            case "step shows half a character":
+                return [{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}]
             case "step gives no message":
                 return [{"content": "no role"}]
             case "step rewards nan":
@@ -155,6 +159,8 @@ FAILURES = {
     "step is silent": "gave `None` for messages",
     "step says nothing": "neither replied nor ended",
     "step answers a number": "gave int for messages",
+    "step writes half a character": "a message of 'user' has half a character, '\\ud800' at place 1: leave it out",
+    "step shows half a character": "a message of 'user' has half a character, '\\udfff' at place 0: leave it out",
     "step gives no message": "A message is dict, without a text `role`: give a dictionary",
     "step rewards nan": "the reward of a step is nan: give a finite number",
     "reward of the whole is inf": "the reward 'score' is inf: give a finite number",
@@ -162,7 +168,7 @@ FAILURES = {
     "info has no JSON form": "`info` of the outcome",
     "answer is a number": "`answer` of the outcome is int: give text or `None`",
     "no messages": "gave `None` for messages",
-    "empty": "nothing to reply to",
+    "empty": "There are no messages, so there is nothing to reply to",
 }
 
 
@@ -182,7 +188,7 @@ def test_whatever_an_environment_does_ends_its_conversation_only(caplog):
             assert trajectory.stop_reason is StopReason.ENV_DONE
         assert trajectory.environment is None
     assert sorted(Broken.closed) == sorted(kinds)
-    assert "could not be closed, the first for: ZeroDivisionError: in close" in caplog.text
+    assert f"could not be closed, the first for: ZeroDivisionError: in close ({__file__}, line " in caplog.text
 
 
 class Loop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import shlex
@@ -448,6 +449,37 @@ def test_a_program_that_fails_says_why():
     (trajectory,), _ = run_agent(script(ASK + "sys.exit('out of luck')"), answers)
     assert trajectory.stop_reason is StopReason.ENV_ERROR and len(trajectory.turns) == 1
     assert "ended with exit code 1: out of luck" in trajectory.error
+
+
+def test_a_program_that_a_signal_ends_says_which():
+    (trajectory,), _ = run_agent(Command("sh -c 'kill -9 $$'"), answers)
+    assert trajectory.error == "CommandError: sh was ended by SIGKILL, and wrote nothing of why"
+
+
+@pytest.mark.parametrize("kind", ["async", "program"])
+def test_an_agent_that_ignores_a_refusal_is_told_of(kind):
+    async def agent(row, client):
+        with contextlib.suppress(openai.BadRequestError):
+            await client.openai().chat.completions.create(model="m", messages=user("Q"), response_format={"type": "x"})
+        return 0.5
+
+    body = json.dumps({"messages": user("Q"), "response_format": {"type": "x"}})
+    program = "import os, sys, httpx; u = os.environ; httpx.post(u['OPENAI_BASE_URL'] + '/chat/completions', "
+    program += f"content={body!r}, headers={{'Authorization': 'Bearer ' + u['OPENAI_API_KEY']}}); sys.exit(3)"
+    (trajectory,), _ = run_agent(agent if kind == "async" else script(program), answers)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and not trajectory.turns
+    assert "request was refused: `response_format`" in trajectory.error
+
+
+def test_a_refusal_after_a_turn_is_the_agents_affair():
+    async def agent(row, client):
+        await client.openai().chat.completions.create(model="m", messages=user("Q"))
+        with contextlib.suppress(openai.BadRequestError):
+            await client.openai().chat.completions.create(model="m", messages=user("Q"), response_format={"type": "x"})
+        return 0.5
+
+    (trajectory,), _ = run_agent(agent, answers)
+    assert trajectory.error is None and trajectory.env_rewards == {"reward": 0.5}
 
 
 def test_a_program_that_is_not_there_ends_the_conversation():

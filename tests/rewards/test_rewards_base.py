@@ -173,7 +173,8 @@ def test_whatever_reads_as_a_number_becomes_a_float(value):
         (-math.inf, "ValueError: it returned -inf, which is not a finite number"),
         ("good", "TypeError: it returned 'good', which is text: return a number"),
         ("1.0", "TypeError: it returned '1.0', which is text: return a number"),
-        ([1.0], "TypeError: float"),
+        ([1.0], "TypeError: it returned [1.0]: return a number"),
+        (10**400, "OverflowError: int too large"),
     ],
 )
 def test_a_value_that_is_no_finite_number_is_an_error(value, reason):
@@ -182,6 +183,19 @@ def test_a_value_that_is_no_finite_number_is_an_error(value, reason):
     message = str(caught.value)
     assert message.startswith(f"The reward 'Returns' failed with {reason}")
     assert message.endswith("""on trajectory 's-7', row {"answer": "Lima"}.""")
+
+
+@pytest.mark.parametrize("value", [None, 1.0, "1.0", {"s": 1.0}])
+def test_a_function_that_returns_no_list_is_told_what_to_return(value):
+    with pytest.raises(RewardError, match="it returned .*: return a list of numbers, one for each of 1 completions"):
+        score([], [FunctionReward(lambda completions, **columns: value)], [make_trajectory()])
+
+
+def test_a_function_may_be_a_generator_as_in_trl():
+    def lengths(completions, **columns):
+        yield from (2.0 for _ in completions)
+
+    assert score([], [FunctionReward(lengths)], [make_trajectory()]).outcome == [[2.0]]
 
 
 class Raises(TurnReward):
@@ -491,7 +505,9 @@ def test_options_that_a_reward_does_not_take_are_refused(entry, kind, message, m
 
 
 def test_a_class_that_needs_arguments_asks_for_an_instance():
-    with pytest.raises(RewardListError, match=r"'Needs' is a class .* \(TypeError: .*'model'\): list an instance"):
+    with pytest.raises(
+        RewardListError, match=r"'Needs' is a class .* \(TypeError: .*'model'\): give them with its name"
+    ):
         load_rewards([Needs], "outcome")
 
 

@@ -218,7 +218,7 @@ def test_tools_are_called_in_the_models_own_format(trainer):
 
 def test_tool_calling_iterations_bound_the_replies(trainer):
     one = trainer(
-        lambda session, turn: CALL, given={"tools": [lookup]}, max_tool_calling_iterations=2, max_completion_length=900
+        lambda session, turn: CALL, given={"tools": lookup}, max_tool_calling_iterations=2, max_completion_length=900
     )
     batch(one)
     assert [len(turn.replies) for turn in one.batch.trajectories[0].turns] == [1, 1, 0]
@@ -298,9 +298,10 @@ def test_rows_may_be_a_list(trainer):
         ([{"prompt": []}], "first row of `train_dataset` has the prompt"),
         ([{"prompt": "a"}, {"prompt": []}], "rows of `train_dataset` do not make a table"),
         ({"train": TEXTS, "test": TEXTS}, r"several datasets \(train, test\): give one of them, as .*\['train'\]"),
+        ([{"prompt": "a\ud800"}], "rows of `train_dataset` do not make a table .*surrogates not allowed"),
         ((row for row in TEXTS), "`train_dataset` is a generator: give a `datasets.Dataset`, or a list of rows"),
     ],
-    ids=["number", "empty", "mixed", "several", "generator"],
+    ids=["number", "empty", "mixed", "several", "surrogate", "generator"],
 )
 def test_rows_that_begin_no_conversation_are_refused(trainer, data, message):
     with pytest.raises(ConfigError, match=message):

@@ -89,6 +89,10 @@ class CommandError(Exception):
     """A program ended with an exit code other than 0."""
 
 
+class RefusedError(Exception):
+    """All requests of an agent were refused, and it went on as if nothing were wrong."""
+
+
 class Command:
     """
     An agent that is a program in any language; each conversation is a process. It has `OPENAI_BASE_URL` and
@@ -137,8 +141,19 @@ class Command:
             await _end(transport, process)
         if transport.get_returncode() != 0:
             said = process.written[2].decode(errors="replace").strip()[-2000:]
-            raise CommandError(f"{self.arguments[0]} ended with exit code {transport.get_returncode()}: {said}")
+            how = _ending(transport.get_returncode() or 0)
+            raise CommandError(f"{self.arguments[0]} {how}{f': {said}' if said else ', and wrote nothing of why'}")
         return _result(process.written[1].decode(errors="replace"))
+
+
+def _ending(code: int) -> str:
+    """How a program ended, by its exit code."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was ended by signal {-code}"
 
 
 class _Process(asyncio.SubprocessProtocol):
@@ -325,11 +340,20 @@ class AgentEnv:
             try:
                 result = await self._work(conversation, row, client)
                 outcome = read_result(result, f"{_name(source.agent)}{defined_at(source.agent)}")
-            except Exception:  # whatever the user's agent raises; if it got no turn, that is the cause
+            except Exception as error:  # whatever the user's agent raises; if it got no turn, that is the cause
                 if conversation.failure is None and conversation.limit is not None:
                     raise ConversationEnded(conversation.limit) from None
+                if (
+                    conversation.failure is None
+                    and conversation.refusal is not None
+                    and isinstance(error, CommandError)
+                ):
+                    raise CommandError(f"{error}; its request was refused: {conversation.refusal}") from error
                 if conversation.failure is None:
                     raise
+            else:
+                if conversation.refusal is not None:
+                    raise RefusedError(f"The agent got no turn, since its request was refused: {conversation.refusal}")
             if conversation.failure is not None:  # whatever the agent returned: it says nothing about the policy
                 raise conversation.failure
             outcome.stop_reason = conversation.limit or outcome.stop_reason

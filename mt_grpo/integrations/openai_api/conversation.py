@@ -238,6 +238,7 @@ class Conversation:
         fixed (`dict`): What the run decides about sampling, by OpenAI's and vLLM's names.
         limit (`StopReason`, *optional*): The limit that refused or cut off the latest turn.
         failure (`EngineError`, *optional*): The engine's error, if it failed to sample the latest turn.
+        refusal (`str`, *optional*): Why a request was refused, if no turn was sampled before. A limit is none.
         retries (`Retries`): Its requests.
         responses (`dict`): The messages of each of OpenAI's Responses with its answer, by its identifier.
         names (`list[str]`): Further names of the conversation, beside its session.
@@ -249,6 +250,8 @@ class Conversation:
         self.fixed = {name: getattr(policy.sampling, name) for name in FIXED} | dict.fromkeys(PENALTIES, 0.0)
         self.limit: StopReason | None = None
         self.failure: EngineError | None = None
+        self.refusal: str | None = None
+        self._sampled = False
         self.over = asyncio.Event()
         self.names: list[str] = []
         self.responses: dict[str, list[Message]] = {}
@@ -296,11 +299,17 @@ class Conversation:
         exhausted = self.policy.exhausted
         own_limit = parsed.max_tokens is not None and turn.num_tokens >= parsed.max_tokens  # is no failure
         self.limit, self.failure, self._refused = None if own_limit else exhausted, None, 0
+        self._sampled, self.refusal = True, None
         self._calls.name(turn)
         told, reason = tell(turn, parsed.stop, parsed.reads_calls and parsed.tools is not None)
         self._told.note(key, told, turn)
         wanted = token_logprobs(self.policy.tokenizer, *self.policy.sampled) if parsed.logprobs else None
         return Choice(told, reason, turn, wanted)
+
+    def note_refusal(self, error: ApiError) -> None:
+        """Keeps why a request was refused: an agent that goes on as if nothing were wrong says nothing of it."""
+        if not (self._sampled or error.again or self.limit or self.failure):
+            self.refusal = self.refusal or error.message
 
     def _refusal(self, reason: StopReason) -> ApiError:
         """The error of a request that a limit refuses; counted, to end an agent that does not stop asking."""

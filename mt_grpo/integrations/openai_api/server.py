@@ -238,6 +238,20 @@ class Endpoint:
         content = await request.read()
         conversation = self._found(request)
         try:
+            return await self._answered(request, content, conversation, as_chat, told)
+        except ApiError as error:
+            conversation.note_refusal(error)
+            raise
+
+    async def _answered(
+        self,
+        request: web.Request,
+        content: bytes,
+        conversation: Conversation,
+        as_chat: Callable[[Any], Any],
+        told: Callable[[ParsedRequest, list[Choice]], Iterable[bytes]],
+    ) -> web.StreamResponse:
+        try:
             body = orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise ApiError(400, f"The body of the request is no JSON: {error}.", "invalid_json") from error
