@@ -140,10 +140,11 @@ class TRLEnv(MultiTurnToolEnv):
             reward = await self._ask("get_reward")
             if reward is not None and not isinstance(reward, SupportsFloat):  # text of a number is none
                 raise FactoryError(f"{self.reward_name}.get_reward returned {reward!r:.80}: return a finite number.")
-            if reward is not None and not math.isnan(reward := float(reward)):
-                if math.isinf(reward):
-                    raise FactoryError(f"{self.reward_name}.get_reward returned {reward}: return a finite number.")
-                outcome.rewards = {**outcome.rewards, self.reward_name: reward}
+            earned = math.nan if reward is None else float(reward)
+            if math.isinf(earned):
+                raise FactoryError(f"{self.reward_name}.get_reward returned {earned}: return a finite number.")
+            if not math.isnan(earned):
+                outcome.rewards = {**outcome.rewards, self.reward_name: earned}
         return outcome
 
     async def reset(self, row: dict[str, Any]) -> list[Message]:
