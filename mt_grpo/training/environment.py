@@ -214,7 +214,7 @@ def check_env(
             "The second argument of the trainer is `env`, not a list of rewards as in TRL: pass rewards by name, as "
             "`reward_funcs=...`."
         )
-    if env is not None and args.tool_processes:
+    if env is not None and not isinstance(env, EnvSource) and args.tool_processes:
         raise ConfigError(
             f"`tool_processes` is {args.tool_processes}, and the trainer was given an `env`: give the environment "
             f"`in_processes(tools, {args.tool_processes})` (of `mt_grpo.tools`) as its tools."

@@ -42,6 +42,11 @@ def test_the_resolved_recipe_is_printed_and_is_a_recipe(recipe, tmp_path, capsys
     assert "Chat template: " in said and "nothing was sampled or written" in said
 
 
+def test_tools_of_a_recipe_may_have_processes(recipe):
+    status, printed = dry_run(recipe(tool_processes=1))
+    assert status == 0 and yaml.safe_load(printed)["tool_processes"] == 1
+
+
 def test_nothing_is_written(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("mt_grpo.training.preflight.check_push", lambda args: None)  # there is no token, and no Hub
     arguments = recipe(output_dir=str(tmp_path / "runs" / "one"), push_to_hub=True, hub_model_id="nobody/nothing")

@@ -17,6 +17,7 @@ from support.computing_tools import end, fail, leave, spin, unsendable, where
 
 from mt_grpo.concurrency import run
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs.source import source_of
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError
 from mt_grpo.tools import Tool, ToolDefinitionError, in_processes
@@ -162,7 +163,7 @@ def test_processes_end_with_their_pool():
 
 def test_a_recipe_names_their_number(tmp_path):
     args = MTGRPOConfig(str(tmp_path), tools=["support.computing_tools.where"], tool_processes=1, use_cpu=True)
-    (call,) = called(build_env(args).tools, ("where", {}))
+    (call,) = called(check_env(source_of(build_env(args)), args).tools, ("where", {}))
     assert call.error is None and call.result != str(os.getpid())
     with pytest.raises(ConfigError, match="`tool_processes` is 1, and the trainer was given an `env`"):
         check_env(MultiTurnToolEnv([where]), args)
