@@ -83,6 +83,8 @@ def build_env(
             "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
             "`{environment_factory: its path}`."
         )
+    if args.tool_processes and not any(map(_names_tools, [vars(args), *args.environments.values()])):
+        raise _no_tool(args.tool_processes)
     named = {name: _build_named(name, given, args) for name, given in args.environments.items()}
     if args.environment_urls is not None and not any(isinstance(env, OpenEnv) for env in named.values()):
         _at(named, args.environment_urls, "environments")
@@ -104,6 +106,8 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvLike:
             others = (*others, "tools", "tools_config_file", "system_prompt", "max_env_steps", "call_protocol")
         options |= {name: defaults[name] for name in others}
     options |= {"environment_urls": None, **given}
+    if "tool_processes" not in given and not _names_tools(options):
+        options["tool_processes"] = 0
     check_scheduler(options, key)
     if options["environment_factory"] is not None:
         options["environment_factory"] = import_factory(options["environment_factory"], f"{key}: environment_factory")
@@ -134,8 +138,8 @@ def _at(env: EnvLike, urls: list[str], key: str) -> OpenEnv:
 
 def _of_options(options: dict[str, Any], key: str) -> EnvLike:
     check_partner(options, "" if key == "env" else f"In `{key}`, ")
-    if options["tool_processes"] and not (options["tools"] or options["tools_config_file"]):
-        raise ConfigError(f"`tool_processes` is {options['tool_processes']}, and no tool is named: leave it out.")
+    if options["tool_processes"] and not _names_tools(options):
+        raise _no_tool(options["tool_processes"])
     if options["multi_turn_scheduler"] is not None:
         return SchedulerSource.from_options(options)
     check_agent(options, "" if key == "env" else key)
@@ -173,6 +177,15 @@ def _of_options(options: dict[str, Any], key: str) -> EnvLike:
         env_mask=options["env_mask"],
         tool_timeout=options["tool_timeout"],
     )
+
+
+def _names_tools(options: Any) -> bool:
+    """Whether options, or one of `environments`, name tools. A path alone names none."""
+    return isinstance(options, dict) and bool(options.get("tools") or options.get("tools_config_file"))
+
+
+def _no_tool(processes: int) -> ConfigError:
+    return ConfigError(f"`tool_processes` is {processes}, and no tool is named: leave it out.")
 
 
 def _tools(options: dict[str, Any]) -> list[Any]:

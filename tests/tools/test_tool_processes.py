@@ -170,3 +170,15 @@ def test_a_recipe_names_their_number(tmp_path):
     args.tools = None
     with pytest.raises(ConfigError, match="`tool_processes` is 1, and no tool is named: leave it out"):
         build_env(args)
+
+
+def test_environments_with_tools_have_the_processes(tmp_path):
+    others = {"talk": {"call_protocol": "plain"}, "mine": "mt_grpo.envs.MultiTurnToolEnv"}
+    environments = {"tools": {"tools": ["support.computing_tools.where"]}, **others}
+    args = MTGRPOConfig(str(tmp_path), environments=environments, tool_processes=1, use_cpu=True)
+    built = build_env(args)
+    (call,) = called(built["tools"].tools, ("where", {}))
+    assert call.error is None and call.result != str(os.getpid()) and not built["talk"].tools
+    args.environments = others
+    with pytest.raises(ConfigError, match="`tool_processes` is 1, and no tool is named: leave it out"):
+        build_env(args)
