@@ -32,6 +32,10 @@ class Rule:
     of_numbers: bool = True
 
 
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
 ABOVE_ZERO = Rule(lambda value: value > 0, "set a number above 0, or leave it out")
 NOT_BELOW_ZERO = Rule(lambda value: value >= 0, "set 0 or more, or leave it out")
 NO_EFFECT = Rule(lambda value: not value, "it has no effect on rollouts of many turns, so leave it out", False)
@@ -278,7 +282,14 @@ class RunOptions:
         executes="path",
     )
     reward_weights: list[float] | None = option(
-        None, "Weights of the turn rewards, then of the outcome rewards. 1 each where unset.", REWARDS
+        None,
+        "Weights of the turn rewards, then of the outcome rewards. 1 each where unset.",
+        REWARDS,
+        rule=Rule(
+            lambda value: isinstance(value, (list, tuple)) and all(map(_is_finite, value)),
+            "give a list of finite numbers, one for each reward",
+            of_numbers=False,
+        ),
     )
     state_score: dict[str, Any] | str | None = option(
         None,
@@ -526,7 +537,11 @@ OF_LIBRARIES = {
     ),
     "save_steps": Option("Steps between two checkpoints.", RUN),
     "report_to": Option("Where metrics go: wandb, trackio, tensorboard ...", RUN),
-    "seed": Option("Seed of everything drawn.", RUN),
+    "seed": Option(
+        "Seed of everything drawn.",
+        RUN,
+        rule=Rule(lambda value: 0 <= value < 2**32, "set a whole number from 0 to 4294967295"),
+    ),
     "top_p": Option(rule=Rule(lambda value: 0 < value <= 1, "set a number above 0 and at most 1, or leave it out")),
     "min_p": Option(rule=Rule(lambda value: 0 <= value <= 1, "set a number from 0 to 1, or leave it out")),
     "multi_objective_aggregation": Option(

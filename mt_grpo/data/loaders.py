@@ -149,7 +149,8 @@ def _sliced(made: list[Row], split: str, streaming: bool) -> tuple[Rows, Row | N
     rows, base = datasets.Dataset.from_list(made), split.partition("[")[0]
     (wanted,) = datasets.ReadInstruction.from_spec(split).to_absolute({base: len(rows)})
     rows = rows.select(range(wanted.from_ or 0, len(rows) if wanted.to is None else wanted.to))
-    return rows.to_iterable_dataset() if streaming else rows, rows[0]
+    first = next(iter(rows), None)
+    return rows.to_iterable_dataset() if streaming and first is not None else rows, first
 
 
 def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple[Rows, Row | None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from numbers import Real
 from typing import Any, Literal, TypeVar, cast
 
 from mt_grpo.errors import UserError
@@ -70,6 +72,12 @@ def load_rewards(
         reward = _load(entry, kind)
         if reward.name in rewards:
             raise RewardListError(f"The {kind} reward {reward.name!r} is listed twice: give one another `name`.")
+        for number in ("weight", "maximum"):
+            value = getattr(reward, number)
+            if not isinstance(value, Real) or not isfinite(value):
+                raise RewardListError(
+                    f"The {kind} reward {reward.name!r} has the `{number}` {value!r:.80}: set a finite number."
+                )
         rewards[reward.name] = reward
     return list(rewards.values())
 

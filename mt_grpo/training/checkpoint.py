@@ -6,7 +6,7 @@ import json
 import logging
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import ADAPTER_CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.images import named
@@ -46,18 +47,37 @@ MADE_WITH = "made_with.json"
 ROWS = 8
 """Rows at each end of a dataset by which it is known again."""
 
+SHARDED = "global_step*", "*_fsdp_*", "optimizer_*", "optimizer.bin"
+"""What DeepSpeed and FSDP leave in a checkpoint, in place of a file of the optimizer."""
+
 UNREADABLE = (pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, ValueError, KeyError, EOFError)
 """What the readers of a checkpoint's files raise where these are damaged."""
 
 
-READERS = {
-    TRAINER_STATE_NAME: lambda path: json.loads(path.read_text(encoding="utf-8")),
-    **dict.fromkeys(
-        (OPTIMIZER_NAME, SCHEDULER_NAME),
-        lambda path: torch.load(path, mmap=True, map_location="cpu", weights_only=True),
-    ),
+def _read_mapping(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError("it is no mapping")
+    return value
+
+
+def _read_trainer_state(path: Path) -> None:
+    if not all(isinstance(_read_mapping(path).get(name), int) for name in ("global_step", "train_batch_size")):
+        raise ValueError("it does not say at which step the run was")
+
+
+def _read_tensors(path: Path) -> None:
+    with safe_globals():  # states of random generators hold arrays
+        torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+
+
+RNG = "rng_state*.pth"
+READERS: dict[str, Callable[[Path], Any]] = {
+    TRAINER_STATE_NAME: _read_trainer_state,
+    **dict.fromkeys((OPTIMIZER_NAME, SCHEDULER_NAME, RNG), _read_tensors),
+    **dict.fromkeys((CONFIG_NAME, ADAPTER_CONFIG_NAME, MADE_WITH), _read_mapping),
 }
-"""How to tell whether files of a checkpoint can be read."""
+"""How to tell whether files of a checkpoint can be read, by their pattern."""
 
 
 class CheckpointError(UserError, OSError):
@@ -314,6 +334,8 @@ def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
         if not (folder / TRAINER_STATE_NAME).exists() and not any(folder.glob("rollouts-rank*.pt")):
             there = ", ".join(map(str, _checkpoints(folder))) or "of which this folder has none"
             raise ConfigError(f"`resume_from_checkpoint: {wanted}` is no checkpoint: name one, {there}.")
+        if why := _damage(folder):
+            raise ConfigError(why)
         return str(wanted)
     latest = latest_checkpoint(output_dir)
     for folder in _checkpoints(output_dir) if latest else []:
@@ -359,25 +381,48 @@ def _damage(folder: Path) -> str | None:
             _read(file, mmap=True)
         for file in [*folder.glob("model*.safetensors"), *folder.glob("adapter_model*.safetensors")]:
             _shapes(file)
-        for name, read in READERS.items():
-            try:
-                if (folder / name).exists():
-                    read(folder / name)
-            except UNREADABLE as error:
-                raise damaged(folder / name, error) from None
+        for pattern, read in READERS.items():
+            for file in folder.glob(pattern):
+                try:
+                    read(file)
+                except UNREADABLE as error:
+                    raise damaged(file, error) from None
     except ConfigError as error:
         return str(error)
-    return None
+    gone = _gone(folder)
+    return None if gone is None else f"The checkpoint {folder} is damaged, its {gone} is gone: {_instead(folder)}."
+
+
+def _gone(folder: Path) -> str | None:
+    """
+    A file that a checkpoint lacks. Without it the trainer of transformers raises, or goes on with an optimizer or
+    random numbers that are not the run's, and says nothing.
+    """
+    if not (folder / TRAINER_STATE_NAME).exists():  # another host may have the rest
+        return None
+    sharded = any(map(any, map(folder.glob, SHARDED)))
+    if not sharded and not any(map(any, map(folder.glob, ("*model*.safetensors", "*model*.bin")))):
+        return "model.safetensors"
+    states = OPTIMIZER_NAME, SCHEDULER_NAME, RNG
+    there = [any(folder.glob(pattern)) for pattern in states]
+    if sharded or not any(there) or all(there):  # `save_only_model` leaves none of them
+        return None
+    return states[there.index(False)].replace("*", "")
 
 
 def damaged(path: Path, error: BaseException) -> ConfigError:
     """The sentence about a file of a checkpoint that cannot be read, and what to resume from instead."""
     why = " ".join(str(error).split()) or type(error).__name__
-    before = [str(each) for each in _checkpoints(path.parent.parent) if each != path.parent]
-    other = f"resume from another one ({', '.join(before)})" if before else "begin the run anew"
     return ConfigError(
-        f"The checkpoint {path.parent} is damaged, its {path.name} cannot be read ({why[:120]}): {other}."
+        f"The checkpoint {path.parent} is damaged, its {path.name} cannot be read ({why[:120]}): "
+        f"{_instead(path.parent)}."
     )
+
+
+def _instead(folder: Path) -> str:
+    """What to do where a checkpoint is damaged."""
+    before = [str(each) for each in _checkpoints(folder.parent) if each != folder]
+    return f"resume from another one ({', '.join(before)})" if before else "begin the run anew"
 
 
 def _read(path: Path, map_location: Any = "cpu", **options: Any) -> dict[str, Any]:

@@ -174,6 +174,8 @@ REFUSED = [
         [*GOOD, "--advantage_estimator", "state_baseline"],
         "`advantage_estimator: state_baseline` needs a score of states",
     ),
+    ([*GOOD, "--reward_weights", "1.0", "nan"], "`reward_weights` is [1.0, nan]; give a list of finite numbers"),
+    ([*GOOD, "--seed", "-1"], "`seed` is -1; set a whole number from 0 to 4294967295."),
     ([*GOOD, "--turn_advantage_coef", "nan"], "`turn_advantage_coef` is nan; give a finite number."),
     ([*GOOD, "--turn_reward_funcs", "exact"], "The turn reward 'exact' is neither a built-in name nor a path such as"),
     *(([*GOOD[:1], f"value{n}.yaml"], f"in value{n}.yaml, line 3, {said}") for n, said in enumerate(VALUES.values())),

@@ -27,6 +27,13 @@ def test_a_file_is_sliced(file, split, first, last, streaming):
     assert found == [f"q{number}" for number in range(first, last + 1)]
 
 
+@pytest.mark.parametrize("split", ["train[5:5]", "train[7:5]"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_slice_without_rows_is_refused(split, streaming):
+    with pytest.raises(DatasetError, match="is empty"):
+        load_rows("embedded", split, streaming=streaming)
+
+
 @pytest.mark.parametrize("split", ["train[:50%]", "train[-2:]"])
 def test_a_slice_that_a_stream_cannot_have_is_refused(file, split):
     assert len(load_rows(str(file), split)) in (5, 2)

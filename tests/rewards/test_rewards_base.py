@@ -525,3 +525,10 @@ def test_scores_are_json():
     trajectory = make_trajectory("ab", "", bonus=0)
     score([Length()], [NumTurns()], [trajectory])
     assert json.loads(json.dumps(trajectory.to_dict()))["rewards"] == trajectory.rewards
+
+
+@pytest.mark.parametrize(("number", "value"), [("weight", math.nan), ("weight", "1"), ("maximum", None)])
+def test_a_weight_that_is_no_number_is_refused(number, value):
+    wrong = type("Wrong", (Returns,), {number: value})(1.0)
+    with pytest.raises(RewardListError, match=f"'Wrong' has the `{number}` .*: set a finite number"):
+        load_rewards([wrong], "outcome")

@@ -40,7 +40,8 @@ def spoil(path: Path, how: str) -> None:
 @pytest.mark.slow
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder, caplog):
     last, before = folder / "checkpoint-2", folder / "checkpoint-1"
-    for name in ("rollouts-rank0.pt", "model.safetensors", "optimizer.pt", "trainer_state.json"):
+    states = ("rollouts-rank0.pt", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+    for name in (*states, "trainer_state.json", "config.json", "made_with.json"):
         sound = (last / name).read_bytes()
         for how in ("empty", "cut", "text"):
             spoil(last / name, how)
@@ -54,6 +55,19 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder, caplog):
             )
         (last / name).write_bytes(sound)
     assert latest_checkpoint(str(folder)) == last
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (last / name).rename(last / "away")
+        assert latest_checkpoint(str(folder)) == before
+        with pytest.raises(ConfigError, match=f"checkpoint-2 is damaged, its {name} is gone: resume from another one"):
+            find_checkpoint(str(last), str(folder))
+        (last / "away").rename(last / name)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (last / name).rename(folder / name)
+    assert latest_checkpoint(str(folder)) == last  # as `save_only_model` leaves it
+    sound = (last / "trainer_state.json").read_bytes()
+    (last / "trainer_state.json").write_text("{}")
+    assert latest_checkpoint(str(folder)) == before
+    (last / "trainer_state.json").write_bytes(sound)
     spoil(last / "rollouts-rank0.pt", "other")
     assert latest_checkpoint(str(folder)) == before
 
