@@ -12,7 +12,7 @@ TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
 .PHONY: quickstart test check lint format bench browser server-cpu trl-oldest warm-start clean
-.PHONY: ablation bench-environments interop interop-games interop-agents interop-trl interop-verifiers
+.PHONY: ablation bench-environments interop interop-games interop-agents interop-deepspeed interop-trl interop-verifiers
 
 quickstart: $(VENV)/.installed
 	$(BIN)/mt-grpo train --config recipes/quickstart.yaml
@@ -65,6 +65,10 @@ bench-environments: .venv-interop/openenv/.installed
 interop-agents: .venv-interop/agents/.installed server-cpu
 	.venv-interop/agents/bin/python -m pytest tests/interop/test_agent_frameworks.py
 
+# DeepSpeed on two processes without a GPU, once with a real server.
+interop-deepspeed: .venv-interop/deepspeed/.installed server-cpu
+	.venv-interop/deepspeed/bin/python -m pytest tests/interop/test_deepspeed.py
+
 # TRL's own tests of its trainer with ours in its place: `make interop-trl TRL=path/to/a/clone`. docs/trl.md says what
 # fails, and why.
 interop-trl: .venv-interop/trl/.installed
@@ -73,6 +77,10 @@ interop-trl: .venv-interop/trl/.installed
 .venv-interop/trl/.installed: $(VENV)/.installed scripts/install_over.sh
 	scripts/install_over.sh $(VENV) .venv-interop/trl .
 	.venv-interop/trl/bin/pip install --quiet jmespath
+	touch $@
+
+.venv-interop/deepspeed/.installed: $(VENV)/.installed scripts/install_over.sh
+	scripts/install_over.sh $(VENV) .venv-interop/deepspeed ".[deepspeed]"
 	touch $@
 
 .venv-interop/agents/.installed: $(VENV)/.installed scripts/install_over.sh

@@ -115,15 +115,18 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
 
     def _fill_in(self) -> None:
         """
-        Takes over what TRL and transformers fill in. They do it on a copy that passes their checks of whole groups and
-        of bfloat16: a recipe for eight GPUs is also served and read by one process, and on a machine without any.
+        Takes over what TRL and transformers fill in. They do it on a copy that passes their checks of whole groups,
+        bfloat16 and processes: a recipe for eight GPUs is also served and read by one process, and on a machine
+        without any.
         `mt_grpo.training.preflight` checks both where training starts. The copy has the true batch size of a device,
         since DeepSpeed's options are held against it.
         """
         group, eval_group = self.num_generations, self.num_generations_eval or self.num_generations
         size, steps = self.generation_batch_size, self.steps_per_generation
+        alone = "LOCAL_RANK" not in os.environ and int(os.environ.get("WORLD_SIZE", 1)) == 1
         theirs = changed(
             self,
+            ddp_backend=None if alone else self.ddp_backend,  # else accelerate looks for the others
             bf16=self.bf16 and (self.use_cpu or has_bfloat16()),
             per_device_eval_batch_size=self.per_device_eval_batch_size * eval_group,
             generation_batch_size=None if steps is None else size,  # TRL refuses both
@@ -131,7 +134,7 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         )
         super(MTGRPOConfig, theirs).__post_init__()
         step = self.per_device_train_batch_size * theirs.world_size
-        ours = {name: getattr(self, name) for name in ("bf16", "per_device_eval_batch_size")}
+        ours = {name: getattr(self, name) for name in ("bf16", "ddp_backend", "per_device_eval_batch_size")}
         ours["generation_batch_size"] = theirs.generation_batch_size // group if size is None else size
         ours["steps_per_generation"] = max(1, ours["generation_batch_size"] // step)
         vars(self).update(vars(theirs) | ours)

@@ -23,6 +23,8 @@ CPU_RUN = {
     "num_generations": 4,
 }
 """Options of a trainer that does its few small steps in float32 on a CPU and leaves no checkpoints."""
+DEEPSPEED_RUN = {"use_cpu": False, "ddp_backend": "gloo"}
+"""Further options under DeepSpeed, which accelerate leaves out where it is told to use a CPU."""
 
 
 def build_tokenizer(template: str = "qwen3") -> PreTrainedTokenizerFast:

@@ -31,8 +31,10 @@ from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.step_log.records import read_audit
 from mt_grpo.weights.weight_file import FullParameters
 from support.audio import SOUND_FAMILIES, tone
+from support.architectures import build_random
+from support.hybrids import build_hybrid
 from support.images import ScriptedSight, build_processor, build_vision_model, picture
-from support.models import CPU_RUN, build_model, build_tokenizer, lookup
+from support.models import CPU_RUN, DEEPSPEED_RUN, build_model, build_tokenizer, lookup
 
 BATCH = 8
 INFORMED = ("plain", "measured", "adapter", "replay")
@@ -75,6 +77,9 @@ SCENARIOS = {
     # every other question shows an image, or plays a sound, so in each step one of two ranks has none
     "images": {"shuffle_dataset": False, "ddp_find_unused_parameters": False},
     "sounds": {"shuffle_dataset": False, "ddp_find_unused_parameters": False},
+    "hybrid": {},  # Qwen3-Next: linear attention, full attention and experts
+    "sinks": {},  # gpt-oss: sinks, windows and experts
+    "saved": {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"},
     "spoilt": {},  # the second rank's loss is not finite
     "measured": {"do_eval": True, "per_device_eval_batch_size": 3, "num_generations_eval": 1},
     # ten evaluated conversations, eight to a batch: of the second batch the second rank has none
@@ -137,11 +142,17 @@ class Watch(TrainerCallback):
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter, or its gradient, of all ranks."""
+    if hasattr(parameter, "ds_id"):  # ZeRO-3
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(parameter):
+            return parameter.detach().clone()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def assert_a_checkpoint_restores(trainer: MTGRPOEnvTrainer, folder: Path) -> None:
-    reference = dict(trainer.ref_model.named_parameters())
+    reference = dict(trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters())
     synced = {name: whole(parameter).detach().clone() for name, parameter in reference.items()}
     sharded = bool(os.environ.get("ACCELERATE_USE_FSDP"))
     assert any(isinstance(parameter, DTensor) for parameter in reference.values()) == sharded
@@ -171,10 +182,15 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
         for number in range(6)
     ]
     processor, sensing = tokenizer, scenario in ("images", "sounds")
-    if scenario == "images":
+    if scenario == "images":  # made before the options: under ZeRO-3 transformers would make it in parts, and fails
         processor = build_processor()
+        model = build_vision_model(processor.tokenizer)
     if scenario == "sounds":
-        processor, hearing = SOUND_FAMILIES["qwen2-audio"]()
+        processor, model = SOUND_FAMILIES["qwen2-audio"]()
+    if scenario == "hybrid":
+        model = build_hybrid("qwen3 next", vocab_size=len(tokenizer)).train()
+    if scenario == "sinks":
+        model = build_random("gpt-oss", vocab_size=len(tokenizer)).train()
     if sensing:
         tokenizer = processor.tokenizer
         for number, row in enumerate(rows[::2]):
@@ -196,26 +212,22 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
         options |= {"sp_size": int(os.environ["SP_SIZE"]), "gradient_checkpointing": True}
     if "LAYERS" in os.environ:
         options |= {"gradient_checkpointing": True, "gradient_checkpointing_layers": int(os.environ["LAYERS"])}
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED"):
+        options |= DEEPSPEED_RUN
     if scenario == "replay":
         options["replay"] = os.environ["REPLAYED"]
-    args = MTGRPOConfig(
-        folder,
-        learning_rate=0.1,
-        optim="sgd",
-        **options,
-    )
+    args = MTGRPOConfig(folder, learning_rate=0.1, **{"optim": "sgd"} | options)
     if os.environ.get("ACCELERATE_USE_FSDP"):  # accelerate shards on GPUs only, though torch does it on a CPU too
         args.distributed_state.distributed_type = DistributedType.MULTI_GPU
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED"):
+        args.use_cpu = True  # once accelerate has taken DeepSpeed
     if os.environ.get("GATHER_AS_NCCL"):
         gather_as_nccl()
     adapter = None
     if scenario == "adapter":
         adapter = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
-    model = build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None)
-    if scenario == "images":
-        model = build_vision_model(tokenizer)
-    if scenario == "sounds":
-        model = hearing.train()
+    if scenario not in ("images", "sounds", "hybrid", "sinks"):
+        model = build_model(tokenizer, max_position_embeddings=1024, tie_word_embeddings=adapter is None)
     if scenario == "wrong_trees":  # it looks at a token's place in the row, which trees change
         model.get_input_embeddings().register_forward_hook(
             lambda module, inputs, output: output + 0.01 * torch.arange(output.size(1))[:, None]
@@ -257,7 +269,7 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     elif scenario in ("measured", "uneven"):
         run_training(trainer, {}, Console(quiet=True))
     else:
-        trainer.train()
+        trainer.train(os.environ.get("RESUMED"))
     evaluations = []
     if scenario == "uneven":
         stream = IterableDataset.from_generator(lambda: iter(rows[:5]))
@@ -275,7 +287,7 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     logged = [row for row in trainer.state.log_history if "loss" in row]
     result = {
         "proven": [n for module in model.modules() for n in vars(module).get("_proven_lengths", {}).values()],
-        "sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        "sharded": any(isinstance(one, DTensor) or hasattr(one, "ds_id") for one in model.parameters()),
         "turns": [row["turns/mean"] for row in logged],
         "learnt": [[float(row["loss"]), float(row["grad_norm"])] for row in logged],
         "weights": {name: whole(parameter).detach() for name, parameter in model.named_parameters()},

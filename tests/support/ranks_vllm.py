@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.trajectory import StopReason
-from support.models import CPU_RUN
+from mt_grpo.weights.weight_file import FullParameters
+from support.models import CPU_RUN, DEEPSPEED_RUN
 
 BATCH = 8
 
@@ -43,6 +45,7 @@ def run(folder: str, processes: int, url: str, model: str) -> Accelerator:
         {"prompt": [{"role": "user", "content": f"What is {number} of Peru"}], "replies": number}
         for number in range(6)
     ]
+    further = DEEPSPEED_RUN if os.environ.get("ACCELERATE_USE_DEEPSPEED") else {}
     args = MTGRPOConfig(
         folder,
         max_completion_length=400,
@@ -53,7 +56,7 @@ def run(folder: str, processes: int, url: str, model: str) -> Accelerator:
         vllm_server_base_url=url,
         vllm_importance_sampling_mode="token_truncate",
         verify_sync_every=1,
-        **CPU_RUN | {"per_device_train_batch_size": BATCH // processes},
+        **CPU_RUN | {"per_device_train_batch_size": BATCH // processes} | further,
     )
     trainer = MTGRPOEnvTrainer(
         AutoModelForCausalLM.from_pretrained(model),
@@ -67,10 +70,11 @@ def run(folder: str, processes: int, url: str, model: str) -> Accelerator:
     assert trainer.accelerator.num_processes == processes
     trainer.train()
     trainer.weight_sync.close()
+    walk = FullParameters(trainer.model, trainer.accelerator)
+    weights = {name: tensor.detach().clone() for name, tensor in walk}  # on every rank: they may be spread
     if trainer.accelerator.is_main_process:
         names = ("loss", "grad_norm", "sampling/sampling_logp_difference/max")
         steps = [[row[name] for name in names] for row in trainer.state.log_history if "loss" in row]
-        weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
         torch.save({"steps": steps, "weights": weights}, Path(folder) / "result.pt")
     return trainer.accelerator
 

@@ -36,6 +36,12 @@ def test_one_process_reads_the_recipe_of_seven(path, monkeypatch, no_gpu):
     check_batch_sizes(parse_recipe(["--config", str(path)]).training)
 
 
+def test_one_process_reads_a_recipe_that_names_a_backend(tmp_path):
+    """accelerate would ask the others how many they are."""
+    args = MTGRPOConfig(str(tmp_path), use_cpu=True, ddp_backend="nccl", per_device_train_batch_size=8)
+    assert args.world_size == 1 and args.ddp_backend == "nccl"
+
+
 def test_groups_that_do_not_fit_are_refused_at_training(build):
     trainer = build(num_generations=3)
     with pytest.raises(ConfigError, match="`num_generations: 3` does not divide .* set it to one of 2, 4, or make"):

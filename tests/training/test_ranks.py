@@ -5,42 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support.forked import run_processes
 from support.hosts import ADDRESS, hosts
+from support.learnt import SHARDED, assert_the_same_is_learnt, run_ranks
 
 from mt_grpo.runlog import open_run
 
 pytestmark = pytest.mark.slow
-SHARDED = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-}
-
-
-def run(folder: Path, processes: int, scenario: str = "plain", **environment: str) -> dict:
-    folder.mkdir(exist_ok=True)
-    log = folder.with_suffix(".log")
-    run_processes(["-m", "support.ranks", str(folder), str(processes), scenario], processes, log, environment)
-    return torch.load(folder / "result.pt")
-
-
-def assert_the_same_is_learnt(one: dict, two: dict) -> None:
-    assert one["turns"] == two["turns"] and len(one["learnt"]) == 3
-    torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)
-    assert len(one["credit"]) > 8
-    for name, advantages in one["credit"].items():
-        assert advantages.any()
-        torch.testing.assert_close(two["credit"][name], advantages, rtol=1e-4, atol=1e-5)
-    for kind in ("weights", "sent"):  # as trained, and as a server would get them
-        assert one[kind].keys() == two[kind].keys()
-        for name, weight in one[kind].items():
-            torch.testing.assert_close(two[kind][name], weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +24,11 @@ def folder_alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder_alone):
-    return run(folder_alone, 1)
+    return run_ranks(folder_alone, 1)
 
 
 def test_two_ranks_learn_what_one_learns(tmp_path, alone):
-    assert_the_same_is_learnt(alone, run(tmp_path, 2))
+    assert_the_same_is_learnt(alone, run_ranks(tmp_path, 2))
     run_log = open_run(tmp_path)
     assert set(run_log.column("rank")) == {0, 1}
     assert all((tmp_path / "rollouts" / name).exists() for name in run_log.column("file"))
@@ -62,7 +36,7 @@ def test_two_ranks_learn_what_one_learns(tmp_path, alone):
 
 def test_ranks_that_sample_ahead_learn_what_one_learns(tmp_path):
     """Whatever takes how long where, and with evaluations while batches are in flight: rows are trained in order."""
-    one, two = run(tmp_path / "one", 1, "ahead"), run(tmp_path / "two", 2, "ahead")
+    one, two = run_ranks(tmp_path / "one", 1, "ahead"), run_ranks(tmp_path / "two", 2, "ahead")
     assert_the_same_is_learnt(one, two)
     sessions = [
         sorted(row for row in open_run(tmp_path / name).column("session") if row.startswith("train"))
@@ -72,23 +46,23 @@ def test_ranks_that_sample_ahead_learn_what_one_learns(tmp_path):
 
 
 def test_two_ranks_replay_the_run_of_one(tmp_path, alone, folder_alone):
-    assert_the_same_is_learnt(alone, run(tmp_path, 2, "replay", REPLAYED=str(folder_alone)))
+    assert_the_same_is_learnt(alone, run_ranks(tmp_path, 2, "replay", REPLAYED=str(folder_alone)))
     assert set(open_run(tmp_path).column("rank")) == {0, 1}
 
 
 def test_groups_of_ranks_that_share_rows_learn_what_one_learns(tmp_path, alone):
-    assert_the_same_is_learnt(alone, run(tmp_path, 4, SP_SIZE="2"))
+    assert_the_same_is_learnt(alone, run_ranks(tmp_path, 4, SP_SIZE="2"))
 
 
 def test_sharded_ranks_that_share_rows_learn_what_one_learns(tmp_path, alone):
     """Layers keep an input for two, and the weights of the first are gathered once more for the second."""
-    two = run(tmp_path, 2, SP_SIZE="2", LAYERS="2", **SHARDED)
+    two = run_ranks(tmp_path, 2, SP_SIZE="2", LAYERS="2", **SHARDED)
     assert two["sharded"] and two["proven"] == alone["proven"]
     assert_the_same_is_learnt(alone, two)
 
 
 def test_two_ranks_with_sharded_weights_learn_what_one_learns(tmp_path, alone):
-    two = run(tmp_path, 2, **SHARDED)
+    two = run_ranks(tmp_path, 2, **SHARDED)
     assert two["sharded"] and not alone["sharded"]
     assert two["proven"] == alone["proven"] and two["proven"]
     assert_the_same_is_learnt(alone, two)
@@ -113,43 +87,43 @@ def test_sharded_ranks_on_two_hosts_learn_what_one_learns(tmp_path, alone):
 
 def test_ranks_with_and_without_images_learn_what_one_learns(tmp_path):
     """In each forward every rank looks at an image, so none waits for the gradients of another's vision tower."""
-    one = run(tmp_path / "one", 1, "images")
-    assert_the_same_is_learnt(one, run(tmp_path / "two", 2, "images"))
-    sharded = run(tmp_path / "sharded", 2, "images", **SHARDED)
+    one = run_ranks(tmp_path / "one", 1, "images")
+    assert_the_same_is_learnt(one, run_ranks(tmp_path / "two", 2, "images"))
+    sharded = run_ranks(tmp_path / "sharded", 2, "images", **SHARDED)
     assert sharded["sharded"]
     assert_the_same_is_learnt(one, sharded)
 
 
 def test_ranks_with_and_without_sounds_learn_what_one_learns(tmp_path):
     """In each forward every rank hears a sound, so none waits for the gradients of another's tower."""
-    one = run(tmp_path / "one", 1, "sounds")
-    assert_the_same_is_learnt(one, run(tmp_path / "two", 2, "sounds"))
-    sharded = run(tmp_path / "sharded", 2, "sounds", **SHARDED)
+    one = run_ranks(tmp_path / "one", 1, "sounds")
+    assert_the_same_is_learnt(one, run_ranks(tmp_path / "two", 2, "sounds"))
+    sharded = run_ranks(tmp_path / "sharded", 2, "sounds", **SHARDED)
     assert sharded["sharded"]
     assert_the_same_is_learnt(one, sharded)
 
 
 def test_sharded_weights_train_after_an_evaluation(tmp_path, alone):
     """FSDP and DeepSpeed wrap a model once, with its optimiser: an evaluation must not do it first."""
-    assert_the_same_is_learnt(alone, run(tmp_path, 2, "measured", **SHARDED))
+    assert_the_same_is_learnt(alone, run_ranks(tmp_path, 2, "measured", **SHARDED))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["before"]["questions"] == summary["after"]["questions"] == 6 and summary["steps"] == 3
 
 
 def test_the_output_layer_learns_from_all_ranks(tmp_path):
-    one, two = run(tmp_path / "1", 1, "adapter"), run(tmp_path / "2", 2, "adapter", **SHARDED)
+    one, two = run_ranks(tmp_path / "1", 1, "adapter"), run_ranks(tmp_path / "2", 2, "adapter", **SHARDED)
     assert two["sharded"] and any("lm_head.modules_to_save" in name for name in two["weights"])
     assert_the_same_is_learnt(one, two)
-    assert_the_same_is_learnt(one, run(tmp_path / "shared", 2, "adapter", SP_SIZE="2"))
+    assert_the_same_is_learnt(one, run_ranks(tmp_path / "shared", 2, "adapter", SP_SIZE="2"))
 
 
 def test_all_ranks_train_padded_rows_where_trees_are_wrong(tmp_path):
-    assert run(tmp_path, 2, "wrong_trees", **SHARDED) == {"gave up": True, "forward": "padded"}
+    assert run_ranks(tmp_path, 2, "wrong_trees", **SHARDED) == {"gave up": True, "forward": "padded"}
 
 
 @pytest.fixture(scope="module")
 def sharded_in_bfloat16(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("bfloat16"), 2, "bf16", **SHARDED)
+    return run_ranks(tmp_path_factory.mktemp("bfloat16"), 2, "bf16", **SHARDED)
 
 
 def test_bfloat16_sharding_rounds_what_is_sent_not_log_probs(sharded_in_bfloat16):
@@ -163,9 +137,9 @@ def test_bfloat16_sharding_does_not_round_the_sum_of_gradients(sharded_in_bfloat
 
 
 def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):
-    one, two = run(tmp_path / "1", 1, "steps"), run(tmp_path / "2", 2, "steps")
+    one, two = run_ranks(tmp_path / "1", 1, "steps"), run_ranks(tmp_path / "2", 2, "steps")
     assert_the_same_is_learnt(one, two)
-    assert_the_same_is_learnt(one, run(tmp_path / "shared", 2, "steps", SP_SIZE="2"))
+    assert_the_same_is_learnt(one, run_ranks(tmp_path / "shared", 2, "steps", SP_SIZE="2"))
     assert sum(two["work"]) == sum(one["work"])
     assert one["sampled"] == two["sampled"] == 8 + 2 * 4  # the second rank's group had no signal, two times
     assert one["audit"] == two["audit"] and one["audit"]["groups"] == 6
@@ -176,7 +150,7 @@ def test_rows_move_between_ranks_so_that_work_is_even(tmp_path):
 
 
 def test_rows_that_only_fill_up_the_last_batch_are_not_counted(tmp_path):
-    one, two = run(tmp_path / "1", 1, "uneven"), run(tmp_path / "2", 2, "uneven")
+    one, two = run_ranks(tmp_path / "1", 1, "uneven"), run_ranks(tmp_path / "2", 2, "uneven")
     for alone, shared in zip(one["evaluations"], two["evaluations"], strict=True):
         assert alone.keys() == shared.keys()
         for name in alone:
@@ -198,14 +172,14 @@ def test_one_kind_of_reward_is_enough_on_several_ranks(tmp_path, scenario):
     NCCL's branch of accelerate cannot gather a tensor without elements; gloo's can. Conversations with outcome rewards
     branch.
     """
-    one, two = run(tmp_path / "1", 1, scenario), run(tmp_path / "2", 2, scenario, GATHER_AS_NCCL="1")
+    one, two = run_ranks(tmp_path / "1", 1, scenario), run_ranks(tmp_path / "2", 2, scenario, GATHER_AS_NCCL="1")
     torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)
     assert one["turns"] == two["turns"] and one["credit"]["branch_to_go"].any()
     torch.testing.assert_close(one["credit"]["branch_to_go"], two["credit"]["branch_to_go"], rtol=1e-4, atol=1e-5)
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_both(tmp_path):
-    two = run(tmp_path, 2, "spoilt", **SHARDED)
+    two = run_ranks(tmp_path, 2, "spoilt", **SHARDED)
     assert two["sharded"] and not two["learnt"]
 
 
@@ -235,5 +209,5 @@ def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
 
 @pytest.mark.parametrize("environment", [{}, SHARDED], ids=["whole", "sharded"])
 def test_a_synced_reference_is_restored_on_every_rank(tmp_path, environment):
-    assert run(tmp_path, 2, "reference", **environment)["sharded"] == bool(environment)
+    assert run_ranks(tmp_path, 2, "reference", **environment)["sharded"] == bool(environment)
     assert (tmp_path / "checkpoint-3" / "reference.safetensors").exists()
