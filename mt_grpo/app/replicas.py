@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
 import shlex
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mt_grpo.errors import ConfigError
 
 _DIE_WITH_PARENT = 1  # of prctl
+_ENDS = signal.SIGTERM, signal.SIGINT
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,26 @@ def run_replicas(replicas: Sequence[Replica]) -> int:
     Returns:
         `int`: 0 if they ended because they were told to, else 1.
     """
-    processes: dict[str, subprocess.Popen[bytes]] = {}
-    libc, supervisor = ctypes.CDLL(None), os.getpid()  # loaded before the fork
-    told: list[int] = []
+    before = {number: signal.getsignal(number) for number in _ENDS}
+    try:
+        return asyncio.run(_supervise(replicas))  # an event loop misses no signal, whenever it comes
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    def end(number: int, frame: object) -> None:
-        told.append(number)
-        for process in processes.values():
-            if len(told) == 1:  # the process that answers tells its own, when requests are finished
-                process.send_signal(signal.SIGTERM)
-            else:
-                with contextlib.suppress(ProcessLookupError):
+
+async def _supervise(replicas: Sequence[Replica]) -> int:
+    processes: list[asyncio.subprocess.Process] = []
+    libc, supervisor, told = ctypes.CDLL(None), os.getpid(), 0  # loaded before the fork
+
+    def end() -> None:
+        nonlocal told
+        told += 1
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                if told == 1:  # the process that answers tells its own, when requests are finished
+                    process.send_signal(signal.SIGTERM)
+                else:
                     os.killpg(process.pid, signal.SIGKILL)
 
     def end_with_supervisor() -> None:
@@ -86,32 +95,25 @@ def run_replicas(replicas: Sequence[Replica]) -> int:
         if os.getppid() != supervisor:  # killed before it was said
             os._exit(1)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        for replica in replicas:
-            if told:
-                break
-            print(f"{replica.line}\n", end="", flush=True)  # one write: the servers write beside it
-            environment = {**os.environ, **replica.environment}
-            processes[replica.url] = subprocess.Popen(
-                replica.command, env=environment, process_group=0, preexec_fn=end_with_supervisor
-            )
-            if told:  # before it was among them
-                processes[replica.url].send_signal(signal.SIGTERM)
-        watches = [threading.Thread(target=_tell_end, args=(*one, told), daemon=True) for one in processes.items()]
-        for watch in watches:
-            watch.start()
-        for process in processes.values():
-            process.wait()
-        for watch in watches:
-            watch.join()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    async def tell_end(url: str, process: asyncio.subprocess.Process) -> None:
+        status = await process.wait()
+        if not told:
+            sys.stderr.write(f"mt-grpo: the server at {url} has ended with status {status}.\n")
+
+    for number in _ENDS:
+        asyncio.get_running_loop().add_signal_handler(number, end)
+    watches = []
+    for replica in replicas:
+        if told:
+            break
+        print(f"{replica.line}\n", end="", flush=True)  # one write: the servers write beside it
+        environment = {**os.environ, **replica.environment}
+        process = await asyncio.create_subprocess_exec(
+            *replica.command, env=environment, process_group=0, preexec_fn=end_with_supervisor
+        )
+        processes.append(process)
+        if told:  # before it was among them
+            process.send_signal(signal.SIGTERM)
+        watches.append(asyncio.create_task(tell_end(replica.url, process)))
+    await asyncio.gather(*watches)
     return 0 if told else 1
-
-
-def _tell_end(url: str, process: subprocess.Popen[bytes], told: list[int]) -> None:
-    status = process.wait()
-    if not told:
-        sys.stderr.write(f"mt-grpo: the server at {url} has ended with status {status}.\n")

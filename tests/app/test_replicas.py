@@ -21,16 +21,13 @@ sys.exit(run_replicas(replicas))
 )
 # one write a line: the servers share a pipe, and the two writes of an unbuffered `print` mix with those of another
 SERVES = """
-import os, signal, sys
-def end(number, frame):
-    os.write(1, f"finished {os.environ['NUMBER']}\\n".encode())
-    sys.exit(0)
-signal.signal(signal.SIGTERM, end)
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it waits where it comes before `sigwait`
 os.write(1, b"up\\n")
-while True:
-    signal.pause()
+signal.sigwait({signal.SIGTERM})
+os.write(1, f"finished {os.environ['NUMBER']}\\n".encode())
 """
-STAYS = SERVES.replace("sys.exit(0)", "pass")
+STAYS = SERVES + "signal.pause()"
 
 
 def supervised(*programs: str) -> subprocess.Popen:

@@ -46,9 +46,11 @@ def test_ranks_under_zero_learn_what_one_learns(tmp_path, alone, stage):
     assert_the_same_is_learnt(alone("plain"), two)
 
 
-@pytest.mark.parametrize("scenario", ["adapter", "steps", "measured", "uneven", "ahead", "images", "sounds"])
+@pytest.mark.parametrize(
+    "scenario", ["adapter", "steps", "measured", "uneven", "ahead", "images", "sounds", "hybrid", "sinks"]
+)
 def test_every_kind_of_run_learns_under_zero3(tmp_path, alone, scenario):
-    """Adapters, rows that move between ranks, evaluations, sampling ahead, and media on one of two ranks."""
+    """Adapters, moving rows, evaluations, sampling ahead, media on one of two ranks, hybrids and mixtures."""
     two = run_ranks(tmp_path, 2, scenario, **zero(3))
     assert two["sharded"]
     assert_the_same_is_learnt(alone(scenario), two)

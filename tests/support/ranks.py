@@ -30,8 +30,8 @@ from mt_grpo.training.model import load_reference
 from mt_grpo.training.nonfinite import NonFiniteError
 from mt_grpo.training.step_log.records import read_audit
 from mt_grpo.weights.weight_file import FullParameters
-from support.audio import SOUND_FAMILIES, tone
 from support.architectures import build_random
+from support.audio import SOUND_FAMILIES, tone
 from support.hybrids import build_hybrid
 from support.images import ScriptedSight, build_processor, build_vision_model, picture
 from support.models import CPU_RUN, DEEPSPEED_RUN, build_model, build_tokenizer, lookup
@@ -77,7 +77,7 @@ SCENARIOS = {
     # every other question shows an image, or plays a sound, so in each step one of two ranks has none
     "images": {"shuffle_dataset": False, "ddp_find_unused_parameters": False},
     "sounds": {"shuffle_dataset": False, "ddp_find_unused_parameters": False},
-    "hybrid": {},  # Qwen3-Next: linear attention, full attention and experts
+    "hybrid": {},  # Qwen3.5: linear attention and full attention
     "sinks": {},  # gpt-oss: sinks, windows and experts
     "saved": {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"},
     "spoilt": {},  # the second rank's loss is not finite
@@ -188,9 +188,9 @@ def run(folder: str, world: int, scenario: str) -> Accelerator:
     if scenario == "sounds":
         processor, model = SOUND_FAMILIES["qwen2-audio"]()
     if scenario == "hybrid":
-        model = build_hybrid("qwen3 next", vocab_size=len(tokenizer)).train()
+        model = build_hybrid("qwen3.5", vocab_size=len(tokenizer)).train()
     if scenario == "sinks":
-        model = build_random("gpt-oss", vocab_size=len(tokenizer)).train()
+        model = build_random("gpt-oss", vocab_size=len(tokenizer), router_aux_loss_coef=0.0).train()
     if sensing:
         tokenizer = processor.tokenizer
         for number, row in enumerate(rows[::2]):
