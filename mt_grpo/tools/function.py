@@ -23,9 +23,12 @@ from transformers.utils.chat_template_utils import (
 from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import UserError
 from mt_grpo.tools.argument_check import ArgumentCheck, UnsoundSchema, read_schema
-from mt_grpo.tools.results import render
+from mt_grpo.tools.results import cut, render
 
 logger = logging.getLogger(__name__)
+
+EXPLAINED = 2000
+"""Characters of what is wrong with a call's arguments: a schema may list as many values as its author likes."""
 
 JSON_TYPES = {
     str: "string",
@@ -119,7 +122,7 @@ class Tool:
             raise ToolDefinitionError(
                 f"The tool {self.name!r} has parameters that are no JSON schema{where}: {error}."
             ) from error
-        if self.parameters.get("type") != "object":
+        if not isinstance(self.parameters, dict) or self.parameters.get("type") != "object":
             raise ToolDefinitionError(f"The tool {self.name!r} has parameters that are not of `type: object`.")
         for pattern, reason in unmatchable.items():
             _say_unmatchable(self.name, pattern, reason)
@@ -176,7 +179,7 @@ class Tool:
             return f"{self.name}: the arguments cannot be checked ({error})"
         if not errors:
             return None
-        return f"{self.name}: {self._explain(min(errors, key=_urgency), arguments)}"
+        return cut(f"{self.name}: {self._explain(min(errors, key=_urgency), arguments)}", EXPLAINED)
 
     def _explain(self, error: ValidationError, arguments: dict[str, Any]) -> str:
         known = list(self.parameters.get("properties", {}))

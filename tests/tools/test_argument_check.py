@@ -94,6 +94,18 @@ def test_a_long_list_of_plain_values_is_checked() -> None:
     assert subject.check({"x": [*range(10_000), -1]}).startswith("f: argument 'x[10000]' must satisfy")
 
 
+def test_what_is_wrong_is_told_at_bounded_length() -> None:
+    said = tool({"enum": ["x" * 1_000_000]}).check({"x": "y"})
+    assert said.startswith("f: argument 'x' must satisfy") and len(said) < 3000
+    assert len(tool({}).check({"y" * 1_000_000: 1})) < 3000
+
+
+@pytest.mark.parametrize("parameters", [True, {"type": "array"}])
+def test_parameters_that_describe_no_object_are_refused(parameters: Any) -> None:
+    with pytest.raises(ToolDefinitionError, match="not of `type: object`"):
+        Tool("f", "F.", parameters, lambda x: x)
+
+
 @pytest.mark.parametrize("pattern", ["(?=.*[0-9])a", r"(a)\1", "^.{1,2000}$"])
 def test_an_unmatchable_pattern_is_told_once_and_left_out(pattern: str, caplog: pytest.LogCaptureFixture) -> None:
     parameters = {"type": "object", "properties": {"x": {"pattern": pattern}, "n": {"type": "integer"}}}
