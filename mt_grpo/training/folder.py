@@ -74,27 +74,40 @@ def _refuse_everywhere(args: MTGRPOConfig, sentence: str | None) -> None:
         raise ConfigError(message[0])
 
 
+_held: set[Path] = set()
+"""
+Locks of this process. It must not open one again: the system lets go of a file's locks where any opening is closed.
+"""
+
+
 @contextmanager
-def locked(args: MTGRPOConfig, model: str) -> Iterator[None]:
+def locked(args: MTGRPOConfig, model: str | None = None) -> Iterator[None]:
     """
-    Keeps other runs out of `output_dir` in the block. This is a collective call, in which the main process locks.
+    Keeps other processes that train out of `output_dir` in the block; blocks may be nested. This is a collective call,
+    in which the main process locks.
 
     Args:
-        args (`MTGRPOConfig`), model (`str`): As of `check_folder`.
+        args (`MTGRPOConfig`), model (`str`): As of `check_folder`. Without `model` an earlier run may be there.
 
     Raises:
         ConfigError: As `check_folder` does.
     """
-    lock, refusal, path = None, None, Path(args.output_dir, LOCK)
-    if args.process_index == 0:
+    lock, refusal, path = None, None, Path(args.output_dir, LOCK).resolve()
+    if args.process_index == 0 and path not in _held:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
-        refusal = _in_use(args) if lock is None else _earlier_run(args, model)
+        if lock is None:
+            refusal = _in_use(args)
+        elif model is not None:
+            refusal = _earlier_run(args, model)
+    if lock is not None:
+        _held.add(path)
     try:
         _refuse_everywhere(args, refusal)
         yield
     finally:
         if lock is not None:
+            _held.remove(path)
             path.unlink(missing_ok=True)
             lock.close()
 
@@ -136,8 +149,8 @@ def _in_use(args: MTGRPOConfig) -> str:
 
 
 def _is_in_use(args: MTGRPOConfig) -> bool:
-    path = Path(args.output_dir, LOCK)
-    if not path.exists():
+    path = Path(args.output_dir, LOCK).resolve()
+    if path in _held or not path.exists():
         return False
     lock = _lock(path)
     if lock is not None:

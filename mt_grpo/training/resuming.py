@@ -36,7 +36,7 @@ from mt_grpo.training.checkpoint import (
     warn_of_differences,
 )
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.folder import left_by_runs
+from mt_grpo.training.folder import left_by_runs, locked
 from mt_grpo.training.hosts import keep_checkpoint, keep_records, resume_point
 from mt_grpo.training.model import load_reference, save_reference
 from mt_grpo.training.nonfinite import check_weights
@@ -69,7 +69,8 @@ class ResumableTrainer(GRPOTrainer):
         earlier run that is not resumed, warns and adds to them.
 
         Raises:
-            ConfigError: If the options or the rows do not suffice for one step, or a stream ends before it.
+            ConfigError: If the options or the rows do not suffice for one step, a stream ends before it, or another
+                process trains in `output_dir`.
             NonFiniteError: If weights are NaN or infinite at a checkpoint or at the end.
         """
         check_batch_sizes(self.args)
@@ -95,9 +96,10 @@ class ResumableTrainer(GRPOTrainer):
         folder = Path(self.args.output_dir).resolve()
         self.step_log.records.resumes = checkpoint is not None and Path(checkpoint).resolve().parent == folder
         self._ahead, self._sampler = batches_ahead(self), None  # a stream has no sampler
-        with self._pulse(), self._ahead or nullcontext():
-            result = super().train(checkpoint, *args, **kwargs)
-        keep_records(Path(self.args.output_dir, FOLDER), self.args)
+        with locked(self.args):
+            with self._pulse(), self._ahead or nullcontext():
+                result = super().train(checkpoint, *args, **kwargs)
+            keep_records(Path(self.args.output_dir, FOLDER), self.args)
         if self._initial_global_step == self.state.global_step < self.state.max_steps:
             raise ConfigError(
                 f"The dataset ended before step {self.state.global_step + 1} of {self.state.max_steps}, so nothing "

@@ -58,3 +58,24 @@ def test_a_run_that_ended_leaves_no_lock(args):
     with locked(args, "a/model"):
         assert os.path.exists(os.path.join(args.output_dir, LOCK))
     assert not os.listdir(args.output_dir)
+
+
+def test_a_block_within_another_keeps_the_lock(args):
+    with locked(args, "a/model"):
+        with locked(args):
+            check_folder(args, "a/model")
+        command = [sys.executable, "-c", HOLDS, args.output_dir]
+        second = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert f"is in use: process {os.getpid()} on " in second.stderr
+    assert not os.listdir(args.output_dir)
+
+
+def test_a_trainer_in_python_is_kept_out_too(build, args, holder):
+    trainer = build(output_dir=args.output_dir)
+    with pytest.raises(ConfigError, match=f"is in use: process {holder.pid} on "):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    holder.kill()
+    holder.wait()
+    trainer.train()
+    assert LOCK not in os.listdir(args.output_dir)
