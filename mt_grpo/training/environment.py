@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from itertools import chain
@@ -14,7 +14,7 @@ from datasets import Dataset
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.concurrency import run
-from mt_grpo.envs import EnvLike, EnvSource, MultiTurnToolEnv
+from mt_grpo.envs import EnvLike, EnvSource, MultiTurnToolEnv, StepEnv
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.envs.simulated_user import SimulatedUser, SimulatedUserEnv
 from mt_grpo.envs.source import COLUMN, check_source, close_environments, source_of
@@ -77,7 +77,7 @@ def build_env(
     if plain and args.environments is None and not any(options[name] for name in others):
         options["call_protocol"] = "plain"
     if args.environments is None:
-        return _build(options, "env")
+        return _build(options, "env", options)
     if options["environment_factory"] is not None:
         raise ConfigError(
             "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
@@ -111,7 +111,7 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvLike:
     check_scheduler(options, key)
     if options["environment_factory"] is not None:
         options["environment_factory"] = import_factory(options["environment_factory"], f"{key}: environment_factory")
-    env = _build(options, key)
+    env = _build(options, key, given)
     if isinstance(env, dict):
         raise ConfigError(f"`{key}` has several factories in `environment_factory`: give each a name of its own.")
     if isinstance(env, TRLEnv):
@@ -121,8 +121,9 @@ def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvLike:
     return env
 
 
-def _build(options: dict[str, Any], key: str) -> EnvLike:
-    env = _of_options(options, key)
+def _build(options: dict[str, Any], key: str, said: Mapping[str, Any]) -> EnvLike:
+    """An environment of options, of which those that were `said` of it must have an effect."""
+    env = _of_options(options, key, said)
     return env if options["environment_urls"] is None else _at(env, options["environment_urls"], key)
 
 
@@ -136,7 +137,7 @@ def _at(env: EnvLike, urls: list[str], key: str) -> OpenEnv:
     return env.at(urls)
 
 
-def _of_options(options: dict[str, Any], key: str) -> EnvLike:
+def _of_options(options: dict[str, Any], key: str, said: Mapping[str, Any]) -> EnvLike:
     check_partner(options, "" if key == "env" else f"In `{key}`, ")
     if options["tool_processes"] and not _names_tools(options):
         raise _no_tool(options["tool_processes"])
@@ -161,6 +162,7 @@ def _of_options(options: dict[str, Any], key: str) -> EnvLike:
     found = MultiTurnToolEnv if path is None else import_object(path, what="environment")
     if not (isinstance(found, type) and issubclass(found, MultiTurnToolEnv)):
         check_source(found, key)
+        _check_unused(said, f"`{path}`{'' if key == 'env' else f' of `{key}`'}")
         return found
     partner: dict[str, Any] = {}
     if options["simulated_user"] is not None:
@@ -177,6 +179,16 @@ def _of_options(options: dict[str, Any], key: str) -> EnvLike:
         env_mask=options["env_mask"],
         tool_timeout=options["tool_timeout"],
     )
+
+
+def _check_unused(said: Mapping[str, Any], env: str) -> None:
+    """Refuses options of which a `MultiTurnToolEnv` is made, for an environment that is none."""
+    for name in ("tools", "tools_config_file", "system_prompt", "max_env_steps", "call_protocol", "env_mask"):
+        if value := said.get(name):
+            raise ConfigError(
+                f"`{name}: {value}` has no effect on {env}, which is not made of options as a `MultiTurnToolEnv` is: "
+                "leave it out."
+            )
 
 
 def _names_tools(options: Any) -> bool:
@@ -234,6 +246,8 @@ def check_env(
         )
     if isinstance(env, MultiTurnToolEnv):
         _check_options(env, args)
+    elif isinstance(env, StepEnv) or (isinstance(env, type) and not issubclass(env, MultiTurnToolEnv)):
+        _check_unused(vars(args), "the `env` that the trainer was given")
     if env is not None and args.environment_urls is not None and not isinstance(env, EnvSource):
         env = _at(env, args.environment_urls, "env")
     env = build_env(args, factory, tools, plain) if env is None else env

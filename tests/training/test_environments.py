@@ -13,7 +13,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import EnvReward, OutcomeReward
 from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.environment import build_env
+from mt_grpo.training.environment import build_env, check_env
 from mt_grpo.trajectory import StopReason
 
 
@@ -196,3 +196,20 @@ def test_environments_may_be_given_as_json_on_the_command_line(tmp_path):
 def test_environments_that_are_none_are_refused(tmp_path, options, problem):
     with pytest.raises(ConfigError, match=problem):
         named(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"tools": ["calculator"]}, {"max_env_steps": 3}, {"call_protocol": "native"}, {"env_mask": 1}]
+)
+def test_options_that_an_environment_does_not_take_are_refused(tmp_path, options):
+    (name,) = options
+    path = f"{__file__}:Guess"
+    with pytest.raises(ConfigError, match=rf"`{name}: .*` has no effect on `.*Guess`, which is not made of options"):
+        named(tmp_path, env=path, **options)
+    with pytest.raises(ConfigError, match=rf"`{name}: .*` has no effect on `.*Guess` of `environments: a`, which"):
+        named(tmp_path, environments={"a": {"env": path, **options}})
+    args = MTGRPOConfig(str(tmp_path), **CPU_RUN, **options)
+    for env in (Guess, Guess()):
+        with pytest.raises(ConfigError, match=rf"`{name}: .*` has no effect on the `env` that the trainer was given"):
+            check_env(env, args)
+    assert named(tmp_path, environments={"a": path, "b": {}}, **options)["a"].__name__ == "Guess"
