@@ -11,7 +11,9 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig, get_peft_model
+from support.architectures import build_random
 from support.audio import SOUND_FAMILIES
+from support.hybrids import build_hybrid
 from support.models import build_model
 from support.recipes import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -330,6 +332,32 @@ def stepped(model, dtype: torch.dtype) -> int:
     optimizer.step()
     moments = [value for state in optimizer.state.values() for value in state.values()]
     return sum(one.numel() * one.element_size() for one in (*model.parameters(), *(t.grad for t in trained), *moments))
+
+
+@pytest.mark.parametrize("kind", ["gemma 4", "qwen3.5", "lfm2", "falcon h1", "mamba 2"])
+def test_keys_and_values_are_those_that_the_model_keeps(kind):
+    """Of all of its layers: heads of several sizes, layers that share those of others, and layers with a state."""
+    model = build_random(kind) if kind == "gemma 4" else build_hybrid(kind)
+    cache = model(torch.arange(8)[None], use_cache=True, return_dict=True)
+    cache = cache.get("past_key_values", cache.get("cache_params"))
+    kept = [one for layer in cache.layers for one in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    assert read_shape(model.config).kept == sum(one.numel() for one in kept if one is not None) / 8
+
+
+def test_layers_of_an_adapter_that_peft_does_not_know_are_named(tmp_path, capsys):
+    folder = model_folder(tmp_path / "model", "Qwen/Qwen3-32B")
+    config = build_hybrid("qwen3.5 moe").config.to_dict() | {"vocab_size": 10**6, "hidden_size": 2048}
+    (folder / "config.json").write_text(json.dumps(config))
+    command = ["doctor", str(ROOT / "Qwen" / "triviaqa_7b.yaml"), "--model_name_or_path", str(folder), "--json"]
+    command += ["--tools", "calculator", "--num_processes", "1", "--output_dir", str(tmp_path / "run")]
+
+    def found(*options):
+        main([*command, "--gpu_memory", "40", "--accelerate_config", "zero3", *options])
+        return {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+
+    words = "an adapter (`use_peft: true` and `lora_target_modules: all-linear`)"
+    assert words in found()["training memory"]["mend"]
+    assert "The adapter cannot be made" in found("--use_peft", "true")["model"]["what"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from trl import ModelConfig, get_peft_config
 
 from mt_grpo.app.doctor.case import Case
@@ -195,7 +196,8 @@ def _completion(tokens: int) -> Change:
 
 
 def _adapter(case: Case) -> Change:
-    return Change("an adapter (`use_peft: true`)", lambda one, way: (replace(one, shape=_adapted(case)), way))
+    words = f"an adapter ({_adapter_options(case)[0]})"
+    return Change(words, lambda one, way: (replace(one, shape=_adapted(case)), way))
 
 
 def _quantised(case: Case, load: Load) -> Change:
@@ -204,11 +206,18 @@ def _quantised(case: Case, load: Load) -> Change:
         precision = replace(one.precision, weights=2.0, quantised=four_bit(nested=False))
         return replace(one, shape=shape, precision=precision), COPIES
 
-    beside = "" if load.shape.adapter else "`use_peft: true` and "
+    beside = "" if load.shape.adapter else f"{_adapter_options(case)[0]} and "
     return Change(f"a quantised model ({beside}`load_in_4bit: true`, `dtype: bfloat16`)", change)
 
 
+def _adapter_options(case: Case) -> tuple[str, ModelConfig]:
+    """The options of an adapter, in words too. Of models that PEFT does not know it has to be told the layers."""
+    if case.config.model_type in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
+        return "`use_peft: true`", ModelConfig(use_peft=True)
+    words = "`use_peft: true` and `lora_target_modules: all-linear`"
+    return words, ModelConfig(use_peft=True, lora_target_modules=["all-linear"])
+
+
 def _adapted(case: Case) -> Shape:
-    return read_shape(
-        case.config, get_peft_config(ModelConfig(use_peft=True)), trust_remote_code=case.args.trust_remote_code
-    )
+    settings = get_peft_config(_adapter_options(case)[1])
+    return read_shape(case.config, settings, trust_remote_code=case.args.trust_remote_code)

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from mt_grpo.app.shipped import accelerate_configs, read_accelerate_config
-from mt_grpo.errors import ConfigError, UnsupportedModelError
+from mt_grpo.errors import ConfigError, UnsupportedModelError, libraries_may_refuse
 from mt_grpo.forward.model import check_model, check_sequence_parallel
 from mt_grpo.imports import did_you_mean
 
@@ -41,6 +41,8 @@ SPARE = 0.9
 
 UNDER_WAY = 5
 """Tensors that TRL's offloading keeps on the GPU while they are copied."""
+STATEFUL = ("linear_attention", "conv", "mlp", "moe")
+"""Kinds of layers that keep no keys and values of a token; transformers' names."""
 SHARED_BY = range(2, 17)
 """Values of `sp_size` that are tried."""
 
@@ -191,7 +193,7 @@ def server_tokens(memory: float, shape: Shape, size: int, gpus: int = 1, share: 
         share (`float`, *optional*): Of a GPU's memory that the server plans with.
     """
     room = gpus * (share * memory - RESERVE) - size * shape.parameters
-    return max(0, int(room / shape.kv_bytes(size)))
+    return max(0, int(room / max(1, shape.kv_bytes(size))))  # Mamba keeps nothing of a token
 
 
 def shared_memory(shape: Shape, size: int) -> float:
@@ -220,6 +222,7 @@ class Shape:
         linear (`int`): Those of linear layers but the head, which can be quantised.
         layers, hidden, intermediate, vocabulary, kv_heads, head_size (`int`): As in its configuration.
         shared_by (`tuple`): Numbers of processes that can compute its rows together (`sp_size`).
+        kept (`int`): Elements of the keys and values of one token, in all layers.
     """
 
     parameters: int
@@ -233,10 +236,11 @@ class Shape:
     kv_heads: int
     head_size: int
     shared_by: tuple[int, ...]
+    kept: int
 
     def kv_bytes(self, size: int) -> int:
         """Bytes of the keys and values of one token, in elements of `size` bytes."""
-        return 2 * self.layers * self.kv_heads * self.head_size * size
+        return self.kept * size
 
 
 def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **options: Any) -> Shape:
@@ -261,10 +265,11 @@ def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **optio
         shared_by = tuple(size for size in SHARED_BY if _can_share(model, size))
         adapter = 0
         if peft is not None:
-            adapted = get_peft_model(model, peft)
+            with libraries_may_refuse("The adapter cannot be made"):
+                adapted = get_peft_model(model, peft)
             adapter = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     text = config.get_text_config()
-    heads = text.num_attention_heads
+    heads, sizes = zip(*map(_key_value_heads, _layer_configs(text)), strict=True)
     return Shape(
         parameters,
         adapter or parameters,
@@ -274,10 +279,41 @@ def read_shape(config: PreTrainedConfig, peft: PeftConfig | None = None, **optio
         text.hidden_size,
         getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         text.vocab_size,
-        getattr(text, "num_key_value_heads", None) or heads,
-        getattr(text, "head_dim", None) or text.hidden_size // heads,
+        max(heads),
+        max(sizes),
         shared_by,
+        _kept(text),
     )
+
+
+def _layer_configs(text: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The configuration of each layer. Those of some models have heads of several sizes."""
+    if getattr(text, "is_heterogeneous", False):
+        return list(text.per_layer_config)
+    return [text] * text.num_hidden_layers
+
+
+def _key_value_heads(layer: PreTrainedConfig) -> tuple[int, int]:
+    """How many a layer has, and their size; 0 where a model has no attention."""
+    heads = getattr(layer, "num_attention_heads", None) or 0
+    size = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)
+    return getattr(layer, "num_key_value_heads", None) or heads, size
+
+
+def _kept(text: PreTrainedConfig) -> int:
+    """
+    Elements of the keys and values of one token: none of layers that carry a state, or that share those of others.
+    Layers with a window are counted as the others.
+    """
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    own = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
+    latent = getattr(text, "kv_lora_rank", None)  # multi-head latent attention
+    kept = 0
+    for kind, layer in list(zip(kinds, _layer_configs(text), strict=True))[:own]:
+        heads, size = _key_value_heads(layer)
+        if kind not in STATEFUL:
+            kept += latent + layer.qk_rope_head_dim if latent else 2 * heads * size
+    return kept
 
 
 def _can_share(model: PreTrainedModel, size: int) -> bool:
