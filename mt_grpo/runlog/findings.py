@@ -251,9 +251,11 @@ def _of_tools(counts: Counts, about: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(WARN, "failed calls", strong, f"the first with: {counts.first_failed_call}", "errors>0")
     if counts.calls or not counts.turns:
         return
-    if counts.malformed >= MOST * counts.held:
+    # a turn that was cut off may have had no room for its call
+    malformed = counts.malformed - sum(counts.stops[reason.value] for reason in StopReason if reason.is_truncated)
+    if malformed >= MOST * counts.held:
         text = (
-            f"{_number(counts.malformed, 'turn')} had neither a call nor an answer. Show the model how to write one "
+            f"{_number(malformed, 'turn')} had neither a call nor an answer. Show the model how to write one "
             "(`system_prompt`), or use the calls of its chat template (`call_protocol: native`)."
         )
         yield Finding(WARN, "no call", "No call of a tool could be read:", text, "errors>0")

@@ -19,9 +19,10 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.agents import END, run_agent, sampled
+from support.agents import END, LOOKUP, run_agent, sampled
 from support.conversations import user
 
+from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.integrations.openai_api import AgentClient, Command, conversation
 from mt_grpo.rollout import EngineError
 from mt_grpo.trajectory import StopReason
@@ -77,6 +78,15 @@ def test_an_agents_result_is_a_reward_or_the_answer(kind, result, rewards, answe
 def test_a_result_that_means_nothing_ends_the_conversation(result):
     (trajectory,), _ = run_agent(once(result), answers)
     assert trajectory.stop_reason is StopReason.ENV_ERROR and len(trajectory.turns) == 1
+
+
+@pytest.mark.parametrize("tools", [[LOOKUP], openai.NOT_GIVEN], ids=["tools", "none"])
+def test_text_is_no_malformed_call_where_no_tool_is_offered(tools):
+    async def agent(row, client):
+        await client.openai().chat.completions.create(model="m", messages=user("Q"), tools=tools)
+
+    (trajectory,), _ = run_agent(agent, answers, protocol=PROTOCOLS["tags"]())
+    assert trajectory.turns[0].num_failures == (tools == [LOOKUP])
 
 
 def test_a_plain_function_may_block():

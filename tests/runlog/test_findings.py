@@ -70,6 +70,7 @@ def test_members_that_sampled_the_same_are_named():
 def test_calls_that_nobody_could_read_are_named():
     rows = [row(number, calls=0, errors=[1, 0]) for number in range(4)]
     assert "No call of a tool could be read: 4 turns" in said(rows)["no call"]
+    assert list(said([{**one, "stop": "length"} for one in rows])) == ["length"]
     without = [row(number, calls=0) for number in range(4)]
     assert said(without, ["search"])["no call"].startswith("None of 4 conversations called a tool: ask for search in")
     assert not said(without)

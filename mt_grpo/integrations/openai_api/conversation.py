@@ -300,6 +300,8 @@ class Conversation:
         own_limit = parsed.max_tokens is not None and turn.num_tokens >= parsed.max_tokens  # is no failure
         self.limit, self.failure, self._refused = None if own_limit else exhausted, None, 0
         self._sampled, self.refusal = True, None
+        if not (parsed.tools and parsed.reads_calls):
+            turn.error = None  # a text protocol misses a call where none was asked for
         self._calls.name(turn)
         told, reason = tell(turn, parsed.stop, parsed.reads_calls and parsed.tools is not None)
         self._told.note(key, told, turn)
