@@ -168,6 +168,11 @@ WRONG = {
         "Turn 1: `rollout_logprobs` has 1 entries and the sampled tokens are 3",
     ),
     "reward": ({"reward": lambda ids: float("nan")}, "Turn 1: `reward` is nan"),
+    "reward of text": ({"reward": lambda ids: "1.0"}, "Turn 1: `reward` is '1.0': return a finite number"),
+    "total of text": (
+        {"rollout_infos": lambda ids: {"total_reward": "x", "step_rewards": []}},
+        "Turn 1: `total_reward` is 'x': return a finite number",
+    ),
     "infos": ({"rollout_infos": lambda ids: "none"}, "Turn 1: `rollout_infos` is str"),
     "no request": ({"infer_request": lambda ids: None}, "Turn 1: `step` returned no `infer_request`"),
     "tool calls": ({"tool_calls": lambda ids: ["look"]}, "Turn 1: `tool_calls` has a str"),

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, SupportsFloat
 
 from mt_grpo.concurrency import call
 from mt_grpo.envs.dialogue import Words
@@ -304,18 +304,23 @@ class MultiTurnScheduler:
         return RolloutOutput(response, infer_request.messages, rollout_infos=infos)
 
 
+def _number(value: Any, what: str) -> float:
+    """A reward as a float; text of a number is none."""
+    if not isinstance(value, SupportsFloat) or not math.isfinite(value):
+        raise ResponseError(f"{what} is {value!r:.80}: return a finite number.")
+    return float(value)
+
+
 def _store(conversation: Conversation, one: Sampled, told: dict[str, Any], where: str, infos: dict[str, Any]) -> None:
     """Stores the infos, reward, answer and tool calls that a scheduler returned for a turn."""
     added = check_infos(where, told["rollout_infos"]) if "rollout_infos" in told else {}
     infos.update(added)
     reward = told.get("reward")
     if "total_reward" in added and "step_rewards" in added:  # as ms-swift's gym schedulers return them
-        conversation.rewards["total_reward"] = float(added["total_reward"])
+        conversation.rewards["total_reward"] = _number(added["total_reward"], f"{where}: `total_reward`")
         reward = added["step_rewards"][-1] if reward is None and added["step_rewards"] else reward
     if reward is not None:
-        one.turn.reward = float(reward)
-        if not math.isfinite(one.turn.reward):
-            raise ResponseError(f"{where}: `reward` is {one.turn.reward}: return a finite number.")
+        one.turn.reward = _number(reward, f"{where}: `reward`")
     if told.get("answer") is not None:
         conversation.answer = str(told["answer"])
     for tool_call in told.get("tool_calls") or ():

@@ -166,7 +166,7 @@ class InteractionEnv(DialogueEnv):
             outcome = Outcome(stop_reason=ended.stop_reason)
         score = await self._call(_bound(self.interaction.calculate_score, self.instance_id, self.kwargs))
         if score is not None:
-            what = f"{type(self.interaction).__name__}.calculate_score gave"
+            what = f"What {type(self.interaction).__name__}.calculate_score returned"
             outcome.rewards = {**outcome.rewards, self.kwargs["name"]: finite(score, what)}
         if self.data:
             outcome.info = {**outcome.info, "interaction": self.data}
