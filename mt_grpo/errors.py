@@ -168,6 +168,7 @@ def libraries_may_refuse(what: str) -> Iterator[None]:
 
 
 def _package_of(error: BaseException) -> str:
-    """The package whose code raised the error."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    """The package whose code raised the error, or had JSON read that is none."""
+    modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    packages = [module.partition(".")[0] for module in modules]
+    return next(package for package in reversed(packages) if package != "json")

@@ -11,6 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from huggingface_hub import try_to_load_from_cache
 from peft import PeftModel
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -42,7 +43,8 @@ def resolve_model(name: str, revision: str | None = None) -> str:
         revision (`str`, *optional*): Revision on the Hub.
 
     Raises:
-        ConfigError: If there is no such folder, no model is in it, or it is not cached and the Hub cannot be reached.
+        ConfigError: If there is no such folder, no model or a damaged one is in it, or it is not cached and the Hub
+            cannot be reached.
     """
     if name == "embedded":
         return str(Path(embedded.__file__).parent / "model")
@@ -53,6 +55,7 @@ def resolve_model(name: str, revision: str | None = None) -> str:
                 f"There is no model in {name!r}: name a folder with a {CONFIG_NAME} or an {ADAPTER_CONFIG_NAME}, such "
                 "as the `output_dir` of a run that has ended, or one of its checkpoints."
             )
+        _check_weights(name, path)
         return str(path)
     if looks_like_path(name):
         raise ConfigError(f"The model {name!r} cannot be loaded: there is no such folder (from {Path.cwd()}).")
@@ -60,6 +63,19 @@ def resolve_model(name: str, revision: str | None = None) -> str:
     if not any(isinstance(file, str) for file in cached):
         check_hub(f"The model {name!r}")
     return name
+
+
+def _check_weights(name: str, folder: Path) -> None:
+    """Refuses a model with a damaged file of weights, such as an interrupted copy. Reads its beginning only."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"The model {name!r} cannot be loaded, since its {file.name} is damaged ({error}): bring it back, or "
+                "name another model."
+            ) from None
 
 
 def resolve_base(name: str) -> str:

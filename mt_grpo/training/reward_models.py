@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
+from mt_grpo.errors import ConfigError
 from mt_grpo.option_values import names_model
 from mt_grpo.rewards import FunctionReward, RewardFunc
 from mt_grpo.training.config import MTGRPOConfig
@@ -26,14 +28,14 @@ class ModelReward(FunctionReward):
         revision (`str`, *optional*): Revision on the Hub, where it is one.
 
     Raises:
-        ConfigError: If there is no such model.
+        ConfigError: If there is no such model, or it gives no number, or several.
     """
 
     collective = True
 
     def __init__(self, model: str | nn.Module, revision: str | None = None) -> None:
         super().__init__(self._judge)
-        self.model = resolve_model(model, revision) if isinstance(model, str) else model
+        self.model = _resolved(model, revision) if isinstance(model, str) else model
         self.name = Path(model if isinstance(model, str) else model.config.name_or_path).name or type(model).__name__
         self._tokenizer: Any = None
         self._template_kwargs: dict[str, Any] = {}
@@ -72,6 +74,31 @@ class ModelReward(FunctionReward):
         device = next(self.model.parameters()).device
         with torch.inference_mode():
             return self.model(**{name: tensor.to(device) for name, tensor in inputs.items()}).logits
+
+
+def _resolved(name: str, revision: str | None) -> str:
+    """
+    The model that a name stands for. TRL's trainer gives one without a layer for a number a random one, and says
+    nothing.
+    """
+    model = resolve_model(name, revision)
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+    except OSError:  # an adapter has none
+        return model
+    kind = (config.get("architectures") or [""])[0]
+    if kind.endswith(("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")):
+        raise ConfigError(
+            f"The reward model {name!r} is a {kind}, which gives words and no number: name a sequence classifier with "
+            "one label."
+        )
+    labels = len(config.get("id2label", "01"))  # it is left out of the file where there are two
+    if kind.endswith("ForSequenceClassification") and labels != 1:
+        raise ConfigError(
+            f"The reward model {name!r} is a classifier with {labels} labels: name one with one label, whose logit is "
+            "the reward."
+        )
+    return model
 
 
 def with_models(entries: Sequence[Any], args: MTGRPOConfig) -> list[Any]:

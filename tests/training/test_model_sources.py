@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from support.models import CPU_RUN, build_model, lookup
 from support.trainers import Letters
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.cli import main
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.model import resolve_model
 
@@ -58,6 +59,21 @@ def test_a_folder_that_is_not_there_is_said_to_be_missing(build, name):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no model in .* one of its checkpoints"):
         resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_model_whose_weights_are_cut_off_is_refused(folder, share):
+    weights = folder / "model.safetensors"
+    os.truncate(weights, int(weights.stat().st_size * share))
+    with pytest.raises(ConfigError, match="'.*base' cannot be loaded, since its model.safetensors is damaged"):
+        resolve_model(str(folder))
+
+
+def test_a_tokenizer_that_is_no_json_is_refused_by_its_model(folder):
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="The model cannot be loaded: Expecting property name"):
+        with libraries_may_refuse("The model cannot be loaded"):
+            AutoTokenizer.from_pretrained(folder)
 
 
 def test_the_folder_of_an_adapter_is_trained_on(build, adapter, folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import fields
 
 import pytest
@@ -195,6 +196,21 @@ def test_models_functions_and_classes_go_together(trainer, reward_model, tokeniz
 def test_a_reward_model_that_is_nowhere_is_one_sentence(trainer):
     with pytest.raises(ConfigError, match="'./nowhere/judge' cannot be loaded: there is no such folder"):
         trainer(given={"reward_funcs": "./nowhere/judge"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "is a Qwen3ForCausalLM, which gives words and no number"),
+        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "is a classifier with 3 labels: name one with one label"),
+    ],
+)
+def test_a_model_that_gives_no_reward_is_refused(trainer, reward_model, tmp_path, change, message):
+    folder = shutil.copytree(reward_model, tmp_path / "other")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(ConfigError, match=message):
+        trainer(given={"reward_funcs": str(folder)})
 
 
 def test_a_reward_that_gives_text_is_refused(trainer):
