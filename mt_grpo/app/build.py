@@ -28,6 +28,7 @@ from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.source import COLUMN, source_of
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.forward.images import media_tokens
+from mt_grpo.forward.probe import context_length
 from mt_grpo.option_values import verifiers_name
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_check import examine_template
@@ -189,12 +190,12 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
         config = AutoConfig.from_pretrained(base, **where)
         processing_class = load_processing(base, config, **where)
     tokenizer = tokenizer_in(processing_class)
-    context_length = config.get_text_config().max_position_embeddings
+    longest = context_length(config)
     if args.use_vllm and args.vllm_max_model_length:
-        context_length = min(context_length, args.vllm_max_model_length)
+        longest = min(longest, args.vllm_max_model_length)
     rows = train_dataset
     train_dataset, eval_dataset = (
-        data if data is None else drop_long_prompts(data, tokenizer, source, context_length, args.chat_template_kwargs)
+        data if data is None else drop_long_prompts(data, tokenizer, source, longest, args.chat_template_kwargs)
         for data in (train_dataset, eval_dataset)
     )
     if trains and isinstance(rows, Dataset) and len(train_dataset) < len(rows):

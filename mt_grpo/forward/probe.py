@@ -51,6 +51,9 @@ TURN = 16
 POSITIONS = ("max_position_embeddings", "max_target_positions", "max_seq_len")
 """Names of the number of positions of a model, the first that it has."""
 
+ENDLESS = 1 << 30
+"""Tokens of a context without an end: more than any has."""
+
 SHAKEN = 64
 """One number in so many of an embedding is off by a rounding step, where rounding is measured."""
 
@@ -207,6 +210,11 @@ def _positions(config: PreTrainedConfig) -> int | None:
     """How many positions a model has; `None` where it says nothing, or -1."""
     found = (getattr(config, name, None) for name in POSITIONS)
     return next((value for value in found if value and value > 0), None)
+
+
+def context_length(config: PreTrainedConfig) -> int:
+    """Most tokens that a model of this configuration reads: its positions. Without any, as Mamba, it has no end."""
+    return _positions(config.get_text_config()) or ENDLESS
 
 
 def turns_by_length(model: PreTrainedModel) -> int | None:

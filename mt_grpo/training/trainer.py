@@ -22,6 +22,7 @@ from mt_grpo.data import had_text_prompts
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import source_of, tool_names
 from mt_grpo.forward.images import Images, media_tokens
+from mt_grpo.forward.probe import context_length
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.integrations.trl import Factory
 from mt_grpo.option_rules import check_eval_batch
@@ -339,7 +340,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._servers_sleep = False  # while the model is trained
         if self.replay is not None:
             self.replay.check_tokenizer(self._tokenizer)
-            engine = NoEngine(self._tokenizer, self.model.config.get_text_config().max_position_embeddings)
+            engine = NoEngine(self._tokenizer, context_length(self.model.config))
         if args.use_vllm and engine is None:
             config = self.model.config
             engine = server_client(args, self._tokenizer, config.name_or_path, media_tokens(config))

@@ -131,12 +131,14 @@ def halved(model: nn.Module) -> Iterator[set[str]]:
 
     Yields:
         `set[str]`: The names of these weights and biases, as vLLM loads them. It is filled as layers are called. A
-        layer that a forward does not call is not in it.
+        layer that a forward does not call is not in it, nor a router that returns more than its product (Llama 4).
     """
     names: set[str] = set()
 
     def add_hook(name: str, layer: nn.Module) -> Any:
-        def halve(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        def halve(module: nn.Module, inputs: Any, output: Any) -> torch.Tensor | None:
+            if not isinstance(output, torch.Tensor):
+                return None
             names.update((f"{name}.weight", f"{name}.bias"))
             return output * HALF
 

@@ -119,6 +119,14 @@ def test_a_granite_without_experts_balances_none(build, tokenizer):
         build(model=GraniteMoeHybridForCausalLM(config), router_aux_loss_coef=0.1)
 
 
+@pytest.mark.parametrize("kind", ["mamba 2", "bloom"])
+def test_models_without_an_end_of_context_sample(build, tokenizer, kind):
+    models = {"mamba 2": build_hybrid, "bloom": build_random}
+    trainer = build(None, models[kind](kind, vocab_size=len(tokenizer)), max_turn_length=4)
+    batch(trainer)
+    assert all(trajectory.turns and not trajectory.failed for trajectory in trainer.batch.trajectories)
+
+
 def test_balancing_experts_is_refused_turn_by_turn(build, tokenizer):
     size = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": len(tokenizer)}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

@@ -9,13 +9,14 @@ import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from support.architectures import build_random
 from support.models import build_model
 from support.replicas import Replica
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.weights.transports.files import LoraTransport, SafetensorsTransport
 from mt_grpo.weights.updates import WeightSyncError
-from mt_grpo.weights.verification import EXACT
+from mt_grpo.weights.verification import EXACT, halved
 from mt_grpo.weights.weight_file import FullParameters
 
 
@@ -223,3 +224,15 @@ def test_wide_and_narrow_parameters_are_sent_as_they_are(model):
     assert sent.pop("model.embed_tokens.weight") is torch.float16  # tied to the output layer
     assert {dtype for name, dtype in sent.items() if "k_norm" in name} == {torch.float32}
     assert {dtype for name, dtype in sent.items() if "k_norm" not in name} == {torch.bfloat16}
+
+
+def test_a_router_that_returns_more_is_not_halved():
+    """Llama 4's is a linear layer, and returns scores and logits."""
+    model, ids = build_random("llama 4"), torch.arange(3, 40)[None]
+    with halved(model) as names:
+        found = model(ids).logits
+    assert "lm_head.weight" in names and not any("router" in name for name in names)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(0.5 if name in names else 1.0)
+        torch.testing.assert_close(model(ids).logits, found)

@@ -44,6 +44,7 @@ from mt_grpo.data.loaders import HubUnreachable, hub_fault
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.source import source_of
 from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
+from mt_grpo.forward.probe import context_length
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.environment import check_env, prepare_tokenizer, rows_of
 from mt_grpo.training.model import resolve_base, resolve_model
@@ -250,7 +251,7 @@ class Case:
     @fact
     def context(self) -> int:
         """Tokens of the model's context, as the run uses it."""
-        length = self.config.get_text_config().max_position_embeddings
+        length = context_length(self.config)
         if self.args.use_vllm and self.args.vllm_max_model_length:
             length = min(length, self.args.vllm_max_model_length)
         return length

@@ -24,6 +24,7 @@ from transformers.generation import (
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.images import ImageInputs, Images, feature_lengths, media_tokens, row_inputs
+from mt_grpo.forward.probe import context_length
 from mt_grpo.forward.routes import Recorder
 from mt_grpo.images import SOUND, kind_of
 from mt_grpo.rollout.engine import Sample, SamplingParams
@@ -82,7 +83,7 @@ class TransformersEngine:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.context_length = model.config.get_text_config().max_position_embeddings
+        self.context_length = context_length(model.config)
         self.max_batch_size = max_batch_size
         self.patience = patience
         self.record_routes = record_routes
