@@ -90,7 +90,9 @@ def option(default: Any, help: str, group: str, **more: Any) -> Any:
 class DataOptions:
     """Options that TRL's `ScriptArguments` does not have."""
 
-    column_mapping: dict[str, str] | str | None = option(None, "Columns to rename, as {wanted: present}.", MODEL)
+    column_mapping: dict[str, str] | str | None = option(
+        None, "Columns to add, each from one that is there: {wanted: present}.", MODEL
+    )
 
 
 @dataclass

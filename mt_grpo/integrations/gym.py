@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,12 +14,43 @@ from typing import Any, SupportsFloat
 from mt_grpo.concurrency import call
 from mt_grpo.envs import Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.env import ConversationEnded
-from mt_grpo.errors import ConfigError, describe_error
+from mt_grpo.errors import ConfigError, describe_error, find_fault
 from mt_grpo.tools.results import render
 from mt_grpo.trajectory import Message, StopReason, Turn
 
+logger = logging.getLogger(__name__)
+
 INVALID = (ValueError, TypeError, LookupError, AssertionError)
 """Exceptions of `step` that mean an invalid action; any other one ends the conversation."""
+
+
+REFUSED = 16
+"""Actions in a row, from the first on, after which a run says that all were refused: the game may be broken."""
+
+
+class _Refusals:
+    """Actions that the games of an environment refused before they took any; of all its conversations."""
+
+    def __init__(self) -> None:
+        self.number: int | None = 0
+
+    def __deepcopy__(self, memo: object) -> _Refusals:
+        return self
+
+    def note(self, error: Exception, what: str) -> None:
+        if self.number is None:
+            return
+        self.number += 1
+        if self.number == REFUSED:
+            where = find_fault(error).where
+            logger.warning(
+                "The first %d actions were all refused, the last with %s%s. If they were right, mend `%s`; else tell "
+                "the model in the prompt what an action is, or read it with `parse` or `tag`.",
+                REFUSED,
+                describe_error(error),
+                f" ({where})" if where else "",
+                what,
+            )
 
 
 class GymEnv(StepEnv):
@@ -66,6 +98,7 @@ class GymEnv(StepEnv):
         self.reset_timeout = step_timeout
         self.stop = () if tag is None else (f"</{tag}>",)
         self.total = 0.0
+        self._refusals = _Refusals()
 
     async def run(self, policy: Policy, row: dict[str, Any]) -> Outcome:
         """The loop of `StepEnv`. The reward is the sum of the steps' rewards, also if a limit ended the game."""
@@ -100,7 +133,9 @@ class GymEnv(StepEnv):
             action = self.parse(self._action(turn.text))
             played = await call(self.user_environment.step, action, what=self._what("step"), timeout=self.call_timeout)
         except INVALID as error:
+            self._refusals.note(error, self._what("step"))
             return Step(f"Error: {describe_error(error)}", done=StopReason.MAX_STEPS if over else False)
+        self._refusals.number = None
         seen, reward, terminated, truncated, info = _read(played, self._what("step"))
         self.total += reward
         reason = StopReason.ENV_DONE if terminated else StopReason.MAX_STEPS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 
@@ -88,6 +89,18 @@ def test_rewards_of_steps_are_those_of_turns():
         StopReason.ENV_DONE, {"return": 0.9}, {"number": NUMBER}
     )  # fmt: skip
     assert Guess.closed == 1
+
+
+def test_a_game_that_refuses_every_action_is_told_of_once(caplog):
+    with caplog.at_level(logging.WARNING):
+        play(GymEnv(Walk, max_turns=5), [{} for _ in range(8)], [["up"] * 5] * 8)
+        play(GymEnv(Walk, max_turns=5), [{} for _ in range(8)], [["right", *["up"] * 4]] * 8)
+    [said] = caplog.messages
+    line = Walk.step.__code__.co_firstlineno + 1
+    assert said.startswith(
+        f"The first 16 actions were all refused, the last with KeyError: 'up' ({__file__}, line {line}"
+    )
+    assert "mend `Walk.step`" in said
 
 
 def test_terminated_and_truncated_end_it():
