@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,9 +70,10 @@ class Groups:
         """What checkpoints a layer as `checkpoint` does, and keeps its input in its group."""
 
         def in_group(run: Run, *args: Any) -> Any:
-            if len(args) != 1 or not torch.is_grad_enabled():
+            states, *others = args
+            if any(other is not None for other in others) or not torch.is_grad_enabled():
                 return checkpoint(run, *args)
-            (states,) = args
+            run = partial(_with, run, others)  # Gemma 4 hands over None where it has no inputs of layers
             group = self._group
             if group is None or len(group.layers) == self._size or not self._follows(states):
                 group = self._group = _Group(states)
@@ -98,6 +100,10 @@ class Groups:
             and states.dtype == last.dtype
             and states._version == self._version
         )
+
+
+def _with(run: Callable[..., Any], others: list[Any], states: Tensor) -> Any:
+    return run(states, *others)
 
 
 class _Group:

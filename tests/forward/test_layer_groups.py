@@ -52,6 +52,16 @@ def test_gradients_of_groups_are_those_of_single_layers(kind):
     assert distance(gradient(model, 4), gradient(model, 1)) <= 1e-6
 
 
+def test_layers_that_are_given_nothing_else_make_groups():
+    """As those of a Gemma 4 without inputs of layers, which are given None."""
+    layers = {"num_hidden_layers": 4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    model = trained(build_random("gemma 4", **layers))
+    expected = gradient(model, 1)
+    with layers_in_groups(model, 4) as groups:
+        assert distance(measure(model, TREES)[1], expected) <= 1e-6
+    assert groups.largest == 4
+
+
 @pytest.mark.parametrize(("size", "reentrant"), [(2, False), (5, True), (40, False)])
 def test_groups_of_any_size_draw_the_same_dropout(deep, size, reentrant):
     model = trained(deep, reentrant)
