@@ -111,7 +111,7 @@ def test_shared_keys_are_not_checkpointed_reentrantly(build, reentrant):
 
 
 def test_a_model_whose_layers_make_no_groups_is_named(tmp_path, caplog):
-    model = build_random("gpt-2").train()
+    model = build_random("gemma 4").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     args = MTGRPOConfig(str(tmp_path), **{**CPU_RUN, "gradient_checkpointing": True}, gradient_checkpointing_layers=2)
     kept = module.Activations(args, torch.device("cpu"))
