@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.errors import ConfigError, UserError, find_fault
 
 T = TypeVar("T")
 
@@ -292,8 +292,10 @@ _FINDER = _Finder()
 
 
 def _import_failure(error: Exception) -> str:
-    """What an import failed with; where a peer's module is missing, which ones there are."""
-    told = f"{type(error).__name__}: {error}"
+    """What an import failed with, and where; where a peer's module is missing, which ones there are."""
+    told = str(error).rstrip(".") if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    if where := find_fault(error).where:
+        told += f" ({where})"
     if not isinstance(error, ModuleNotFoundError):
         return told
     package = (error.name or "").rpartition(".")[0]

@@ -13,7 +13,7 @@ from mt_grpo.data import DatasetError, load_rows
 from mt_grpo.data.schemas import SCHEMAS, dataset_schema
 from mt_grpo.envs.protocols import PROTOCOLS, call_protocol
 from mt_grpo.forward.attention.layout import KERNELS, attention_kernel
-from mt_grpo.imports import RegistrationError, Registry, import_file
+from mt_grpo.imports import ImportPathError, RegistrationError, Registry, import_file, import_object
 from mt_grpo.rewards import REWARDS, RewardListError, load_rewards, reward
 from mt_grpo.tools import tool
 from mt_grpo.tools.loading import TOOLS
@@ -118,3 +118,23 @@ def test_a_schema_without_a_home_asks_for_a_source(monkeypatch):
     dataset_schema("homeless", columns=("question",))(lambda row: {"prompt": row["question"]})
     with pytest.raises(DatasetError, match="published nowhere: name a source of it, as `homeless:rows.jsonl`"):
         load_rows("homeless", "train")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("raise KeyError('a')", "KeyError: 'a' ({file}, line 2, in <module>)."),
+        ("raise __import__('mt_grpo.errors').errors.ConfigError('Install it.')", "Install it ({file}, line 2, in "),
+        (
+            "import no_such_module",
+            "ModuleNotFoundError: No module named 'no_such_module' ({file}, line 2, in <module>).",
+        ),
+    ],
+    ids=["raises", "refuses", "missing"],
+)
+def test_a_file_that_does_not_import_is_told_of_with_its_line(tmp_path, line, told):
+    file = tmp_path / "broken.py"
+    file.write_text(f"\n{line}\n")
+    with pytest.raises(ImportPathError) as refused:
+        import_object(f"{file}:solve", what="agent")
+    assert f"The agent '{file}:solve' does not import: {told.format(file=file)}" in str(refused.value)
