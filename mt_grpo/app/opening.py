@@ -51,7 +51,7 @@ def _processes() -> Iterator[Each]:
     try:
         yield pool.map
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)  # waits: the end of this process and that of the pool would meet
 
 
 def _begin() -> None:

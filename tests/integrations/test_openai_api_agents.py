@@ -417,7 +417,8 @@ def test_no_fault_loses_a_turn_or_trains_it_twice(acts, crashes):
             raise KeyError("crash")
 
     (trajectory,), runner = run_agent(agent, answers, latency=0.01, context_length=100_000)
-    assert trajectory.stop_reason is (StopReason.ENV_ERROR if crashes else StopReason.ENV_DONE)
+    refused = bool(acts) and set(acts) == {"nonsense"}
+    assert trajectory.stop_reason is (StopReason.ENV_ERROR if crashes or refused else StopReason.ENV_DONE)
     assert not crashes or "crash" in trajectory.error
     assert len(trajectory.turns) == len(runner.engine.requests) == faulty[0].asked
     told = [words for words in faulty[0].told if words is not None]

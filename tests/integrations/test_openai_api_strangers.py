@@ -128,7 +128,7 @@ def test_a_damaged_body_is_the_clients_error(caplog):
         answers.append(await send(client, request(client, b"", "Content-Length: 0", "Connection: close")))
 
     (trajectory,), _ = run_agent(agent, [])
-    assert trajectory.error is None and not of_the_server(caplog)
+    assert trajectory.error.startswith("RefusedError: ") and not of_the_server(caplog)
     assert all(answer.startswith(b"HTTP/1.1 400") and b'"error"' in answer for answer in answers)
 
 
