@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from trl.models import unwrap_model_for_generation
 
 from mt_grpo.addresses import expand_addresses
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.recurrent.lightning import LAYERS
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import LocalEngine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
@@ -25,6 +27,8 @@ from mt_grpo.training.forward import check_sequence_ratio
 from mt_grpo.weights.transport import TRANSPORTS, WeightTransport
 from mt_grpo.weights.updates import WeightSyncError
 from mt_grpo.weights.verification import EXACT, NARROW, compare, halved, probe_ids, trainer_logprobs
+
+logger = logging.getLogger(__name__)
 
 EVERYWHERE = "0.0.0.0"
 
@@ -110,7 +114,14 @@ def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Acce
             "A model with sharded weights cannot sample by itself, since processes take different numbers of turns: "
             "set `use_vllm: true`, or shard with DeepSpeed ZeRO-3 and `ds3_gather_for_generation: true`."
         )
-    return TransformersEngine(accelerator.unwrap_model(model), tokenizer, record_routes=replays_routes(args))
+    policy = accelerator.unwrap_model(model)
+    if accelerator.is_main_process and any(isinstance(module, LAYERS) for module in policy.modules()):
+        logger.warning(
+            "transformers goes on from the cache of lightning attention otherwise than it computes a row, so this run "
+            "samples from another distribution than the one that it trains: set `use_vllm: true` to sample from a "
+            "server."
+        )
+    return TransformersEngine(policy, tokenizer, record_routes=replays_routes(args))
 
 
 class ModelCopy:
