@@ -119,6 +119,18 @@ def open_policy(
     return {"model": policy, "quantization_config": None, "peft_config": None}
 
 
+def name_wrapped_layers(model: nn.Module, accelerator: Accelerator) -> None:
+    """
+    Has FSDP wrap those layers of a model's family that the model has. A model of text, of a family that also sees, has
+    none of the layers that see, which accelerate would look for.
+    """
+    if not DistributedBackend(accelerator).is_fsdp:
+        return
+    plugin, here = accelerator.state.fsdp_plugin, {type(module).__name__ for module in model.modules()}
+    if plugin.transformer_cls_names_to_wrap is None:  # else it was said which
+        plugin.transformer_cls_names_to_wrap = [name for name in model._no_split_modules or () if name in here] or None
+
+
 def disable_dropout(model: nn.Module) -> None:
     """
     Sets dropout rates to 0 that layers hold as numbers and apply themselves, as attention does. TRL's

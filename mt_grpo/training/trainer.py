@@ -77,6 +77,7 @@ from mt_grpo.training.microbatches import rebalance
 from mt_grpo.training.model import (
     check_reference,
     disable_dropout,
+    name_wrapped_layers,
     open_policy,
     without_dropout,
 )
@@ -313,6 +314,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     def _prepare_models(self) -> None:
         if self.args.disable_dropout:
             disable_dropout(self.model)
+        name_wrapped_layers(self.model, self.accelerator)
         check_reference(self.args, self.accelerator)
         check_checkpointing(self.args, self.model)
         prepare_router_loss(self)

@@ -103,6 +103,13 @@ def test_ranks_with_and_without_sounds_learn_what_one_learns(tmp_path):
     assert_the_same_is_learnt(one, sharded)
 
 
+def test_a_model_of_text_of_a_family_that_sees_is_sharded(tmp_path):
+    """Qwen3.5 without its tower: the family's layers that see are not looked for."""
+    two = run_ranks(tmp_path / "two", 2, "hybrid", **SHARDED)
+    assert two["sharded"]
+    assert_the_same_is_learnt(run_ranks(tmp_path / "one", 1, "hybrid"), two)
+
+
 def test_sharded_weights_train_after_an_evaluation(tmp_path, alone):
     """FSDP and DeepSpeed wrap a model once, with its optimiser: an evaluation must not do it first."""
     assert_the_same_is_learnt(alone, run_ranks(tmp_path, 2, "measured", **SHARDED))
