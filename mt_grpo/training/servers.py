@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,8 +26,6 @@ from mt_grpo.training.forward import check_sequence_ratio
 from mt_grpo.weights.transport import TRANSPORTS, WeightTransport
 from mt_grpo.weights.updates import WeightSyncError
 from mt_grpo.weights.verification import EXACT, NARROW, compare, halved, probe_ids, trainer_logprobs
-
-logger = logging.getLogger(__name__)
 
 EVERYWHERE = "0.0.0.0"
 
@@ -105,7 +102,7 @@ def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Acce
 
     Raises:
         ConfigError: If its weights are sharded: each forward is then a collective, and processes take different
-            numbers of turns.
+            numbers of turns. Or if it would sample from another distribution than the one that is trained.
     """
     backend = DistributedBackend(accelerator)
     sharded = backend.is_fsdp or (backend.is_zero3 and not args.ds3_gather_for_generation)
@@ -115,11 +112,10 @@ def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Acce
             "set `use_vllm: true`, or shard with DeepSpeed ZeRO-3 and `ds3_gather_for_generation: true`."
         )
     policy = accelerator.unwrap_model(model)
-    if accelerator.is_main_process and any(isinstance(module, LAYERS) for module in policy.modules()):
-        logger.warning(
-            "transformers goes on from the cache of lightning attention otherwise than it computes a row, so this run "
-            "samples from another distribution than the one that it trains: set `use_vllm: true` to sample from a "
-            "server."
+    if any(isinstance(module, LAYERS) for module in policy.modules()):
+        raise ConfigError(
+            "A model with lightning attention cannot sample by itself, since transformers goes on from its cache "
+            "otherwise than it computes a row: set `use_vllm: true` to sample from a server."
         )
     return TransformersEngine(policy, tokenizer, record_routes=replays_routes(args))
 

@@ -127,13 +127,11 @@ def test_models_without_an_end_of_context_sample(build, tokenizer, kind):
     assert all(trajectory.turns and not trajectory.failed for trajectory in trainer.batch.trajectories)
 
 
-def test_a_model_whose_cache_is_wrong_warns_where_it_samples(build, tokenizer, caplog):
+def test_a_model_whose_cache_is_wrong_does_not_sample(build, tokenizer):
     model = build_hybrid("minimax", vocab_size=len(tokenizer))
-    with caplog.at_level("WARNING"):
-        build(model=model)
-        assert "lightning attention" not in caplog.text  # an engine is given
+    build(model=model)  # with an engine that is given
+    with pytest.raises(ConfigError, match="A model with lightning attention cannot sample by itself"):
         build(None, model)
-    assert caplog.text.count("from the cache of lightning attention otherwise than it computes a row") == 1
 
 
 def test_balancing_experts_is_refused_turn_by_turn(build, tokenizer):
