@@ -112,7 +112,7 @@ PRIVATE = {
     ],
     VLLMGeneration: ["_iter_named_params"],
     TrlParser: ["_actions", "_option_string_actions"],
-    PreTrainedModel: ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"],
+    PreTrainedModel: ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_no_split_modules"],
 }
 """Every private name of theirs that the package uses, by the class that has it."""
 
