@@ -113,7 +113,8 @@ async def _supervise(replicas: Sequence[Replica]) -> int:
         )
         processes.append(process)
         if told:  # before it was among them
-            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
         watches.append(asyncio.create_task(tell_end(replica.url, process)))
     await asyncio.gather(*watches)
     return 0 if told else 1
