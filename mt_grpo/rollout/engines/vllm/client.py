@@ -7,34 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
-import aiohttp
 import orjson
 
 from mt_grpo.forward.images import Images
 from mt_grpo.images import IMAGE, kind_of
 from mt_grpo.rollout.engine import EngineError, Sample, SamplingParams
-from mt_grpo.rollout.engines.vllm.admission import Admission, Gate, Pressure, Turn, read_pressure
+from mt_grpo.rollout.engines.vllm.admission import Turn
 from mt_grpo.rollout.engines.vllm.http import (
-    CONNECT_TIMEOUT,
-    POLL,
     RequestFailed,
     Server,
-    ServerGoneError,
     ServerSetupError,
-    ask,
-    check_server,
-    exchange,
-    open_session,
-    read_answer,
     router_words,
-    wait_for_servers,
 )
 from mt_grpo.rollout.engines.vllm.images import (
     GENERATE,
@@ -46,7 +34,6 @@ from mt_grpo.rollout.engines.vllm.images import (
     shown_in,
 )
 from mt_grpo.rollout.engines.vllm.lease import weight_label
-from mt_grpo.rollout.engines.vllm.pool import ServerPool
 from mt_grpo.rollout.engines.vllm.requests import (
     completion_request,
     generate_request,
@@ -55,16 +42,14 @@ from mt_grpo.rollout.engines.vllm.requests import (
     read_sample,
     scoring_request,
 )
+from mt_grpo.rollout.engines.vllm.servers import VLLMServers
 
 T = TypeVar("T")
 Body = Callable[[Server, int], Awaitable[bytes]]
 """Makes the body of an attempt, for a server and after so many failures."""
 Content = Callable[[Server, int, SamplingParams], Awaitable[bytes]]
 """Makes that of a sample."""
-logger = logging.getLogger(__name__)
 COMPLETIONS = "/v1/completions"
-METRICS = "/metrics"
-START_COMMAND = "mt-grpo serve --config R.yaml"
 TOKEN_TIME = 0.1
 """Most seconds that a busy server takes per sampled token."""
 _LONGEST_BACKOFF = 8.0
@@ -72,15 +57,13 @@ _ATTEMPTS = 8
 _ANOTHER = 0x9E3779B9  # torch's generator on a CPU knows 32 bits of a seed
 
 
-class VLLMServerClient:
+class VLLMServerClient(VLLMServers):
     """
-    Samples from one or several vLLM servers. All conversations of a group go to one server. A server that stops
-    answering is left out. It is used again when it answers and holds the weights of `weight_version`.
+    Samples from one or several vLLM servers. All conversations of a group go to one server.
 
     A failed request is repeated if that can help: after no answer, HTTP 5xx, 429, or an answer that cannot be read.
-    Sampling changes nothing on the server, so asking twice is safe. Only the health check decides whether a server is
-    down, so a request that hangs stops no other. Cancelling `generate` closes the connection, and the server aborts
-    the request.
+    Sampling changes nothing on the server, so asking twice is safe. Cancelling `generate` closes the connection, and
+    the server aborts the request.
 
     Args:
         base_urls (`str` or `list[str]`): Servers, e.g. `"http://127.0.0.1:8000"`.
@@ -102,16 +85,8 @@ class VLLMServerClient:
         processes (`int`, *optional*, defaults to `1`): Processes that share each server.
 
     Attributes:
-        context_length (`int`): The shortest `max_model_len` among the servers; 0 before `connect`.
         model (`str`): Model name in requests; empty for each server's own model. Weight sync by adapter sets it.
-        weight_version (`int`, *optional*), run (`str`, *optional*): Optimiser step and run of the servers' weights.
-            Weight sync sets them.
-        incoming_version (`int`, *optional*): That of weights which are being sent while conversations go on: a server
-            may have them already, or not yet.
         salted (`bool`): Whether requests read no prefix that was cached with other weights, see `salt`.
-        remedy (`str`): What to do when no server is left, as the last sentence of the error.
-        restore (`Callable[[str], None]`, *optional*): Sends the weights to a server that came back without them. It is
-            called in a thread with the server's URL. Without it the client waits until the server has the weights.
     """
 
     def __init__(
@@ -131,88 +106,23 @@ class VLLMServerClient:
         by_cache: bool = True,
         processes: int = 1,
     ) -> None:
-        self.pool = ServerPool([base_urls] if isinstance(base_urls, str) else list(base_urls), api_key, home)
-        self.tokenizer = tokenizer
-        self.expected_model = model
+        super().__init__(
+            [base_urls] if isinstance(base_urls, str) else list(base_urls),
+            tokenizer,
+            model=model,
+            api_key=api_key,
+            request_timeout=request_timeout,
+            max_concurrent=max_concurrent,
+            server_timeout=server_timeout,
+            home=home,
+            min_servers=min_servers,
+            processes=processes,
+        )
         self.model = ""
-        self.api_key = api_key
-        self.request_timeout = request_timeout
         self.max_retries = max_retries
-        self.max_concurrent = max_concurrent
-        self.server_timeout = server_timeout
         self.media_tokens = dict(media_tokens or {})
-        self.min_servers = min_servers
         self.by_cache = by_cache
-        self._admissions = {server.url: Admission(processes) for server in self.pool.servers}
-        self.context_length = 0
-        self.weight_version: int | None = None
-        self.incoming_version: int | None = None
         self.salted = False
-        self.run: str | None = None
-        self.restore: Callable[[str], None] | None = None
-        self.remedy = f"Start it with `{START_COMMAND}`, R.yaml being this run's recipe."
-        self._wire: Connections | None = None
-
-    @property
-    def base_urls(self) -> list[str]:
-        """URLs of the servers."""
-        return [server.url for server in self.pool.servers]
-
-    async def connect(self, progress: Callable[[str], None] = logger.warning) -> None:
-        """
-        Waits for the servers, then checks that they hold the right model and learns their context length.
-
-        Args:
-            progress (`Callable[[str], None]`, *optional*): Is told now and then what the client waits for.
-
-        Raises:
-            ServerGoneError: If none is up after `server_timeout` seconds; the message has the command that starts one.
-            ServerSetupError: If a server is up but cannot serve this run.
-        """
-        try:
-            servers, began = self.pool.servers, time.monotonic()
-            enough = self.min_servers or len(servers)
-            silent = await wait_for_servers(servers, enough, began, self.server_timeout, progress)
-            if len(servers) - len(silent) < (self.min_servers or 1):
-                raise ServerGoneError(self.gone(silent))
-            for server in silent:
-                server.drop(server.fault)
-                progress(
-                    f"Going on without the vLLM server at {server.url}, which joins when it is up: {server.fault}"
-                )
-            up = [server for server in servers if server.up]
-            for server in up:
-                await check_server(server, self.expected_model, self.tokenizer, len(servers) > 1)
-            self.context_length = min(server.context_length for server in up)
-            for server in up:
-                self._check_beside(server)
-        finally:
-            await self.close()
-
-    async def check(self, server: Server) -> None:
-        """
-        Holds a server that comes later against what the run needs.
-
-        Raises:
-            RequestFailed: If it does not answer.
-            ServerSetupError: If it cannot serve this run.
-        """
-        await check_server(server, self.expected_model, self.tokenizer, len(self.pool.servers) > 1)
-        self._check_beside(server)
-
-    def _check_beside(self, server: Server) -> None:
-        """Whether a server can stand in for the others."""
-        first = next(one for one in self.pool.servers if one.context_length)
-        if server.version != first.version:
-            raise ServerSetupError(
-                f"The servers run different versions of vLLM, {first.version} at {first.url} and {server.version} at "
-                f"{server.url}, which compute different log-probs: install the same version for both."
-            )
-        if server.context_length < self.context_length:
-            raise ServerSetupError(
-                f"The vLLM server at {server.url} takes {server.context_length} tokens of context, and this run began "
-                f"with {self.context_length}: start it with this run's recipe."
-            )
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
         """
@@ -384,19 +294,6 @@ class VLLMServerClient:
         for gate in self._wire.gates.values() if self._wire is not None else ():
             gate.leave(session)
 
-    async def close(self) -> None:
-        """Closes the connections, unless a request is under way. The next request opens them again."""
-        wire = self._wire
-        if wire is not None and not wire.busy:
-            self._wire = None  # a request that comes meanwhile opens others
-            for task in wire.watchers.values():
-                task.cancel()
-            try:
-                await asyncio.gather(*wire.watchers.values(), return_exceptions=True)
-                await asyncio.gather(*(gate.close() for gate in wire.gates.values()))
-            finally:  # who closes may be cancelled meanwhile
-                await wire.http.close()
-
     async def _ask(
         self,
         session: str,
@@ -446,166 +343,6 @@ class VLLMServerClient:
                     continue
                 server.fingerprint = fingerprint
                 return found
-
-    async def _server(self, session: str, context: list[int]) -> Server:
-        """The server of a conversation. It waits while fewer servers than needed are up."""
-        wire = self._connection()
-        while True:
-            for server in self.pool.servers:
-                if not server.up and server.url not in wire.watchers:
-                    watcher = asyncio.ensure_future(self._watch(server, wire))
-                    wire.watchers[server.url] = watcher
-                    watcher.add_done_callback(functools.partial(wire.end_watch, server))
-                if server.failure is not None:
-                    raise server.failure
-            if sum(one.up for one in self.pool.servers) >= (self.min_servers or 1):
-                placed = self.pool.place(session, context)
-                if placed is not None:
-                    return placed
-            since = max(one.down_since for one in self.pool.servers if one.down_since is not None)
-            left = since + self.server_timeout - time.monotonic()
-            if left <= 0:
-                raise ServerGoneError(self.gone())
-            await asyncio.wait(wire.watchers.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
-
-    async def _watch(self, server: Server, wire: Connections) -> None:
-        """Waits until a server answers and holds the right weights, then uses it again."""
-        while True:
-            try:
-                await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
-                if not server.context_length:
-                    await self.check(server)
-                held = await self._weights_of(server)
-                if server.awaits_proof:  # the next sync proves it
-                    server.fault = f"The server at {server.url} is up, and joins at the next weight sync."
-                    await asyncio.sleep(POLL)
-                    continue
-                if self.incoming_version is not None:  # a sync has left it out, and goes on
-                    await asyncio.sleep(POLL)
-                    continue
-                if self.weight_version is None or held == weight_label(self.run, self.weight_version):
-                    break
-                if self.restore is not None:
-                    logger.warning("The vLLM server at %s was restarted: sending it the weights again.", server.url)
-                    await asyncio.to_thread(self.restore, server.url)
-                else:
-                    server.fault = f"The server at {server.url} was restarted and waits for its weights."
-            except ServerSetupError as error:  # the others serve the run
-                if server.fault != str(error):
-                    logger.warning("%s The run goes on without it.", error)
-                server.fault = str(error)
-            except (RequestFailed, OSError) as error:
-                server.fault = str(error)
-            await asyncio.sleep(POLL)
-        logger.warning("The vLLM server at %s is back.", server.url)
-        server.mark_up()
-
-    async def _serves(self, server: Server) -> bool:
-        try:
-            await self._call(server, "GET", "/health", timeout=CONNECT_TIMEOUT)
-            return await self._has_weights(server)
-        except RequestFailed:
-            return False
-
-    async def _has_weights(self, server: Server) -> bool:
-        """Whether a server that is in use has this run's weights; while a sync goes on, those of before or after."""
-        if self.weight_version is None:
-            return True
-        fitting = {self.weight_version}
-        held = await self._weights_of(server)
-        fitting |= {version for version in (self.weight_version, self.incoming_version) if version is not None}
-        return held in {weight_label(self.run, version) for version in fitting}
-
-    async def _weights_of(self, server: Server) -> str | None:
-        """The label of a server's weights, as far as this client has to know it."""
-        if self.weight_version is None:
-            return None
-        info = await self._call(server, "GET", "/weight_info", timeout=CONNECT_TIMEOUT)
-        return info.get("weight_version") if isinstance(info, dict) else None
-
-    async def _call(
-        self, server: Server, method: str, path: str, content: bytes | None = None, timeout: float | None = None
-    ) -> Any:
-        return await ask(self._connection().http, server, method, path, content, timeout or self.request_timeout)
-
-    def _connection(self) -> Connections:
-        """Connections of the running event loop; those of an earlier loop cannot be used in another."""
-        loop = asyncio.get_running_loop()
-        if self._wire is None or self._wire.loop is not loop:
-            self._wire = Connections(loop, open_session(), asyncio.Semaphore(self.max_concurrent), {}, {}, {})
-            for admission in self._admissions.values():
-                admission.forget()
-            self.pool.wait_anew()
-        return self._wire
-
-    def gone(self, silent: list[Server] | None = None) -> str:
-        """The error for when too few servers are left; `silent` are those that do not answer, by default all."""
-        silent = silent or [server for server in self.pool.servers if not server.up] or self.pool.servers
-        faults = " ".join(dict.fromkeys(server.fault for server in silent))
-        urls = ", ".join(server.url for server in silent)
-        answering = len(self.pool.servers) - len(silent)
-        if not answering:
-            return f"No vLLM server answered for {self.server_timeout:.0f} s at {urls}. {faults} {self.remedy}"
-        return (
-            f"{answering} of {len(self.pool.servers)} vLLM servers answered for {self.server_timeout:.0f} s, and "
-            f"`vllm_min_servers` wants {self.min_servers}; none did at {urls}. {faults} {self.remedy}"
-        )
-
-
-@dataclass
-class Connections:
-    """
-    The parts of a client that belong to one event loop: connections, tasks that wait for servers or send them an image
-    (by URL and name), turns that wait for room (by URL), and the number of requests under way.
-    """
-
-    loop: asyncio.AbstractEventLoop
-    http: aiohttp.ClientSession
-    places: asyncio.Semaphore
-    watchers: dict[str, asyncio.Future[None]]
-    images: dict[tuple[str, str], asyncio.Future[None]]
-    gates: dict[str, Gate]
-    asking: int = 0
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request is under way, which would break if the connections were closed."""
-        return self.asking > 0 and self.loop is asyncio.get_running_loop()
-
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Waits until one more request may start."""
-        with self.waiting():
-            async with self.places:
-                yield
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Counts a request as under way."""
-        self.asking += 1
-        try:
-            yield
-        finally:
-            self.asking -= 1
-
-    def gate(self, server: Server, admission: Admission) -> Gate:
-        """Lets turns on a server begin."""
-        if server.url not in self.gates:
-
-            async def look() -> Pressure | None:
-                status, body = await exchange(self.http, server, "GET", METRICS, None, CONNECT_TIMEOUT)
-                if status != 200:
-                    read_answer(f"GET {server.url}{METRICS}", status, body)
-                return read_pressure(body.decode(errors="replace"))
-
-            self.gates[server.url] = Gate(admission, look, lambda: server.up)
-        return self.gates[server.url]
-
-    def end_watch(self, server: Server, done: asyncio.Future[None]) -> None:
-        """Ends a watch. If it failed to restore a server's weights, all conversations fail, and with them the run."""
-        self.watchers.pop(server.url, None)
-        if not done.cancelled():
-            server.failure = done.exception()
 
 
 def _sent(
