@@ -83,18 +83,23 @@ def build_env(
             "`environment_factory` and `environments` are both set: name each factory in `environments`, as "
             "`{environment_factory: its path}`."
         )
-    if args.tool_processes and not any(map(_names_tools, [vars(args), *args.environments.values()])):
+    if args.tool_processes and not any(map(_names_tools, [options, *args.environments.values()])):
         raise _no_tool(args.tool_processes)
-    named = {name: _build_named(name, given, args) for name, given in args.environments.items()}
+    named = {name: _build_named(name, given, options, args) for name, given in args.environments.items()}
+    if not any(isinstance(env, MultiTurnToolEnv) for env in named.values()):
+        scheduled = any(isinstance(env, SchedulerSource) for env in named.values())
+        of_schedulers = ("system_prompt", "call_protocol") if scheduled else ()
+        unused = {name: value for name, value in options.items() if name not in of_schedulers}
+        _check_unused(unused, "any of `environments`")
     if args.environment_urls is not None and not any(isinstance(env, OpenEnv) for env in named.values()):
         _at(named, args.environment_urls, "environments")
     return named
 
 
-def _build_named(name: str, given: Any, args: MTGRPOConfig) -> EnvLike:
+def _build_named(name: str, given: Any, run_options: dict[str, Any], args: MTGRPOConfig) -> EnvLike:
     key = f"environments: {name}"
     given = {"env": given} if isinstance(given, str) else given
-    options = {option: getattr(args, option) for option in OF_ENVIRONMENT}
+    options = dict(run_options)
     if any(partner in given for partner in PARTNERS):
         options |= dict.fromkeys((*PARTNERS, "env_config"))
     # of the run's own options those count that this kind of environment has
@@ -186,8 +191,8 @@ def _check_unused(said: Mapping[str, Any], env: str) -> None:
     for name in ("tools", "tools_config_file", "system_prompt", "max_env_steps", "call_protocol", "env_mask"):
         if value := said.get(name):
             raise ConfigError(
-                f"`{name}: {value}` has no effect on {env}, which is not made of options as a `MultiTurnToolEnv` is: "
-                "leave it out."
+                f"`{name}: {value}` has no effect on {env}: only what is made of options takes it, as a "
+                "`MultiTurnToolEnv` is. Leave it out."
             )
 
 

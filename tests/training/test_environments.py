@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from datasets import Dataset
@@ -204,12 +206,28 @@ def test_environments_that_are_none_are_refused(tmp_path, options, problem):
 def test_options_that_an_environment_does_not_take_are_refused(tmp_path, options):
     (name,) = options
     path = f"{__file__}:Guess"
-    with pytest.raises(ConfigError, match=rf"`{name}: .*` has no effect on `.*Guess`, which is not made of options"):
+    with pytest.raises(ConfigError, match=rf"`{name}: .*` has no effect on `.*Guess`: only what is made of"):
         named(tmp_path, env=path, **options)
-    with pytest.raises(ConfigError, match=rf"`{name}: .*` has no effect on `.*Guess` of `environments: a`, which"):
+    with pytest.raises(ConfigError, match=rf"`{name}: .*` has no effect on `.*Guess` of `environments: a`: only what"):
         named(tmp_path, environments={"a": {"env": path, **options}})
     args = MTGRPOConfig(str(tmp_path), **CPU_RUN, **options)
     for env in (Guess, Guess()):
         with pytest.raises(ConfigError, match=rf"`{name}: .*` has no effect on the `env` that the trainer was given"):
             check_env(env, args)
+    with pytest.raises(ConfigError, match=rf"`{name}: .*` has no effect on any of `environments`: only what"):
+        named(tmp_path, environments={"a": path, "b": path}, **options)
     assert named(tmp_path, environments={"a": path, "b": {}}, **options)["a"].__name__ == "Guess"
+
+
+def test_tools_of_the_trainer_are_those_of_each_environment(tmp_path):
+    """As tools of a recipe are, where an environment names no others."""
+    args = MTGRPOConfig(
+        str(tmp_path), environments={"a": {}, "b": {"tools": ["calculator"]}, "c": {"max_env_steps": 2}}, **CPU_RUN
+    )
+    made = build_env(args, tools=[lookup])
+    assert {name: list(env.tools) for name, env in made.items()} == {
+        "a": ["lookup"],
+        "b": ["calculator"],
+        "c": ["lookup"],
+    }
+    assert made["a"].protocol.native_tools and made["a"].max_steps == sys.maxsize and made["c"].max_steps == 2
