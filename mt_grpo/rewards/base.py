@@ -15,8 +15,8 @@ PlainFunction = Callable[..., "list[float | None] | Awaitable[list[float | None]
 Score = float | None | Awaitable[float | None]
 """What `score` returns: the reward, or `None` where it does not apply; a coroutine of it with `async def`."""
 
-NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-"""Columns that reach a TRL reward function under a name of its own (`prompts`, `completions`, `completion_ids`)."""
+NOT_COLUMNS = ("prompt", "completion", "prompts", "completions", "completion_ids")
+"""Columns that do not reach a TRL reward function: what was asked and answered has these names, or is for them."""
 
 
 @runtime_checkable

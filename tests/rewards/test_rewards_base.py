@@ -294,6 +294,20 @@ def test_a_trl_function_is_called_once_with_what_trl_passes(is_async):
     assert reward.name == ("plain_async" if is_async else "plain")
 
 
+@pytest.mark.parametrize("column", ["prompts", "completions"])
+def test_a_column_never_stands_for_what_the_model_said(column):
+    """Such as the accepted answers of a data set, which would earn whatever the model writes."""
+    judged = []
+
+    def plain(prompts, completions, **columns):
+        judged.extend([prompts, completions])
+        return [0.0]
+
+    trajectory = trl_trajectory(**{column: "of the row"})
+    score([], [FunctionReward(plain)], [trajectory])
+    assert judged == [[trajectory.prompt], [trajectory.completion]]
+
+
 def test_a_trl_function_scores_one_trajectory_on_its_row():
     reward = FunctionReward(lambda completions, answer, **columns: [float(answer[0])])
     assert asyncio.run(reward.score(trl_trajectory(), answer=3)) == 3.0
