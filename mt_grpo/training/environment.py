@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -393,11 +394,17 @@ def own_rewards(listed: Sequence[RewardFunc], source: EnvSource) -> list[RewardF
     The outcome rewards that environments bring beside those that are listed.
 
     Raises:
-        ConfigError: If one has the name of a listed reward, or there is no reward at all.
+        ConfigError: If one has the name of a listed reward, two of these have the same, or there is no reward at all.
     """
+    names = Counter(reward.name for reward in listed)
+    for name in (name for name, number in names.items() if number > 1):  # of one kind they are refused when loaded
+        raise ConfigError(
+            f"The reward {name!r} is both a turn reward and an outcome reward: give one of them another `name`, by "
+            "which metrics and records tell them apart."
+        )
     own = source.rewards()
     for reward in own:
-        if reward.name in [one.name for one in listed]:
+        if reward.name in names:
             raise ConfigError(
                 f"The reward {reward.name!r} has the name of an environment class that gives its own reward "
                 "(`get_reward`): rename one of the two."

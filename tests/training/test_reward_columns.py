@@ -102,3 +102,23 @@ def test_evaluation_rows_and_streams_are_looked_at_too(evaluated, name):
 def test_the_trainer_refuses_before_it_loads_a_model(tmp_path):
     with pytest.raises(ConfigError, match="gold_answer"):
         MTGRPOEnvTrainer("/no/such/model", None, [], [gold], MTGRPOConfig(str(tmp_path), **CPU_RUN), DATA)
+
+
+class Said(TurnReward):
+    name = "Answer"
+
+    def score(self, turn, trajectory, **row):
+        return 0.0
+
+
+class Right(OutcomeReward):
+    name = "Answer"
+
+    def score(self, trajectory, **row):
+        return 0.0
+
+
+def test_a_turn_reward_and_an_outcome_reward_need_two_names(tmp_path):
+    """Metrics, and the index of a run, have one value for a name."""
+    with pytest.raises(ConfigError, match="'Answer' is both a turn reward and an outcome reward: .* another `name`"):
+        MTGRPOEnvTrainer("/no/such/model", None, [Said()], [Right()], MTGRPOConfig(str(tmp_path), **CPU_RUN), DATA)
