@@ -13,13 +13,14 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 
 from mt_grpo.credit import Credit, RewardBatch
-from mt_grpo.images import named
+from mt_grpo.images import in_words, named
 from mt_grpo.rewards import Scores, completion_ids, spread
 from mt_grpo.rollout import RolloutRequest, TokenRow, derive_seed
 from mt_grpo.rollout.runner import Branching
 from mt_grpo.rollout.token_row import AnswerLeaves
+from mt_grpo.runlog.files import to_json
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.trajectory import Trajectory, visible
+from mt_grpo.trajectory import Message, Trajectory, visible
 
 
 @dataclass
@@ -199,12 +200,30 @@ class RolloutBatch:
             [known(row.prompt_ids) for row in self.token_rows],
             [known(row.ids) for row in self.token_rows],
             [row.mask for row in self.token_rows],
-            [visible(trajectory.completion) for trajectory in self.trajectories],
+            [as_text(trajectory.completion) for trajectory in self.trajectories],
             [row.logprobs for row in self.token_rows],
             {},  # fields that reach rewards: ours get the trajectory
             None,  # images of prompts
             [],  # images of tools
         )
+
+
+def as_text(said: str | list[Message]) -> str | list[dict[str, str | None]]:
+    """
+    A prompt or a completion for TRL's table of completions, in which each value of a message has one type: text, with
+    parts in words. What is none, such as the calls of a message, is JSON: their arguments are what the model likes.
+    """
+    if isinstance(said, str):
+        return str(visible(said))
+    return [{name: _text(name, value) for name, value in message.items()} for message in said]
+
+
+def _text(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if name == "content" and isinstance(value, list):
+        value = "\n".join(map(in_words, value))
+    return str(visible(value if isinstance(value, str) else to_json(value)))
 
 
 def branching(args: MTGRPOConfig, mode: str) -> Branching | None:

@@ -100,7 +100,7 @@ from mt_grpo.training.reward_batch import (
     share_out,
 )
 from mt_grpo.training.reward_models import ModelReward, as_in_trl, with_models
-from mt_grpo.training.rollout_batch import EvaluationRows, RolloutBatch, branching, fill_up, fill_up_scores
+from mt_grpo.training.rollout_batch import EvaluationRows, RolloutBatch, as_text, branching, fill_up, fill_up_scores
 from mt_grpo.training.sequence_parallel import loss_of_group, sequence_group
 from mt_grpo.training.servers import (
     ModelCopy,
@@ -127,7 +127,7 @@ from mt_grpo.training.trl_arguments import (
     tokenizers_of,
     widened,
 )
-from mt_grpo.trajectory import Trajectory, visible
+from mt_grpo.trajectory import Trajectory
 from mt_grpo.weights.transport import WeightTransport
 
 Reward = str | Callable[..., Any] | RewardFunc | PreTrainedModel
@@ -423,7 +423,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         step = self.step_log.begin(batch, self.state.global_step, k)
         # for TRL's table of completions; what is sampled after is the batch's own rows
         shown = [
-            {name: visible(row[name]) if name == "prompt" else row[name] for name in row if name not in MEDIA_COLUMNS}
+            {name: as_text(row[name]) if name == "prompt" else row[name] for name in row if name not in MEDIA_COLUMNS}
             for row in rows
         ]
         try:

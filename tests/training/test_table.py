@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
+from support.models import CPU_RUN, build_model, lookup
+from support.trainers import member
 
+from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.token_tree import TokenTree
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training.rollout_batch import as_text
 from mt_grpo.training.step_log.table import MOST_CHARACTERS, MOST_MESSAGES, as_markdown, plain, table_row, turn_pieces
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
@@ -48,6 +55,42 @@ def test_evaluations_show_the_same_questions(build):
 def test_nothing_is_shown_where_none_are_asked_for(build):
     assert shown(build(max_steps=1)) == ""
     assert shown(build(log_completions=True, num_completions_to_print=0, max_steps=1)) == ""
+
+
+def test_arguments_of_several_types_are_written_to_parquet(tmp_path, tokenizer, questions):
+    """A model writes what it likes, also nothing, and a column of a Parquet file has one type."""
+    arguments = [{"query": 3}, {"query": "Lima", "more": [{}]}, {}, {"query": 2**70}]
+
+    def script(session, turn):
+        call = {"name": "lookup", "arguments": arguments[member(session) % 4]}
+        return "<answer>Lima</answer>" if turn else f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+    MTGRPOEnvTrainer(
+        build_model(tokenizer),
+        args=MTGRPOConfig(str(tmp_path), **CPU_RUN, max_steps=1, call_protocol="native", log_completions=True),
+        reward_funcs=lambda completions, **columns: [0.0] * len(completions),
+        train_dataset=questions,
+        engine=ScriptedEngine(tokenizer, script),
+        processing_class=tokenizer,
+        tools=[lookup],
+    ).train()
+    (path,) = (tmp_path / "completions").glob("*.parquet")
+    calls = [json.loads(row[0]["tool_calls"]) for row in pq.read_table(path)["completion"].to_pylist()]
+    assert [call["function"]["arguments"] for (call,) in calls] == arguments
+
+
+def test_contents_in_parts_are_text_in_parquet():
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": b"..."}, {"type": "text", "text": "look\x1b"}]},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "tool", "content": "a cat", "name": "see"},
+    ]
+    assert as_text(messages) == [
+        {"role": "user", "content": "[image]\nlook\\x1b"},
+        {"role": "assistant", "content": None, "tool_calls": "[]"},
+        {"role": "tool", "content": "a cat", "name": "see"},
+    ]
+    assert as_text("a\x1b") == "a\\x1b"
 
 
 def long_conversation() -> Trajectory:
