@@ -289,6 +289,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.eval_trajectories: list[Trajectory] = []
         self._evaluation: EvaluationRows | None = None
         self._loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL's forward computes
+        self._router_loss: torch.Tensor | None = None  # the loss that balances experts in it
         self._failed_batches = 0
 
     @property
@@ -625,10 +626,16 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             with self._activations.kept(model) if self.model.training else nullcontext():
                 loss = super().compute_loss(model, inputs, *args, **kwargs)
         finally:
-            self._loss_inputs = None
+            self._loss_inputs, router_loss = None, self._router_loss
+            self._router_loss = None
         if self.model.training:
             check_loss(loss, inputs, model, self.state.global_step)
-        return loss * inputs.get("loss_factor", 1.0)
+        if "loss_factor" not in inputs:
+            return loss
+        factor, balance = inputs["loss_factor"], 0.0
+        if router_loss is not None:  # as TRL adds it; it counts every token, whichever rows are left out
+            balance = self.router_aux_loss_coef * router_loss / self.current_gradient_accumulation_steps
+        return (loss - balance) * factor + balance
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -682,8 +689,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                     fill_in(self.batch, leaves, means)
                 router_loss = torch.stack(router_losses).mean() if router_losses else None
                 results = logps, entropies if compute_entropy else None, router_loss
-        if inputs is not None and self.model.training:
-            self.step_log.trained(inputs, *results[:2])
+        if inputs is not None:
+            self._router_loss = results[2]
+            if self.model.training:
+                self.step_log.trained(inputs, *results[:2])
         return results
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from support.mixtures import build_mixture
 from support.models import CPU_RUN, build_model, lookup
 from support.trainers import LOSS_TYPES, conversation, member
 
@@ -113,6 +114,26 @@ def test_a_batch_without_any_signal_changes_no_weight(build):
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     trainer.train()
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("forward", ["tree", "padded"])
+def test_experts_are_balanced_alike_whatever_is_left_out(build, tokenizer, forward):
+    """The loss that balances them is a mean over micro-batches, and nothing is left out of it."""
+
+    class Same(OutcomeReward):
+        def score(self, trajectory, **row):
+            return 0.5
+
+    gradients = []
+    for choice in ("keep", "leave_out"):
+        options = {"groups_without_signal": choice, "router_aux_loss_coef": 0.5, "forward": forward, **TWO_GROUPS}
+        trainer = build(
+            model=build_mixture("qwen3_moe", len(tokenizer)), rewards=((), (Same(),)), loss_type="grpo", **options
+        )
+        torch.manual_seed(0)
+        gradients.append(loss_and_gradient(trainer, sampled(trainer)))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
+    assert gradients[0][1].any()
 
 
 def earned(line):
