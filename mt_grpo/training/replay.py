@@ -98,7 +98,11 @@ class Replay:
     def _whole_batches(self) -> list[list[dict[str, Any]]]:
         """Rows of the index of each batch, up to the first that a run which was ended has left unfinished."""
         sampled = [row for row in self._run.rows if row["mode"] == "train"]
-        sampled.sort(key=lambda row: (row["step"], row["k"], row["session"]))
+        # as they were written: at the end of an epoch a step may be short, and in the next one `k` does not begin at 0
+        order: dict[tuple[int, int], int] = {}
+        for row in sampled:
+            order.setdefault((row["step"], row["k"]), len(order))
+        sampled.sort(key=lambda row: (row["step"], order[row["step"], row["k"]], row["session"]))
         batches = [list(rows) for _, rows in groupby(sampled, key=lambda row: (row["step"], row["k"]))]
         size = max(map(len, batches), default=0)
         return list(takewhile(lambda rows: len(rows) == size and all(row["rewards"] for row in rows), batches))

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.trainers import Answered, Calls, Letters, conversation
+from support.trainers import Answered, Calls, Letters, conversation, trainer_builder
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.runlog import open_run, read_trajectories
@@ -74,6 +74,16 @@ def test_every_step_of_an_unchanged_replay_is_the_runs(build, replay, tmp_path, 
         [{**each, "start": None} for each in read_trajectories(tmp_path / name)] for name in ("run", "again")
     )
     assert logged == trained
+
+
+def test_batches_come_as_they_were_sampled_in_later_epochs(tmp_path, tokenizer, questions):
+    """Three batches per epoch, two per step: the third step begins with the second half of an accumulation."""
+    build = trainer_builder(tmp_path, tokenizer, questions.select(range(3)))
+    options = {"rewards": ((), (Letters(),)), "max_turn_length": 12, "temperature": 1.0, "steps_per_generation": 1}
+    build(None, output_dir=str(tmp_path / "run"), gradient_accumulation_steps=2, max_steps=3, **options).train()
+    build(None, output_dir=str(tmp_path / "again"), replay=str(tmp_path / "run"), max_steps=5, **options).train()
+    sampled, replayed = ([row["sampled"] for row in open_run(tmp_path / name).rows] for name in ("run", "again"))
+    assert len(set(sampled)) == 20 and replayed == sampled
 
 
 def test_smaller_micro_batches_train_on_the_same_batch(build, replay, tmp_path):
