@@ -174,6 +174,12 @@ class ResumableTrainer(GRPOTrainer):
         if not (whole and load_converted(Path(resume_from_checkpoint), plain)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _load_best_model(self) -> None:
+        plain, best = self.accelerator.unwrap_model(self.model), self.state.best_model_checkpoint
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # whose files have the model's own names
+        if sharded or is_peft_model(plain) or not load_converted(Path(best), plain):
+            super()._load_best_model()
+
     def _made_with(self) -> dict[str, str]:
         return made_with(self.args, tool_names(self.env), self.step_log.records.rewards, self.train_dataset)
 

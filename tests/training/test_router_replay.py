@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.mixtures import FlippingEngine, build_mixture
 from support.trainers import check_log_probs
+from transformers import TrainerCallback
 
 from mt_grpo.rollout import SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
@@ -161,3 +162,22 @@ def test_a_resumed_mixture_has_the_experts_of_its_checkpoint(build, tokenizer, t
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     for trained, loaded in zip(first.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(trained, loaded)
+
+
+@pytest.mark.slow
+def test_the_best_mixture_has_the_experts_of_its_checkpoint(build, tokenizer):
+    """Every evaluation is as good, so that the first is the best."""
+    after_steps = []
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            after_steps.append([weight.detach().clone() for weight in model.parameters()])
+
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "router_aux_loss_coef": 0.0}
+    trainer = build(model=mixture("qwen3_moe", tokenizer), max_steps=2, **options)
+    trainer.add_callback(Keep())
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    for best, loaded in zip(after_steps[0], trainer.model.parameters(), strict=True):
+        assert torch.equal(best, loaded)

@@ -54,6 +54,7 @@ OVERRIDES = {
         "_get_train_sampler": "self, dataset=None",
         "_init_training_state": "self, max_steps, num_update_steps_per_epoch, num_train_epochs, "
         "resume_from_checkpoint, trial",
+        "_load_best_model": "self",
         "_load_from_checkpoint": "self, resume_from_checkpoint, model=None",
         "_load_optimizer_and_scheduler": "self, checkpoint",
         "_prepare_inputs": "self, generation_batch",
