@@ -179,6 +179,7 @@ class ResumableTrainer(GRPOTrainer):
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # whose files have the model's own names
         if sharded or is_peft_model(plain) or not load_converted(Path(best), plain):
             super()._load_best_model()
+        self._synced_step = -1  # servers have those of the last step
 
     def _made_with(self) -> dict[str, str]:
         return made_with(self.args, tool_names(self.env), self.step_log.records.rewards, self.train_dataset)

@@ -348,3 +348,14 @@ def test_sampling_while_training_reads_no_weight_that_is_trained(sampled):
             assert turn["last_weight_version"] == turn["weight_version"] <= step
             lags.add(step - turn["weight_version"])
     assert max(lags) == 2
+
+
+@pytest.mark.slow
+def test_the_best_model_is_evaluated_with_its_own_weights(build):
+    """The copy that samples had those of the last step, which were evaluated before the best ones were loaded."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_completions/clipped_ratio"}
+    trainer = build(None, rewards=((), (Letters(),)), max_staleness=1, max_turn_length=12, max_steps=2, **options)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    assert trainer.evaluate()["eval_sampling/sampling_logp_difference/max"] < 1e-4
