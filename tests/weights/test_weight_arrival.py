@@ -152,6 +152,19 @@ def test_an_adapter_that_changes_nothing_yet_can_be_proven(replica, sync_of, mod
     assert sync.client.model == "adapter-00000001"
 
 
+def test_other_weights_of_the_same_step_have_a_name_of_their_own(replica, sync_of, model):
+    """Such as those of the best model. A server caches prefixes by the name."""
+    model = adapted(model)
+    sync = sync_of(model, LoraTransport)
+    names = []
+    for step in (0, 1, 1, 0):
+        learn_a_little(model)
+        sync.sync(step)
+        names.append(sync.client.model)
+    assert names == ["adapter-00000000", "adapter-00000001", "adapter-00000001-2", "adapter-00000000-2"]
+    assert {"lora_name": "adapter-00000001"} in replica.http.asked("/v1/unload_lora_adapter")
+
+
 def test_an_adapter_that_is_not_loaded_is_seen_at_that_sync(replica, sync_of, model):
     model = adapted(model)
     sync = sync_of(model, LoraTransport)

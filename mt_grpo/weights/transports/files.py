@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,7 @@ class LoraTransport(FolderTransport):
             raise ConfigError("`weight_sync: lora` sends an adapter, and there is none: set `use_peft: true`.")
         super().__init__(client, get_model, accelerator, **options)
         self._previous: Path | None = None
+        self._written: Counter[int | None] = Counter()  # versions by their step, which the best model shares
 
     @staticmethod
     def server_flags(model_args: Any) -> tuple[list[str], dict[str, str]]:
@@ -140,6 +142,7 @@ class LoraTransport(FolderTransport):
             )
 
     def _gather(self, step: int | None) -> None:
+        self._written[step] += 1
         model = self.accelerator.unwrap_model(self.get_model())
         backend = DistributedBackend(self.accelerator)
         # under DeepSpeed accelerate gathers through the engine only, and the whole model
@@ -174,6 +177,7 @@ class LoraTransport(FolderTransport):
         return self._adapter(step).name
 
     def _adapter(self, step: int | None) -> Path:
-        return self._folder / f"adapter-{'proof' if step is None else f'{step:08d}'}"
+        again = f"-{self._written[step]}" if self._written[step] > 1 else ""
+        return self._folder / f"adapter-{'proof' if step is None else f'{step:08d}'}{again}"
 
     _change = staticmethod(shifted)
