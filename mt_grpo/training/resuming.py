@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 from torch.utils.data import Sampler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 
 from mt_grpo.envs.source import tool_names
@@ -215,6 +215,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = self._checkpoint_folder(trial)
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # earlier ones stay until this is whole
         try:
             with says_what_cannot_be_written(folder, self.args.output_dir):
                 super()._save_checkpoint(model, trial)
@@ -229,6 +230,11 @@ class ResumableTrainer(GRPOTrainer):
         except BaseException:  # a checkpoint is whole or absent, whatever stops its writing
             shutil.rmtree(folder, ignore_errors=True)
             raise
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            rotate_checkpoints(str(folder.parent), limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         check_weights(self.model, self.accelerator, self.state.global_step)

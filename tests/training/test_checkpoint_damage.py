@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -14,7 +15,13 @@ from support.models import build_model
 from support.trainers import Letters
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.training.checkpoint import find_checkpoint, latest_checkpoint
+from mt_grpo.training.checkpoint import (
+    CheckpointError,
+    find_checkpoint,
+    is_whole,
+    latest_checkpoint,
+    save_rollouts,
+)
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "max_turn_length": 8}
 
@@ -104,6 +111,26 @@ def test_the_folder_of_a_run_is_no_checkpoint(tmp_path):
         (tmp_path / f"checkpoint-{step}").mkdir()
     with pytest.raises(ConfigError, match=r"checkpoint-1, .*checkpoint-2, .*checkpoint-10\.$"):
         find_checkpoint(str(tmp_path), "elsewhere")
+
+
+def test_the_one_before_stays_until_the_next_is_whole(build, tmp_path, monkeypatch):
+    """Such as on a disk that is full once the model is written."""
+    written = []
+
+    def save(folder, *args):
+        written.append(folder)
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_rollouts(folder, *args)
+
+    monkeypatch.setattr("mt_grpo.training.resuming.save_rollouts", save)
+    trainer = build(None, rewards=((), (Letters(),)), output_dir=str(tmp_path), save_total_limit=1, **SAVE)
+    with pytest.raises(CheckpointError, match="checkpoint-2 cannot be written"):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert is_whole(tmp_path / "checkpoint-1") and trainer.args.save_total_limit == 1
+    trainer.train(resume_from_checkpoint=True)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 class Executing:
