@@ -42,6 +42,7 @@ from mt_grpo.training.model import load_reference, save_reference
 from mt_grpo.training.nonfinite import check_weights
 from mt_grpo.training.preflight import check_batch_sizes, check_rows_suffice
 from mt_grpo.training.servers import replays_routes
+from mt_grpo.training.staleness import SmallerSteps
 from mt_grpo.training.step_log import StepLog
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class ResumableTrainer(GRPOTrainer):
     step_log: StepLog
     _ahead: BatchesAhead | None
     _earlier: list[Path]
+    _steps: SmallerSteps
     _synced_step: int
     _failed_batches: int
     _sampler: Sampler[int] | None
@@ -207,6 +209,8 @@ class ResumableTrainer(GRPOTrainer):
             step, *before = self._begun
             if step == self.state.global_step:  # an unfinished step begins again
                 self._step, self._buffered_inputs = before
+                if self.args.max_staleness:
+                    self._steps.undo()
             self._save_checkpoint(self.model, trial=None)
         return folder
 

@@ -82,6 +82,10 @@ class SmallerSteps(TrainerCallback):
                 group["lr"] = small
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Gives the optimizer its learning rate back, after a step or where one is broken off."""
         for group, rate, small in self._changed:
             if group["lr"] == small:  # else a schedule has gone on already, as DeepSpeed's does
                 group["lr"] = rate

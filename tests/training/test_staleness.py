@@ -350,6 +350,23 @@ def test_sampling_while_training_reads_no_weight_that_is_trained(sampled):
     assert max(lags) == 2
 
 
+def test_a_step_that_is_cut_short_saves_the_whole_learning_rate(build, monkeypatch):
+    """Its batch makes it smaller once more when it begins again."""
+    monkeypatch.setattr("mt_grpo.training.trainer.effective_sample_size", lambda output: 0.1)
+
+    class Cut(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    options = {"max_turn_length": 8, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
+    trainer = build(None, rewards=((), (Letters(),)), max_staleness=1, **options)
+    trainer.add_callback(Cut())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    groups = torch.load(trainer.save_checkpoint() / "optimizer.pt")["param_groups"]
+    assert {group["lr"] for group in groups} == {0.1}
+
+
 @pytest.mark.slow
 def test_the_best_model_is_evaluated_with_its_own_weights(build):
     """The copy that samples had those of the last step, which were evaluated before the best ones were loaded."""
