@@ -397,10 +397,11 @@ def own_rewards(listed: Sequence[RewardFunc], source: EnvSource) -> list[RewardF
         ConfigError: If one has the name of a listed reward, two of these have the same, or there is no reward at all.
     """
     names = Counter(reward.name for reward in listed)
-    for name in (name for name, number in names.items() if number > 1):  # of one kind they are refused when loaded
+    several = [name for name, number in names.items() if number > 1]  # of one kind they are refused when loaded
+    if several:
         raise ConfigError(
-            f"The reward {name!r} is both a turn reward and an outcome reward: give one of them another `name`, by "
-            "which metrics and records tell them apart."
+            f"The reward {several[0]!r} is both a turn reward and an outcome reward: give one of them another `name`, "
+            "by which metrics and records tell them apart."
         )
     own = source.rewards()
     for reward in own:
