@@ -36,7 +36,6 @@ AGENTS = Path(__file__).parent / "agents"
 FORMS: dict[str, dict[str, Any]] = {
     "factory": {
         "environment_factory": f"{AGENTS / 'factory.py'}:Encyclopedia",
-        "call_protocol": "tags",
         "max_env_steps": 4,
     },
     "mcp": {"tools_config_file": "tools.yaml", "max_env_steps": 4},
@@ -45,8 +44,8 @@ FORMS: dict[str, dict[str, Any]] = {
         "multi_turn_scheduler": "searcher",
         "max_turns": 5,
     },
-    "openai": {"agent": f"{AGENTS / 'openai_loop.py'}:solve", "call_protocol": "tags"},
-    "program": {"agent": {"command": f"node {shlex.quote(str(AGENTS / 'agent.mjs'))}"}, "call_protocol": "tags"},
+    "openai": {"agent": f"{AGENTS / 'openai_loop.py'}:solve"},
+    "program": {"agent": {"command": f"node {shlex.quote(str(AGENTS / 'agent.mjs'))}"}},
 }
 """What each form puts into the recipe in the place of `tools` and `max_env_steps`; an agent brings its own prompt."""
 

@@ -145,7 +145,7 @@ class Calls:
     native_tools = False
     tags: tuple[str, ...] = ()
 
-    def default_system_prompt(self, tools: Sequence[Any]) -> None:
+    def instructions(self, tools: Sequence[Any]) -> None:
         return None
 
     def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:

@@ -116,7 +116,9 @@ def run(urls: list[str], folder: str, groups: int, members: int, turns: int) -> 
     client = Recorded(urls, build_tokenizer(), model=folder)
     client.asked = []
     asyncio.run(client.connect())
-    env = Passages(system_prompt="Search, then answer. " + search("ocean") * 3, max_steps=turns - 1)
+    env = Passages(
+        system_prompt="Search, then answer. " + search("ocean") * 3, max_steps=turns - 1, protocol="learnt_tags"
+    )
     runner = RolloutRunner(env, client, RolloutLimits(max_turn_tokens=64))
     requests = []
     for group in range(groups):

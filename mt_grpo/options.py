@@ -193,13 +193,19 @@ class RunOptions:
     )
     call_protocol: str | None = option(
         None,
-        "How calls are written: tags, native or another. `native` is the model's own form; with `plain` "
-        "there are no calls, and a conversation is one answer. Where unset: `tags`, and `native` for "
-        "`environment_factory`, as in TRL.",
+        "How calls are written: tags, native or another. `native` is the model's own form; `learnt_tags` are `tags` "
+        "without instructions, for a model that knows its tools; with `plain` there are no calls, and a conversation "
+        "is one answer. Where unset: `tags`, and `native` for `environment_factory`, as in TRL.",
         AGENT,
         of_environment=True,
     )
-    system_prompt: str | None = option(None, "Replaces the call protocol's instructions.", AGENT, of_environment=True)
+    system_prompt: str | None = option(
+        None,
+        "The system message of prompts that bring none. The call protocol's instructions follow it, as they follow a "
+        'prompt\'s own; with `""` nothing is added.',
+        AGENT,
+        of_environment=True,
+    )
     max_env_steps: int | None = option(
         None,
         "Replies in one conversation; 5 where unset. Those of the environment. For `environment_factory` no bound but "

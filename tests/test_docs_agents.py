@@ -22,7 +22,7 @@ ROWS = [{"question": f"How many live in city {number}?", "answer": "million"} fo
 def prepare(recipe: str, folder: Path, monkeypatch) -> list[str]:
     """A folder with the page's files, and a recipe of the quickstart's with the page's options; short runs of it."""
     options = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
-    for name in ("tools", "system_prompt", "max_env_steps", "turn_reward_funcs", "column_mapping"):
+    for name in ("tools", "system_prompt", "call_protocol", "max_env_steps", "turn_reward_funcs", "column_mapping"):
         options.pop(name, None)
     monkeypatch.chdir(folder)
     monkeypatch.delitem(sys.modules, "my_agent", raising=False)

@@ -39,6 +39,7 @@ def test_the_example_of_the_page_trains(page, module, rows, rewards, tmp_path, m
     for name in (
         "tools",
         "system_prompt",
+        "call_protocol",
         "turn_reward_funcs",
         "outcome_reward_funcs",
         "column_mapping",

@@ -25,13 +25,15 @@ from trl import get_peft_config, get_quantization_config
 from mt_grpo.app.recipe import Recipe
 from mt_grpo.data import check_apart, load_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
+from mt_grpo.envs.protocols import LearntTagProtocol
 from mt_grpo.envs.source import COLUMN, source_of
-from mt_grpo.errors import ConfigError, libraries_may_refuse
+from mt_grpo.errors import ConfigError, describe_error, libraries_may_refuse
 from mt_grpo.forward.images import media_tokens
 from mt_grpo.forward.probe import context_length
 from mt_grpo.option_values import verifiers_name
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.token_check import examine_template
+from mt_grpo.tools.results import cut
 from mt_grpo.training.checkpoint import (
     adapter_settings,
     batch_options,
@@ -45,10 +47,19 @@ from mt_grpo.training.hosts import resume_point
 from mt_grpo.training.images import tokenizer_in
 from mt_grpo.training.model import resolve_base, resolve_model
 from mt_grpo.training.own_server import check_own_servers
-from mt_grpo.training.preflight import check_batch_sizes, check_rows_suffice, check_surroundings
+from mt_grpo.training.preflight import Rows, check_batch_sizes, check_rows_suffice, check_surroundings
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
+from mt_grpo.trajectory import visible
+from mt_grpo.viewer.terminal import decoded
 
 logger = logging.getLogger(__name__)
+
+ROWS_READ = 1000
+"""Most rows that are read to find one of each environment."""
+HIDDEN_TOOLS = 'describe them in `system_prompt`, and leave `system_prompt: ""` out, which keeps the protocol from it'
+"""What to do where a prompt lacks the tools."""
+SHOWN = 10_000
+"""Most characters of a prompt that a dry run prints."""
 
 
 def load_datasets(recipe: Recipe) -> tuple[Dataset | None, Dataset | None]:
@@ -75,21 +86,27 @@ def load_datasets(recipe: Recipe) -> tuple[Dataset | None, Dataset | None]:
     return train, load(script.dataset_test_split)
 
 
+def env_of_prompt(source: EnvSource, row: dict[str, Any]) -> MultiTurnToolEnv | None:
+    """
+    The environment whose `start` makes the first messages of a row's conversations; `None` where only a conversation
+    can tell these, or where the row names no environment of several.
+    """
+    try:
+        env = next(iter(source.of_row(row).prototypes()), None)
+    except ValueError:  # the trainer refuses such a row
+        return None
+    return env if isinstance(env, MultiTurnToolEnv) and type(env).reset is MultiTurnToolEnv.reset else None
+
+
 def prompt_lengths(
     tokenizer: PreTrainedTokenizerBase, source: EnvSource, template_kwargs: dict[str, Any] | None = None
 ) -> Callable[[dict[str, Any]], int]:
-    """
-    Returns a function from a row to the tokens of its prompt: 0 for a row whose first messages only a conversation
-    can tell, or that names no environment of several.
-    """
+    """Returns a function from a row to the tokens of its prompt, 0 for a row whose first messages are not known."""
     renderers: dict[int, ChatRenderer] = {}
 
     def length(row: dict[str, Any]) -> int:
-        try:
-            env = next(iter(source.of_row(row).prototypes()), None)
-        except ValueError:  # it names no environment, which the trainer refuses
-            return 0
-        if not isinstance(env, MultiTurnToolEnv) or type(env).reset is not MultiTurnToolEnv.reset:
+        env = env_of_prompt(source, row)
+        if env is None:
             return 0
         try:
             if id(env) not in renderers:
@@ -99,6 +116,23 @@ def prompt_lengths(
             return 0
 
     return length
+
+
+def first_rows(rows: Rows, source: EnvSource) -> list[dict[str, Any]]:
+    """The first row, or of several environments the first of each, as far as the beginning of the dataset has one."""
+    found: dict[Any, dict[str, Any]] = {}
+    for row in rows.take(ROWS_READ):
+        found.setdefault(row.get(COLUMN) if source.names else None, row)
+        if len(found) == max(1, len(source.names)):
+            break
+    return list(found.values())
+
+
+def tools_not_in(shown: str, env: MultiTurnToolEnv) -> str:
+    """The names of tools that a rendered prompt lacks, joined; empty for a model that has learnt them."""
+    if isinstance(env.protocol, LearntTagProtocol):
+        return ""
+    return ", ".join(name for name in env.tools if name not in shown)
 
 
 def drop_long_prompts(
@@ -128,7 +162,7 @@ def drop_long_prompts(
     if not keep:
         raise ConfigError(
             f"Every prompt is too long for the model's context of {context_length} tokens (the shortest has "
-            f"{min(lengths)}): use a model with a longer context, or a shorter `system_prompt`."
+            f"{min(lengths)}): use a model with a longer context, a shorter `system_prompt` or fewer tools."
         )
     if len(keep) < len(dataset):
         logger.warning(
@@ -253,7 +287,8 @@ def nothing_left(args: MTGRPOConfig) -> Iterator[None]:
 
 def finish_dry_run(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any]) -> None:
     """
-    Lets the servers go, and prints the resolved recipe as YAML; on standard error, what else is known.
+    Lets the servers go, and prints the resolved recipe as YAML; on standard error, what the model is shown of the
+    first row, and what else is known.
 
     Args:
         trainer (`MTGRPOEnvTrainer`): Built, with its servers claimed.
@@ -263,5 +298,29 @@ def finish_dry_run(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any]) -> None:
         trainer.weight_sync.close()
     if trainer.accelerator.is_main_process:
         print(yaml.safe_dump(resolved, sort_keys=True), end="", flush=True)
+        if trainer.replay is None:
+            for row in first_rows(trainer.train_dataset, source_of(trainer.env)):
+                print(_shown(trainer, row), file=sys.stderr)
         print(examine_template(trainer.runner.renderer), file=sys.stderr)
         print("mt-grpo: everything is in place for this run; nothing was sampled or written.", file=sys.stderr)
+
+
+def _shown(trainer: MTGRPOEnvTrainer, row: dict[str, Any]) -> str:
+    """What the model is shown of a row before its first turn, as text."""
+    env, of_which = (
+        env_of_prompt(source_of(trainer.env), row),
+        f" of `{COLUMN}: {row[COLUMN]}`" if COLUMN in row else "",
+    )
+    if env is None:
+        return (
+            f"mt-grpo: what the model is shown first{of_which} is known once a conversation has begun: `mt-grpo "
+            "rollout` prints some."
+        )
+    renderer = trainer.runner.sampler.renderer(env.tool_schemas, env.protocol.tags)
+    try:
+        shown = decoded(renderer.prompt_ids(env.start(row["prompt"])), renderer.tokenizer)
+    except Exception as error:  # the user's code or the template refuses the row
+        return f"mt-grpo: the first prompt{of_which} cannot be rendered: {describe_error(error)}"
+    text = f"mt-grpo: the model is first shown this, for the first row{of_which}:\n{visible(cut(shown, SHOWN))}"
+    missing = tools_not_in(shown, env)
+    return f"{text}\nmt-grpo: it is not shown its tools ({missing}): {HIDDEN_TOOLS}." if missing else text

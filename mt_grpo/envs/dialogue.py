@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mt_grpo.envs.env import Outcome, Policy, Step
-from mt_grpo.envs.protocols import ParsedTurn, TagProtocol
+from mt_grpo.envs.protocols import LearntTagProtocol, ParsedTurn, TagProtocol
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import Message, StopReason, Turn
@@ -23,8 +23,7 @@ class DialogueEnv(MultiTurnToolEnv):
 
     Args:
         tools (`Sequence[Callable | str | Tool]`): As in `MultiTurnToolEnv`; there may be none.
-        system_prompt (`str`, *optional*): What the model is told. Where none is given, tools are described as the call
-            protocol describes them; without tools there is no system prompt.
+        system_prompt (`str`, *optional*): As in `MultiTurnToolEnv`; without tools the protocol adds nothing to it.
         **options: As in `MultiTurnToolEnv`. `max_steps` bounds all replies, of tools and of the other side. The turn
             after the last reply is still answered, so that it is scored; the model does not see that answer.
 
@@ -46,10 +45,8 @@ class DialogueEnv(MultiTurnToolEnv):
         super().__init__(tools, system_prompt, **options)
         if not self.tools:
             self.protocol = Words()
-        elif type(self.protocol) is TagProtocol:
-            self.protocol = SpokenTags()
-        if system_prompt is None:
-            self.system_prompt = self.protocol.default_system_prompt(list(self.tools.values()))
+        elif type(self.protocol) in (TagProtocol, LearntTagProtocol):
+            self.protocol = SpokenTags(learnt=type(self.protocol) is LearntTagProtocol)
 
     @abstractmethod
     async def respond(self, turn: Turn) -> Step:
@@ -91,7 +88,7 @@ class Words:
     native_tools = False
     tags: tuple[str, ...] = ()
 
-    def default_system_prompt(self, tools: list[Tool]) -> str | None:
+    def instructions(self, tools: list[Tool]) -> str | None:
         return None
 
     def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
@@ -104,7 +101,12 @@ class Words:
 class SpokenTags(TagProtocol):
     """Calls between tags, as in `TagProtocol`. A turn without a call is said, with or without `<answer>` tags."""
 
-    def default_system_prompt(self, tools: list[Tool]) -> str | None:
+    def __init__(self, learnt: bool = False) -> None:
+        self.learnt = learnt
+
+    def instructions(self, tools: list[Tool]) -> str | None:
+        if self.learnt:
+            return None
         lines = [
             "You talk with a user, and you can call tools. A message is either words to the user or a call: "
             '<tool>{"name": "tool_name", "args": {"argument": "value"}}</tool>. The result of a call comes back '

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Protocol
 
 from mt_grpo.imports import Registry
@@ -42,8 +43,8 @@ class CallProtocol(Protocol):
     tags: tuple[str, ...]
     """Tags in its contents. If a tokenizer has tokens for them, they stay tokens in contents."""
 
-    def default_system_prompt(self, tools: list[Tool]) -> str | None:
-        """The system prompt if the user gives none; `None` if the chat template has the instructions."""
+    def instructions(self, tools: list[Tool]) -> str | None:
+        """What the model is told in its system prompt; `None` if the chat template tells it, or it knows."""
         ...
 
     def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:
@@ -61,6 +62,9 @@ class CallProtocol(Protocol):
 PROTOCOLS: Registry[type[CallProtocol]] = Registry("call protocol", "mt_grpo.envs")
 """What `call_protocol` can name."""
 
+SYSTEM_ROLES = ("system", "developer")
+"""Roles of a first message that tells the model what it is to do."""
+
 
 def call_protocol(name: str) -> Callable[[type[CallProtocol]], type[CallProtocol]]:
     """
@@ -70,6 +74,31 @@ def call_protocol(name: str) -> Callable[[type[CallProtocol]], type[CallProtocol
         RegistrationError: If the name is no word, or another file has registered it.
     """
     return PROTOCOLS.register(name)
+
+
+def instruct(messages: list[Message], instructions: str | None) -> list[Message]:
+    """
+    Messages with the instructions of a protocol at the end of their system message. They are not repeated where a
+    message before the assistant's first one holds them already, with any white space between their words.
+    """
+    before = list(takewhile(lambda message: message["role"] != "assistant", messages))
+    if not instructions or any(" ".join(instructions.split()) in _words(message) for message in before):
+        return messages
+    if messages[0]["role"] not in SYSTEM_ROLES:
+        return [{"role": "system", "content": instructions}, *messages]
+    content: Any = messages[0].get("content")
+    if isinstance(content, list):
+        content = [*content, _text_part(f"\n\n{instructions}")]
+    else:
+        content = f"{content}\n\n{instructions}" if content else instructions
+    return [{**messages[0], "content": content}, *messages[1:]]
+
+
+def _words(message: Message) -> str:
+    content: Any = message.get("content") or ""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    texts = [part["text"] for part in parts if isinstance(part, dict) and part.get("text")]
+    return " ".join(" ".join(texts).split())
 
 
 @call_protocol("tags")
@@ -90,7 +119,7 @@ class TagProtocol:
     _tool = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
     _answer = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
-    def default_system_prompt(self, tools: list[Tool]) -> str | None:
+    def instructions(self, tools: list[Tool]) -> str | None:
         lines = [
             "Solve the task step by step. In every message, first think inside <reasoning> tags, then do one of two "
             "things.",
@@ -138,6 +167,14 @@ class TagProtocol:
         return [{"role": "user", "content": parts}]
 
 
+@call_protocol("learnt_tags")
+class LearntTagProtocol(TagProtocol):
+    """As `TagProtocol`, for a model that has learnt its tools and tags: nothing is added to the prompt."""
+
+    def instructions(self, tools: list[Tool]) -> str | None:
+        return None
+
+
 def _text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
@@ -179,7 +216,7 @@ class NativeProtocol:
     native_tools = True
     tags: tuple[str, ...] = ()
 
-    def default_system_prompt(self, tools: list[Tool]) -> str | None:
+    def instructions(self, tools: list[Tool]) -> str | None:
         return None
 
     def parse(
@@ -248,7 +285,7 @@ class PlainProtocol:
     native_tools = False
     tags: tuple[str, ...] = ()
 
-    def default_system_prompt(self, tools: list[Tool]) -> str | None:
+    def instructions(self, tools: list[Tool]) -> str | None:
         return None
 
     def parse(self, text: str, tokenizer: Any, context: Sequence[int] = ()) -> ParsedTurn:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, in_thread, retrieve
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, StepEnv
-from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
+from mt_grpo.envs.protocols import PROTOCOLS, SYSTEM_ROLES, CallProtocol, instruct
 from mt_grpo.errors import ConfigError, describe_error, find_fault
 from mt_grpo.imports import did_you_mean
 from mt_grpo.server_pool import ServerLost
@@ -29,8 +29,8 @@ class MultiTurnToolEnv(StepEnv):
 
     Args:
         tools (`Sequence[Callable | str | Tool]`): Functions with type hints and docstrings, names or dotted paths.
-        system_prompt (`str`, *optional*): Replaces the protocol's instructions. An empty string means none. A prompt
-            that brings a system message of its own keeps it.
+        system_prompt (`str`, *optional*): The system message of prompts that bring none. The protocol's instructions
+            follow it, or the prompt's own. An empty string adds nothing to a prompt: no instructions either.
         max_steps (`int`, *optional*, defaults to `5`): Replies the environment gives at most, replies to malformed
             calls included; after the last one the model has one more turn to answer.
         protocol (`str`, *optional*, defaults to `"tags"`): `"tags"` or `"native"`, see `protocols.py`.
@@ -82,8 +82,6 @@ class MultiTurnToolEnv(StepEnv):
             raise ConfigError("`call_protocol: plain` has no calls, and there are tools: choose `native` or `tags`.")
         self.env_mask = env_mask
         self.tool_timeout = tool_timeout
-        if system_prompt is None:
-            system_prompt = self.protocol.default_system_prompt(list(self.tools.values()))
         self.system_prompt = system_prompt
 
     @property
@@ -98,11 +96,13 @@ class MultiTurnToolEnv(StepEnv):
         return schemas if self.protocol.native_tools and schemas else None
 
     def start(self, prompt: str | list[Message]) -> list[Message]:
-        """The messages a conversation begins with."""
+        """The messages a conversation begins with: the prompt's own, a system message, the protocol's instructions."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if self.system_prompt and messages[0]["role"] != "system":
+        if self.system_prompt == "":
+            return messages
+        if self.system_prompt is not None and messages[0]["role"] not in SYSTEM_ROLES:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
-        return messages
+        return instruct(messages, self.protocol.instructions(list(self.tools.values())))
 
     async def reset(self, row: dict[str, Any]) -> list[Message]:
         """The messages a conversation begins with, from the row's `prompt`."""

@@ -255,8 +255,8 @@ def _of_tools(counts: Counts, about: dict[str, Any]) -> Iterator[Finding]:
     malformed = counts.malformed - sum(counts.stops[reason.value] for reason in StopReason if reason.is_truncated)
     if malformed >= MOST * counts.held:
         text = (
-            f"{_number(malformed, 'turn')} had neither a call nor an answer. Show the model how to write one "
-            "(`system_prompt`), or use the calls of its chat template (`call_protocol: native`)."
+            f"{_number(malformed, 'turn')} had neither a call nor an answer. `mt-grpo train --dry_run` prints what "
+            "the model is told of calls; those that it knows are its chat template's (`call_protocol: native`)."
         )
         yield Finding(WARN, "no call", "No call of a tool could be read:", text, "errors>0")
     elif about.get("tools"):

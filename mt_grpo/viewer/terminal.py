@@ -29,7 +29,7 @@ def render_trajectory(trajectory: Trajectory, tokenizer: Any, color: bool = True
             end = begin + 1
             while end < len(sequence.tokens) and sequence.mask[end] == sequence.mask[begin]:
                 end += 1
-            words = visible(_decoded(sequence.tokens[begin:end], tokenizer))
+            words = visible(decoded(sequence.tokens[begin:end], tokenizer))
             if sequence.mask[begin]:
                 text.append(words if color else f"«{words}»", style=MODEL)
             else:
@@ -49,7 +49,7 @@ def render_trajectory(trajectory: Trajectory, tokenizer: Any, color: bool = True
     return text.append("\n")
 
 
-def _decoded(tokens: list[int], tokenizer: Any) -> str:
+def decoded(tokens: list[int], tokenizer: Any) -> str:
     """The text of tokens, in which an image or a sound is a word."""
     runs = [(token, list(run)) for token, run in groupby(tokens, lambda token: min(token, 0))]
     return "".join(

@@ -139,6 +139,13 @@ def test_a_template_appends_or_refuses(check, model_folder, tmp_path):
     assert status == ["fail"] and "one message only" in words
 
 
+def test_tools_that_the_first_prompt_lacks_are_named(check):
+    assert check("prompt", call_protocol="learnt_tags", system_prompt="Compute.")[0] == ["ok"]
+    assert check("prompt", system_prompt="Compute.")[0] == ["ok"]
+    status, words = check("prompt", system_prompt="")
+    assert status == ["warn"] and "not shown its tools (calculator)" in words
+
+
 def test_lengths_are_held_against_the_context(check):
     assert check("lengths", max_completion_length=64)[0] == ["ok"]
     status, words = check("lengths", max_completion_length=512)

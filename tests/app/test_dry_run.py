@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from contextlib import redirect_stdout
 
 import pytest
@@ -40,6 +42,41 @@ def test_the_resolved_recipe_is_printed_and_is_a_recipe(recipe, tmp_path, capsys
     assert parse_recipe(["--config", str(tmp_path / "printed.yaml")]).resolved() == options
     said = capsys.readouterr().err
     assert "Chat template: " in said and "nothing was sampled or written" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "shown", "missing"),
+    [
+        ({"system_prompt": "Compute."}, "<|im_start|>system\nCompute.\n\nSolve the task", False),
+        ({"system_prompt": None}, "<|im_start|>system\nSolve the task", False),
+        ({"system_prompt": ""}, "<|im_start|>user\n", True),
+    ],
+)
+def test_what_the_model_is_shown_is_printed(recipe, capsys, options, shown, missing):
+    assert dry_run(recipe(model_name_or_path="embedded", **options))[0] == 0
+    said = capsys.readouterr().err
+    assert f"for the first row:\n{shown}" in said and ("not shown its tools (calculator)" in said) == missing
+
+
+def test_one_prompt_of_each_environment_is_printed(recipe, tmp_path, capsys):
+    rows = [{"prompt": f"{name}?", "answer": "1", "environment": name} for name in ("sums", "words") for _ in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = {"sums": {"tools": ["calculator"]}, "words": {"call_protocol": "plain"}}
+    keys = {"model_name_or_path": "embedded", "environments": named, "dataset_train_split": "train", "do_eval": False}
+    status, _ = dry_run(recipe(**keys, tools=None, system_prompt=None, column_mapping=None))
+    said = capsys.readouterr().err
+    assert status == 0 and said.count("for the first row of `environment: ") == 2
+    assert "calculator" in said and "<|im_start|>user\nwords?" in said
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart_vllm"])
+def test_the_embedded_model_is_shown_what_it_has_learnt(name, capsys):
+    own = ["--use_vllm", "false", "--do_eval", "false", "--output_dir", "/nowhere"]
+    assert dry_run([f"recipes/{name}.yaml", *own])[0] == 0
+    (question,) = re.findall(
+        r"first row:\n<\|im_start\|>system\nSearch, then answer.<\|im_end\|>\n<\|im_start\|>user\n(.*)<\|im_end\|>\n"
+        r"<\|im_start\|>assistant\n\nChat template", capsys.readouterr().err)  # fmt: skip
+    assert question == "Name the continent of Venezuela."
 
 
 def test_tools_of_a_recipe_may_have_processes(recipe):

@@ -66,7 +66,7 @@ def test_async_methods_are_awaited():
 
 
 def test_each_row_has_the_environment_that_it_names():
-    tools = MultiTurnToolEnv(system_prompt="Answer.", max_steps=0)
+    tools = MultiTurnToolEnv(system_prompt="Answer.", max_steps=0, protocol="learnt_tags")
     sources = {"guess": Guess, "tools": tools}
     rows = [{"environment": "tools"}, {"environment": "guess", "number": 1}, {"environment": "chess"}, {}]
     plain, guess, unknown, unnamed = run(

@@ -120,9 +120,9 @@ def test_a_tag_error_comes_back_as_a_result():
 
 
 def test_the_tag_prompt_shows_tools_only_when_there_are_some(search_tool):
-    prompt = TAGS.default_system_prompt([Tool.from_function(search_tool)])
+    prompt = TAGS.instructions([Tool.from_function(search_tool)])
     assert '"name": "lookup"' in prompt and "<tool>" in prompt and "<answer>" in prompt
-    assert "<tool>" not in TAGS.default_system_prompt([])
+    assert "<tool>" not in TAGS.instructions([])
 
 
 # Native

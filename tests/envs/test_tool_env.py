@@ -356,18 +356,66 @@ def test_thinking_opened_by_the_template_is_not_in_the_answer(search_tool):
 # Prompt, construction
 
 
-def test_the_system_prompt_goes_first_unless_there_is_one():
-    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}]
-    env = MultiTurnToolEnv(system_prompt="Yours.")
-    assert env.start("hi") == [{"role": "system", "content": "Yours."}, {"role": "user", "content": "hi"}]
-    assert env.start(own[1:]) == env.start("hi")
-    assert env.start(own) == own and len(own) == 2
+IMAGE = {"type": "image", "text": None}
+TOLD = [{"role": "user", "content": "hi"}]
 
 
-def test_the_protocol_instructs_unless_a_system_prompt_is_given(search_tool):
-    assert "lookup" in MultiTurnToolEnv([search_tool]).start("hi")[0]["content"]
-    assert MultiTurnToolEnv([search_tool], system_prompt="").start("hi") == [{"role": "user", "content": "hi"}]
-    assert MultiTurnToolEnv([search_tool], protocol="native").start("hi") == [{"role": "user", "content": "hi"}]
+@pytest.mark.parametrize(
+    ("system_prompt", "prompt", "begins"),
+    [
+        (None, TOLD, ""),
+        ("Yours.", TOLD, "Yours.\n\n"),
+        ("Yours.", [{"role": "system", "content": "Mine."}, *TOLD], "Mine.\n\n"),
+        (None, [{"role": "developer", "content": "Mine."}, *TOLD], "Mine.\n\n"),
+        (None, [{"role": "system", "content": ""}, *TOLD], ""),
+        (None, [{"role": "system", "content": None}, *TOLD], ""),
+        (None, [{"role": "assistant", "content": "{}"}, *TOLD], ""),
+    ],
+)
+def test_instructions_follow_the_users_text(search_tool, system_prompt, prompt, begins):
+    env = MultiTurnToolEnv([search_tool], system_prompt)
+    first, *rest = env.start(prompt)
+    assert first["content"] == f"{begins}{env.protocol.instructions(list(env.tools.values()))}"
+    assert "lookup" in first["content"] and first["role"] == ("system", "developer")[prompt[0]["role"] == "developer"]
+    assert rest == prompt[prompt[0]["role"] in ("system", "developer") :]
+
+
+def test_instructions_follow_a_system_message_of_parts(search_tool):
+    own = [{"role": "system", "content": [{"type": "text", "text": "Mine."}]}, *TOLD]
+    first, said = MultiTurnToolEnv([search_tool]).start(own)
+    assert [part["text"][:7] for part in first["content"]] == ["Mine.", "\n\nSolve"] and said == TOLD[0]
+    assert len(own[0]["content"]) == 1
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+@pytest.mark.parametrize("join", [str, lambda text: text.replace(" ", "\n  "), lambda text: [IMAGE, {"text": text}]])
+def test_instructions_are_not_repeated(search_tool, role, join):
+    env = MultiTurnToolEnv([search_tool])
+    told = f"Mine. {env.start('hi')[0]['content']} Yours."
+    prompt = [{"role": role, "content": join(told)}, *TOLD]
+    assert env.start(prompt) == prompt
+    other = MultiTurnToolEnv([lambda_tool])
+    assert len(str(other.start(prompt))) > len(str(prompt))  # those are not its tools
+
+
+def lambda_tool(word: str) -> str:
+    """
+    Repeats a word.
+
+    Args:
+        word: The word.
+    """
+    return word
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"system_prompt": ""}, {"protocol": "native"}, {"protocol": "learnt_tags"}, {"tools": (), "protocol": "plain"}],
+)
+def test_some_prompts_get_no_instructions(search_tool, options):
+    env = MultiTurnToolEnv(**{"tools": [search_tool], **options})
+    own = [{"role": "system", "content": "Mine."}, *TOLD]
+    assert env.start("hi") == TOLD and env.start(own) == own
 
 
 def test_tools_are_shown_once_by_template_or_system_prompt(search_tool):

@@ -301,7 +301,17 @@ def test_a_text_protocol_shows_and_reads_the_clients_tools():
     assert trajectory.tree.num_sequences == 1 and trajectory.turns[0].has_result
     context = calling_tokenizer().decode(runner.engine.requests[1][1])
     assert '<result>about {"query": "Lima"}</result>' in context and "<tool>" in context
-    assert TagProtocol().default_system_prompt([])[:20] in context
+    assert TagProtocol().instructions([])[:20] in context
+
+
+def test_a_text_protocol_instructs_after_an_agents_system_message():
+    async def agent(row, client):
+        told = [{"role": "system", "content": "Be brief."}, *user("Q1")]
+        await client.openai().chat.completions.create(model="m", messages=told, tools=[LOOKUP])
+
+    _, runner = run_agent(agent, [f"<answer>A</answer>{END}"], protocol=TagProtocol())
+    context = calling_tokenizer().decode(runner.engine.requests[0][1])
+    assert "Be brief.\n\nSolve the task" in context and context.count('"name": "lookup"') == 1
 
 
 def test_an_answer_that_arrives_late_is_not_trained():

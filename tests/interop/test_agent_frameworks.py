@@ -86,7 +86,7 @@ class Calling:
     native_tools = False
     tags = ()
 
-    def default_system_prompt(self, tools):
+    def instructions(self, tools):
         return "Look cities up."
 
     def parse(self, text, tokenizer, context=()):

@@ -66,7 +66,7 @@ ACTIONS = st.sampled_from([CALL, "<tool>{oops</tool>", '<tool>{"name": "no"}</to
 def test_masked_ids_are_sampled_and_the_rest_was_context(
     tokenizer, scripts, max_completion_tokens, max_turn_tokens, context_length, env_mask
 ):
-    env = MultiTurnToolEnv([lookup], system_prompt="Answer.", max_steps=4, env_mask=env_mask)
+    env = MultiTurnToolEnv([lookup], system_prompt="Answer.", protocol="learnt_tags", max_steps=4, env_mask=env_mask)
     engine = ScriptedEngine(
         tokenizer, lambda session, turn: scripts[int(session)][turn], context_length=context_length
     )
@@ -131,7 +131,7 @@ def test_of_a_result_that_fits_nowhere_little_is_encoded(tokenizer, monkeypatch,
         return text * (5_500_000 // len(text))
 
     engine = ScriptedEngine(tokenizer, [CALL, ANSWER], context_length=400)
-    env = MultiTurnToolEnv([lookup], system_prompt="Answer.")
+    env = MultiTurnToolEnv([lookup], system_prompt="Answer.", protocol="learnt_tags")
     runner = RolloutRunner(env, engine, RolloutLimits(**limits), history=history)
     counting = Counting(runner.renderer, monkeypatch)
     [trajectory] = asyncio.run(runner.run(requests(1), SamplingParams()))

@@ -247,7 +247,7 @@ def test_the_same_seed_draws_the_same_tokens(tied):
 
 def test_a_full_context_stops_before_the_server_refuses_it(tied):
     client = tied.client()
-    env = MultiTurnToolEnv(tools=[lookup_nothing], system_prompt="user", max_steps=2)
+    env = MultiTurnToolEnv(tools=[lookup_nothing], system_prompt="user", protocol="learnt_tags", max_steps=2)
     runner = RolloutRunner(env, client, RolloutLimits())
     before = tied.server.metric("http_requests_total", status="4xx")
     prompts = ["What is " * 2 * LENGTH, "What is the capital of Peru"]
@@ -355,7 +355,7 @@ def test_right_answers_are_scored_as_by_the_trainer(tied, tmp_path):
     for scorer in ("server", "trainer"):
         trainer = MTGRPOEnvTrainer(
             tied.model,
-            Vowels([lookup_nothing], system_prompt="user", max_steps=3),
+            Vowels([lookup_nothing], system_prompt="user", protocol="learnt_tags", max_steps=3),
             [InformationGain(scorer=scorer)],
             [Letters()],
             MTGRPOConfig(str(tmp_path), **options),
@@ -480,7 +480,7 @@ def test_staleness_on_a_server_changes_no_conversation(tied, tmp_path):
         options = {**CPU_RUN, "use_vllm": True, "vllm_server_base_url": tied.server.url, "max_steps": 4}
         trainer = MTGRPOEnvTrainer(
             tied.path,
-            Vowels([lookup_nothing], system_prompt="user", max_steps=2),
+            Vowels([lookup_nothing], system_prompt="user", protocol="learnt_tags", max_steps=2),
             [],
             [Letters()],
             MTGRPOConfig(str(folder), learning_rate=learning_rate, max_staleness=staleness, **options),

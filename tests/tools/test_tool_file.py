@@ -94,7 +94,7 @@ def test_a_recipe_names_a_file_of_tools(write, servers, tmp_path):
     args = MTGRPOConfig(str(tmp_path), tools=["calculator"], tools_config_file=path, report_to=[], use_cpu=True)
     env = build_env(args)
     assert list(env.tools) == ["calculator", "guess", "add"]
-    assert '"name": "add"' in env.system_prompt
+    assert '"name": "add"' in env.start("hi")[0]["content"]
     assert check_env(MultiTurnToolEnv(list(env.tools.values())), args)
     with pytest.raises(ConfigError, match="`tools` is .*'guess'.* in the arguments"):
         check_env(MultiTurnToolEnv(["calculator"]), args)

@@ -50,7 +50,7 @@ def trainer_of(agent, folder, tokenizer, questions, **options):
 
 def test_an_openai_loop_is_trained_as_it_was_sampled(tmp_path):
     rows = load_rows("embedded", "train[:2]")
-    options = {"agent": LOOP, "call_protocol": "tags", "max_turn_length": 48, "max_completion_length": 320}
+    options = {"agent": LOOP, "call_protocol": "learnt_tags", "max_turn_length": 48, "max_completion_length": 320}
     args = MTGRPOConfig(str(tmp_path), max_steps=1, **options, **CPU_RUN)
     trainer = MTGRPOEnvTrainer("embedded", None, [], ["exact_match_reward_func"], args, train_dataset=rows)
     check_log_probs(trainer, batch(trainer))

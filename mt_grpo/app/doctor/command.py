@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from datasets import IterableDataset
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
+from mt_grpo.app.build import HIDDEN_TOOLS, env_of_prompt, first_rows, tools_not_in
 from mt_grpo.app.doctor import memory_plan, surroundings, time_plan
 from mt_grpo.app.doctor.case import FAIL, OK, WARN, Case, Check, Finding, Lines, NotKnown, examine
 from mt_grpo.app.recipe import build_recipe
@@ -277,6 +278,22 @@ def template(case: Case) -> Lines:
             yield OK, verdict, ""
 
 
+def prompt(case: Case) -> Lines:
+    """Whether the first prompt shows the tools."""
+    for row in first_rows(case.train_rows, case.env):
+        env = env_of_prompt(case.env, row)
+        if env is None or not env.tools:
+            continue
+        with contextlib.suppress(TemplateError):  # `template` has told
+            renderer = ChatRenderer(
+                case.tokenizer, env.tool_schemas, case.args.chat_template_kwargs, tags=env.protocol.tags
+            )
+            if missing := tools_not_in(renderer.prompt_text(env.start(row["prompt"])), env):
+                yield WARN, f"the model is not shown its tools ({missing})", HIDDEN_TOOLS
+            else:
+                yield OK, f"the model has its tools ({', '.join(env.tools)}) from the prompt, or has learnt them", ""
+
+
 def lengths(case: Case) -> Lines:
     """Whether the longest conversation fits into the context."""
     longest, room = max(case.prompt_lengths), case.args.max_completion_length
@@ -304,6 +321,7 @@ CHECKS: dict[str, Check] = {
     "model": model,
     "rows": rows,
     "template": template,
+    "prompt": prompt,
     "lengths": lengths,
     "tools": tools,
     "environment": surroundings.environment,

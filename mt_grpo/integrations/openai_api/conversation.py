@@ -13,7 +13,7 @@ from typing import Any
 
 from mt_grpo.envs.dialogue import Words
 from mt_grpo.envs.env import ConversationEnded
-from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
+from mt_grpo.envs.protocols import CallProtocol, NativeProtocol, instruct
 from mt_grpo.integrations.openai_api.chat import Choice, tell, token_logprobs
 from mt_grpo.integrations.openai_api.request import ApiError, ParsedRequest, refused
 from mt_grpo.rollout.engine import EngineError
@@ -70,7 +70,7 @@ class Calls:
         return {"stop": parsed.stop, "tools": self._tools, "protocol": protocol}
 
     def written(self, messages: list[Message], parsed: ParsedRequest) -> list[Message]:
-        """Messages as the model sees them. Without a system message, a text protocol adds its instructions as one."""
+        """Messages as the model sees them: a text protocol adds its instructions to the system message."""
         if self._protocol is None:
             return messages
         written: list[Message] = []
@@ -80,11 +80,10 @@ class Calls:
                 written += self._protocol.replies(Turn(0, {}, results))
             else:
                 written += [_without_calls(message) for message in group]
-        if parsed.tools and messages[0]["role"] != "system":
-            tools = [SimpleNamespace(schema=tool) for tool in parsed.tools]
-            prompt = self._protocol.default_system_prompt(tools)  # type: ignore[arg-type]  # it reads schemas only
-            written.insert(0, {"role": "system", "content": prompt})
-        return written
+        if not parsed.tools:
+            return written
+        tools = [SimpleNamespace(schema=tool) for tool in parsed.tools]
+        return instruct(written, self._protocol.instructions(tools))  # type: ignore[arg-type]  # it reads schemas only
 
     def note_results(self, messages: Sequence[Message]) -> list[tuple[Turn, list[Message]]]:
         """
