@@ -39,7 +39,7 @@ WRONG = [
     ({"rollout_timeout": 0.0}, "`rollout_timeout` is 0.0; set a number above 0, or leave it out."),
     (
         {"call_protocol": "nativ"},
-        "`call_protocol` is 'nativ'; the nearest is 'native': choose one of native, plain, tags.",
+        "`call_protocol` is 'nativ'; the nearest is 'native': choose one of learnt_tags, native, plain, tags.",
     ),
     ({"forward": "trees"}, "`forward` is 'trees'; the nearest is 'tree': choose one of tree, padded, turn_by_turn."),
     ({"history": "keeps"}, "`history` is 'keeps'; the nearest is 'keep': choose one of keep, strip_thinking, "),

@@ -304,7 +304,7 @@ def test_a_text_protocol_shows_and_reads_the_clients_tools():
     assert TagProtocol().instructions([])[:20] in context
 
 
-def test_a_text_protocol_instructs_after_an_agents_system_message():
+def test_a_text_protocol_instructs_after_a_system_message():
     async def agent(row, client):
         told = [{"role": "system", "content": "Be brief."}, *user("Q1")]
         await client.openai().chat.completions.create(model="m", messages=told, tools=[LOOKUP])

@@ -71,7 +71,7 @@ def build(tmp_path, tokenizer):
     def make(env=None, rewards=None, rows=ROWS, **options):
         return MTGRPOEnvTrainer(
             build_model(tokenizer),
-            env or {"tools": MultiTurnToolEnv([lookup], system_prompt="Search.", protocol="learnt_tags"), "guess": Guess},
+            env or {"tools": MultiTurnToolEnv([lookup], "Search.", protocol="learnt_tags"), "guess": Guess},
             [],
             rewards or [EnvReward(), Looks()],
             MTGRPOConfig(str(tmp_path), max_completion_length=400, **CPU_RUN, **options),
