@@ -29,7 +29,14 @@ START = 1_760_000_000.0
 
 
 def write_run(
-    folder: Path, steps: int = 3, groups: int = 4, group_size: int = 4, turns: int = 3, ranks: int = 1, seed: int = 0
+    folder: Path,
+    steps: int = 3,
+    groups: int = 4,
+    group_size: int = 4,
+    turns: int = 3,
+    ranks: int = 1,
+    seed: int = 0,
+    poison: str = "",
 ) -> Path:
     """
     Writes a run: an evaluation of `groups` questions before and after, and `steps` steps of `groups` groups.
@@ -38,7 +45,9 @@ def write_run(
         folder (`Path`): Its `output_dir`.
         turns (`int`): Most turns of a conversation.
         ranks (`int`): Processes that write; each has whole groups.
+        poison (`str`): Stands at the end of every name, question, answer and error.
     """
+    rewards = [{**reward, "name": reward["name"] + poison} for reward in REWARDS]
     draw = random.Random(seed)
     tokenizer = Tokenizer.from_file(str(EMBEDDED))
     writers = [RunWriter(folder, rank) for rank in range(ranks)]
@@ -49,9 +58,10 @@ def write_run(
         "group_size": group_size,
         "group_size_eval": 1,
         "processes": ranks,
-        "rewards": REWARDS,
-        "estimator": "mt_grpo",
-        "model": "embedded",
+        "rewards": rewards,
+        "estimator": "mt_grpo" + poison,
+        "model": "embedded" + poison,
+        "options": {"learning_rate": "1e-4" + poison, "max_steps" + poison: 4} if poison else {},
     }
     writers[0].append([*writers[0].save_tokenizer(_copy_tokenizer), about])
     for moment in range(steps + 2):
@@ -64,8 +74,8 @@ def write_run(
             count = groups * size // ranks
             numbers = list(range(rank * count, (rank + 1) * count))
             skill = step / max(1, steps)
-            made = [_conversation(draw, tokenizer, number, size, turns, skill, moment) for number in numbers]
-            batches.append(Batch(mode, step, 0, size, numbers, made, REWARDS))
+            made = [_conversation(draw, tokenizer, number, size, turns, skill, moment, poison) for number in numbers]
+            batches.append(Batch(mode, step, 0, size, numbers, made, rewards))
             lines += writers[rank].write(batches[-1])
         writers[0].append(lines)
         for rank, batch in enumerate(batches):
@@ -96,12 +106,19 @@ def _copy_tokenizer(folder: Path) -> None:
 
 
 def _conversation(
-    draw: random.Random, tokenizer: Tokenizer, number: int, size: int, turns: int, skill: float, moment: int
+    draw: random.Random,
+    tokenizer: Tokenizer,
+    number: int,
+    size: int,
+    turns: int,
+    skill: float,
+    moment: int,
+    poison: str,
 ) -> Trajectory:
     country, capital = list(CAPITALS.items())[number // size % len(CAPITALS)]
     prompt = [
         {"role": "system", "content": "Answer with the tool."},
-        {"role": "user", "content": f"What is the capital of {country}?"},
+        {"role": "user", "content": f"What is the capital of {country}?{poison}"},
     ]
     start = START + 60 * moment
     made = Trajectory(prompt, session=f"s-{number}", row={"answer": [capital]}, start=start)
@@ -129,10 +146,10 @@ def _conversation(
         if not last:
             result = f"Error: {HOSTILE}" if failed else f"The capital of {country} is {capital}. {HOSTILE}"
             call = ToolCall(
-                "search",
+                "search" + poison,
                 {"query": country},
                 result,
-                "Timeout: took longer than 5 s." if failed else None,
+                f"Timeout: took longer than 5 s.{poison}" if failed else None,
                 True,
                 draw.uniform(0.01, 1.0),
                 start=start + turn.seconds,
@@ -142,13 +159,18 @@ def _conversation(
             start += call.seconds
         start += turn.seconds
         made.turns.append(turn)
-    made.answer = made.turns[-1].text.removeprefix("<answer>").removesuffix("</answer>")
+    made.answer = made.turns[-1].text.removeprefix("<answer>").removesuffix("</answer>") + poison
     made.seconds = start - made.start
     made.stop_reason = StopReason.ANSWERED if draw.random() < 0.9 else StopReason.TIMEOUT
     made.rewards = {
-        "outcome": {"exact_match": float(made.answer == capital), "format": None if number % 7 == 6 else 1.0},
+        "outcome": {
+            "exact_match" + poison: float(made.answer == capital + poison),
+            "format" + poison: None if number % 7 == 6 else 1.0,
+        },
         "turn": {
-            "tool_execution": [0.2 * (turn.num_failures == 0) if turn.num_attempts else None for turn in made.turns]
+            "tool_execution" + poison: [
+                0.2 * (turn.num_failures == 0) if turn.num_attempts else None for turn in made.turns
+            ]
         },
     }
     return made
@@ -196,8 +218,9 @@ def _step(draw: random.Random, step: int) -> dict[str, Any]:
 
 def _add_metrics(folder: Path, batches: list[Batch], step: int) -> None:
     made = [trajectory for batch in batches for trajectory in batch.trajectories]
-    right = sum(trajectory.rewards["outcome"]["exact_match"] for trajectory in made) / len(made)
-    line = {"step": step + 1, "loss": 0.01, "reward": right, "rewards/exact_match/mean": right, "entropy": 0.5}
+    name = batches[0].rewards[1]["name"]
+    right = sum(trajectory.rewards["outcome"][name] for trajectory in made) / len(made)
+    line = {"step": step + 1, "loss": 0.01, "reward": right, f"rewards/{name}/mean": right, "entropy": 0.5}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 

@@ -133,7 +133,7 @@ def test_words_stand_out_and_tokens_are_reached_by_keys(browser, server, scheme)
 def test_charts_show_values_and_lead_to_groups(page, queries):
     go(page, "overview")
     box = page.locator(".chart svg").first.bounding_box()
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 80)
+    page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 80)
     step = int(page.inner_text(".tip.on b").split()[1])
     rewards = [row["reward"] for row in queries.run.rows if row["mode"] == "train" and row["step"] == step]
     assert page.inner_text(".tip.on tr:has-text('training batch') td") == f"{sum(rewards) / len(rewards):.2f}"
@@ -142,8 +142,9 @@ def test_charts_show_values_and_lead_to_groups(page, queries):
     page.click("text=every metric that was logged")
     page.fill("input[aria-label='Filter metrics by name']", "exact_match")
     assert page.locator("h3:text-is('rewards/exact_match/mean')").count() == 1 and "metric=exact_match" in page.url
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 80)
-    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 80)
+    page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 80)
+    step = page.inner_text(".tip.on b").split()[1]
+    page.mouse.click(box["x"] + 0.4 * box["width"], box["y"] + 80)
     page.wait_for_selector("a.grow")
     assert f"step={step}" in page.url and page.inner_text("h2").startswith(f"Step {step}:")
 
@@ -155,6 +156,10 @@ def test_after_one_step_charts_are_not_blank(browser, tmp_path):
         page.wait_for_selector(".single")
         titles = page.locator(".chart:has(.single)").locator("xpath=..").locator("h3").all_inner_texts()
         assert titles[0].startswith("Reward") and titles[1].startswith("Reward components") and "loss" in titles
+        areas = page.locator(".area, .band").evaluate_all("all => all.map(each => each.getBBox().width)")
+        assert len(areas) > 5 and min(areas) > 10  # a bar each
+        assert page.locator(".health svg:not(:has(.point))").count() == 0
+        assert page.inner_text("h3:has-text('Cut off')").endswith("at step 0")
 
 
 def test_a_finding_leads_to_its_conversations(page):

@@ -99,13 +99,14 @@ def test_runs_are_compared_and_opened(runs):
     with open_browser() as browser, serving(runs) as server, watched(browser) as page:
         page.goto(server.url)
         page.wait_for_selector(".overlaid .line")
-        assert page.locator(".run:not(.th)").count() == 3 and page.locator(".overlaid .line:not(.faint)").count() == 2
+        assert page.locator(".run-row:not(.th)").count() == 3
+        assert page.locator(".overlaid .line:not(.faint)").count() == 2
         assert page.locator(".asked thead th").all_inner_texts()[1:] == ["first", "sweep/second"]
         page.click("button:has-text('finished')")
-        assert page.locator(".run:not(.th)").count() == 1
-        page.uncheck(".run input")
+        assert page.locator(".run-row:not(.th)").count() == 1
+        page.uncheck(".run-row input")
         page.wait_for_function("() => document.querySelectorAll('.overlaid .line:not(.faint)').length === 1")
-        page.click(".run a:has-text('first')")
+        page.click(".run-row a:has-text('first')")
         page.wait_for_function("() => performance.getEntriesByName('shown overview').length")
         assert "run=first" in page.url and page.get_by_label("Run", exact=True).input_value() == "first"
         page.click("nav a:has-text('Find')")

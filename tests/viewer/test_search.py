@@ -169,5 +169,5 @@ def test_hits_are_marked_on_the_page(run_folder, all_words):
         assert page.locator(".hit mark").first.inner_text() == "The capital of Peru is"
         assert "turn 1 · result" in page.inner_text(".hits >> nth=0")
         with page.expect_download() as download:
-            page.click(".written a:text-is('messages')")
+            page.click(".exports a:text-is('messages')")
         assert len(download.value.path().read_text().splitlines()) == wanted

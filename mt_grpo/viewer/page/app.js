@@ -104,7 +104,7 @@ async function look() {
 }
 
 async function follow(run) {
-  if (!several.length) document.querySelector('#name').textContent = run.name
+  if (!several.length) document.querySelector('#name').replaceChildren(h('span', { title: run.name }, run.name))
   const step = run.of ? `step ${run.steps} of ${run.of}` : `step ${run.steps}`
   const words = { unknown: expect(run), finished: `finished in ${number(run.seconds, 0)} s`, running: `running, ${expect(run)}` }
   document.querySelector('#state').replaceChildren(h('span', { class: `dot ${DOTS[run.status]}` }),

@@ -4,7 +4,7 @@ import { h, s, short } from './dom.js'
 
 const HEIGHT = 200
 const SMOOTH = 0.25
-const LONGEST = 20
+const LABEL = 128
 
 /** A running mean that a curve's own noise does not hide. */
 function smoothed(values) {
@@ -36,8 +36,7 @@ export function chart(title, note, options) {
 }
 
 function plot(width, { steps, last: lasts, curves, stacked, bands, points, text, top, log, label, go, goes = 'its groups' }) {
-  const names = bands ? [] : curves.map(([name]) => cut(name))
-  const right = Math.min(150, 22 + 6.4 * Math.max(0, ...names.map(name => name.length)))
+  const right = 22 + Math.max(0, ...(bands ? [] : curves).map(([name]) => wide(fitting(name))))
   const upper = 8, lower = 20
   const base = steps.map(() => 0)
   const layers = curves.map(([name, values], place) => {
@@ -69,11 +68,12 @@ function plot(width, { steps, last: lasts, curves, stacked, bands, points, text,
   marks.forEach((step, i) => svg.append(s('text', { x: x(step), y: HEIGHT - 4, 'text-anchor': 'middle' },
     i ? String(step) : `step ${step}`)))
   if (bands) {
-    for (let i = 0; i < layers.length >> 1; i++) svg.append(between(layers[i].to, layers.at(-1 - i).to, steps, x, y))
-    svg.append(line(layers[layers.length >> 1].to, steps, x, y, 'c0'))
+    for (let i = 0; i < layers.length >> 1; i++) svg.append(between(steps.map((step, n) => [step, layers[i].to[n], layers.at(-1 - i).to[n]]), x, y, 'band'))
+    const middle = { ...layers[layers.length >> 1], colour: 'c0' }
+    svg.append(line(middle.to, steps, x, y, 'c0'), ...alone(middle, steps, x, y))
   }
   for (const layer of bands ? [] : layers) {
-    if (stacked) svg.append(area(layer, steps, x, y))
+    if (stacked) svg.append(between(steps.map((step, n) => [step, layer.from[n], layer.to[n]]), x, y, `area ${layer.colour}`))
     else svg.append(line(layer.to, steps, x, y, `${layer.colour} faint`), line(smoothed(layer.to), steps, x, y, layer.colour), ...alone(layer, steps, x, y))
   }
   for (const [step, value] of points) svg.append(s('circle', { class: 'point', cx: x(step), cy: y(value), r: 4.5 }))
@@ -138,15 +138,30 @@ function reading(box, svg, { steps, lasts, curves, points, text, x, left, w, upp
   })
 }
 
-function between(low, high, steps, x, y) {
-  const there = steps.map((step, i) => [step, high[i], low[i]]).filter(([, value]) => value !== null)
-  const to = there.map(([step, value]) => `${x(step).toFixed(1)} ${y(value).toFixed(1)}`)
-  const back = there.map(([step, , value]) => `${x(step).toFixed(1)} ${y(value).toFixed(1)}`).reverse()
-  return s('path', { class: 'band', d: there.length ? `M${[...to, ...back].join('L')}Z` : 'M0 0' })
+const BAR = 7
+
+/** What lies between two curves, of `[step, low, high]`; of one step a bar. */
+function between(points, x, y, kind) {
+  const there = points.filter(([, low, high]) => low !== null && high !== null)
+  const wide = there.length === 1 ? [-BAR, BAR].map(by => [by, ...there[0]]) : there.map(point => [0, ...point])
+  const at = (by, step, value) => `${(x(step) + by).toFixed(1)} ${y(value).toFixed(1)}`
+  const path = [...wide.map(([by, step, , high]) => at(by, step, high)), ...wide.map(([by, step, low]) => at(by, step, low)).reverse()]
+  return s('path', { class: kind, d: path.length ? `M${path.join('L')}Z` : 'M0 0' })
 }
 
-/** A name that fits beside a chart. */
-const cut = name => (name.length > LONGEST ? name.slice(0, LONGEST - 1) + '…' : name).replaceAll('_', ' ')
+const pen = document.createElement('canvas').getContext('2d')
+pen.font = '600 10.5px system-ui, "DejaVu Sans", sans-serif'
+const wide = text => pen.measureText(text).width
+
+/** A name that fits beside a chart: of a long one both ends, as many names begin alike. */
+function fitting(name) {
+  const words = name.replaceAll('_', ' ')
+  const cut = size => `${words.slice(0, Math.ceil(size / 2))}…${words.slice(words.length - Math.floor(size / 2))}`
+  let size = Math.min(words.length, LABEL)
+  if (wide(words) <= LABEL) return words
+  while (size > 1 && wide(cut(size)) > LABEL) size -= 1
+  return cut(size)
+}
 
 /** The next number that reads well. */
 function round(x) {
@@ -167,12 +182,6 @@ function line(values, steps, x, y, kind) {
   return s('path', { class: `line ${kind}`, d: parts.join('') || 'M0 0' })
 }
 
-function area(layer, steps, x, y) {
-  const there = layer.to.map((value, i) => `${x(steps[i]).toFixed(1)} ${y(value).toFixed(1)}`)
-  const back = layer.from.map((value, i) => `${x(steps[i]).toFixed(1)} ${y(value).toFixed(1)}`).reverse()
-  return s('path', { class: `area ${layer.colour}`, d: `M${[...there, ...back].join('L')}Z` })
-}
-
 /** Names at the right end of their curves, moved apart. */
 function labels(layers, stacked, y, x, upper, lower) {
   const gap = 12
@@ -186,7 +195,7 @@ function labels(layers, stacked, y, x, upper, lower) {
   for (let i = found.length - 1; i >= 0; i--) {
     found[i].y = Math.min(found[i].y, i + 1 < found.length ? found[i + 1].y - gap : lower)
   }
-  return found.map(each => s('text', { class: `label ${each.colour}`, x, y: each.y + 3.5 }, s('title', {}, each.name), cut(each.name)))
+  return found.map(each => s('text', { class: `label ${each.colour}`, x, y: each.y + 3.5 }, s('title', {}, each.name), fitting(each.name)))
 }
 
 /** A small curve; `limit` is dashed. */
@@ -198,5 +207,5 @@ export function spark(values, limit, label) {
   const y = value => height - 2 - value / high * (height - 4)
   return s('svg', { viewBox: `0 0 ${width} ${height}`, width, height, role: 'img', 'aria-label': label },
     limit !== undefined && s('line', { class: 'limit', x1: 0, x2: width, y1: y(limit), y2: y(limit) }),
-    line(values, values.map((_, i) => i), x, y, 'ink'))
+    line(values, values.map((_, i) => i), x, y, 'ink'), known.length === 1 && s('circle', { class: 'point', cx: x(values.indexOf(known[0])), cy: y(known[0]), r: 2 }))
 }

@@ -33,7 +33,7 @@ export async function find(main, asked) {
     placeholder: 'text, tool=, error=, stop=, reward<, turn_reward<, advantage<', 'aria-describedby': 'said' })
   input.value = exported ? exported.filter : state.q
   const said = h('p', { id: 'said', role: 'status', class: 'dim' })
-  const written = h('p', { class: 'written dim' })
+  const written = h('p', { class: 'exports dim' })
   const head = h('div', { class: 'tr th', role: 'row' })
   const body = h('div', { class: 'rows', role: 'rowgroup' })
   const scroll = h('div', { class: 'table', tabindex: '0', role: 'table', 'aria-label': 'Conversations' }, head, body)

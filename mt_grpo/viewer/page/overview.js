@@ -118,8 +118,8 @@ function cards(view, log) {
     found.push(chart('Distribution of the reward', 'from the lowest to the highest; dark: the middle half', { ...common, bands: true,
       curves: QUANTILES.map((name, i) => [name, view.distribution[i]]) }))
     const stops = Object.entries(view.stops)
-    const early = stops.length ? steps.map((_, i) => total(stops.map(([, shares]) => shares[i]))) : [0]
-    const words = `${percent(early[0])} at step ${steps[0]}, ${percent(early.at(-1))} at step ${steps.at(-1)}`
+    const early = steps.map((_, i) => total(stops.map(([, shares]) => shares[i])))
+    const words = [...new Set([0, steps.length - 1])].map(i => `${percent(early[i])} at step ${steps[i]}`).join(', ')
     found.push(chart('Cut off or failed', words, { ...common, curves: stops, stacked: true,
       text: x => percent(x, 1), top: stops.length ? null : 0.1 }))
   }

@@ -66,14 +66,14 @@ export async function runs(main, asked) {
 const cell = (name, kind, ...children) => h('span', { class: `${kind} run-${name}`, role: 'cell' }, children)
 const COLUMNS = [['tick', ''], ['name', 'run'], ['status', 'status'], ['step', 'step'], ['rule', 'rule'], ['model', 'model'], ['reward', 'reward'], ['last', 'last 5']]
 
-const head = () => h('div', { class: 'run th', role: 'row' }, COLUMNS.map(([name, title]) =>
+const head = () => h('div', { class: 'run-row th', role: 'row' }, COLUMNS.map(([name, title]) =>
   h('span', { class: `run-${name}`, role: 'columnheader' }, title || h('span', { class: 'unseen' }, 'compared'))))
 
 function row(run, state, tick) {
   const at = state.ticked.indexOf(run.name)
   const name = h('a', { href: link('overview', { run: run.name }) }, run.name)
-  if (run.error) return h('div', { class: 'run', role: 'row' }, cell('tick', ''), cell('name', '', name), h('span', { class: 'problem run-error', role: 'cell' }, run.error))
-  return h('div', { class: `run ${at < 0 ? '' : 'on'}`, role: 'row' },
+  if (run.error) return h('div', { class: 'run-row', role: 'row' }, cell('tick', ''), cell('name', '', name), h('span', { class: 'problem run-error', role: 'cell' }, run.error))
+  return h('div', { class: `run-row ${at < 0 ? '' : 'on'}`, role: 'row' },
     cell('tick', '', h('input', { type: 'checkbox', checked: at >= 0, 'aria-label': `compare ${run.name}`, onchange: () => tick(run.name) })),
     cell('name', '', h('span', { class: 'line-name' }, at < 0 ? null : h('span', { class: `swatch c${at % 7}` }), name),
       h('small', {}, when(run))),
