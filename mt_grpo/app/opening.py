@@ -24,9 +24,9 @@ MOST = 4
 """Processes: more would wait for this one, which puts together what they read."""
 
 
-def opened(folder: str) -> Run:
+def opened(folder: str, begun: bool = False) -> Run:
     """
-    The run in a folder; call it before there are threads.
+    The run in a folder, with `begun` also one without conversations so far; call it before there are threads.
 
     Raises:
         UserError: As `open_run`.
@@ -35,9 +35,9 @@ def opened(folder: str) -> Run:
     gc.disable()  # what is read stays: looking for garbage in it would take a third of the time
     try:
         if size < LONG or sys.platform != "linux":
-            return open_run(folder)
+            return open_run(folder, begun=begun)
         with _processes() as each:
-            return open_run(folder, each)
+            return open_run(folder, each, begun)
     finally:
         gc.freeze()
         gc.enable()

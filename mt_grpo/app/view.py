@@ -13,7 +13,9 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog.export import FORMS
 from mt_grpo.runlog.export import export as export_run
+from mt_grpo.runlog.reader import METRICS
 from mt_grpo.runlog.schema import FOLDER
+from mt_grpo.runlog.state import FILE as STATE
 from mt_grpo.viewer.export import export as export_page
 from mt_grpo.viewer.queries import Queries, selected
 from mt_grpo.viewer.runs import Runs
@@ -77,7 +79,7 @@ def view(arguments: list[str]) -> int:
             raise ConfigError(f"`--export` takes the folder of one run, and {folder} is none: name one in it.")
         return _serve(Runs(folder), folders[0], port, options)
     exports = "--export" in options
-    queries = Queries(opened(folders[0]), None if exports else cached(folder))
+    queries = Queries(opened(folders[0], begun=not exports), None if exports else cached(folder))
     if exports:
         path = Path(options["--export"])
         number = export_page(queries, path, options.get("--filter", ""), "--overwrite" in options)
@@ -87,7 +89,7 @@ def view(arguments: list[str]) -> int:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (FOLDER, "metrics.jsonl"))
+    return any((folder / name).exists() for name in (FOLDER, METRICS, STATE))
 
 
 def _serve(answers: Answers, folder: str, port: int | None, options: dict[str, str]) -> int:

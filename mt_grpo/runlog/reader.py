@@ -76,13 +76,14 @@ MOST_SHOWN = 80
 """Characters of a wrong name that are repeated."""
 
 
-def open_run(folder: str | Path, each: Each = map) -> Run:
+def open_run(folder: str | Path, each: Each = map, begun: bool = False) -> Run:
     """
     Opens the folder of a run, which may still go on.
 
     Args:
         folder (`str` or `Path`): The run's `output_dir`.
         each (`Callable`, *optional*): Reads the parts of a long index: `map`, or that of a pool of processes.
+        begun (`bool`, *optional*): Whether a run is opened that has written its state or metrics, and no conversation.
 
     Raises:
         UserError: If it is no folder, no run's folder, or one without conversations.
@@ -100,6 +101,8 @@ def open_run(folder: str | Path, each: Each = map) -> Run:
                 f"{folder} has its conversations in trajectories.jsonl, the form of earlier versions, which is not "
                 "read here: look at them with the version that wrote them."
             )
+        if begun and any(files.find(folder, name) is not None for name in (state.FILE, METRICS)):
+            return Run(folder, each)
         if files.find(folder, state.FILE) is not None:
             raise UserError(f"{folder} has no conversations so far: a run writes them once its first batch is scored.")
         if files.find(folder, "metrics.jsonl") is None:

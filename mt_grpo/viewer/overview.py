@@ -241,6 +241,15 @@ def findings(
     return sorted(rules, key=lambda finding: (BAD, WARN, GOOD).index(finding["level"]))
 
 
+def ended(status: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """How a run ended that did not end by itself, of `mt_grpo.viewer.panel.status`."""
+    if status["status"] == "failed":
+        yield _finding(BAD, "The run failed:", status["reason"] or "it does not say why.", "its state", view="run")
+    elif status["status"] == "died":
+        text = "its process is gone, and did not say why."
+        yield _finding(BAD, "The run died:", text, "its state", view="run")
+
+
 def _finding(level: str, strong: str, text: str, label: str = "", **link: Any) -> dict[str, Any]:
     return {"level": level, "strong": strong, "text": text, "label": label, "link": link or None}
 

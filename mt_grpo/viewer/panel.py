@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run, files
@@ -18,6 +19,9 @@ MOST = 512
 """Conversations of a step that are drawn."""
 
 CONFIG = "config.yaml"
+
+NAMED = {"model": "model_name_or_path", "estimator": "advantage_estimator", "group_size": "num_generations"}
+"""Fields of the index's line of kind `run`, and the options of `config.yaml` that they are."""
 
 
 def status(state: dict[str, Any] | None, seconds: float | None, folder: Path) -> dict[str, Any]:
@@ -46,13 +50,24 @@ def status(state: dict[str, Any] | None, seconds: float | None, folder: Path) ->
     return {"status": state["state"], **known, "seconds": took, "left": left}
 
 
+def configured(folder: Path) -> dict[str, Any]:
+    """What `config.yaml` says of a run that has no index yet, as fields of the index's line of kind `run`."""
+    try:
+        options = yaml.safe_load(files.read(folder, CONFIG) or b"")
+    except (yaml.YAMLError, ValueError, RecursionError):  # the page shows its text
+        return {}
+    found = {name: options.get(option) for name, option in NAMED.items()} if isinstance(options, dict) else {}
+    return {name: value for name, value in found.items() if isinstance(value, str | int | dict)}
+
+
 def panel(run: Run, columns: Columns, seconds: float | None) -> dict[str, Any]:
     """
     The run's panel.
 
     Returns:
         `dict`: `status`, see there; `waits_for` and `under_way`, of a run that goes on; `about` (the index's line of
-        kind `run`), `config` (the text of `config.yaml`, where there is one) and `steps`: those that have a waterfall.
+        kind `run`; before it is there `configured`), `config` (the text of `config.yaml`, where there is one) and
+        `steps`: those that have a waterfall.
     """
     state = read_state(run.folder)
     now = time.time()
@@ -67,7 +82,7 @@ def panel(run: Run, columns: Columns, seconds: float | None) -> dict[str, Any]:
         "step": state["step"] if state else len(run.steps()),
         "waits_for": state["waits_for"] if state is not None and running else None,
         "under_way": under_way,
-        "about": run.about,
+        "about": run.about or configured(run.folder),
         "config": None if config is None else config.decode("utf-8", "replace"),
         "steps": np.unique(columns.numbers("step")[columns.is_text("mode", "train")]).astype(int).tolist(),
     }

@@ -16,13 +16,12 @@ from mt_grpo.runlog import Run
 from mt_grpo.runlog.export import LINES, lines
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.notes import read_notes, write_note
-from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.runlog.state import read_state
 from mt_grpo.runlog.table import Table
 from mt_grpo.viewer import conversations
 from mt_grpo.viewer.columns import SPREAD, Columns, parse_filter, short_name
 from mt_grpo.viewer.groups import groups
-from mt_grpo.viewer.overview import findings, limits, metric_curves, overview
+from mt_grpo.viewer.overview import ended, findings, limits, metric_curves, overview
 from mt_grpo.viewer.panel import panel, status, waterfall
 from mt_grpo.viewer.search import SearchIndex, cached, hits
 from mt_grpo.viewer.why import why
@@ -147,7 +146,6 @@ class Queries:
             "conversations": len(self.columns.rows),
             "steps": max(steps, default=0),
             **status(state, self._seconds(), self.run.folder),
-            "written": (self.run.folder / FOLDER / INDEX).stat().st_mtime,
             "evaluations": evaluations(self.columns),
             "rewards": [short_name(name) for name in self.columns.rewards],
         }
@@ -174,7 +172,10 @@ class Queries:
         return {
             **view,
             "limits": limits(view),
-            "findings": findings(view, self.columns, compared, self.run.about),
+            "findings": [
+                *ended(status(read_state(self.run.folder), self._seconds(), self.run.folder)),
+                *findings(view, self.columns, compared, self.run.about),
+            ],
         }
 
     def _find(self, asked: Parameters) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.runlog.shapes import misfit
 from mt_grpo.runlog.state import read_state
 from mt_grpo.viewer.columns import Columns
-from mt_grpo.viewer.panel import status
+from mt_grpo.viewer.panel import configured, status
 from mt_grpo.viewer.queries import BadQuestion, Parameters, Queries, evaluations, is_right, questions
 from mt_grpo.viewer.search import cached
 
@@ -125,7 +125,7 @@ class Runs:
         return found[name]
 
     def _open(self, name: str) -> Run:
-        return open_run(self._folder(name))
+        return open_run(self._folder(name), begun=True)
 
     def _summary(self, name: str, folder: Path) -> dict[str, Any]:
         try:
@@ -221,7 +221,8 @@ def summary(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: If a file is damaged.
     """
-    metrics, state, about = Run.metrics_of(folder), read_state(folder), about_run(folder)
+    metrics, state = Run.metrics_of(folder), read_state(folder)
+    about = about_run(folder) or configured(folder)
     rewards = [row["reward"] for row in metrics if _is_number(row.get("reward"))]
     seconds = next((row["train_runtime"] for row in reversed(metrics) if _is_number(row.get("train_runtime"))), None)
     step = max((row["step"] for row in metrics), default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import pytest
 from support.browser import missing, open_browser, serving, watched
@@ -57,6 +58,9 @@ def folder(tmp_path_factory):
     under_way = {"session": "s", "turns": 2, "tokens": 31, "start": time.time(), "waits_for": "tools"}
     at = {"step": 3, "of": 40, "waits_for": "sampling", "under_way": [{**under_way, "prompt": "What?" + POISON}]}
     write_run(folder / "second", steps=1)
+    with suppress(ValueError), Pulse(folder / "failed", lambda: at).beating():
+        raise ValueError(POISON)
+    (folder / "failed" / "config.yaml").write_text(f"model_name_or_path: {POISON!r}\n{POISON}")
     live = write_run(folder / f"<img src=x onerror=alert(1)>{'n' * 150}", steps=3, poison=POISON)
     with Pulse(live, lambda: at).beating():
         yield folder
@@ -72,7 +76,7 @@ def test_nothing_of_a_live_run_leaves_its_box(folder, width):
         watched(browser, viewport={"width": width, "height": 860}) as page,
     ):
         wrong = {}
-        for server, views in ((one, VIEWS), (several, ("runs", f"overview?run={live.name}"))):
+        for server, views in ((one, VIEWS), (several, ("runs", "overview?run=failed", f"overview?run={live.name}"))):
             page.goto(server.url)
             page.wait_for_function("() => document.querySelector('main:not([aria-busy]) *')")
             for view in views:
@@ -81,7 +85,7 @@ def test_nothing_of_a_live_run_leaves_its_box(folder, width):
                 page.wait_for_function(
                     "name => performance.getEntriesByName('shown ' + name).length", arg=view.split("?")[0]
                 )
-                if view != "runs":
+                if view not in ("runs", "overview?run=failed"):
                     page.wait_for_selector("#state .dot.run", state="attached")
                 wrong |= {f"{view[:12]}: {words}": width for words in page.evaluate(BOXES)}
         assert not wrong, "\n".join(wrong)

@@ -122,18 +122,3 @@ def test_runs_are_compared_and_opened(runs):
         page.wait_for_selector("#said.wrong")
         page.wrong.clear()  # the browser notes the status 400
         assert "There is no run 'nowhere'" in page.inner_text("#said")
-
-
-@pytest.mark.skipif(missing() is not None, reason=missing() or "")
-def test_a_run_that_has_just_begun_is_shown_once_it_writes(tmp_path):
-    write_run(tmp_path / "runs" / "other", steps=1)
-    young = tmp_path / "runs" / "young"
-    young.mkdir()
-    (young / "state.json").touch()
-    with open_browser() as browser, serving(Runs(tmp_path / "runs")) as server, watched(browser) as page:
-        page.goto(f"{server.url}#/overview?run=young")
-        page.wait_for_function("() => document.querySelector('main').innerText.includes('no conversations so far')")
-        (young / "state.json").unlink()
-        write_run(young, steps=1)
-        page.wait_for_function("() => document.querySelector('main').innerText.includes('Reward components')")
-        page.wrong.clear()  # the browser notes the status 400

@@ -2,7 +2,8 @@
 
 import { ask } from './api.js'
 import { chart, spark } from './charts.js'
-import { choice, h, link, many, nothing, number, percent, plural, short } from './dom.js'
+import { choice, h, link, many, number, percent, plural, short } from './dom.js'
+import { run } from './run.js'
 
 const FEW = 5
 const MOST_LINKED = 40
@@ -23,9 +24,9 @@ export async function overview(main, asked) {
   const state = { log: asked.get('axis') === 'log', metric: asked.get('metric') }
   const keep = () => history.replaceState(null, '', link('overview', { axis: state.log ? 'log' : '', metric: state.metric }))
   const metrics = h('div', {})
+  let view = await ask('overview')
+  if (!view.step.length && !view.held_out.length) return begun(main, asked)
   const show = async () => {
-    const view = await ask('overview')
-    if (!view.step.length && !view.held_out.length) return main.replaceChildren(nothing('No conversation is written yet.'))
     const charts = h('div', { class: 'charts' })
     const draw = () => charts.replaceChildren(...cards(view, state.log))
     const set = value => { state.log = value === 'log'; keep(); bar.replaceWith(bar = axes(state, set)); draw(); if (state.metric !== null) showMetrics(metrics, state, keep) }
@@ -41,7 +42,13 @@ export async function overview(main, asked) {
     showLost(main).catch(() => {})  // where the server has ended, the line above says so
   }
   await show()
-  return { title: 'Overview', refresh: show }
+  return { title: 'Overview', refresh: async () => { view = await ask('overview'); await show() } }
+}
+
+/** Of a run without conversations so far: how it is, and what it was started with. */
+async function begun(main, asked) {
+  const { beat } = await run(main, asked)
+  return { title: 'Overview', beat, refresh: () => dispatchEvent(new Event('hashchange')) }
 }
 
 const axes = (state, set) => h('div', { class: 'bar tight axes' }, choice('axis', [['linear', 'linear'], ['log', 'log']], state.log ? 'log' : 'linear', set))

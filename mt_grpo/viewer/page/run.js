@@ -1,6 +1,6 @@
 // The run itself: how it is, what it was started with, conversations under way, and a step as it ran.
 
-import { ask, exported } from './api.js'
+import { ask } from './api.js'
 import { facts, h, link, number, percent, plural } from './dom.js'
 import { DOTS, expect, lasting } from './runs.js'
 
@@ -13,7 +13,8 @@ export async function run(main, asked) {
   const right = h('div', { class: 'panel' })
   const below = h('div', { class: 'panel' })
   main.replaceChildren(h('div', { class: 'running' }, left, right, below))
-  let view = null
+  const options = h('div', {})
+  let view = null, about = null
   const flow = async () => {
     try {
       right.replaceChildren(...waterfall(await ask('waterfall', { step: state.step }), view, state, step => {
@@ -28,8 +29,13 @@ export async function run(main, asked) {
   const show = async () => {
     view = await ask('panel')
     left.replaceChildren(...[how(view), underWay(view)].filter(Boolean))
-    if (!below.children.length) below.replaceChildren(started(view))
-    if (!exported && (state.step === null || !right.children.length)) await flow()
+    const now = JSON.stringify(view.about)
+    if (now !== about) options.replaceChildren(started(view))
+    about = now
+    const young = !view.steps.length  // no step to draw
+    const place = young ? right : below
+    if (options.parentElement !== place) place.replaceChildren(options)
+    if (!young && (state.step === null || !right.children.length)) await flow()
   }
   await show()
   return { title: 'Run', refresh: show, beat: show }
@@ -40,7 +46,7 @@ function how(view) {
   const now = view.waits_for ? `, waiting for ${view.waits_for}` : ''
   return h('section', { class: 'card' }, h('h3', {}, 'State'), facts([
     ['now', h('span', {}, h('span', { class: `dot ${DOTS[status.status]}` }), h('b', {}, status.status), now)],
-    [status.status === 'running' ? 'to expect' : 'how', expect(status)],
+    [{ running: 'to expect', failed: 'error' }[status.status] ?? 'how', status.status === 'failed' ? h('span', { class: 'problem' }, status.reason ?? 'it does not say why') : expect(status)],
     status.of && ['step', `${view.step} of ${status.of}`],
     status.started && ['started', new Date(1000 * status.started).toLocaleString()],
     status.seconds !== null && ['lasted', lasting(status.seconds)],
@@ -68,7 +74,7 @@ function started(view) {
       ['processes', text(about.processes ?? '–')], about.tools?.length && ['tools', about.tools.join(', ')]]),
     table('Rewards, and their weights', Object.fromEntries((about.rewards ?? []).map(each => [each.name, each.weight]))),
     table('Options that differ from their defaults', about.options), table('Versions', about.versions),
-    view.config && h('details', {}, h('summary', {}, 'config.yaml'), h('pre', { class: 'mono', tabindex: '0' }, view.config)))
+    view.config && h('details', { open: !about.rewards }, h('summary', {}, 'config.yaml'), h('pre', { class: 'mono', tabindex: '0' }, view.config)))
 }
 
 /** A row per conversation: full bars sampling, thin bars tools, dots waiting, hatching done while the step goes on. */
