@@ -27,6 +27,17 @@ def test_links_of_a_file_obey_its_filter(run_folder, queries, tmp_path):
             assert set(sessions) <= inside, view
             if view == "find":
                 assert len(sessions) == len(inside)
+        saw, apart = page.locator("a.saw").first, page.locator("a:text-is('difference to another')")
+        assert saw.get_attribute("href").startswith("#/context?session=")
+        if apart.count():  # where another of its group is in the file
+            assert apart.get_attribute("href").split("b=")[1] in inside
+        saw.click()
+        page.wait_for_selector(".seen .block")
+        assert page.locator("#state a").get_attribute("title").startswith("An exported file has conversations")
+        page.evaluate("() => { location.hash = '#/run' }")
+        page.wait_for_function("() => document.querySelector('main').innerText.includes('not how the run itself went')")
+        page.evaluate("() => { location.hash = '#/context?session=train-000000-000000-000000' }")
+        page.wait_for_function("() => document.querySelector('main').innerText.includes('its filter leaves it out')")
 
 
 def test_a_file_is_overwritten_where_that_is_asked_for(run_folder, tmp_path, capsys):

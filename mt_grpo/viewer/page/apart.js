@@ -1,6 +1,6 @@
 // Two conversations side by side: their turns aligned, and the first token in which they differ.
 
-import { ask } from './api.js'
+import { ask, inFile } from './api.js'
 import { sampledIn, textOf, words } from './context_tokens.js'
 import { difference } from './difference.js'
 import { chip, h, link, number, plural, signed } from './dom.js'
@@ -12,7 +12,7 @@ export async function apart(main, asked) {
   const first = await ask('trajectory', { session: asked.get('a') })
   const { sessions } = first.group
   const mine = first.index.session
-  const other = asked.get('b') || sessions.find(session => session !== mine)
+  const other = asked.get('b') || sessions.find(session => session !== mine && inFile(session))
   if (!other) throw new Error('There is no other conversation in this group: name one as b in the address.')
   const second = await ask('trajectory', { session: other })
   const sides = [first, second]

@@ -34,27 +34,39 @@ export async function putNote(session, star, note) {
   return answer.notes
 }
 
+const LEFT_OUT = { panel: 'An exported file has conversations, and not how the run itself went.',
+  compare: 'An exported file has the first and the last evaluation alone.' }
+
 function fromFile(question, asked) {
   if (question === 'find') return findInFile(asked)
   const keys = { groups: ['mode', 'step'], group: ['mode', 'step', 'k', 'group'], trajectory: ['session'], why: ['session'], compare: ['from', 'to'] }[question] ?? []
   const key = keys.map(name => asked[name] ?? '').join(' ').trim()
   const answers = data.answers[question] ?? {}
   const answer = key in answers ? answers[key] : key ? undefined : Object.values(answers)[0]
-  if (!answer) throw new Error('This is not in the exported file: its filter leaves it out.')
+  if (!answer) throw new Error(LEFT_OUT[question] ?? 'This is not in the exported file: its filter leaves it out.')
   if (answer.error) throw new Error(answer.error)
   return answer
 }
 
-/** Whether a link of an exported file leads to what is in it. */
-export function inFile(href) {
+/** Why a link of an exported file leads nowhere; null where it leads to what is in it. */
+export function missing(href) {
   const [view, text = ''] = href.replace(/^#\/?/, '').split('?')
   const asked = Object.fromEntries(new URLSearchParams(text))
-  if (view === 'find') return !asked.q || asked.q === data.filter || data.answers.finds[asked.q]?.length > 0
-  if (view === 'trajectory') return !asked.session || asked.session in data.answers.trajectory
-  if (view === 'group') return !asked.group || `${asked.mode} ${asked.step} ${asked.k} ${asked.group}` in data.answers.group
-  if (view === 'groups') return !asked.step || `${asked.mode ?? 'train'} ${asked.step}` in (data.answers.groups ?? {})
-  return view !== 'context' && view !== 'run'
+  const { finds, group, groups } = data.answers
+  const there = {
+    find: () => !asked.q || asked.q === data.filter || finds[asked.q]?.length > 0,
+    trajectory: () => !asked.session || inFile(asked.session),
+    context: () => inFile(asked.session),
+    apart: () => inFile(asked.a) && inFile(asked.b),
+    group: () => !asked.group || `${asked.mode} ${asked.step} ${asked.k} ${asked.group}` in group,
+    groups: () => !asked.step || `${asked.mode ?? 'train'} ${asked.step}` in groups,
+  }[view]
+  if (view === 'run') return LEFT_OUT.panel
+  return !there || there() ? null : 'not in this file: its filter leaves it out'
 }
+
+/** Whether a conversation can be shown: in an exported file, those that its filter lets through. */
+export const inFile = session => !data || session in data.answers.trajectory
 
 /** The rows of the file, or those of a finding, sorted; its filter was fixed when it was written. */
 function findInFile(asked) {

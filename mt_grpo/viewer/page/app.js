@@ -1,6 +1,6 @@
 // The frame: which view is shown, the run's state above it, and what the run has written since.
 
-import { ask, current, exported, inFile } from './api.js'
+import { ask, current, exported, missing } from './api.js'
 import { apart } from './apart.js'
 import { compare } from './compare.js'
 import { context } from './context.js'
@@ -138,9 +138,10 @@ addEventListener('keydown', event => {
 /** In an exported file, links to what its filter left out lead nowhere, and say so. */
 function obeyFilter() {
   for (const each of document.querySelectorAll('a[href^="#/"]')) {
-    if (inFile(each.getAttribute('href'))) continue
+    const why = missing(each.getAttribute('href'))
+    if (why === null) continue
     each.removeAttribute('href')
-    each.title = 'not in this file: its filter leaves it out'
+    each.title = why
   }
 }
 

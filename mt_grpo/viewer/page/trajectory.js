@@ -1,6 +1,6 @@
 // One conversation: its token tree, its turns with every token shaded, and a card for the token that is pointed at.
 
-import { ask } from './api.js'
+import { ask, inFile } from './api.js'
 import { chip, choice, facts, groupLink, h, link, number, signed } from './dom.js'
 import { noteOf } from './notes.js'
 import { large, shadesOf } from './shades.js'
@@ -129,7 +129,7 @@ export async function trajectory(main, asked) {
     if (JSON.stringify(now.index) !== JSON.stringify(whole.index)) dispatchEvent(new Event('hashchange'))
   }
   return { title: session, refresh, keys: {
-    d: () => { if (whole.group.sessions.length > 1) location.hash = link('apart', { a: session }) },
+    d: () => { if (beside(whole)) location.hash = link('apart', { a: session, b: beside(whole) }) },
     j: () => follow(1), k: () => follow(-1), r: () => modes.querySelector('[aria-pressed=false]').click(), w: () => whole.turns.length && whole.index.mode !== 'eval' && openWhy(current()),
     c: () => { if (whole.turns.length) location.hash = link('context', { session, turn: current() + 1 }) }, n: () => jump(1), p: () => jump(-1), Escape: () => point(null, false),
     ArrowRight: () => step(1), ArrowLeft: () => step(-1) } }
@@ -163,6 +163,12 @@ function keys(reading) {
   return h('section', { class: 'card' }, h('h3', {}, 'Keys'), h('p', { class: 'dim' }, each.map(([key, does], i) => [h('kbd', {}, key), does && ` ${does}`, does && i + 1 < each.length ? ' · ' : ' '])))
 }
 
+/** The conversation of the group that this one is set beside: the next, the one before, or any other. */
+function beside({ group: { sessions }, index: { session } }) {
+  const here = sessions.indexOf(session)
+  return [sessions[here + 1], sessions[here - 1], ...sessions].find(each => each && each !== session && inFile(each))
+}
+
 function head(whole, bar) {
   const { sessions } = whole.group
   const here = sessions.indexOf(whole.index.session)
@@ -170,7 +176,7 @@ function head(whole, bar) {
   return h('div', { class: 'bar' }, h('div', { class: 'words' },
     h('p', { class: 'dim' }, `${whole.index.session} · member ${whole.index.member + 1} of ${sessions.length} · `,
       h('a', { href: groupLink(whole.group) }, '◀ group'), ' ', other(here - 1, 'previous'), ' ', other(here + 1, 'next'),
-      sessions.length > 1 && [' · ', h('a', { href: link('apart', { a: whole.index.session, b: sessions[here + 1] ?? sessions[here - 1] }) }, 'difference to another')]),
+      beside(whole) && [' · ', h('a', { href: link('apart', { a: whole.index.session, b: beside(whole) }) }, 'difference to another')]),
     h('h2', {}, whole.question),
     h('p', { class: 'in-short dim' }, 'reward ', h('b', { class: 'ink' }, number(whole.index.reward)), ' · ', h('bdi', { class: `mono ${{ true: 'right', false: 'wrong' }[whole.index.right] ?? 'ink'}` }, whole.answer ?? '–'),
       whole.accepted.length > 0 && [' · accepted ', h('b', { class: 'mono ink' }, whole.accepted.join(' · '))], ' ', chip(whole.stop_reason)), noteOf(whole.index.session)), bar)
