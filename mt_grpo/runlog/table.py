@@ -52,6 +52,11 @@ ROOM = 1024
 _NEVER = -1
 
 
+def is_copy(row: Row) -> bool:
+    """Whether a conversation is another one once more: a branch of one that ended before it branched."""
+    return row["branch_of"] is not None and row["shared_turns"] == row["turns"]
+
+
 Block = dict[str, Any]
 """Lines of a kind by column: numbers as arrays, texts as their codes and values, lists as their sizes and numbers."""
 
@@ -181,6 +186,11 @@ class Table(Sequence[Row]):
         """A field of `TEXTS`: which text each row has, of shape `(rows,)`, and the texts."""
         texts = self._texts[name]
         return texts.codes[: self._size], texts.values
+
+    @property
+    def copies(self) -> np.ndarray:
+        """As `is_copy`, of shape `(rows,)`."""
+        return (self.codes("branch_of")[0] > 0) & (self.numbers("shared_turns") == self.numbers("turns"))
 
     def flat(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """A field of `LISTS`: of each number in any of its lists the row, and the number; NaN where it is null."""

@@ -19,7 +19,7 @@ from mt_grpo.runlog.table import Table
 NUMBERS = (
     *("step", "k", "group", "turns", "calls", "context", "unique", "forks"),
     *("seconds", "reward", "right", "mismatch", "entropy", "clipped"),
-    *("member", "tokens", "errors"),
+    *("member", "tokens", "errors", "copy"),
 )
 """Columns of numbers. Every reward has a further column, and so have `SPREAD` and `SIGNAL`."""
 
@@ -27,7 +27,7 @@ TEXTS = ("mode", "stop", "prompt", "answer", "error", "session")
 """Columns of text."""
 
 SPREAD = "spread"
-"""Standard deviation (n − 1, as credit rules have it) of the reward in the group."""
+"""Standard deviation (n − 1, as credit rules have it) of the reward in the group, of which copies do not count."""
 
 SIGNAL = "signal"
 """
@@ -101,6 +101,8 @@ class Columns:
             return self._signal()
         if name.startswith(REWARD):
             return self.rows.reward(name.removeprefix(REWARD))
+        if name == "copy":
+            return self.rows.copies.astype(float)
         if name in ("tokens", "errors"):
             return self.rows.totals(name)
         return self.rows.numbers(name).astype(float) + (name == "member")
@@ -267,7 +269,7 @@ class Columns:
             return np.zeros(0)
         groups = np.unique(self.groups, return_inverse=True)[1]
         reward = self.numbers("reward")
-        there = ~np.isnan(reward)
+        there = ~np.isnan(reward) & (self.numbers("copy") == 0)
         count = np.bincount(groups, there)
         total = np.bincount(groups, np.where(there, reward, 0.0))
         with np.errstate(invalid="ignore", divide="ignore"):

@@ -14,7 +14,7 @@ from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
 from mt_grpo.runlog.conversation import words
 from mt_grpo.viewer.columns import REWARD, Columns, parse_filter, short_name
-from mt_grpo.viewer.groups import member_rows, moments
+from mt_grpo.viewer.groups import member_rows, moments, rewards_that_count
 
 MOST_READ = 200
 """Most conversations that are read to find lost answers."""
@@ -29,7 +29,8 @@ def trajectory(run: Run, columns: Columns, session: str) -> dict[str, Any]:
 
     Returns:
         `dict`: The fields of `Run.trajectory`, and `question`, `accepted` (the column `answer` of the dataset's row),
-        `group` (mean reward, sessions of all members, and the key of the group), `special` (ids of special tokens) and
+        `group` (mean reward of those that count, sessions of all members, and the key of the group), `branch` (see
+        `mt_grpo.viewer.groups`), `special` (ids of special tokens) and
         `short` (rewards' short names).
 
     Raises:
@@ -37,18 +38,19 @@ def trajectory(run: Run, columns: Columns, session: str) -> dict[str, Any]:
     """
     whole = run.trajectory(session)
     row = columns.rows[columns.positions[session]]
-    members = [columns.rows[place] for place in _members(columns, row["mode"], row["step"], row["k"], row["group"])]
-    rewards = [member["reward"] for member in members if member["reward"] is not None]
+    places = _members(columns, row["mode"], row["step"], row["k"], row["group"])
+    members = member_rows([columns.rows[place] for place in places])
     accepted = whole.pop("row").get("answer")
     return {
         **whole,
         "question": question(whole["prompt"]),
         "accepted": _accepted(accepted),
         "group": {
-            "mean": float(np.mean(rewards)) if rewards else None,
+            "mean": moments(rewards_that_count(members))[0],
             "sessions": [member["session"] for member in members],
             **{name: row[name] for name in ("mode", "step", "k", "group")},
         },
+        "branch": next(member for member in members if member["session"] == session),
         "special": special_tokens(run, set(whole["tokens"]["ids"])),
         "short": {name: short_name(name) for kind in whole["rewards"].values() for name in kind},
     }
@@ -90,8 +92,7 @@ def group(run: Run, columns: Columns, mode: str, step: int, k: int, number: int)
         key=lambda whole: -np.inf if whole["index"]["reward"] is None else whole["index"]["reward"], reverse=True
     )
     branches = {each["session"]: each for each in member_rows([columns.rows[place] for place in places])}
-    counted = [each["reward"] for each in branches.values() if not each["copy"] and each["reward"] is not None]
-    mean, deviation = moments(counted)
+    mean, deviation = moments(rewards_that_count(list(branches.values())))
     accepted = _accepted(wholes[0]["row"].get("answer"))
     first = columns.rows[places[0]]
     at = columns.groups[places[0]]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mt_grpo.errors import UserError
-from mt_grpo.runlog.table import Row
+from mt_grpo.runlog.table import Row, is_copy
 from mt_grpo.viewer.columns import SIGNAL, Columns
 
 EQUAL = 1e-9
@@ -75,7 +75,7 @@ def _steps(columns: Columns, places: np.ndarray) -> dict[str, list[int]]:
 def _group(rows: list[Row], signal: bool) -> dict[str, Any]:
     rows = sorted(rows, key=lambda row: row["member"])
     members = member_rows(rows)
-    counted = [each["reward"] for each in members if not each["copy"] and each["reward"] is not None]
+    counted = rewards_that_count(members)
     mean, deviation = moments(counted)
     return {
         "key": {name: rows[0][name] for name in ("mode", "step", "k", "group")},
@@ -95,6 +95,11 @@ def moments(rewards: list[float]) -> tuple[float | None, float | None]:
     return mean, float(np.std(rewards, ddof=1)) if len(rewards) > 1 else None
 
 
+def rewards_that_count(members: list[dict[str, Any]]) -> list[float]:
+    """The rewards of a group's members, each conversation once."""
+    return [each["reward"] for each in members if not each["copy"] and each["reward"] is not None]
+
+
 def member_rows(rows: list[Row]) -> list[dict[str, Any]]:
     """The members of a group as the list has them."""
     places = {row["session"]: row["member"] + 1 for row in rows}
@@ -111,7 +116,7 @@ def member_rows(rows: list[Row]) -> list[dict[str, Any]]:
                 "stop": row["stop"],
                 "root": places.get(branch_of, row["member"] + 1),
                 "shared": shared,
-                "copy": branch_of in places and shared == row["turns"],
+                "copy": is_copy(row),
             }
         )
     return found

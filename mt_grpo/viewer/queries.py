@@ -17,7 +17,7 @@ from mt_grpo.runlog.export import LINES, lines
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.notes import read_notes, write_note
 from mt_grpo.runlog.state import read_state
-from mt_grpo.runlog.table import Table
+from mt_grpo.runlog.table import Table, is_copy
 from mt_grpo.viewer import conversations
 from mt_grpo.viewer.columns import SPREAD, Columns, parse_filter, short_name
 from mt_grpo.viewer.groups import groups
@@ -247,6 +247,7 @@ class Queries:
             "member": row["member"] + 1,
             "tokens": sum(row["tokens"]),
             "errors": sum(row["errors"]),
+            "copy": is_copy(row),
             SPREAD: spread,
             **self.columns.notes.get(row["session"], {}),
         }

@@ -15,7 +15,7 @@ import numpy as np
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
-from mt_grpo.runlog.table import Row
+from mt_grpo.runlog.table import Row, is_copy
 from mt_grpo.trajectory import StopReason
 from mt_grpo.viewer.columns import Columns, short_name
 
@@ -27,6 +27,9 @@ FAILED = (StopReason.ENGINE_ERROR, StopReason.ENV_ERROR)
 
 NAMES = {"outcome": "outcome", "turn": "turn rewards", "": "all rewards"}
 """What stands before `baseline` in the name of a part: the name of its term."""
+
+SAME_STATE = " (same state)"
+"""Ends the names of parts that are compared among turns of one state alone."""
 
 _BASELINE = re.compile(r"^(?:(?P<of>.*) )?baseline(?P<kind> \(.*\))?$")
 
@@ -87,7 +90,7 @@ def why(run: Run, columns: Columns, session: str) -> dict[str, Any]:
 
     Returns:
         `dict`: `rule` (name and options) and `says` (its first sentence), where the run recorded them; `members`, each
-        with `session`, `member`, `reward`, `advantages`; `batch`, the number of conversations that were credited
+        with `session`, `member`, `reward`, `advantages`, `copy`; `batch`, the number of conversations that were credited
         together; and `turns`, each with
 
         - `advantage`, and `sum`, what the terms add up to, in float64;
@@ -116,7 +119,7 @@ def why(run: Run, columns: Columns, session: str) -> dict[str, Any]:
     batch = _read(run, peers if whole_batch else [peer for peer in peers if peer["group"] == row["group"]])
     group = [member for member in batch if member.row["group"] == row["group"]]
     here = next(member for member in group if member.row["session"] == session)
-    split = Split.find(group, rule or {})
+    splits = {kind: Split.find(group, rule or {}, kind) for kind in ("", SAME_STATE)}
     return {
         "session": session,
         "rule": rule,
@@ -128,10 +131,11 @@ def why(run: Run, columns: Columns, session: str) -> dict[str, Any]:
                 "member": each.row["member"] + 1,
                 "reward": each.row["reward"],
                 "advantages": each.advantages,
+                "copy": is_copy(each.row),
             }
             for each in group
         ],
-        "turns": [_turn(here, turn, group, batch, split) for turn in range(here.turns)],
+        "turns": [_turn(here, turn, group, batch, splits) for turn in range(here.turns)],
     }
 
 
@@ -152,9 +156,10 @@ def _read(run: Run, rows: list[Row]) -> list[Member]:
     ]
 
 
-def _turn(here: Member, turn: int, group: list[Member], batch: list[Member], split: Split | None) -> dict[str, Any]:
+def _turn(here: Member, turn: int, group: list[Member], batch: list[Member], splits: Splits) -> dict[str, Any]:
     advantage = here.advantages[turn]
-    terms = [_term(here, turn, each, group, batch, split) for each in _terms(here, turn)]
+    split = splits[""]
+    terms = [_term(here, turn, each, group, batch, splits) for each in _terms(here, turn)]
     return {
         "advantage": advantage,
         "sum": sum(here.value(name, turn) for name in here.parts) if here.parts else None,
@@ -170,8 +175,8 @@ def _terms(here: Member, turn: int) -> list[tuple[str, str | None, list[str]]]:
     for name in here.parts:
         if name in baselines:
             continue
-        kind = re.search(r" \(same state\)$", name)
-        fitting = [each for each, found in baselines.items() if found["kind"] == (kind and kind[0])]
+        kind = SAME_STATE if name.endswith(SAME_STATE) else None
+        fitting = [each for each, found in baselines.items() if found["kind"] == kind]
         own = [each for each in fitting if each != "baseline" and _is_of(name, baselines[each]["of"])]
         candidates = [*own, *(each for each in fitting if not baselines[each]["of"])]
         there = [each for each in candidates if here.value(each, turn) or here.scale(each, turn) is not None]
@@ -202,7 +207,7 @@ def _term(
     term: tuple[str, str | None, list[str]],
     group: list[Member],
     batch: list[Member],
-    split: Split | None,
+    splits: Splits,
 ) -> dict[str, Any]:
     name, baseline, names = term
     every = [*names, *([baseline] if baseline else [])]
@@ -210,7 +215,7 @@ def _term(
     earned = sum(here.earned(each, turn) or 0.0 for each in names)
     taken = None if baseline is None else -(here.earned(baseline, turn) or 0.0)
     values, of = _values(here, turn, names, group, taken) if taken is not None else ([], "")
-    rewards, others = _rewards(here, turn, names, split)
+    rewards, others = _rewards(here, turn, names, splits)
     return {
         "name": name,
         "value": sum(here.value(each, turn) for each in every),
@@ -298,17 +303,19 @@ def _deviation(
 
 
 def _rewards(
-    here: Member, turn: int, names: list[str], split: Split | None
+    here: Member, turn: int, names: list[str], splits: Splits
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """
     The rewards of a term: `kind`, `name`, `weight`, `values` (per turn, or one of an outcome), `factors` (how much of
-    each turn's the turn is credited with, `None` where the record does not say), and `earned`, all with its weight.
-    And the other parts.
+    each turn's the turn is credited with, `None` where the record does not say), `coefficient` of all turn rewards
+    where the term has no outcome (else it is in `factors`), and `earned`, all with its weight. And the other parts.
     """
     kinds = here.record["rewards"]
     rows, others = [], []
+    mixed = any(part.startswith("outcome") for part in names)
     for part in names:
-        base = part.removesuffix(" (same state)")
+        base = part.removesuffix(SAME_STATE)
+        split = splits[part.removeprefix(base)]
         earned = here.earned(part, turn) or 0.0
         found = list(_named(base, kinds))
         if not found:
@@ -323,13 +330,17 @@ def _rewards(
                 factor = whole / worth if whole is not None and worth else None
                 rows.append({**row, "value": value, "factor": factor, "earned": whole})
             else:
-                factors = None if split is None else split.factors(turn, here.turns)
+                factors, coefficient = (
+                    (None, None) if split is None else (split.factors(turn, here.turns), split.coefficient)
+                )
+                if factors is not None and coefficient is not None and mixed:
+                    factors, coefficient = [coefficient * factor for factor in factors], 1.0
                 rows.append(
                     {
                         **row,
                         "values": kinds["turn"][name],
                         "factors": factors,
-                        "coefficient": None if split is None else split.coefficient,
+                        "coefficient": coefficient,
                         "earned": earned if len(found) == 1 else None,
                     }
                 )
@@ -370,19 +381,19 @@ class Split:
         return [self.discount ** (other - turn) if other >= turn else 0.0 for other in range(turns)]
 
     @classmethod
-    def find(cls, group: list[Member], rule: dict[str, Any]) -> Split | None:
-        """The first that explains all parts of turn rewards of a group; `None` if none does."""
+    def find(cls, group: list[Member], rule: dict[str, Any], kind: str = "") -> Split | None:
+        """The first that explains all parts of turn rewards of a group whose names end so; `None` if none does."""
         known = {name: value for name, value in rule.items() if isinstance(value, (int, float))}
         coefficients = list(dict.fromkeys([float(known.get("turn_coef", 1.0)), 1.0]))
         gamma, lam = (float(known.get(name, 1.0)) for name in ("gamma", "lam"))
         discounts = list(dict.fromkeys([gamma * lam, gamma, lam, 1.0]))
         kinds = [*(("to go", discount) for discount in discounts), ("all", 1.0), ("own", 1.0)]
-        measured = [each for member in group for each in _of_turns(member)]
+        measured = [each for member in group for each in _of_turns(member, kind)]
         if not any(earned or any(rewards) for _, _, rewards, earned in measured):
             return None
         for coefficient in coefficients:
-            for kind, discount in kinds:
-                split = cls(kind, discount, coefficient)
+            for of, discount in kinds:
+                split = cls(of, discount, coefficient)
                 if all(split.explains(*each) for each in measured):
                     return split
         return None
@@ -393,13 +404,17 @@ class Split:
         return abs(expected - earned) <= 1e-5 * max(1.0, abs(earned), *map(abs, rewards))
 
 
-def _of_turns(member: Member) -> Iterator[tuple[int, int, list[float], float]]:
+Splits = dict[str, Split | None]
+"""Of the parts of a group, by what their names end with: `""`, or `SAME_STATE`."""
+
+
+def _of_turns(member: Member, kind: str) -> Iterator[tuple[int, int, list[float], float]]:
     """The turns at which turn rewards are credited: turn, number of turns, weighted rewards, what it is credited."""
     rewards = member.record["rewards"].get("turn", {})
     for name in rewards:
-        part = f"turn reward {name}"
+        part = f"turn reward {name}{kind}"
         if part not in member.parts and len(rewards) == 1:
-            part = "turn reward"
+            part = f"turn reward{kind}"
         weighted = [member.weights.get(name, 1.0) * value for value in member.turn_rewards(name)]
         for turn in range(member.turns):
             earned = member.earned(part, turn)

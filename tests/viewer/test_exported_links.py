@@ -35,7 +35,9 @@ def test_links_of_a_file_obey_its_filter(run_folder, queries, tmp_path):
         page.wait_for_selector(".seen .block")
         assert page.locator("#state a").get_attribute("title").startswith("An exported file has conversations")
         page.evaluate("() => { location.hash = '#/run' }")
-        page.wait_for_function("() => document.querySelector('main').innerText.includes('not how the run itself went')")
+        page.wait_for_function(
+            "() => document.querySelector('main').innerText.includes('not how the run itself went')"
+        )
         page.evaluate("() => { location.hash = '#/context?session=train-000000-000000-000000' }")
         page.wait_for_function("() => document.querySelector('main').innerText.includes('its filter leaves it out')")
 

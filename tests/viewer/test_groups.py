@@ -103,7 +103,16 @@ def test_branches_are_told_and_copies_not_counted(branched):
     assert group["says"] == "1 of 5 right, 5 count, 3 are copies"
     one = branched.answer("group", {"step": "0", "k": "0", "group": "0"})
     assert one["mean"] == group["mean"] and one["deviation"] == pytest.approx(statistics.stdev(counted))
+    for member in group["members"]:
+        whole = branched.answer("trajectory", {"session": member["session"]})
+        assert whole["group"]["mean"] == group["mean"] and whole["branch"] == member
+    rows = branched.answer("find", {"q": "copy=1"})["rows"]
+    assert [row["member"] for row in rows] == [6, 7, 8] and all(row["copy"] for row in rows)
+    assert branched.answer("find", {"q": f"spread>{group['deviation'] - 1e-6} spread<{group['deviation'] + 1e-6}"})[
+        "matched"
+    ] == len(group["members"])
     why = branched.answer("why", {"session": "train-000000-000000-000001"})
+    assert [member["copy"] for member in why["members"]] == [False] * 5 + [True] * 3
     assert why["turns"][1]["terms"][0]["of"] == "its other 3 branches"
 
 
@@ -142,6 +151,7 @@ def test_a_step_leads_to_its_groups_branches_and_members(plain, branched):
             page.keyboard.press("Enter")
             page.wait_for_selector(".tokens")
             assert "train-000000-000000-000005" in page.url
+            assert "a copy of member 5, which ended before it branched" in page.inner_text("main")
             page.go_back()
             page.wait_for_selector("a.member")
             assert page.locator(".of-branches svg").count() == 1

@@ -39,6 +39,15 @@ RULES = [
     "lambda_to_go",
 ]
 RULES += ["mt_grpo_discounted", "grpo_or", "grpo_mr", "gigpo", "gtpo"]
+RULES += [{"name": "gigpo", "gamma": 0.5, "turn_coef": 0.25}, {"name": "reward_to_go", "turn_coef": 0.5}]
+
+
+def worth(reward):
+    """What the page shows of a reward: its values, times what counts of them, times its weight."""
+    if reward["kind"] == "outcome":
+        return (reward["value"] or 0.0) * reward["weight"] * (1.0 if reward["factor"] is None else reward["factor"])
+    counted = [(value or 0.0) * factor for value, factor in zip(reward["values"], reward["factors"], strict=True)]
+    return sum(counted) * reward["weight"] * reward["coefficient"]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -53,6 +62,10 @@ def test_terms_sum_to_the_advantage(tmp_path, rule):
                 assert term["value"] == pytest.approx(rest, abs=1e-6)
                 known = [each["earned"] for each in term["rewards"]] + [each["value"] for each in term["others"]]
                 assert sum(known) == pytest.approx(term["earned"], abs=1e-6)
+                shown = [each for each in term["rewards"] if each.get("factors", []) is not None]
+                assert shown == term["rewards"] or rule == "mt_grpo_discounted"  # a scale per turn
+                for each in shown:
+                    assert worth(each) == pytest.approx(each["earned"], abs=1e-5), (term["name"], each)
 
 
 def test_the_group_is_behind_each_term_of_the_example(tmp_path):

@@ -20,7 +20,7 @@ const COLUMNS = [
   ['mismatch', 'largest difference of engine and trainer, nats', row => short(row.mismatch), 'n'],
   ['seconds', 'seconds', row => number(row.seconds, 1), 'n'],
   ['answer', 'final answer', row => [mark(row.right), row.answer ?? '–'], 'words mono'],
-  ['prompt', 'question', row => [row.star ? h('span', { class: 'starred', title: row.note || null, role: 'img', 'aria-label': 'starred' }, '★ ') : '', row.prompt], 'words'],
+  ['prompt', 'question', row => [row.star ? h('span', { class: 'starred', title: row.note || null, role: 'img', 'aria-label': 'starred' }, '★ ') : '', row.copy ? [h('span', { class: 'chip' }, 'copy'), ' '] : '', row.prompt], 'words'],
 ]
 const EXAMPLES = ['mode=eval right=0', 'stop=length,timeout', 'errors>0 reward<0.5', 'spread=0', 'advantage<-1', 'tool=search']
 const FORMS = ['messages', 'sharegpt', 'jsonl', 'openinference']

@@ -1,7 +1,7 @@
 // One conversation: its token tree, its turns with every token shaded, and a card for the token that is pointed at.
 
 import { ask, inFile } from './api.js'
-import { chip, choice, facts, groupLink, h, link, number, signed } from './dom.js'
+import { chip, choice, facts, groupLink, h, link, number, plural, signed } from './dom.js'
 import { noteOf } from './notes.js'
 import { large, shadesOf } from './shades.js'
 import { treeCard } from './tree.js'
@@ -169,12 +169,19 @@ function beside({ group: { sessions }, index: { session } }) {
   return [sessions[here + 1], sessions[here - 1], ...sessions].find(each => each && each !== session && inFile(each))
 }
 
+/** Of a branch, whose. */
+function ofBranch({ branch: { root, member, copy, shared }, branch_of }) {
+  if (root === member) return null
+  const whose = h('a', { href: link('trajectory', { session: branch_of }) }, `member ${root}`)
+  return copy ? ['a copy of ', whose, ', which ended before it branched · '] : ['branches from ', whose, ` after ${plural(shared, 'turn')} · `]
+}
+
 function head(whole, bar) {
   const { sessions } = whole.group
   const here = sessions.indexOf(whole.index.session)
   const other = (n, text) => sessions[n] && h('a', { href: link('trajectory', { session: sessions[n] }) }, text)
   return h('div', { class: 'bar' }, h('div', { class: 'words' },
-    h('p', { class: 'dim' }, `${whole.index.session} · member ${whole.index.member + 1} of ${sessions.length} · `,
+    h('p', { class: 'dim' }, `${whole.index.session} · member ${whole.index.member + 1} of ${sessions.length} · `, ofBranch(whole),
       h('a', { href: groupLink(whole.group) }, '◀ group'), ' ', other(here - 1, 'previous'), ' ', other(here + 1, 'next'),
       beside(whole) && [' · ', h('a', { href: link('apart', { a: whole.index.session, b: beside(whole) }) }, 'difference to another')]),
     h('h2', {}, whole.question),

@@ -223,8 +223,9 @@ function stepsOf(term) {
 
 /** What stands for the parts where the rule gives none. */
 function groupAlone(whole, view, n) {
-  const rewards = view.members.filter(each => each.reward !== null).map(each => [each.member, each.reward])
-  const credited = view.members.filter(each => each.advantages[n] !== undefined).map(each => [each.member, each.advantages[n]])
+  const counted = view.members.filter(each => !each.copy)
+  const rewards = counted.filter(each => each.reward !== null).map(each => [each.member, each.reward])
+  const credited = counted.filter(each => each.advantages[n] !== undefined).map(each => [each.member, each.advantages[n]])
   const box = (name, values) => values.length > 0 && h('div', { class: 'part' }, h('h5', { 'aria-level': '4' }, name), alone(name, values, view, whole))
   return [h('p', { class: 'rule' }, 'This rule does not say what its advantages are the sum of; these are the group’s values.'),
     h('div', { class: 'equation' }, box('reward', rewards), box(`advantage at turn ${n + 1}`, credited))]
