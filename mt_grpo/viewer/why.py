@@ -90,7 +90,7 @@ def why(run: Run, columns: Columns, session: str) -> dict[str, Any]:
 
     Returns:
         `dict`: `rule` (name and options) and `says` (its first sentence), where the run recorded them; `members`, each
-        with `session`, `member`, `reward`, `advantages`, `copy`; `batch`, the number of conversations that were credited
+        with `session`, `member`, `reward`, `advantages`, `copy`; `batch`, how many conversations were credited
         together; and `turns`, each with
 
         - `advantage`, and `sum`, what the terms add up to, in float64;
