@@ -3,8 +3,8 @@ Tests that a model scores packed trees as it scores each turn alone. Both are do
 
 The tree has what the trees of runs have: a prompt that two trajectories share, turns early and late, a fork just
 before the end, and a trajectory that shares nothing. Its tokens are of the whole vocabulary. It is as deep as the
-longest row of the run, since windows, chunks and scaled positions have an effect only beyond their length. What the
-weights make no use of, it cannot see.
+longest row of the run, up to `DEEPEST` tokens, or twice as deep as a window or a chunk that the run's rows are longer
+than, since these have an effect only beyond their length. What the weights make no use of, it cannot see.
 """
 
 from __future__ import annotations
@@ -44,6 +44,13 @@ rows too."""
 
 SHALLOWEST = 256
 """Fewest tokens on the longest path: two blocks of FlexAttention's mask."""
+
+DEEPEST = 4096
+"""Most tokens on the longest path, but for models whose windows or chunks are larger than half of this."""
+
+REACHES = ("sliding_window", "attention_chunk_size", "floor_scale")
+"""Names of the numbers of tokens beyond which a configuration has a layer compute otherwise, as transformers' masks
+and Llama 4 have them."""
 
 TURN = 16
 """Tokens per turn. In coarser precisions a difference is a mean over this many tokens."""
@@ -103,7 +110,7 @@ def prove(
     Raises:
         UnsupportedModelError: If the model scores the tree differently from each turn alone.
     """
-    base = _base(model)
+    base = base_model(model)
     proven = vars(base).setdefault("_proven_lengths", {})
     way = (id(model), attention, mixed_precision)
     if length <= proven.get(way, 0):
@@ -114,14 +121,16 @@ def prove(
             f"The rotary positions of {type(base).__name__} turn differently in rows of more than {known} tokens and "
             f"in shorter ones, so trees cannot be packed for it; keep rows within {known} tokens."
         )
-    depth = probe_depth(base.config.get_text_config(), length, known)
-    proof = measure(model, depth, attention=attention, mixed_precision=mixed_precision, sequence=sequence)
-    if not proof.holds:
-        raise UnsupportedModelError(
-            f"{type(base).__name__} scores packed trees {proof.difference:.1e} nats away from one forward for each "
-            f"turn, where its precision explains {proof.allowed:.1e}, so trees cannot be packed for it; set `forward: "
-            "padded`."
-        )
+    config = base.config.get_text_config()
+    depth = probe_depth(config, length, known)
+    if way not in proven or depth > probe_depth(config, proven[way], known):
+        proof = measure(model, depth, attention=attention, mixed_precision=mixed_precision, sequence=sequence)
+        if not proof.holds:
+            raise UnsupportedModelError(
+                f"{type(base).__name__} scores packed trees {proof.difference:.1e} nats away from one forward for "
+                f"each turn, where its precision explains {proof.allowed:.1e}, so trees cannot be packed for it; set "
+                "`forward: padded`."
+            )
     proven[way] = max(depth, length)
 
 
@@ -132,7 +141,7 @@ def prove_rows(model: nn.Module, length: int, *, mixed_precision: str = "no") ->
     Raises:
         UnsupportedModelError: If the model scores these rows differently from each turn alone.
     """
-    base = _base(model)
+    base = base_model(model)
     proven = vars(base).setdefault("_proven_lengths", {})
     way = (id(model), "rows", mixed_precision)
     if length <= proven.get(way, 0):
@@ -144,14 +153,16 @@ def prove_rows(model: nn.Module, length: int, *, mixed_precision: str = "no") ->
             f"positions turn differently in rows of more than {known} tokens and in shorter ones: keep prompt and "
             f"completion within {known} tokens, or set `forward: turn_by_turn`."
         )
-    depth = probe_depth(base.config.get_text_config(), length, known)
-    proof = measure(model, depth, mixed_precision=mixed_precision, rows=True)
-    if not proof.holds:
-        raise UnsupportedModelError(
-            f"{type(base).__name__} can be trained neither over packed trees nor in padded rows: it scores these "
-            f"{proof.difference:.1e} nats away from one forward for each turn, where its precision explains "
-            f"{proof.allowed:.1e}."
-        )
+    config = base.config.get_text_config()
+    depth = probe_depth(config, length, known)
+    if way not in proven or depth > probe_depth(config, proven[way], known):
+        proof = measure(model, depth, mixed_precision=mixed_precision, rows=True)
+        if not proof.holds:
+            raise UnsupportedModelError(
+                f"{type(base).__name__} can be trained neither over packed trees nor in padded rows: it scores these "
+                f"{proof.difference:.1e} nats away from one forward for each turn, where its precision explains "
+                f"{proof.allowed:.1e}."
+            )
     proven[way] = max(depth, length)
 
 
@@ -179,7 +190,7 @@ def prove_images(
     """
     proof = measure(model, attention=attention, mixed_precision=mixed_precision, rows=rows, shown=(trees, images))
     if not proof.holds:
-        name = type(_base(model)).__name__
+        name = type(base_model(model)).__name__
         what = "sounds" if any(kind_of(number) == SOUND for number in images) else "images"
         difference = f"{proof.difference:.1e} nats away from one forward for each turn, where its precision explains "
         if rows:
@@ -195,10 +206,12 @@ def prove_images(
 
 def probe_depth(config: PreTrainedConfig, length: int, known: int | None = None) -> int:
     """
-    Depth of a probe for rows of `length` tokens: the next power of two, within the model's positions, and within
-    `known` tokens where that is given.
+    Depth of a probe for rows of `length` tokens: the next power of two, within the model's positions, within `known`
+    tokens where that is given, and no deeper than shows what the model does.
     """
-    depth = max(SHALLOWEST, 1 << (length - 1).bit_length())
+    reaches = [getattr(config, name, None) or 0 for name in REACHES]
+    deepest = max(DEEPEST, *(2 * reach for reach in reaches if reach < length))
+    depth = max(SHALLOWEST, 1 << (min(length, deepest) - 1).bit_length())
     if known is not None:
         depth = min(depth, known)
     positions = _positions(config) or depth
@@ -279,7 +292,7 @@ def measure(
         shown (`tuple`, *optional*): Trees with images in place of the probe's, and the images.
         As `prove`.
     """
-    base = _base(model)
+    base = base_model(model)
     vocabulary = base.config.get_text_config().vocab_size
     trees, images = (probe_trees(vocabulary, depth), None) if shown is None else shown
     packed = pack(trees)
@@ -320,7 +333,7 @@ def rounding_step(model: nn.Module, mixed_precision: str = "no") -> float:
     """
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     types |= {"bf16": {torch.bfloat16}, "fp16": {torch.float16}, "fp8": {torch.bfloat16}}.get(mixed_precision, set())
-    if getattr(_base(model).config, "quantization_config", None) is not None:
+    if getattr(base_model(model).config, "quantization_config", None) is not None:
         types.add(torch.bfloat16)
     exponents = torch.arange(256, device=next(model.parameters()).device) % 24
     product = torch.diag(1 + 0.5**exponents) @ torch.eye(256, device=exponents.device)
@@ -358,7 +371,7 @@ def _rounding_noise(
     Mean difference, in nats, over the worst `TURN` tokens between a batch, and the same batch with padding on the left
     and with some numbers of its embeddings off by a rounding step. Only rounding differs.
     """
-    if not _takes(base, "position_ids"):  # padding may take positions, of which a table has no more
+    if not takes(base, "position_ids"):  # padding may take positions, of which a table has no more
         length = min(length, (_positions(base.config.get_text_config()) or length + PADDING) - PADDING)
     tokens = np.random.default_rng(1).integers(vocabulary, size=(NOISE_ROWS, length))
     ids = torch.from_numpy(tokens).to(device)
@@ -366,12 +379,12 @@ def _rounding_noise(
     results: list[Tensor] = []
     for padding in (0, PADDING):
         mask = nn.functional.pad(torch.ones_like(ids), (padding, 0))
-        with _shaken(base, step) if padding else nullcontext():
+        with shaken(base, step) if padding else nullcontext():
             logits = model(
                 input_ids=nn.functional.pad(ids, (padding, 0)),
                 attention_mask=mask,
                 use_cache=False,
-                **({"position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)} if _takes(base, "position_ids") else {}),
+                **({"position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)} if takes(base, "position_ids") else {}),
                 **({"logits_to_keep": size + 1} if _keeps_logits(base) else {}),
             ).logits
         distribution = logits[:, -size - 1 : -1].float().log_softmax(dim=-1)
@@ -380,7 +393,7 @@ def _rounding_noise(
 
 
 @contextmanager
-def _shaken(base: PreTrainedModel, step: float) -> Iterator[None]:
+def shaken(base: PreTrainedModel, step: float) -> Iterator[None]:
     """Embeddings of which one number in `SHAKEN` is a rounding step larger, the same ones each time."""
 
     def shake(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -414,14 +427,16 @@ def _own_attention(base: PreTrainedModel) -> Iterator[None]:
         use_attention(base, ours)
 
 
-def _base(model: nn.Module) -> PreTrainedModel:
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers in a wrapper, the one whose forward is extended where there are several."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return next((each for each in models if "_forward_without_trees" in vars(each)), models[0])
 
 
 def _keeps_logits(base: PreTrainedModel) -> bool:
-    return _takes(base, "logits_to_keep")
+    return takes(base, "logits_to_keep")
 
 
-def _takes(base: PreTrainedModel, name: str) -> bool:
+def takes(base: PreTrainedModel, name: str) -> bool:
+    """Whether a forward has an argument of this name."""
     return name in inspect.signature(base.forward).parameters

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +46,8 @@ def score_rows(
 ) -> RowScores:
     """
     One forward over all sequences of some trees. What follows a token changes nothing for a model that reads from left
-    to right, so padding on the right needs no position of its own.
+    to right, so padding on the right needs no position of its own. Logits are computed where a row has a trained
+    token, if the model can choose.
 
     Args:
         model (`nn.Module`): A causal language model, as it is or wrapped for training.
@@ -59,8 +62,6 @@ def score_rows(
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
     lengths = torch.tensor([len(path) for _, path in paths])
     mask = (torch.arange(ids.size(1)) < lengths[:, None]).long().to(device)
-    asked = {"output_router_logits": True} if router_loss else {}
-    output = model(**row_inputs(model, ids, images or {}), attention_mask=mask, use_cache=False, **asked)
     seen = [np.zeros(len(tree.tokens), dtype=bool) for tree in trees]
     places: list[np.ndarray] = []
     for row, (number, path) in enumerate(paths):
@@ -70,10 +71,17 @@ def score_rows(
         column, same = path[depth], np.ones_like(depth)
         places.append(np.stack([row * same, depth, number * same, column, tree.turns[column]]))
     row, depth, number, column, turn = np.concatenate(places, axis=1)
-    at, before = torch.from_numpy(row).to(device), torch.from_numpy(depth - 1).to(device)
-    label = ids[at, before + 1]
-    learned = output.logits.size(1) - ids.size(1)  # tokens that an adapter puts before every row
-    logits = output.logits[at.to(output.logits.device), before.to(output.logits.device) + learned]
+    at = torch.from_numpy(row).to(device)
+    label = ids[at, torch.from_numpy(depth).to(device)]
+    predictor = depth - 1 - ids.size(1)  # from the end, since an adapter may put tokens before every row
+    asked: dict[str, Any] = {"output_router_logits": True} if router_loss else {}
+    keeps = inspect.signature(pretrained(model).forward).parameters.get("logits_to_keep")
+    if keeps is not None and "Tensor" in str(keeps.annotation):  # else logits of every token of every row
+        kept, predictor = np.unique(predictor, return_inverse=True)
+        asked["logits_to_keep"] = torch.from_numpy(kept).to(device)
+    output = model(**row_inputs(model, ids, images or {}), attention_mask=mask, use_cache=False, **asked)
+    chosen = torch.from_numpy(predictor).to(output.logits.device)
+    logits = output.logits[at.to(output.logits.device), chosen]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     if truncation is not None:
         logits = truncation.apply(logits, label)

@@ -1,5 +1,6 @@
 import functools
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers import (
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention import flex
+from mt_grpo.forward.attention import layout as layout_module
 from mt_grpo.forward.attention.layout import BLOCK, KERNELS, TreeLayout
 from mt_grpo.forward.attention.score import PLAIN, Chunk, Score
 from mt_grpo.forward.logps import token_logps
@@ -85,15 +87,39 @@ def test_scores_are_those_of_attention_written_out():
 
 
 @settings(max_examples=50, deadline=None)
-@given(forests, windows, st.sampled_from([1, 2, 4]), scores)
-def test_segments_attend_as_the_whole_mask_does(forest, window, groups, kind):
+@given(forests, windows, st.sampled_from([1, 2, 4]), scores, st.sampled_from([2**24, 64, 1]))
+def test_segments_attend_as_the_whole_mask_does(forest, window, groups, kind, elements):
     packed = pack([make_tree(timesteps) for timesteps in forest])
     tensors = make_qkv(len(packed.input_ids), groups=groups)
     score = make_score(kind)
-    for ours, oracle in zip(
-        attend("segment", packed, tensors, window, score), attend("dense", packed, tensors, window, score), strict=True
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout_module, "MASK_ELEMENTS", elements)  # long chains attend in pieces, here short ones too
+        patch.setattr(layout_module, "FEWEST_QUERIES", 1)
+        found = attend("segment", packed, tensors, window, score)
+    for ours, oracle in zip(found, attend("dense", packed, tensors, window, score), strict=True):
         torch.testing.assert_close(ours, oracle, rtol=1e-9, atol=1e-12)
+
+
+def peak_memory(run):
+    """Bytes by which the memory of this process grows at most while `run` runs."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before, *_ = resident("VmRSS")
+    run()
+    return resident("VmHWM")[0] - before
+
+
+def resident(name):
+    status = Path("/proc/self/status").read_text()
+    return [1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{name}:")]
+
+
+@pytest.mark.parametrize(("kind", "tokens", "branches"), [("plain", 65_536, 4), ("all", 12_288, 2)])
+def test_memory_does_not_grow_with_the_square_of_a_row(kind, tokens, branches):
+    trees = [make_tree([([1, branch] + [3] * (tokens // branches), [4])]) for branch in range(branches)]
+    packed = pack(trees)
+    tensors = make_qkv(len(packed.input_ids), heads=1, groups=1, dtype=torch.float32)
+    score = make_score(kind, heads=1, depth=tokens, dtype=torch.float32)
+    assert peak_memory(lambda: attend("segment", packed, tensors, None, score)) < 1e9  # masks or scores take more
 
 
 @settings(max_examples=50, deadline=None)

@@ -16,6 +16,7 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -32,6 +33,7 @@ from transformers import (
 )
 
 from mt_grpo.errors import UnsupportedModelError
+from mt_grpo.forward import probe
 from mt_grpo.forward.logps import token_logps
 from mt_grpo.forward.model import enable_trees
 from mt_grpo.forward.probe import EXACT, MOST, measure, probe_depth, probe_trees, prove, prove_rows, rounding_step
@@ -196,14 +198,15 @@ def test_padding_needs_no_position_that_a_model_lacks():
     prove(model, 440)
 
 
-def test_a_model_is_proven_once_for_each_length_and_wrapper():
+def test_a_model_is_proven_once_for_each_depth_and_wrapper(monkeypatch):
+    monkeypatch.setattr(probe, "DEEPEST", 512)
     model = make(RIGHT["llama"]())
     enable_trees(model)
     forwards = []
     model.model.layers[0].register_forward_hook(lambda module, args, output: forwards.append(output.shape[1]))
     prove(model, 100)
     assert forwards
-    for length, repeated in ((256, False), (257, True), (512, False), (3, False)):
+    for length, repeated in ((256, False), (257, True), (512, False), (3, False), (99_999, False)):
         forwards.clear()
         prove(model, length)
         assert bool(forwards) == repeated
@@ -263,6 +266,15 @@ def test_a_probe_is_no_deeper_than_the_positions_a_model_has():
     assert probe_depth(XLNetConfig(), 300) == 512  # whose number of positions is -1
     rotary = LlamaConfig(max_position_embeddings=300)
     assert [probe_depth(rotary, length) for length in (10, 257, 400, 1025)] == [256, 300, 512, 2048]
+
+
+def test_a_probe_of_long_rows_has_a_few_thousand_tokens():
+    lengths = (100, 2500, 5000, 262_144)
+    plain, windowed = LlamaConfig(max_position_embeddings=300_000), MistralConfig(sliding_window=4096)
+    assert [probe_depth(plain, length) for length in lengths] == [256, 4096, 4096, 4096]
+    # beyond a window, where rows are longer than that
+    assert [probe_depth(windowed, length) for length in lengths] == [256, 4096, 8192, 8192]
+    assert probe_depth(Llama4TextConfig(attention_chunk_size=8192), 262_144) == 16_384
 
 
 def test_the_rounding_step_is_that_of_the_coarsest_part():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import cached_property
+from math import isqrt
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +21,28 @@ from mt_grpo.imports import Registry
 
 BLOCK = 128
 """Side of a block of FlexAttention's mask, in tokens."""
+
+MASK_ELEMENTS = 2**24
+"""Entries of the mask that a row's chains share: 64 MiB in float32, however long the row is."""
+
+FEWEST_QUERIES = 16
+"""Queries that attend at once at least: rows of more than a million tokens take larger masks."""
+
+
+class Piece(NamedTuple):
+    """
+    Queries that attend at once, by their depth.
+
+    Args:
+        begin, end (`int`): Depth of the first query, and of the one after the last.
+        first (`int`): Depth of the first key that they see.
+        causal (`bool`): Whether they see each other alone, and need no mask.
+    """
+
+    begin: int
+    end: int
+    first: int
+    causal: bool
 
 
 class TreeLayout:
@@ -58,7 +82,7 @@ class TreeLayout:
             self.paths.append([*(self.paths[parent] if parent >= 0 else []), chain])
         self._attention = attention
         self._dense: dict[tuple[torch.device, Window], Tensor] = {}
-        self._chains: dict[tuple[torch.device, torch.dtype, Window], tuple[int, Tensor]] = {}
+        self._triangles: dict[tuple[torch.device, torch.dtype, Window], tuple[int, Tensor]] = {}
         self._blocks: dict[tuple[torch.device, Window], BlockMask] = {}
 
     @cached_property
@@ -84,33 +108,48 @@ class TreeLayout:
             self._dense[key] = mask
         return self._dense[key]
 
-    def is_causal(self, chain: int, window: Window) -> bool:
-        """Whether each token of a chain sees all tokens from the root to itself, and the chain begins with a root."""
-        begin, size = int(self.depth[self.starts[chain]]), int(self.sizes[chain])
-        return begin == 0 and not oldest(np.array([size - 1]), window).any()
+    def pieces(self, chain: int, window: Window, most: int, masked: bool) -> Iterator[Piece]:
+        """
+        A chain's queries, in parts that attend at once. Chunks begin where they begin, so no part is in two of them.
 
-    def chain_mask(self, device: torch.device, chain: int, first: int, dtype: torch.dtype, window: Window) -> Tensor:
+        Args:
+            chain (`int`): The chain.
+            window (`Window`): What its tokens see of their ancestors.
+            most (`int`): Most queries of a part that needs a mask.
+            masked (`bool`): Whether each part needs one. Else parts that see no earlier key go without.
         """
-        Additive mask of a chain's queries over the keys of its path from depth `first` on. All chains share one
-        matrix. A chain with `P` tokens before it reads the columns in which query `i` sees up to key `P + i`. Chunks
-        begin where they begin, so a chain has its own.
+        begin = int(self.depth[self.starts[chain]])
+        end = begin + int(self.sizes[chain])
+        while begin < end:
+            first = int(oldest(np.array([begin]), window)[0])
+            stop = min(end, first + window.size) if isinstance(window, Chunk) else end
+            causal = first == begin and (not isinstance(window, int) or stop - begin <= window) and not masked
+            stop = stop if causal else min(stop, begin + most)
+            yield Piece(begin, stop, first, causal)
+            begin = stop
+
+    def most_queries(self, window: Window, heads: int = 1) -> int:
+        """How many queries attend at once, so that scores of `heads` heads have about `MASK_ELEMENTS` entries."""
+        longest = int(self.depth.max()) + 1
+        keys = longest if window is None else min(longest, window.size if isinstance(window, Chunk) else window)
+        return max(FEWEST_QUERIES, min(isqrt(MASK_ELEMENTS // heads), MASK_ELEMENTS // heads // keys))
+
+    def piece_mask(self, device: torch.device, dtype: torch.dtype, window: Window, piece: Piece) -> Tensor:
         """
-        begin, size = int(self.depth[self.starts[chain]]), int(self.sizes[chain])
-        if isinstance(window, Chunk):
-            query = np.arange(begin, begin + size)
-            key = np.arange(first, begin + size)
-            hidden = (key > query[:, None]) | (key < oldest(query, window)[:, None])
-            return _additive(torch.from_numpy(hidden), dtype).to(device)
-        shared = (device, dtype, window)
-        if shared not in self._chains:
-            begins = self.depth[self.starts]
-            masked = (begins > 0) | (self.sizes > (window or self.size))
-            rows, before = int(self.sizes[masked].max()), int(begins.max())
-            gap = before + torch.arange(rows)[:, None] - torch.arange(before + rows)
-            hidden_gap = (gap < 0) | (gap >= (window or self.size))
-            self._chains[shared] = (before, _additive(hidden_gap, dtype).to(device))
-        before, mask = self._chains[shared]
-        return mask[:size, before - begin + first : before + size]
+        Additive mask of a piece's queries over its keys. All pieces read one matrix: where `P` keys come before the
+        first query, the columns in which query `i` sees up to key `P + i`.
+        """
+        reach = window if isinstance(window, int) else None
+        key = (device, dtype, window)
+        if key not in self._triangles:
+            rows, before = self.most_queries(window), int(self.depth.max())
+            before = before if window is None else min(before, window.size if isinstance(window, Chunk) else window)
+            hidden = torch.full((rows, before + rows), float("-inf"), dtype=dtype, device=device)
+            later = hidden.triu(before + 1)
+            self._triangles[key] = before, later if reach is None else later + hidden.tril(before - reach)
+        before, mask = self._triangles[key]
+        rows, earlier = piece.end - piece.begin, piece.begin - piece.first
+        return mask[:rows, before - earlier : before + rows]
 
     def block_mask(self, device: torch.device, window: Window) -> BlockMask:
         """FlexAttention's mask, made from the extremes of two vectors in each block, without the `(N, N)` mask."""
@@ -155,10 +194,6 @@ class TreeLayout:
 
 CURRENT: ContextVar[TreeLayout | None] = ContextVar("tree_layout", default=None)
 """The layout of the row whose forward runs, or is computed again for its gradient."""
-
-
-def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 Kernel = Callable[..., Tensor]

@@ -69,7 +69,7 @@ PLAIN = Score()
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, score: Score, first: int | Tensor
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, score: Score, first: int | Tensor
 ) -> Tensor:
     """
     Attention written out, as transformers' eager attention has it.
@@ -77,15 +77,12 @@ def attend(
     Args:
         query (`Tensor`): `(1, heads, S, head_dim)`.
         key, value (`Tensor`): `(1, key_value_heads, L, head_dim)`.
-        mask (`Tensor`, *optional*): `(S, L)` added to scores; unset, query `i` sees the keys up to the `i`th.
+        mask (`Tensor`): `(S, L)` added to scores.
         first (`int` or `Tensor`): Depth of the first key, whose successors follow it, or of each key.
 
     Returns:
         `(1, heads, S, head_dim)`.
     """
-    if mask is None:
-        shape = (query.size(2), key.size(2))
-        mask = torch.full(shape, float("-inf"), dtype=value.dtype, device=value.device).triu(1)
     if score.eager is not None:
         return score.eager(query, key, value, mask)
     groups = query.size(1) // key.size(1)

@@ -1,4 +1,4 @@
-"""Attention for any device: one call per unforked chain, or one with the whole mask."""
+"""Attention for any device: a few calls per unforked chain, or one with the whole mask."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mt_grpo.forward.attention.layout import TreeLayout, attention_kernel
 from mt_grpo.forward.attention.score import PLAIN, Score, Window, attend, oldest
@@ -22,8 +23,9 @@ def segment_attention(
     score: Score = PLAIN,
 ) -> Tensor:
     """
-    Attends once per unforked chain: its queries against the keys on the path from the root. Where scores are plain,
-    this is PyTorch's scaled-dot-product attention.
+    Attends per unforked chain: its queries against the keys on the path from the root. Where scores are plain, this is
+    PyTorch's scaled-dot-product attention. Long chains attend in pieces, so that memory grows with the row's length
+    and not with its square.
 
     Args:
         query (`Tensor`): `(1, heads, N, head_dim)`.
@@ -35,7 +37,7 @@ def segment_attention(
     sizes = layout.sizes.tolist()
     # split and cat, not slices: the backward of a slice would write a zero gradient of the whole row for each chain
     queries, keys, values = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
-    grouped = query.size(1) != key.size(1)
+    most = layout.most_queries(window, 1 if score.plain else query.size(1))
     outputs = []
     for chain, path in enumerate(layout.paths):
         begin = first = int(layout.depth[layout.starts[chain]])
@@ -48,15 +50,29 @@ def segment_attention(
             if first <= needed:
                 break
         k, v = (torch.cat(part[::-1], dim=2) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
-        causal = layout.is_causal(chain, window)
-        mask = None if causal else layout.chain_mask(query.device, chain, first, value.dtype, window)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                queries[chain], k, v, mask, score.dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
-            )
-            if score.plain
-            else attend(queries[chain], k, v, mask, scaling, score, first)
-        )
+        pieces = list(layout.pieces(chain, window, most, masked=not score.plain))
+        parts_of_chain = queries[chain].split([piece.end - piece.begin for piece in pieces], dim=2)
+        for piece, q in zip(pieces, parts_of_chain, strict=True):
+            seen = slice(piece.first - first, piece.end - first)
+            seen_k, seen_v = (k, v) if seen == slice(0, k.size(2)) else (k[:, :, seen], v[:, :, seen])
+            mask = None if piece.causal else layout.piece_mask(query.device, value.dtype, window, piece)
+            if score.plain:
+                output = F.scaled_dot_product_attention(
+                    q,
+                    seen_k,
+                    seen_v,
+                    mask,
+                    score.dropout,
+                    is_causal=piece.causal,
+                    scale=scaling,
+                    enable_gqa=query.size(1) != key.size(1),
+                )
+            elif len(pieces) > 1 and torch.is_grad_enabled():  # a backward keeps the scores of one piece at a time
+                arguments = (q, seen_k, seen_v, mask, scaling, score, piece.first)
+                output = checkpoint(attend, *arguments, use_reentrant=False)
+            else:
+                output = attend(q, seen_k, seen_v, mask, scaling, score, piece.first)
+            outputs.append(output)
     return torch.cat(outputs, dim=2)
 
 
