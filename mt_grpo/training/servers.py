@@ -15,7 +15,6 @@ from trl.models import unwrap_model_for_generation
 
 from mt_grpo.addresses import expand_addresses
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.recurrent.lightning import LAYERS
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import LocalEngine
 from mt_grpo.rollout.engines.transformers import TransformersEngine
@@ -102,7 +101,7 @@ def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Acce
 
     Raises:
         ConfigError: If its weights are sharded: each forward is then a collective, and processes take different
-            numbers of turns. Or if it would sample from another distribution than the one that is trained.
+            numbers of turns.
     """
     backend = DistributedBackend(accelerator)
     sharded = backend.is_fsdp or (backend.is_zero3 and not args.ds3_gather_for_generation)
@@ -111,13 +110,7 @@ def own_engine(args: MTGRPOConfig, tokenizer: Any, model: Any, accelerator: Acce
             "A model with sharded weights cannot sample by itself, since processes take different numbers of turns: "
             "set `use_vllm: true`, or shard with DeepSpeed ZeRO-3 and `ds3_gather_for_generation: true`."
         )
-    policy = accelerator.unwrap_model(model)
-    if any(isinstance(module, LAYERS) for module in policy.modules()):
-        raise ConfigError(
-            "A model with lightning attention cannot sample by itself, since transformers goes on from its cache "
-            "otherwise than it computes a row: set `use_vllm: true` to sample from a server."
-        )
-    return TransformersEngine(policy, tokenizer, record_routes=replays_routes(args))
+    return TransformersEngine(accelerator.unwrap_model(model), tokenizer, record_routes=replays_routes(args))
 
 
 class ModelCopy:

@@ -28,6 +28,8 @@ from mt_grpo.integrations.trl import Factory
 from mt_grpo.option_rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, load_rewards, score_trajectories
 from mt_grpo.rollout import Engine, RolloutError
+from mt_grpo.rollout.engines.proof import prove_engine
+from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.training.activations import Activations, check_checkpointing
 from mt_grpo.training.ahead import BatchesAhead
 from mt_grpo.training.answers import (
@@ -355,6 +357,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._sampling = sampling_params(args)
         self._needs_routes = route_shape(self.model.config) is not None
         engine = engine or own_engine(args, self._tokenizer, self.model, self.accelerator)
+        self._unproven = engine if type(engine) is TransformersEngine else None
         images = image_encoder(self.processing_class, self.model.config, engine)
         check_images(images, self.model.config, engine, self.train_dataset, self.eval_dataset)
         self._proven_shown: set[Any] | None = None if images is None else set()
@@ -487,11 +490,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             with self.step_log.activity.of("weight sync"):
                 self.weight_sync.sync(step)
             self._synced_step, batch.lag.sync_seconds = step, time.perf_counter() - start
+        self._prove_engine()
         ahead = None if batch.mode == "eval" or batch.attempt else self._ahead
         taken = ahead is not None and ahead.begin(self._step, step)
-        lent: AbstractContextManager[None] = nullcontext()
-        if self.weight_sync is None:  # else the engine has weights of its own
-            lent = lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
         sessions = {request.session for request in requests}
         sampling = self.step_log.activity.sampling(batch, self.runner.under_way, sessions)
 
@@ -504,11 +505,24 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 branching=batch.branching,
             )
 
-        with without_dropout(self.model, True), lent, sampling:
+        with without_dropout(self.model, True), self._lent_model(), sampling:
             run = everywhere(lambda: ahead.take(batch, self._step)) if taken else self._run_on_all_ranks(converse)
         if self.weight_sync is not None:
             self.weight_sync.check()
         batch.trajectories = fill_up(run, batch.fills, lambda index: Trajectory(batch.rows[index]["prompt"]))
+
+    def _lent_model(self) -> AbstractContextManager[None]:
+        """Lends the model to an engine that has no weights of its own."""
+        if self.weight_sync is not None:
+            return nullcontext()
+        return lent_model(self.runner.engine, self.model_wrapped, self.args, self.accelerator)
+
+    def _prove_engine(self) -> None:
+        """Before the first conversation: whether the model's own engine samples from what is trained."""
+        engine, self._unproven = self._unproven, None
+        if engine is not None:
+            with without_dropout(self.model, True), self._lent_model():
+                self._run_on_all_ranks(lambda: prove_engine(engine, self.accelerator.mixed_precision))
 
     def _fill_in(self, batch: RolloutBatch, first: int) -> None:
         """Takes the conversations and scores of a batch from the run that is replayed."""

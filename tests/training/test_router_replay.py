@@ -29,6 +29,7 @@ def mixture(name, tokenizer, **more):
 def flip(trainer) -> None:
     """Has the trainer's engine sample with routers that flip now and then."""
     trainer.runner.engine.__class__ = FlippingEngine
+    trainer._unproven = None  # which samples from another distribution, as a server may
 
 
 def difference(trainer) -> torch.Tensor:

@@ -127,11 +127,15 @@ def test_models_without_an_end_of_context_sample(build, tokenizer, kind):
     assert all(trajectory.turns and not trajectory.failed for trajectory in trainer.batch.trajectories)
 
 
-def test_a_model_whose_cache_is_wrong_does_not_sample(build, tokenizer):
-    model = build_hybrid("minimax", vocab_size=len(tokenizer))
-    build(model=model)  # with an engine that is given
-    with pytest.raises(ConfigError, match="A model with lightning attention cannot sample by itself"):
-        build(None, model)
+def test_a_model_that_samples_what_it_is_not_trained_on_ends(build, tokenizer):
+    model = build_hybrid("minimax", vocab_size=len(tokenizer))  # goes on from its cache by other numbers
+    build(model=model).evaluate()  # with an engine that is given
+    trainer = build(None, model)
+    with pytest.raises(
+        ConfigError, match="MiniMaxForCausalLM with rows of several lengths is sampled.*`use_vllm: true"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 0 and trainer.batch.trajectories == []
 
 
 def test_balancing_experts_is_refused_turn_by_turn(build, tokenizer):
