@@ -65,6 +65,10 @@ class EngineError(UserError, RuntimeError):
     """The engine could not serve a request, and a repeat would not help. It ends one conversation, not the run."""
 
 
+class ServerSetupError(UserError, ValueError):
+    """A server is up but cannot serve this run: wrong model, missing flag, refused key. The message has the mend."""
+
+
 class RolloutError(UserError, RuntimeError):
     """All conversations of two batches in a row failed, so the next ones would fail too. It ends the run."""
 

@@ -6,18 +6,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl, router_words
 from mt_grpo.rollout.engines.vllm.lease import read_lease, weight_label
 from mt_grpo.weights.updates import WeightSyncError
 
-if TYPE_CHECKING:
-    from mt_grpo.weights.transport import WeightTransport
-
 logger = logging.getLogger(__name__)
 LOOKS = 8
 """Requests that tell one server from several that answer in turn."""
+
+
+class Transport(Protocol):
+    """What a `WeightTransport` does for servers that join; its members are explained there."""
+
+    client: VLLMServerClient
+    run: str
+    dtype: Any
+    accelerator: Any
+
+    def examine(self, server: ServerControl) -> None: ...
+
+    def those_that(self, numbers: list[int], action: Callable[[ServerControl], None]) -> list[int]: ...
+
+    def prove_at(self, numbers: list[int]) -> list[int]: ...
 
 
 def tell_apart(each_server: Callable[..., None], run: str, urls: Iterable[str]) -> None:
@@ -59,7 +72,7 @@ def tell_apart(each_server: Callable[..., None], run: str, urls: Iterable[str]) 
     each_server(look, mark_and_look)
 
 
-def prove_newcomers(transport: WeightTransport) -> list[int]:
+def prove_newcomers(transport: Transport) -> list[int]:
     """
     Every process: proves that weights reach servers that came up after the start, before any conversation is sent to
     them. One that cannot be used is left out.
@@ -87,7 +100,7 @@ def prove_newcomers(transport: WeightTransport) -> list[int]:
     return transport.prove_at(found) if found else []
 
 
-def take_in(transport: WeightTransport, numbers: Iterable[int]) -> None:
+def take_in(transport: Transport, numbers: Iterable[int]) -> None:
     """Every process: conversations are sent to these servers from here on."""
     for number in numbers:
         server = transport.client.pool.servers[number]

@@ -14,7 +14,7 @@ from support.models import build_model, build_tokenizer
 from support.recipes import ROOT
 from support.runs import write_run
 
-from mt_grpo.app.credit.command import choose
+from mt_grpo.app.credit.choice import choose
 from mt_grpo.app.credit.measure import compare, rules_of
 from mt_grpo.cli import main
 from mt_grpo.runlog import open_run

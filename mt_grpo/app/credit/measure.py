@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, get_peft_config
 
-from mt_grpo.app.credit.command import Chosen
+from mt_grpo.app.credit.choice import Chosen
 from mt_grpo.credit import (
     ADVANTAGE_ESTIMATORS,
     RewardBatch,

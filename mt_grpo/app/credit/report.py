@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mt_grpo.app.credit.command import rollout_command
+from mt_grpo.app.credit.choice import rollout_command
 from mt_grpo.app.credit.measure import Found
 from mt_grpo.credit.compare import Interval
 from mt_grpo.credit.rule import sums_turns

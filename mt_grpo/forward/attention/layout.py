@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from mt_grpo.forward.attention.score import Chunk, Window, oldest
 from mt_grpo.forward.packing import Packed
-from mt_grpo.forward.recurrent.schedule import Schedule
+from mt_grpo.forward.schedule import Schedule
 from mt_grpo.forward.sequence_parallel import SequenceGroup, Share
 from mt_grpo.imports import Registry
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mt_grpo.forward.recurrent.schedule import Schedule, Step
+from mt_grpo.forward.schedule import Schedule, Step
 
 Function = Callable[..., Any]
 

@@ -10,7 +10,7 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 from mt_grpo.forward.recurrent.functions import state_space
-from mt_grpo.forward.recurrent.schedule import Schedule
+from mt_grpo.forward.schedule import Schedule
 
 LAYERS = (MiniMaxLightningAttention,) if "mamba2_chunk_scan" in vars(modeling_mamba2) else ()
 """The layers; none with a transformers whose Mamba 2 has no scan to call."""

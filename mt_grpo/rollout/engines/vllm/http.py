@@ -22,7 +22,7 @@ import orjson
 
 from mt_grpo.concurrency import run
 from mt_grpo.errors import UserError
-from mt_grpo.rollout.engine import EngineError
+from mt_grpo.rollout.engine import EngineError, ServerSetupError
 from mt_grpo.vllm_plugin.keys import read_key
 
 if TYPE_CHECKING:
@@ -60,10 +60,6 @@ class RequestFailed(EngineError):
         self.repeat = repeat
         self.unreachable = unreachable
         self.status = status
-
-
-class ServerSetupError(UserError, ValueError):
-    """A server is up but cannot serve this run: wrong model, missing flag, refused key. The message has the mend."""
 
 
 class ServerGoneError(UserError, ConnectionError):

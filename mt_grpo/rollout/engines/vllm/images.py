@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mt_grpo.forward.images import ImageInputs, Images
 from mt_grpo.images import SOUND, VIDEO, as_png, kind_of
-from mt_grpo.rollout.engines.vllm.http import ServerSetupError
+from mt_grpo.rollout.engine import ServerSetupError
 
 GENERATE = "/inference/v1/generate"
 RENDER = "/v1/chat/completions/render"
