@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import json
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -57,6 +58,7 @@ class ToolCall:
         where (`str`, *optional*): Where the tool's code raised, as `FILE, line N, in FUNCTION`.
         parts (`list[dict]`, *optional*): What the model gets in place of `result`, where it is shown images: the parts
             of a content, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`.
+        returned (`list`, *optional*): The list that the tool returned, where reward functions get it as TRL has it.
     """
 
     name: str
@@ -70,6 +72,7 @@ class ToolCall:
     start: float | None = None
     where: str | None = None
     parts: list[dict[str, Any]] | None = None
+    returned: list[Any] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass
@@ -146,6 +149,17 @@ class Turn:
         """Number of attempts that did not succeed."""
         return sum(call.error is not None for call in self.tool_calls) or int(self.error is not None)
 
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-serialisable form. What tools returned is in its JSON form there, as far as it has one."""
+        lists = [call.returned for call in self.tool_calls]
+        if not any(each is not None for each in lists):
+            return asdict(self)
+        data = asdict(replace(self, tool_calls=[replace(call, returned=None) for call in self.tool_calls]))
+        for call, returned in zip(data["tool_calls"], lists, strict=True):
+            if call["parts"] is None:  # these are the list
+                call["returned"] = _as_json(returned)
+        return data
+
 
 @dataclass
 class Trajectory:
@@ -213,8 +227,24 @@ class Trajectory:
 
     @property
     def completion(self) -> list[Message]:
-        """The messages after the prompt, as TRL hands them to a reward function."""
+        """The messages after the prompt."""
         return [message for turn in self.turns for message in (turn.message, *turn.replies)]
+
+    @property
+    def completion_in_trl(self) -> list[Message]:
+        """
+        The messages after the prompt, as TRL hands them to a reward function: the content of a tool's message is the
+        list that the tool returned, where the model reads its text.
+        """
+        messages: list[Message] = []
+        for turn in self.turns:
+            results = iter(turn.tool_calls)
+            messages.append(turn.message)
+            for message in turn.replies:
+                call = next(results, None) if message["role"] == "tool" else None
+                returned = None if call is None else call.returned
+                messages.append(message if returned is None else {**message, "content": returned})
+        return messages
 
     @property
     def messages(self) -> list[Message]:
@@ -228,7 +258,7 @@ class Trajectory:
         """
         data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in UNWRITTEN}
         data["messages"] = self.messages
-        data["turns"] = [asdict(turn) for turn in self.turns]
+        data["turns"] = [turn.to_dict() for turn in self.turns]
         data["tree"] = self.tree.to_dict()
         data["stop_reason"] = self.stop_reason.value if self.stop_reason else None
         return data
@@ -243,6 +273,14 @@ class Trajectory:
         data["tree"] = TokenTree.from_dict(data["tree"])
         data["stop_reason"] = StopReason(data["stop_reason"]) if data["stop_reason"] else None
         return cls(**data)
+
+
+def _as_json(value: Any) -> Any:
+    """A value as it comes back from JSON, objects of users as text; `None` where JSON cannot say it."""
+    try:
+        return json.loads(json.dumps(value, default=str))
+    except Exception:  # keys that are tuples, lists that hold themselves, and users' `__str__`
+        return None
 
 
 UNWRITTEN = ("environment", "texts", "images")

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, in_thread, retrieve
 from mt_grpo.envs.env import ConversationEnded, Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.protocols import PROTOCOLS, SYSTEM_ROLES, CallProtocol, instruct
-from mt_grpo.errors import ConfigError, describe_error, find_fault
+from mt_grpo.errors import ConfigError, find_fault
 from mt_grpo.imports import did_you_mean
 from mt_grpo.server_pool import ServerLost
 from mt_grpo.tools import Tool, ToolSession, load_tools
-from mt_grpo.tools.results import cut, read_result, render
+from mt_grpo.tools.results import cut, render
 from mt_grpo.tools.stateful import StatefulTool, ToolStateError
 from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
 
@@ -185,9 +185,10 @@ async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: 
     for call in calls:
         tool = tools.get(call.name)
         if tool is None:
-            _fail(call, f"unknown tool {call.name!r}; the tools are: {', '.join(tools) or 'none'}.")
+            form = next(map(type, tools.values()), Tool)
+            _fail(call, f"unknown tool {call.name!r}; the tools are: {', '.join(tools) or 'none'}.", form)
         elif problem := tool.check(call.arguments):
-            _fail(call, problem)
+            _fail(call, problem, tool)
         elif tool.limit is not None:
             waiting.append(asyncio.ensure_future(run_in_limit(tool.limit, tool, call)))
         else:
@@ -238,7 +239,7 @@ async def _run(calls: list[tuple[Tool, ToolCall]], timeout: float | None) -> Non
             if future in finished:
                 _read(tool, call, future)
             else:
-                _fail(call, f"{call.name} {unfinished}")
+                _fail(call, f"{call.name} {unfinished}", tool)
 
 
 def fail_unanswered(turn: Turn) -> None:
@@ -251,23 +252,23 @@ def fail_unanswered(turn: Turn) -> None:
 def _read(tool: Tool, call: ToolCall, future: asyncio.Future[Any]) -> None:
     """Writes what became of a call into it."""
     if future.cancelled():
-        _fail(call, f"{call.name} was cancelled.")
+        _fail(call, f"{call.name} was cancelled.", tool)
     else:
         try:
-            call.result, call.data, call.parts = future.result()
+            call.result, call.data, call.parts, call.returned = future.result()
         except Exception as error:  # whatever a user's tool raises is the model's to read
-            _fail(call, cut(describe_error(error), tool.max_result_size))
+            _fail(call, cut(tool.describe(error), tool.max_result_size), tool)
             call.where = find_fault(error).where
 
 
-def _fail(call: ToolCall, error: str) -> None:
+def _fail(call: ToolCall, error: str, tool: Tool | type[Tool] = Tool) -> None:
     call.error = render(error)
-    call.result = f"Error: {call.error}"
+    call.result = tool.failure(call.error)
 
 
 def _called(tool: Tool, arguments: dict[str, Any]) -> Any:
-    return read_result(tool.function(**arguments), tool.max_result_size)
+    return tool.read(tool.function(**arguments))
 
 
 async def _awaited(tool: Tool, arguments: dict[str, Any]) -> Any:
-    return read_result(await tool.function(**arguments), tool.max_result_size)
+    return tool.read(await tool.function(**arguments))

@@ -12,8 +12,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
-from typing import Any, SupportsFloat
+from typing import Any, Self, SupportsFloat
 
 from datasets import Dataset
 
@@ -27,6 +28,7 @@ from mt_grpo.images import is_shown, read_parts, shows_images
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.rewards import EnvReward, RewardFunc
 from mt_grpo.tools import Tool
+from mt_grpo.tools.results import Result
 from mt_grpo.trajectory import Message, ToolCall
 
 Factory = Callable[[], Any] | dict[str, Callable[[], Any]]
@@ -38,20 +40,39 @@ NOT_TOOLS = ("reset", "get_reward", "close")
 """Public methods that the model cannot call. TRL makes `close` a tool."""
 
 
-class MethodError(Exception):
-    """A method raised. The message is the exception's own: TRL shows it to the model without the exception's name."""
-
-
 class PartError(Exception):
-    """`reset` or a method returned a content part that is neither text nor image. The conversation ends with this."""
+    """`reset` returned a content part that models cannot be shown. The conversation ends with this."""
 
 
 class FactoryError(Exception):
     """`reset` or `get_reward` of the user's class failed. The message names the method and the cause."""
 
 
-class Method(Tool):
-    """A tool that gets the model's arguments unchecked, as in TRL."""
+class TRLTool(Tool):
+    """
+    A tool whose results are TRL's: `str(result)`, or `{'error': ...}` with the exception's own words. Of a list, the
+    model reads the text, and reward functions get the list. What shows images or plays sounds is shown.
+    """
+
+    @classmethod
+    def of(cls, tool: Tool) -> Self:
+        """A tool of this kind that is otherwise as the given one."""
+        return cls(**{each.name: getattr(tool, each.name) for each in fields(tool)})
+
+    def read(self, returned: Any) -> Result:
+        shown = returned if shows_images(returned) else _as_text(returned)
+        return super().read(shown)._replace(data=None, returned=returned if isinstance(returned, list) else None)
+
+    def describe(self, error: Exception) -> str:
+        return str(error)
+
+    @classmethod
+    def failure(cls, error: str) -> str:
+        return str({"error": error})
+
+
+class Method(TRLTool):
+    """A method of an environment. It gets the model's arguments unchecked, as in TRL."""
 
     def check(self, arguments: Any) -> str | None:
         return None
@@ -109,7 +130,7 @@ class TRLEnv(MultiTurnToolEnv):
         steps = sys.maxsize if max_steps is None else max_steps
         super().__init__([*tools, *methods], system_prompt, steps, protocol, env_mask, tool_timeout)
         self.tools = {
-            name: self._as_in_trl(tool, tool.function) if type(tool) is Tool else tool
+            name: self._as_in_trl(tool, tool.function) if type(tool) in (Tool, TRLTool) else tool
             for name, tool in self.tools.items()
         }
 
@@ -168,12 +189,6 @@ class TRLEnv(MultiTurnToolEnv):
             if each not in at_once:
                 await execute_calls([each], self.tools, self.tool_timeout)
         await execute_calls(at_once, self.tools, self.tool_timeout)
-        for each in calls:
-            if each.error is not None:
-                if each.error.startswith(PartError.__name__):
-                    raise PartError(each.error.removeprefix(f"{PartError.__name__}: "))
-                each.error = each.error.removeprefix(f"{MethodError.__name__}: ")
-                each.result = str({"error": each.error})
 
     async def close(self) -> None:
         """Returns the instance to the pool, or drops it if `reset` failed or a call of it hangs."""
@@ -202,7 +217,7 @@ class TRLEnv(MultiTurnToolEnv):
         return answer
 
     def _as_in_trl(self, tool: Tool, function: Callable[..., Any]) -> Method:
-        """The tool with results and errors in TRL's form. It keeps `_calls`."""
+        """The tool with another function, which keeps `_calls`."""
         calls = vars(self).get("_calls", [])
 
         @contextmanager
@@ -210,22 +225,18 @@ class TRLEnv(MultiTurnToolEnv):
             calls.append(tool.name)
             try:
                 yield
-            except PartError:
-                raise
-            except Exception as error:  # whatever the user's method raises
-                raise MethodError(str(error)) from error
             finally:
                 calls.remove(tool.name)
 
         def answer(**arguments: Any) -> Any:
             with under_way():
-                return _text(function(**arguments))
+                return function(**arguments)
 
         async def answer_later(**arguments: Any) -> Any:
             with under_way():
-                return _text(await function(**arguments))
+                return await function(**arguments)
 
-        bound = copy.copy(tool) if isinstance(tool, Method) else Method(**vars(tool))
+        bound = copy.copy(tool) if isinstance(tool, Method) else Method.of(tool)
         bound.function = answer_later if tool.is_async else answer
         return bound
 
@@ -329,19 +340,26 @@ def _taken(reset: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name in names}
 
 
+def _as_text(result: Any) -> str:
+    """The text of a result: `str(result)`; the joined texts if it is a list of parts with text."""
+    if isinstance(result, list) and result and all(map(_is_text_part, result)):
+        return "".join(part["text"] for part in result)
+    return str(result)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 def _text(said: Any) -> Any:
-    """
-    A result as text: `str(said)`, as in TRL; the joined texts if it is a list of content parts. What shows images is
-    returned as it is.
-    """
+    """What `reset` returned as text, as `_as_text` has it; as it is if it shows images."""
     if isinstance(said, list) and said and all(isinstance(part, dict) and "type" in part for part in said):
         for part in said:
             if part["type"] != "text" and not is_shown(part):
                 raise PartError(
                     f"A part of type {part['type']!r} cannot be shown: models read text, images, videos and sounds."
                 )
-        return said if shows_images(said) else "".join(part["text"] for part in said)
-    return said if shows_images(said) else str(said)
+    return said if shows_images(said) else _as_text(said)
 
 
 def _parts(said: Any) -> list[Any]:

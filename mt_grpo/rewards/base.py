@@ -169,7 +169,7 @@ class FunctionReward(OutcomeReward):
             columns["environments"] = environments
         return {
             "prompts": [each.prompt if each.texts is None else each.texts[0] for each in trajectories],
-            "completions": [each.completion if each.texts is None else each.texts[1] for each in trajectories],
+            "completions": [each.completion_in_trl if each.texts is None else each.texts[1] for each in trajectories],
             "completion_ids": [completion_ids(trajectory) for trajectory in trajectories],
             **columns,
         }

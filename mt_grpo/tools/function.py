@@ -21,9 +21,9 @@ from transformers.utils.chat_template_utils import (
 )
 
 from mt_grpo.concurrency import ConcurrencyLimit
-from mt_grpo.errors import UserError
+from mt_grpo.errors import UserError, describe_error
 from mt_grpo.tools.argument_check import ArgumentCheck, UnsoundSchema, read_schema
-from mt_grpo.tools.results import cut, render
+from mt_grpo.tools.results import Result, cut, read_result, render
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +180,19 @@ class Tool:
         if not errors:
             return None
         return cut(f"{self.name}: {self._explain(min(errors, key=_urgency), arguments)}", EXPLAINED)
+
+    def read(self, returned: Any) -> Result:
+        """What a call returned, as the model and rewards get it; see `read_result`."""
+        return read_result(returned, self.max_result_size)
+
+    def describe(self, error: Exception) -> str:
+        """What a call raised, in words."""
+        return describe_error(error)
+
+    @classmethod
+    def failure(cls, error: str) -> str:
+        """The result that tells the model of an error."""
+        return f"Error: {error}"
 
     def _explain(self, error: ValidationError, arguments: dict[str, Any]) -> str:
         known = list(self.parameters.get("properties", {}))

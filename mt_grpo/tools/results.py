@@ -23,6 +23,8 @@ class Result(NamedTuple):
     """Data beside it, for rewards."""
     parts: list[dict[str, Any]] | None = None
     """What the model is shown, where that is more than text: the parts of a content."""
+    returned: list[Any] | None = None
+    """What TRL's reward functions get in its place."""
 
 
 def read_result(result: Any, max_size: int | None) -> Result:

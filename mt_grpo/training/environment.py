@@ -24,7 +24,7 @@ from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.integrations.openai_api import AgentSource
 from mt_grpo.integrations.openenv import OpenEnv
 from mt_grpo.integrations.swift import SchedulerSource
-from mt_grpo.integrations.trl import Factory, TRLEnv, environments_of, import_factory
+from mt_grpo.integrations.trl import Factory, TRLEnv, TRLTool, environments_of, import_factory
 from mt_grpo.integrations.verifiers import VerifiersSource
 from mt_grpo.integrations.verl import InteractionEnv, load_interactions
 from mt_grpo.option_rules import PARTNERS, check_agent, check_partner, check_scheduler
@@ -34,7 +34,7 @@ from mt_grpo.rewards import RewardFunc
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner, TemplateError
 from mt_grpo.rollout.chat_template import ChatTemplate
 from mt_grpo.rollout.images import ImageEncoder
-from mt_grpo.tools import in_processes, load_tools, load_tools_file
+from mt_grpo.tools import Tool, in_processes, load_tools, load_tools_file
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.preflight import Rows
 from mt_grpo.training.rollout_batch import RolloutBatch
@@ -58,7 +58,7 @@ def build_env(
         args (`MTGRPOConfig`): The options.
         factory (`Factory`, *optional*): What the trainer was given as `environment_factory`.
         tools (`Sequence`, *optional*): What it was given as `tools`, beside those of `args`; their calls are native
-            and unbounded where `args` do not say otherwise, as in TRL.
+            and unbounded where `args` do not say otherwise, and results have TRL's form.
         plain (`bool`, *optional*, defaults to `False`): Whether a run without tools and partners has the call protocol
             `plain`, so that a conversation is one answer, as in TRL.
 
@@ -67,7 +67,8 @@ def build_env(
     """
     options = {name: getattr(args, name) for name in OF_ENVIRONMENT}
     if tools:
-        options["tools"] = [*(args.tools or []), *tools]
+        given = (TRLTool.of(tool) if type(tool) is Tool else tool for tool in load_tools(list(tools)))
+        options["tools"] = [*(args.tools or []), *given]
         options["call_protocol"] = args.call_protocol or "native"
         options["max_env_steps"] = sys.maxsize if args.max_env_steps is None else args.max_env_steps
     if factory is not None:

@@ -160,7 +160,7 @@ def test_whatever_a_class_does_ends_its_conversation_only():
         else:
             assert trajectory.stop_reason is StopReason.ANSWERED, trajectory.error
     assert results(ended["tool hangs"]) == ["{'error': 'wait took longer than 0.3 s.'}"]
-    assert results(ended["tool exits"]) == ["{'error': 'RuntimeError: SystemExit: 3'}"]
+    assert results(ended["tool exits"]) == ["{'error': 'SystemExit: 3'}"]
     assert ended["reward is nan"].env_rewards == ended["reward is none"].env_rewards == {}
     assert ended["reset returns nothing"].env_rewards == {"Broken": 1.0}
     assert sorted(Broken.closed) == ["reset hangs", "reset raises", "tool hangs"]  # the rest can be used again
@@ -268,17 +268,12 @@ class Camera:
         """Takes a sound."""
         return [{"type": "audio", "audio": [0.0] * 160}]
 
-    def smell(self) -> list:
-        """Takes a smell."""
-        return [{"type": "smell", "smell": "of roses"}]
-
 
 @pytest.mark.parametrize(
     ("method", "error"),
     [
         ("look", "TemplateError: A message of 'tool' shows an image, and this run gives its model text only: use a"),
         ("listen", "TemplateError: A message of 'tool' plays a sound, and this run gives its model text only: use a"),
-        ("smell", "PartError: A part of type 'smell' cannot be shown: models read text, images, videos and sounds."),
     ],
 )
 def test_what_a_model_cannot_read_ends_the_conversation(method, error):

@@ -230,7 +230,7 @@ PASSAGES = [
 def test_a_retrieval_server_is_asked_in_its_form(upstream):
     upstream.reply = 200, {"result": [PASSAGES]}
     search = RetrievalSearch(f"{upstream.url}/retrieve", top_k=2, headers={"X-Key": "k"})
-    text, data, _ = read_result(search.search("capital of Peru"), None)
+    text, data, *_ = read_result(search.search("capital of Peru"), None)
     assert text == '[1] "Peru"\nThe capital of Peru is Lima.\n\n[2] Sol\nThe currency of Peru.'
     assert data == {"documents": [passage["document"] for passage in PASSAGES], "scores": [0.9, 0.5]}
     assert upstream.asked("/retrieve") == [{"queries": ["capital of Peru"], "topk": 2, "return_scores": True}]
