@@ -7,21 +7,27 @@ read.
 
 from __future__ import annotations
 
-import base64
-import binascii
+import copyreg
 import hashlib
 import io
+import os
+import struct
 import sys
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from mt_grpo import sounds
-from mt_grpo.errors import UserError
+from mt_grpo.media import IN_CONVERSATION, IN_MESSAGE, MediumError, file_of
 from mt_grpo.sounds import Sound
 
 KINDS = ("image", "image_url", "input_image")
 """Types of parts that show an image: of chat templates, and of OpenAI's two interfaces."""
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Files that are opened: those of others start programs (EPS), or are read by little tested code."""
 
 OTHER_MEDIA = ("video_url",)
 """Types of parts that show what no rollout can keep."""
@@ -45,10 +51,6 @@ def kind_of(token: int) -> int:
 def token_in_words(token: int) -> str:
     """What stands for the token of an image, a video or a sound where text is shown."""
     return SOUND_IN_TEXT if kind_of(token) == SOUND else IN_TEXT
-
-
-class ImageError(UserError, ValueError):
-    """Something that is shown as an image, and is none. The message is one sentence fit for the user."""
 
 
 def is_image(value: Any) -> bool:
@@ -76,72 +78,125 @@ def kind_of_part(part: dict[str, Any]) -> int:
 def is_read(part: Any) -> bool:
     """Whether a part that shows something is in the form that `read_parts` gives it."""
     if part["type"] == "video":
-        return isinstance(part.get("video"), list) and bool(part["video"]) and all(map(is_image, part["video"]))
+        return isinstance(part.get("video"), list) and bool(part["video"]) and all(map(_is_read, part["video"]))
     if sounds.is_sound_part(part):
         return sounds.is_read(part)
-    return part["type"] == "image" and is_image(part.get("image"))
+    return part["type"] == "image" and _is_read(part.get("image"))
 
 
-def image_parts(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _is_read(image: Any) -> bool:
+    return is_image(image) and not _is_refused(image)
+
+
+def image_parts(messages: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """The parts of messages that show images or videos, or play sounds, in order."""
     for message in messages:
-        content = message.get("content")
+        content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
             yield from filter(is_shown, content)
 
 
-def read_parts(content: list[Any]) -> list[Any]:
+def read_parts(content: list[Any], of_row: bool = False, known: Files | None = None) -> list[Any]:
     """
     The parts of a content in the form that chat templates take: images are `{"type": "image", "image": ...}`, with an
     image of Pillow's, and sounds as `sounds.read_part` has them; and no part has a key without a value, as the rows of
-    a `datasets.Dataset` have them.
+    a `datasets.Dataset` have them. Files are opened and not decoded, see `decode`.
+
+    Args:
+        content (`list`): The parts.
+        of_row (`bool`, *optional*, defaults to `False`): See `mt_grpo.media.file_of`.
+        known (`Files`, *optional*): What was opened before, for files that are given again. They are added.
 
     Raises:
-        ImageError: If a part shows something that is no image or list of images.
-        SoundError: If a part plays something that is no sound.
+        MediumError: If a part shows or plays something that cannot be, or all of them are too many or too large.
     """
-    return [_read_part(part) for part in content]
+    IN_MESSAGE.check([0 for part in content for _ in _media_in(part)])  # before the first is opened
+    read = [_read_part(part, of_row, known) for part in content]
+    IN_MESSAGE.check([size_of(medium) for part in read for medium in _media_in(part)])
+    return read
 
 
-def _read_part(part: Any) -> Any:
+def _media_in(part: Any) -> list[Any]:
+    """What a part shows or plays, read or not: the frames of a video."""
+    if is_kept(part):
+        return [part]
+    if not is_shown(part):
+        return []
+    shown = part.get(part["type"])
+    return list(shown) if part["type"] == "video" and isinstance(shown, (list, tuple)) else [shown]
+
+
+def read_messages(messages: Sequence[Any], of_row: bool = False, known: Files | None = None) -> Sequence[Any]:
+    """The messages with their contents as `read_parts` has them; they themselves where all are read."""
+    if not any(map(_is_unread, messages)):
+        return messages
+    return [
+        {**message, "content": read_parts(message["content"], of_row, known)} if _is_unread(message) else message
+        for message in messages
+    ]
+
+
+def _is_unread(message: Any) -> bool:
+    """Whether a message has parts that are not in the form that templates take."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and any(map(_is_unread_part, content))
+
+
+def _is_unread_part(part: Any) -> bool:
+    if is_kept(part) or not isinstance(part, dict):
+        return is_kept(part)
+    return any(value is None for value in part.values()) or (is_shown(part) and not is_read(part))
+
+
+def media_of(parts: Iterable[dict[str, Any]]) -> list[Any]:
+    """The images, frames of videos, and sounds of parts that are read, in order."""
+    return [medium for part in parts for medium in _media_in(part)]
+
+
+def size_of(medium: Any) -> int:
+    """The number of pixels or samples of an image or a sound, which need not be decoded."""
+    return medium.length if isinstance(medium, Sound) else medium.width * medium.height
+
+
+def _read_part(part: Any, of_row: bool, known: Files | None) -> Any:
     if is_image(part):
-        return {"type": "image", "image": part}
+        part = {"type": "image", "image": part}
     if isinstance(part, Sound):
         part = {"type": "audio", "audio": part}
     if not isinstance(part, dict):
         return part
     part = {key: value for key, value in part.items() if value is not None}
     if part.get("type") in OTHER_MEDIA:
-        raise ImageError(
+        raise MediumError(
             f"A message shows a part of type {part['type']!r}, and rollouts hold text, images, videos and sounds: "
             "show a video as the list of its frames."
         )
     if sounds.is_sound_part(part):
-        return part if sounds.is_read(part) else sounds.read_part(part)
+        return part if sounds.is_read(part) else sounds.read_part(part, of_row)
     if part.get("type") == "video":
-        return {**part, "video": _read_frames(part.get("video"))}
+        return {**part, "video": _read_frames(part.get("video"), of_row, known)}
     if not is_image_part(part):
         return part
     shown = part.get("image") if part["type"] == "image" else part.get("image_url", part.get("image"))
     if isinstance(shown, dict) and "url" in shown:
         shown = shown["url"]
     if shown is None:
-        raise ImageError(
+        raise MediumError(
             "A message has a place for an image and no image: give as many images as places in the row's column "
             "`images`, or an image in the part itself."
         )
     rest = {key: value for key, value in part.items() if key not in (*KINDS, "type", "detail")}
-    return {"type": "image", "image": read_image(shown), **rest}
+    return {"type": "image", "image": read_image(shown, of_row, known), **rest}
 
 
-def _read_frames(frames: Any) -> list[Any]:
+def _read_frames(frames: Any, of_row: bool, known: Files | None) -> list[Any]:
     if not isinstance(frames, (list, tuple)) or not frames:
         given = repr(frames) if isinstance(frames, str) and len(frames) < 80 else f"a value of {type(frames).__name__}"
-        raise ImageError(
+        raise MediumError(
             f"A video is the list of its frames, which are images, and {given} is none: decode it first, and give "
             "some of its frames (`fps` says how many there are per second)."
         )
-    return [read_image(frame) for frame in frames]
+    return [read_image(frame, of_row, known) for frame in frames]
 
 
 def shows_images(value: Any) -> bool:
@@ -162,40 +217,171 @@ def in_words(part: Any) -> str:
     return str(part.get("text") or "") if isinstance(part, dict) else str(part)
 
 
-def read_image(value: Any) -> Any:
+Files = MutableMapping[str, Any]
+"""Images that were opened, by digests of their files."""
+
+MODEL_TAKES: ContextVar[Callable[[dict[str, Any]], bool]] = ContextVar("whether the model is shown a part")
+"""Of the conversation that this code runs in."""
+
+
+class _Opened:
+    """
+    What is known of an image that was opened here.
+
+    Args:
+        image: Of Pillow's.
+        file (`bytes`): Its file, kept until it is decoded.
+    """
+
+    def __init__(self, image: Any, file: bytes) -> None:
+        key = id(image)
+        self.image = weakref.ref(image, lambda _: _opened.pop(key, None))
+        self.file: bytes | None = file
+        self.digest = _digest(file)
+
+
+_opened: dict[int, _Opened] = {}
+_BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, IndexError, KeyError, TypeError)
+"""What Pillow raises for files that are none."""
+
+
+def read_image(value: Any, of_row: bool = False, known: Files | None = None) -> Any:
     """
     An image of Pillow's, from what datasets, tools and requests have: such an image, a path, bytes of a file, a
-    `data:` URL, or a dictionary with `bytes` or `path`.
+    `data:` URL, or a dictionary with `bytes` or `path`. A file is opened and not decoded, see `decode`. For `of_row`
+    and `known` see `read_parts`.
 
     Raises:
-        ImageError: If it is none of these, or cannot be read.
+        MediumError: If it is none of these, cannot be read, or has too many pixels.
     """
     if is_image(value):
-        return value
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise ImageError("A message shows an image, and Pillow is not installed: `pip install pillow`.") from None
-    name = _named(value)
-    try:
-        if isinstance(value, dict):
-            value = value.get("bytes") or value.get("path")
-        if isinstance(value, str) and value.startswith("data:"):
-            value = base64.b64decode(value.partition(",")[2], validate=True)
-        if isinstance(value, str) and value.startswith(("http://", "https://")):
-            raise ImageError(
-                f"{name} is an address, which rollouts do not fetch: give the image, a file or its bytes."
+        if _is_refused(value):
+            raise MediumError(
+                f"An image of the format {value.format} is not decoded, as only {', '.join(FORMATS)} are: load it "
+                "first (`image.load()`), if its origin is trusted."
             )
-        if not isinstance(value, (str, Path, bytes)):
-            raise ImageError(f"{name} is no image: give an image of Pillow's, a path, or the bytes of a file.")
-        with Image.open(io.BytesIO(value) if isinstance(value, bytes) else value) as opened:
-            opened.load()
-            return opened.copy()
-    except (OSError, SyntaxError, binascii.Error, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        reason = (
-            error.strerror if isinstance(error, OSError) and error.strerror else "it is broken, or of no known kind"
+        return value
+    name = _named(value)
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if not isinstance(value, (str, os.PathLike, bytes, bytearray)):
+        raise MediumError(f"{name} is no image: give an image of Pillow's, a path, or the bytes of a file.")
+    file = file_of(value, name, of_row)
+    if known is None:
+        return _open(file, name)
+    digest = _digest(file)
+    image = known.get(digest)
+    if image is None:
+        image = known[digest] = _open(file, name)
+    return image
+
+
+def _open(file: bytes, name: str) -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MediumError("A message shows an image, and Pillow is not installed: `pip install pillow`.") from None
+    try:
+        image = Image.open(io.BytesIO(file), formats=FORMATS)
+    except (*_BROKEN, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
+            raise MediumError(f"{name} has more than {IN_MESSAGE.values:,} pixels: give a smaller one.") from error
+        raise MediumError(
+            f"{name} cannot be read as an image: it is broken, or of no known kind ({', '.join(FORMATS)})."
+        ) from error
+    if size_of(image) > IN_MESSAGE.values:
+        raise MediumError(
+            f"{name} has {size_of(image):,} pixels, and {IN_MESSAGE.values:,} are the most: make it smaller."
         )
-        raise ImageError(f"{name} cannot be read as an image: {reason}.") from error
+    _opened[id(image)] = _Opened(image, file)
+    copyreg.pickle(type(image), _reduced)
+    return image
+
+
+def _reduced(image: Any) -> Any:
+    """How an image is pickled and copied: one that is not decoded stays so."""
+    opened = _opened.get(id(image))
+    if opened is None or opened.file is None:
+        return image.__reduce_ex__(2)
+    return _open, (opened.file, "An image")
+
+
+def is_decoded(medium: Any) -> bool:
+    """Whether an image or a sound is more than a file of which the header was read."""
+    if isinstance(medium, Sound):
+        return medium.file is None
+    opened = _opened.get(id(medium))
+    if opened is not None:
+        return opened.file is None
+    return not _is_lazy(medium)
+
+
+def _is_lazy(image: Any) -> bool:
+    """Whether an image that somebody else opened is to be decoded."""
+    files = sys.modules.get("PIL.ImageFile")
+    return files is not None and isinstance(image, files.ImageFile) and bool(image.tile)
+
+
+def _is_refused(image: Any) -> bool:
+    """Whether an image that somebody else opened is of a kind that is not decoded here."""
+    return _is_lazy(image) and image.format not in (*FORMATS, "MPO")  # the last is a JPEG with several images
+
+
+def decode(medium: Any) -> None:
+    """
+    Decodes an image or a sound. That takes seconds and hundreds of megabytes for large ones: do it in a thread, one
+    after another, and only to what is looked at.
+
+    Raises:
+        MediumError: If its file is broken.
+    """
+    if isinstance(medium, Sound):
+        _ = medium.samples
+        return
+    from PIL import Image
+
+    opened = _opened.get(id(medium))
+    try:
+        medium.load()
+    except (*_BROKEN, Image.DecompressionBombError) as error:  # a frame may be larger than the header says
+        size = f"{medium.width} by {medium.height} pixels"
+        raise MediumError(f"An image of {size} cannot be read as an image: it is broken.") from error
+    if opened is not None and opened.file is not None:
+        opened.digest, opened.file = _pixel_digest(medium), None
+
+
+def decode_shown(parts: Iterable[Any]) -> None:
+    """
+    Decodes what parts show to the model of the conversation that this code runs in, if there is one: so that a tool
+    is told of a broken file.
+
+    Raises:
+        MediumError: If a file is broken.
+    """
+    takes = MODEL_TAKES.get(None)
+    if takes is not None:
+        for medium in media_of(part for part in parts if is_shown(part) and takes(part)):
+            decode(medium)
+
+
+class Shown:
+    """The images, frames and sounds that one conversation shows: each file is opened once, and all are bounded."""
+
+    def __init__(self) -> None:
+        self.files: Files = weakref.WeakValueDictionary()
+        self._media: dict[int, Any] = {}
+
+    def fork(self) -> Shown:
+        """A copy for a branch of the conversation; the two change apart."""
+        twin = Shown()
+        twin.files, twin._media = self.files, dict(self._media)
+        return twin
+
+    def add(self, media: Iterable[Any]) -> None:
+        """Adds media; raises `MediumError`, and adds none, if they are too many or too large together."""
+        both = self._media | {id(medium): medium for medium in media}
+        IN_CONVERSATION.check([*map(size_of, both.values())])
+        self._media = both
 
 
 def _named(value: Any) -> str:
@@ -229,14 +415,35 @@ def digest(value: Any) -> str:
 
 
 def image_digest(image: Any) -> str:
-    """A name for an image of Pillow's by its content: 32 hexadecimal digits, the same on every machine."""
+    """
+    A name for an image of Pillow's by its content: 32 hexadecimal digits, the same on every machine. One that was
+    opened and not decoded is named by its file.
+    """
+    opened = _opened.get(id(image))
+    return _pixel_digest(image) if opened is None else opened.digest
+
+
+def _pixel_digest(image: Any) -> str:
     shape = f"{image.mode}/{image.width}x{image.height}/".encode()
     palette = image.getpalette() if image.mode == "P" else None
-    return hashlib.blake2b(shape + bytes(palette or b"") + image.tobytes(), digest_size=16).hexdigest()
+    return _digest(shape + bytes(palette or b""), image.tobytes())
+
+
+def _digest(*contents: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for content in contents:
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def as_png(image: Any) -> bytes:
-    """An image of Pillow's as the bytes of a PNG file."""
+    """
+    An image of Pillow's as the bytes of a PNG file. One that was opened and not decoded is the file that it came in,
+    whatever its kind.
+    """
+    opened = _opened.get(id(image))
+    if opened is not None and opened.file is not None:
+        return opened.file
     kept = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16") else image.convert("RGB")
     file = io.BytesIO()
     kept.save(file, format="PNG")

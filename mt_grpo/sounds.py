@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import io
+import os
 import struct
 import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mt_grpo.errors import UserError
+from mt_grpo.media import IN_MESSAGE, MediumError, decoded, file_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,14 +26,14 @@ _UNKNOWN_RATE = 16_000
 """The rate that is written for a sound of which none is known: that of nearly all models."""
 
 
-class SoundError(UserError, ValueError):
-    """Something that is played as a sound, and is none. The message is one sentence fit for the user."""
+MOST_CHANNELS = 32
+MOST_SECONDS = 3600.0
+"""How long one sound may be."""
 
 
-@dataclass(frozen=True, eq=False)
 class Sound:
     """
-    A sound of one channel.
+    A sound of one channel. One from a file is decoded when its samples are first asked for.
 
     Args:
         samples (`np.ndarray`): `(N,)` float32, between -1 and 1.
@@ -43,23 +41,61 @@ class Sound:
             wants, which is what transformers takes an array for.
     """
 
-    samples: np.ndarray
-    rate: int | None = None
-
     __array_ufunc__ = None  # an array that is compared with a sound asks the sound, and gets one answer
+
+    def __init__(self, samples: np.ndarray, rate: int | None = None) -> None:
+        self.rate, self.length = rate, len(samples)
+        self._samples: np.ndarray | None = samples
+        self.file: bytes | None = None
+        """The file of one that is not decoded."""
+
+    @classmethod
+    def of_file(cls, file: bytes, name: str) -> Sound:
+        """
+        A sound that is not decoded yet.
+
+        Args:
+            file (`bytes`): Its file.
+            name (`str`): What to say of it in errors.
+
+        Raises:
+            MediumError: If it is no sound, or one that is too long.
+        """
+        frames, channels, rate = _header(file, name)
+        if channels > MOST_CHANNELS:
+            raise MediumError(f"{name} has {channels} channels, and {MOST_CHANNELS} are the most: average them.")
+        if not frames:
+            raise MediumError("A sound has no samples: leave it out.")
+        _check_length(frames, rate)
+        IN_MESSAGE.check([frames * channels])
+        sound = cls.__new__(cls)
+        sound.rate, sound.length, sound._samples, sound.file = rate, frames, None, file
+        return sound
+
+    @property
+    def samples(self) -> np.ndarray:
+        """`(N,)` float32; raises `MediumError` if its file is broken."""
+        file = self.file
+        if file is not None:
+            self._samples = _checked(_decoded(file), self.rate)._samples
+            self.file = None  # after the other is there: another thread may ask
+        assert self._samples is not None
+        return self._samples
 
     @property
     def seconds(self) -> float:
         """How long it is."""
-        return len(self.samples) / (self.rate or _UNKNOWN_RATE)
+        return self.length / (self.rate or _UNKNOWN_RATE)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sound):
+        if not isinstance(other, Sound) or self.rate != other.rate:
             return False
-        return self is other or (self.rate == other.rate and self.samples.tobytes() == other.samples.tobytes())
+        if self is other or (self.file is not None and self.file == other.file):
+            return True
+        return self.samples.tobytes() == other.samples.tobytes()
 
     def __hash__(self) -> int:
-        return hash((self.rate, len(self.samples)))
+        return hash((self.rate, self.length))
 
     def __repr__(self) -> str:
         return f"Sound({self.seconds:.2f} s)"
@@ -75,18 +111,18 @@ def is_read(part: dict[str, Any]) -> bool:
     return part["type"] == "audio" and isinstance(part.get("audio"), Sound) and "seconds" in part
 
 
-def read_part(part: dict[str, Any]) -> dict[str, Any]:
+def read_part(part: dict[str, Any], of_row: bool = False) -> dict[str, Any]:
     """
     A part that plays a sound in the form that chat templates take: `{"type": "audio", "audio": ..., "seconds": ...}`,
-    with a `Sound`. Its other keys stay.
+    with a `Sound`. Its other keys stay. See `mt_grpo.media.file_of` for `of_row`.
 
     Raises:
-        SoundError: If there is no sound in it, or none that can be read.
+        MediumError: If there is no sound in it, or none that can be read.
     """
     found = [(key, part[key]) for key in _GIVEN if part.get(key) is not None]
     if len(found) != 1:
         keys = " and ".join(repr(key) for key, _ in found)
-        raise SoundError(
+        raise MediumError(
             f"A message has a sound under {keys}: give it once, as `audio`."
             if found
             else "A message has a place for a sound and no sound: give it in the part itself, as `audio`."
@@ -95,18 +131,18 @@ def read_part(part: dict[str, Any]) -> dict[str, Any]:
     rate = part.get("sampling_rate")
     if key == "input_audio":
         if not isinstance(value, dict) or not isinstance(value.get("data"), str):
-            raise SoundError("A sound of type 'input_audio' has no `data`: give the file there, in base64.")
-        value = _decoded(value["data"].rpartition("base64,")[2], "A sound of type 'input_audio'")
+            raise MediumError("A sound of type 'input_audio' has no `data`: give the file there, in base64.")
+        value = decoded(value["data"].rpartition("base64,")[2], "A sound of type 'input_audio'")
     elif key == "base64" and isinstance(value, str):
-        value = _decoded(value, "A sound under 'base64'")
+        value = decoded(value, "A sound under 'base64'")
     elif key == "audio_url" and isinstance(value, dict):
         value = value.get("url")
-    sound = read_sound(value, rate)
+    sound = read_sound(value, rate, of_row)
     rest = {name: each for name, each in part.items() if name not in (*_GIVEN, "type", "sampling_rate", "seconds")}
     return {"type": "audio", "audio": sound, "seconds": round(sound.seconds, 3), **rest}
 
 
-def read_sound(value: Any, rate: int | None = None) -> Sound:
+def read_sound(value: Any, rate: int | None = None, of_row: bool = False) -> Sound:
     """
     A sound, from what datasets, tools and requests have: an array, `{"array": ..., "sampling_rate": ...}`, a decoder
     of torchcodec's (rows of `datasets.Audio`), a path, the bytes of a file, `{"bytes": ...}` or `{"path": ...}`, or a
@@ -115,24 +151,26 @@ def read_sound(value: Any, rate: int | None = None) -> Sound:
     Args:
         value: One of these.
         rate (`int`, *optional*): Samples per second of an array.
+        of_row (`bool`, *optional*, defaults to `False`): See `mt_grpo.media.file_of`.
 
     Raises:
-        SoundError: If it is none of them, cannot be read, or has no samples, another number of dimensions than one,
-            or numbers that are not finite.
+        MediumError: If it is none of them, cannot be read, is too long, or has no samples, another number of
+            dimensions than one, or numbers that are not finite.
     """
     if isinstance(value, Sound):
         return value
     if _is_decoder(value):
-        decoded = value.get_all_samples()
-        return _checked(decoded.data.numpy().mean(axis=0), decoded.sample_rate)
+        told = value.metadata  # what it cannot tell is `None`
+        _check_length((told.duration_seconds or 0) * (told.sample_rate or 0), told.sample_rate)
+        played = value.get_all_samples()
+        return _checked(played.data.numpy().mean(axis=0), played.sample_rate)
     if isinstance(value, dict) and value.get("array") is not None:
         return read_sound(value["array"], value.get("sampling_rate") or rate)
     if isinstance(value, dict):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
-    if isinstance(value, (bytes, bytearray)):
-        return _file(bytes(value), f"A sound of {len(value)} bytes")
-    if isinstance(value, (str, Path)):
-        return _file(*_opened(value))
+    if isinstance(value, (bytes, bytearray, str, os.PathLike)):
+        name = _named(value)
+        return Sound.of_file(file_of(value, name, of_row), name)
     import numpy as np
 
     try:
@@ -140,7 +178,7 @@ def read_sound(value: Any, rate: int | None = None) -> Sound:
     except (ValueError, TypeError, RuntimeError):  # lists of several lengths; a tensor of a GPU, or with a gradient
         samples = np.empty(0, dtype=object)
     if samples.dtype.kind not in "iuf" or not samples.ndim:
-        raise SoundError(
+        raise MediumError(
             f"A value of {type(value).__name__} is no sound: give an array of samples, a path, or the bytes of a file."
         )
     return _checked(samples, rate)
@@ -152,25 +190,12 @@ def _is_decoder(value: Any) -> bool:
     return torchcodec is not None and isinstance(value, torchcodec.AudioDecoder)
 
 
-def _opened(value: str | Path) -> tuple[bytes, str]:
-    """The bytes of a file, and what to say of it."""
+def _named(value: Any) -> str:
+    """What to say of the file of a sound."""
+    if isinstance(value, (bytes, bytearray)):
+        return f"A sound of {len(value)} bytes"
     text = str(value)
-    name = f"The sound {text[:60] + '…' if len(text) > 60 else text!r}"
-    if text.startswith("data:"):
-        return _decoded(text.partition(",")[2], name), name
-    if text.startswith(("http://", "https://")):
-        raise SoundError(f"{name} is an address, which rollouts do not fetch: give the sound, a file or its bytes.")
-    try:
-        return Path(value).read_bytes(), name
-    except OSError as error:
-        raise SoundError(f"{name} cannot be read: {error.strerror or error}.") from error
-
-
-def _decoded(text: str, name: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise SoundError(f"{name} cannot be read: it is no base64.") from error
+    return f"The sound {text[:60] + '…' if len(text) > 60 else text!r}"
 
 
 def is_wav(data: bytes) -> bool:
@@ -178,32 +203,71 @@ def is_wav(data: bytes) -> bool:
     return data[:4] == b"RIFF" and data[8:12] == b"WAVE"
 
 
-def _file(data: bytes, name: str) -> Sound:
-    if is_wav(data):
+def _header(file: bytes, name: str) -> tuple[int, int, int]:
+    """Samples per channel, channels, and samples per second of a file, which is not decoded."""
+    if is_wav(file):
         try:
-            samples, rate = _from_wav(data)
+            wav = _read_wav(file)
         except struct.error as error:
-            raise SoundError(f"{name} cannot be read as a sound: it ends within its header.") from error
+            raise MediumError(f"{name} cannot be read as a sound: it ends within its header.") from error
         except ValueError as error:
-            raise SoundError(f"{name} cannot be read as a sound: {error}.") from error
-        return _checked(samples, rate)
+            raise MediumError(f"{name} cannot be read as a sound: {error}.") from error
+        return len(wav.body) // (wav.channels * wav.bits // 8), wav.channels, wav.rate
     try:
         import soundfile  # type: ignore[import-not-found]
     except ImportError:
-        raise SoundError(
+        raise MediumError(
             f"{name} is no WAV file, and what reads others is not installed: `pip install soundfile`, or give samples."
         ) from None
     try:
-        samples, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+        with soundfile.SoundFile(io.BytesIO(file)) as opened:
+            return opened.frames, opened.channels, opened.samplerate
     except (soundfile.LibsndfileError, RuntimeError) as error:
-        raise SoundError(f"{name} cannot be read as a sound: it is broken, or of no known kind.") from error
-    return _checked(samples.mean(axis=1), rate)
+        raise MediumError(f"{name} cannot be read as a sound: it is broken, or of no known kind.") from error
 
 
-def _from_wav(data: bytes) -> tuple[np.ndarray, int]:
-    """Samples of a WAV file, its channels averaged, and its rate."""
-    import numpy as np
+def _decoded(file: bytes) -> np.ndarray:
+    """The samples of a file whose header was read, its channels averaged."""
+    if is_wav(file):
+        return _read_wav(file).samples()
+    import soundfile
 
+    try:
+        with soundfile.SoundFile(io.BytesIO(file)) as opened:
+            # a header may promise less than the file has
+            return opened.read(opened.frames, dtype="float32", always_2d=True).mean(axis=1)
+    except (soundfile.LibsndfileError, RuntimeError) as error:
+        raise MediumError(
+            f"A sound of {len(file)} bytes cannot be read as a sound: it is broken, or of no known kind."
+        ) from error
+
+
+class _Wav(NamedTuple):
+    """What a WAV file holds."""
+
+    kind: int
+    channels: int
+    rate: int
+    bits: int
+    body: memoryview
+
+    def samples(self) -> np.ndarray:
+        """Its samples, its channels averaged."""
+        import numpy as np
+
+        if self.kind == _FLOAT:
+            samples = np.frombuffer(self.body, f"<f{self.bits // 8}")
+        elif self.bits == 24:
+            parts = np.frombuffer(self.body, np.uint8).reshape(-1, 3)
+            samples = np.pad(parts, ((0, 0), (1, 0))).reshape(-1).view("<i4")
+        else:
+            samples = np.frombuffer(self.body, "u1" if self.bits == 8 else f"<i{self.bits // 8}")
+        return _scaled(samples).reshape(-1, self.channels).mean(axis=1)
+
+
+def _read_wav(file: bytes) -> _Wav:
+    """The header of a WAV file; raises `struct.error` or `ValueError` if it is none."""
+    data = memoryview(file)
     kind = channels = rate = bits = 0
     begin = 12
     while begin + 8 <= len(data):
@@ -219,16 +283,21 @@ def _from_wav(data: bytes) -> tuple[np.ndarray, int]:
         if kind not in (_PCM, _FLOAT) or bits not in ((8, 16, 24, 32) if kind == _PCM else (32, 64)) or not channels:
             raise ValueError(f"its samples are of format {kind} with {bits} bits, and not plain numbers")
         frame = channels * bits // 8
-        body = body[: len(body) // frame * frame]  # a file that was cut off ends within a sample
-        if kind == _FLOAT:
-            samples = np.frombuffer(body, f"<f{bits // 8}")
-        elif bits == 24:
-            parts = np.frombuffer(body, np.uint8).reshape(-1, 3)
-            samples = np.pad(parts, ((0, 0), (1, 0))).reshape(-1).view("<i4")
-        else:
-            samples = np.frombuffer(body, "u1" if bits == 8 else f"<i{bits // 8}")
-        return _scaled(samples).reshape(-1, channels).mean(axis=1), rate
+        # a file that was cut off ends within a sample
+        return _Wav(kind, channels, rate, bits, body[: len(body) // frame * frame])
     raise ValueError("it has no samples")
+
+
+def _check_length(length: float, rate: Any) -> None:
+    """Refuses a sound of too many samples or seconds, or of a rate that is none."""
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, Integral) or rate < 1):
+        raise MediumError(f"A sound has {rate!r} samples per second: give a whole number above 0 as `sampling_rate`.")
+    seconds = length / (rate or _UNKNOWN_RATE)
+    if seconds > MOST_SECONDS:
+        raise MediumError(
+            f"A sound is {seconds:,.0f} s long, and {MOST_SECONDS:,.0f} s are the most: give a part of it."
+        )
+    IN_MESSAGE.check([int(length)])
 
 
 def _scaled(samples: np.ndarray) -> np.ndarray:
@@ -236,29 +305,34 @@ def _scaled(samples: np.ndarray) -> np.ndarray:
     if samples.dtype.kind == "f":
         return samples.astype("float32")
     size = 2.0 ** (8 * samples.dtype.itemsize - 1)
-    return ((samples - size * (samples.dtype.kind == "u")) / size).astype("float32")
+    exact = samples.astype("float32" if samples.dtype.itemsize < 4 else "float64")
+    return ((exact - size * (samples.dtype.kind == "u")) / size).astype("float32", copy=False)
 
 
 def _checked(samples: np.ndarray, rate: Any) -> Sound:
     import numpy as np
 
     if samples.ndim != 1:
-        raise SoundError(
+        raise MediumError(
             f"A sound is one row of samples, and this one is an array of shape {samples.shape}: average its channels."
         )
     if not len(samples):
-        raise SoundError("A sound has no samples: leave it out.")
+        raise MediumError("A sound has no samples: leave it out.")
+    _check_length(len(samples), rate)
     samples = np.ascontiguousarray(_scaled(samples))
     if not np.isfinite(samples).all():
-        raise SoundError("A sound has samples that are not finite numbers.")
-    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, np.integer)) or rate < 1):
-        raise SoundError(f"A sound has {rate!r} samples per second: give a whole number above 0 as `sampling_rate`.")
+        raise MediumError("A sound has samples that are not finite numbers.")
     samples.flags.writeable = False  # its name is made of them
     return Sound(samples, None if rate is None else int(rate))
 
 
 def sound_digest(sound: Sound) -> str:
-    """A name for a sound by its content: 32 hexadecimal digits, the same on every machine."""
+    """
+    A name for a sound by its content: 32 hexadecimal digits, the same on every machine. One that is not decoded is
+    named by its file.
+    """
+    if sound.file is not None:
+        return hashlib.blake2b(sound.file, digest_size=16).hexdigest()
     content = hashlib.blake2b(f"{sound.rate}/".encode(), digest_size=16)
     content.update(sound.samples.tobytes())
     return content.hexdigest()
@@ -279,7 +353,12 @@ def name_of(value: Any) -> str | None:
 
 
 def as_wav(sound: Sound) -> bytes:
-    """A sound as the bytes of a WAV file of float32, from which `read_sound` reads the same samples."""
+    """
+    A sound as the bytes of a WAV file of float32, from which `read_sound` reads the same samples. One that is not
+    decoded is the file that it came in, whatever its kind.
+    """
+    if sound.file is not None:
+        return sound.file
     rate, body = sound.rate or _UNKNOWN_RATE, sound.samples.tobytes()
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, _FLOAT, 1, rate, 4 * rate, 4, 32)
     chunks = b"WAVE" + form + struct.pack("<4sI", b"data", len(body)) + body

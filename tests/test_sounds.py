@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from mt_grpo.images import in_words, named, read_parts
-from mt_grpo.sounds import Sound, SoundError, as_wav, read_part, read_sound, sound_digest
+from mt_grpo.media import MediumError
+from mt_grpo.sounds import Sound, as_wav, read_part, read_sound, sound_digest
 
 TONE = np.sin(np.arange(160) / 5).astype(np.float32) / 2
 
@@ -60,15 +61,17 @@ def test_files_are_read_and_their_channels_averaged(tmp_path, width, channels):
         {"bytes": None, "path": str(path)},
         url,
     ):
-        sound = read_sound(given)
+        sound = read_sound(given, of_row=True)
         assert sound.rate == 16_000
         assert sound.samples == pytest.approx(TONE, abs=2.0 ** (2 - 8 * min(width, 3)))
 
 
 def test_what_a_run_writes_is_read_again():
     sound = Sound(TONE, 24_000)
-    assert read_sound(as_wav(sound)) == sound
-    assert sound_digest(sound) == sound_digest(read_sound(as_wav(sound))) != sound_digest(Sound(TONE, 16_000))
+    again = read_sound(as_wav(sound))
+    assert as_wav(again) == as_wav(sound)
+    assert again == sound
+    assert sound_digest(sound) == sound_digest(again) != sound_digest(Sound(TONE, 16_000))
 
 
 def test_a_file_of_many_chunks_that_was_cut_off_is_read():
@@ -95,6 +98,8 @@ def test_parts_of_all_forms_become_one():
 
 def test_a_decoder_of_torchcodec_is_read(monkeypatch):
     class AudioDecoder:
+        metadata = SimpleNamespace(duration_seconds=0.02, sample_rate=None)
+
         def get_all_samples(self):
             return SimpleNamespace(data=torch.from_numpy(np.stack([TONE, TONE])), sample_rate=8_000)
 
@@ -109,14 +114,26 @@ def test_other_files_are_read_with_soundfile(monkeypatch):
     class LibsndfileError(RuntimeError):
         pass
 
-    def read(file, dtype, always_2d):
-        if file.read() != b"fLaC":
-            raise LibsndfileError("unknown format")
-        return np.stack([TONE, TONE], axis=1), 8_000
+    class SoundFile:
+        frames, channels, samplerate = len(TONE), 2, 8_000
 
-    monkeypatch.setitem(sys.modules, "soundfile", SimpleNamespace(read=read, LibsndfileError=LibsndfileError))
+        def __init__(self, file):
+            if file.read() != b"fLaC":
+                raise LibsndfileError("unknown format")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def read(self, frames, dtype, always_2d):
+            return np.stack([TONE, TONE], axis=1)[:frames]
+
+    library = SimpleNamespace(SoundFile=SoundFile, LibsndfileError=LibsndfileError)
+    monkeypatch.setitem(sys.modules, "soundfile", library)
     assert read_sound(b"fLaC") == Sound(TONE, 8_000)
-    with pytest.raises(SoundError, match="A sound of 3 bytes cannot be read as a sound: it is broken, or of no known"):
+    with pytest.raises(MediumError, match="A sound of 3 bytes cannot be read as a sound: it is broken, or of no "):
         read_sound(b"abc")
 
 
@@ -135,7 +152,7 @@ def test_an_array_that_is_compared_with_a_sound_gives_one_answer():
     ("given", "problem"),
     [
         ("/no/such.wav", "The sound '/no/such.wav' cannot be read: No such file or directory"),
-        ("https://example.org/a.wav", "is an address, which rollouts do not fetch: give the sound, a file"),
+        ("https://example.org/a.wav", "is an address, which rollouts do not fetch: give a file or its bytes"),
         (b"no sound", "A sound of 8 bytes is no WAV file, and what reads others is not installed: `pip install sou"),
         (wav(TONE)[:30], "A sound of 30 bytes cannot be read as a sound: it ends within its header"),
         (b"RIFF\0\0\0\0WAVE", "A sound of 12 bytes cannot be read as a sound: it has no samples"),
@@ -153,8 +170,8 @@ def test_an_array_that_is_compared_with_a_sound_gives_one_answer():
     ],
 )
 def test_what_is_no_sound_is_one_sentence(given, problem):
-    with pytest.raises(SoundError, match=problem) as raised:
-        read_sound(given)
+    with pytest.raises(MediumError, match=problem) as raised:
+        read_sound(given, of_row=True)
     assert "\n" not in str(raised.value)
 
 
@@ -168,5 +185,5 @@ def test_what_is_no_sound_is_one_sentence(given, problem):
     ],
 )
 def test_a_part_without_one_sound_is_one_sentence(part, problem):
-    with pytest.raises(SoundError, match=problem):
+    with pytest.raises(MediumError, match=problem):
         read_part(part)

@@ -18,7 +18,7 @@ from typing import Any, Self, SupportsFloat
 
 from datasets import Dataset
 
-from mt_grpo.concurrency import OutOfTime, call
+from mt_grpo.concurrency import OutOfTime, call, in_thread
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, Prototype, source_of
@@ -179,7 +179,7 @@ class TRLEnv(MultiTurnToolEnv):
         *before, last = messages
         said, seen = _text(last["content"]), _text(observation)
         if not (isinstance(said, str) and isinstance(seen, str)):
-            said, seen = _parts(said), _parts(seen)
+            said, seen = await in_thread(lambda: (_parts(said), _parts(seen)), "mt-grpo-reset")
         return [*before, {**last, "content": said + seen}]
 
     async def execute(self, calls: list[ToolCall]) -> None:

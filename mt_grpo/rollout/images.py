@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from mt_grpo.forward.images import BLANK, SILENCE, TYPES, ImageInputs, joined
-from mt_grpo.images import IMAGE, SOUND, VIDEO, ImageError, image_digest, kind_of, kind_of_part
-from mt_grpo.sounds import Sound, SoundError, sound_digest
+from mt_grpo.images import IMAGE, SOUND, VIDEO, image_digest, kind_of, kind_of_part
+from mt_grpo.media import MediumError
+from mt_grpo.sounds import Sound, sound_digest
 
 OF_TEXT = ("input_ids", "attention_mask", *TYPES)
 """What a processor returns of a text."""
@@ -75,9 +76,8 @@ class ImageEncoder:
         sound (`int`, *optional*): By which it knows those of sounds, if it takes any.
 
     Raises:
-        ImageError: If the chat template has no place for images, or the processor makes something else of several
-            images than of each alone.
-        SoundError: If it takes sounds alone, and the chat template has no place for one.
+        MediumError: If the chat template has no place for images, or, of a processor of sounds alone, for a sound; or
+            the processor makes something else of several images than of each alone.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ImageEncoder:
         if "image_processor" in inside:
             marker = self._find_marker("image", (processor.image_token, inside.get("boi_token")))
             if marker is None:
-                raise ImageError(
+                raise MediumError(
                     "The chat template has no place for an image, so the model cannot be shown one: use a model whose "
                     "template has (`chat_template_path`)."
                 )
@@ -101,7 +101,7 @@ class ImageEncoder:
         if sound is not None and hearing(processor) is not None:
             self._know(SOUND, sound, self._find_marker("audio", (inside.get("audio_token"),)))
         if not self._markers:
-            raise SoundError(
+            raise MediumError(
                 "The chat template has no place for a sound, so the model cannot be played one: use a model whose "
                 "template has (`chat_template_path`)."
             )
@@ -158,7 +158,7 @@ class ImageEncoder:
         together, ours = _of_images(self._process(shown)), joined(list(apart), apart, torch.device("cpu"))
         for name, theirs in together.items():
             if name not in ours or not torch.equal(theirs, ours[name]):
-                raise ImageError(
+                raise MediumError(
                     f"{type(self._processor).__name__} makes another `{name}` of several images than of each alone, "
                     "so conversations cannot be batched: use a model with another processor, or pass the tokenizer "
                     "alone as `processing_class` to train on text."
@@ -169,7 +169,7 @@ class ImageEncoder:
         What the processor makes of a batch of texts that show one image each.
 
         Raises:
-            ImageError: If it does not take an image.
+            MediumError: If it does not take an image.
         """
         given = {"images_kwargs": options} if options else {}
         try:
@@ -182,7 +182,7 @@ class ImageEncoder:
                 **given,
             )
         except (ValueError, TypeError, KeyError) as error:
-            raise ImageError(f"The processor refuses an image of {_size(images)}: {_reason(error)}.") from error
+            raise MediumError(f"The processor refuses an image of {_size(images)}: {_reason(error)}.") from error
 
     def encode(self, part: dict[str, Any]) -> EncodedImage:
         """
@@ -190,7 +190,7 @@ class ImageEncoder:
         of the processor for it, such as `max_pixels`; of a video `fps` is how many of its frames there are per second.
 
         Raises:
-            ImageError, SoundError: If the processor does not take it.
+            MediumError: If the processor does not take it.
         """
         kind = kind_of_part(part)
         options = {name: value for name, value in part.items() if name not in ("type", part["type"], "alt")}
@@ -229,15 +229,13 @@ class ImageEncoder:
         tokens = found["input_ids"][0].tolist()
         size = tokens.count(self._tokens[kind])
         if not size:
-            raise (SoundError if kind == SOUND else ImageError)(
-                f"The processor gives {_A[kind]} of {shown} no tokens."
-            )
+            raise MediumError(f"The processor gives {_A[kind]} of {shown} no tokens.")
         tokens = [number if each == self._tokens[kind] else each for each in tokens]
         return EncodedImage(number, tokens, ImageInputs(size, _of_images(found)))
 
     def _process_video(self, frames: Sequence[Any], options: dict[str, Any]) -> Any:
         if VIDEO not in self._markers:
-            raise ImageError(
+            raise MediumError(
                 "The model is not shown videos, as it, its processor or its chat template has no place for one: show "
                 "frames as images."
             )
@@ -254,19 +252,19 @@ class ImageEncoder:
                 videos_kwargs={"video_metadata": [metadata], "do_sample_frames": False, **others},
             )
         except (ValueError, TypeError, KeyError) as error:
-            raise ImageError(
+            raise MediumError(
                 f"The processor refuses a video of {len(frames)} frames of {_size(frames[:1])}: {_reason(error)}."
             ) from error
 
     def _process_sound(self, sound: Sound) -> Any:
         if SOUND not in self._markers:
-            raise SoundError(
+            raise MediumError(
                 "The model is not played sounds, as it, its processor or its chat template has no place for one: show "
                 "a transcript as text."
             )
         rate = hearing(self._processor).sampling_rate
         if sound.rate not in (None, rate):
-            raise SoundError(
+            raise MediumError(
                 f"A sound has {sound.rate} samples per second, and the model's processor takes {rate}: resample it, "
                 f'for example with `dataset.cast_column("audio", datasets.Audio(sampling_rate={rate}))`.'
             )
@@ -279,7 +277,7 @@ class ImageEncoder:
                 audio_kwargs={"sampling_rate": rate},
             )
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
-            raise SoundError(f"The processor refuses a sound of {sound.seconds:.2f} s: {_reason(error)}.") from error
+            raise MediumError(f"The processor refuses a sound of {sound.seconds:.2f} s: {_reason(error)}.") from error
 
     # Escaped text
 

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from mt_grpo.concurrency import ConcurrencyLimit, in_thread
 from mt_grpo.envs.env import ConversationEnded, check_messages
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
-from mt_grpo.images import is_kept, is_read, is_shown, read_parts
+from mt_grpo.images import Shown, decode, image_parts, is_decoded, is_read, is_shown, media_of, read_messages
 from mt_grpo.rollout.engine import Engine, EngineError, ImageEngine, LocalEngine, Sample, SamplingParams
 from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
@@ -85,7 +85,7 @@ class Sampler:
         self._template_kwargs = template_kwargs
         self._renderers: WeakValueDictionary[tuple[str, tuple[str, ...]], ChatRenderer] = WeakValueDictionary()
         self._latest: dict[tuple[str, tuple[str, ...]], ChatRenderer] = {}  # the most recently asked for last
-        self._encoding = ConcurrencyLimit(1)
+        self._encoding, self._decoding = ConcurrencyLimit(1), ConcurrencyLimit(1)
 
     def renderer(self, tools: list[dict[str, Any]] | None, tags: tuple[str, ...] = ()) -> ChatRenderer:
         """The renderer of conversations with these tools and tags."""
@@ -110,6 +110,17 @@ class Sampler:
             return work()
         async with self._encoding:
             return await in_thread(work, "mt-grpo-encode")
+
+    def takes(self, part: dict[str, Any]) -> bool:
+        """Whether the model is shown what a part shows, or plays."""
+        return self.images is not None and self.images.takes(part)
+
+    async def decode(self, work: Callable[[], T]) -> T:
+        """Does what decodes images and sounds as `aside` does its work. One after another: each may be large."""
+        if isinstance(self.engine, LocalEngine):
+            return work()
+        async with self._decoding:
+            return await in_thread(work, "mt-grpo-decode")
 
     def budget(self, context_length: int, used: int, max_tokens: int | None = None) -> tuple[int, StopReason]:
         """
@@ -162,7 +173,7 @@ class ConversationPolicy:
         self._sampler, self._trajectory, self.sampling, self._seed = sampler, trajectory, sampling, seed
         self._lock = asyncio.Lock()
         self._last = time.perf_counter()
-        self._transcript = Transcript()
+        self._transcript, self._shown = Transcript(), Shown()
         self._asked: tuple[Any, Any] | None = None
         self._history: History | None = None
         self._context: list[int] = []  # the latest, and its action
@@ -186,7 +197,7 @@ class ConversationPolicy:
         """A policy for a branch that begins here; it writes into `trajectory`, a copy of this conversation's."""
         twin = copy.copy(self)
         twin._trajectory, twin._seed, twin.session, twin.before_turn = trajectory, seed, trajectory.session, None
-        twin._lock, twin._transcript = asyncio.Lock(), self._transcript.fork()
+        twin._lock, twin._transcript, twin._shown = asyncio.Lock(), self._transcript.fork(), self._shown.fork()
         twin._history = None if self._history is None else self._history.fork()
         twin._context, twin._renderers = list(self._context), list(self._renderers)
         return twin
@@ -211,11 +222,7 @@ class ConversationPolicy:
                 raise ConversationEnded(self.ended)
             if self.before_turn is not None:
                 await self.before_turn(messages)
-            if any(map(_unread, messages[self._transcript.seen_length(messages) :])):  # those were read at their turn
-                messages = [
-                    {**message, "content": read_parts(message["content"])} if _unread(message) else message
-                    for message in messages
-                ]
+            messages = await self.opened(messages)
             if protocol is None and tools:
                 protocol = _NATIVE
             self._choose_renderer(tools, protocol.tags if protocol is not None else ())
@@ -243,6 +250,35 @@ class ConversationPolicy:
                 raise
             self._transcript.add(messages, known, turn)
             return turn
+
+    async def opened(self, messages: Sequence[Message], of_row: bool = False) -> Sequence[Message]:
+        """
+        Messages whose images and sounds are opened, and decoded where the model is shown them.
+
+        Args:
+            messages (`Sequence[dict]`): The whole conversation.
+            of_row (`bool`, *optional*, defaults to `False`): See `mt_grpo.media.file_of`.
+
+        Raises:
+            MediumError: If one cannot be read, or all of the conversation are too many or too large.
+        """
+        seen = self._transcript.seen_length(messages)  # those were opened at their turn
+        added, takes = messages[seen:], self._sampler.takes
+
+        def work() -> Sequence[Message]:
+            read = read_messages(added, of_row, self._shown.files)
+            parts = list(image_parts(read))
+            self._shown.add(media_of(parts))
+            for medium in media_of(filter(takes, parts)):
+                decode(medium)
+            return read
+
+        found = list(image_parts(added))
+        quick = all(is_read(part) and (not takes(part) or all(map(is_decoded, media_of([part])))) for part in found)
+        read = work() if quick else await self._sampler.decode(work)
+        if self.ended is not None:
+            raise ConversationEnded(self.ended)
+        return messages if read is added else [*messages[:seen], *read]
 
     def idle(self) -> float:
         """Seconds since the latest turn, or since the conversation began; 0 while a turn is asked for."""
@@ -444,18 +480,7 @@ class ConversationPolicy:
         turn.answer = parsed.answer
 
 
-def _unread(message: Message) -> bool:
-    """Whether a message has parts that are not in the form that templates take."""
-    content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, list) and any(map(_is_unread, content))
-
-
-def _is_unread(part: Any) -> bool:
-    if is_kept(part) or not isinstance(part, dict):
-        return is_kept(part)
-    return any(value is None for value in part.values()) or (is_shown(part) and not is_read(part))
-
-
 def _size(message: Message) -> int:
-    """Characters of a message, roughly."""
-    return sum(len(value) if isinstance(value, str) else len(str(value)) for value in message.values())
+    """Characters of a message, roughly; an image or a sound is as much work as long text."""
+    shown = sum(map(is_shown, message["content"])) if isinstance(message.get("content"), list) else 0
+    return shown * LONG + sum(len(value) if isinstance(value, str) else len(str(value)) for value in message.values())

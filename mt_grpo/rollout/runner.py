@@ -22,6 +22,7 @@ from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv, checked_outcom
 from mt_grpo.envs.source import EnvLike, check_source, close_each, source_of, warn_of_unclosed
 from mt_grpo.envs.tool_env import fail_unanswered
 from mt_grpo.errors import describe_error, find_fault
+from mt_grpo.images import MODEL_TAKES
 from mt_grpo.option_rules import check_history
 from mt_grpo.rollout.engine import Engine, EngineError, PlacingEngine, SamplingParams
 from mt_grpo.rollout.images import ImageEncoder
@@ -257,12 +258,17 @@ class RolloutRunner:
             await asyncio.wait([running], timeout=min(left, default=None))
 
     async def _hold(self, request: RolloutRequest, policy: ConversationPolicy, trajectory: Trajectory) -> Outcome:
-        row = {**request.row, "prompt": request.prompt}
+        MODEL_TAKES.set(self.sampler.takes)
+        prompt = request.prompt
+        if not isinstance(prompt, str):
+            prompt = list(await policy.opened(prompt, of_row=True))
+        row = {**request.row, "prompt": prompt}
         with conversation():
             trajectory.environment = env = await source_of(self.env).make(row)
             return checked_outcome(await env.run(policy, row), env)
 
     async def _go_on(self, branch: Branch) -> Outcome:
+        MODEL_TAKES.set(self.sampler.takes)
         with conversation():
             return checked_outcome(await branch.env.resume(branch.policy, branch.messages), branch.env)
 

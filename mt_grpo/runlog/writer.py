@@ -66,7 +66,10 @@ class RunWriter:
 
         def keep(value: Any) -> str:
             heard = isinstance(value, Sound)
-            file = (sound_file if heard else image_file)(digest(value))
+            try:
+                file = (sound_file if heard else image_file)(digest(value))
+            except (OSError, ValueError) as error:  # one that the user's code opened, and that is cut off
+                return f"[{error}]"
             if not (self.folder / file).exists():
                 kept.append(self._save(file, as_wav(value) if heard else as_png(value)))
             return file

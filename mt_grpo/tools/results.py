@@ -8,7 +8,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any, NamedTuple
 
 from mt_grpo.errors import describe_error
-from mt_grpo.images import in_words, read_parts, shows_images
+from mt_grpo.images import decode_shown, in_words, read_parts, shows_images
 
 MAX_DEPTH = 100
 """Most levels of nested lists and dictionaries in data, since code that handles it is recursive."""
@@ -37,7 +37,7 @@ def read_result(result: Any, max_size: int | None) -> Result:
         max_size (`int`, *optional*): Characters of the text; `None` is no limit.
 
     Raises:
-        ImageError, SoundError: If it shows an image, or plays a sound, that cannot be read.
+        MediumError: If it shows an image, or plays a sound, that cannot be read.
         TypeError, ValueError: If the result or the data has no JSON form (keys that are not text or numbers, cycles).
     """
     data = None
@@ -53,6 +53,7 @@ def read_result(result: Any, max_size: int | None) -> Result:
         {**part, "text": cut(render(part["text"]), max_size)} if "text" in part else part
         for part in read_parts(result if isinstance(result, list) else [result])
     ]
+    decode_shown(parts)
     return Result("\n".join(map(in_words, parts)), data, parts)
 
 

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict
 
-from mt_grpo.concurrency import OutOfTime, call
+from mt_grpo.concurrency import OutOfTime, call, in_thread
 from mt_grpo.errors import describe_error
 from mt_grpo.images import read_parts
 from mt_grpo.tools.function import Tool, ToolDefinitionError
@@ -278,6 +278,8 @@ class ToolSession:
                 raise TypeError(f"`execute` must return (response, reward, metrics), not {type(result).__name__}")
             response, reward, metrics = result
             text, metrics = _read(response), {} if metrics is None else metrics
+            if text is not response and isinstance(text, list):
+                text = await in_thread(partial(read_parts, text), f"images of tool {tool.name!r}")
             check_data(metrics, "the mapping of metrics that `execute` returned")
             if reward is not None:
                 self._step_rewards.append(_number(reward, "`execute` returned the step reward"))
@@ -328,7 +330,7 @@ def _read(response: Any) -> Any:
     shown: list[Any] = [
         {"type": "image", "image": image} for image in (images if isinstance(images, list) else [images])
     ]
-    return read_parts([*shown, {"type": "text", "text": text}] if text else shown)
+    return [*shown, {"type": "text", "text": text}] if text else shown
 
 
 def _number(value: Any, what: str) -> float:

@@ -11,12 +11,12 @@ from trl.data_utils import prepare_multimodal_messages
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.images import image_token, sound_token, video_token
-from mt_grpo.images import ImageError, read_image, read_parts
+from mt_grpo.images import decode, media_of, read_parts
+from mt_grpo.media import MediumError
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import ImageEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.images import ImageEncoder, hearing
-from mt_grpo.sounds import SoundError, read_part
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns with the images of a prompt."""
@@ -76,7 +76,7 @@ def with_its_images(row: dict[str, Any]) -> dict[str, Any]:
         return row
     prompt = row["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    what = "images" if images is not None else "sounds"
+    what = "sounds" if images is None else "images" if sounds is None else "images and sounds"
     try:
         messages = [
             {**message, "content": _places(message["content"])}
@@ -85,16 +85,22 @@ def with_its_images(row: dict[str, Any]) -> dict[str, Any]:
             for message in messages
         ]
         if images is not None:
-            messages = prepare_multimodal_messages(messages, images=[read_image(image) for image in images])
+            shown = _decoded([{"type": "image", "image": image} for image in images])
+            messages = prepare_multimodal_messages(messages, images=[part["image"] for part in shown])
         if sounds is not None:
-            messages = _with_sounds(messages, [read_part({"type": "audio", "audio": sound}) for sound in sounds])
+            messages = _with_sounds(messages, _decoded([{"type": "audio", "audio": sound} for sound in sounds]))
         return {**row, "prompt": [_with_text(message) for message in messages]}
-    except SoundError as error:
-        raise ConfigError(f"The sounds of a row cannot be played: {error}") from error
-    except ImageError as error:
-        raise ConfigError(f"The images of a row cannot be shown: {error}") from error
-    except ValueError as error:  # TRL counts them
-        raise ConfigError(f"The {what} of a row cannot be shown: {str(error).rstrip('.')}.") from error
+    except ValueError as error:  # TRL counts images
+        done = "played" if images is None else "shown"
+        raise ConfigError(f"The {what} of a row cannot be {done}: {str(error).rstrip('.')}.") from error
+
+
+def _decoded(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parts of a row, read; decoded at once, so that the conversations of a batch begin together."""
+    read = read_parts(parts, of_row=True)
+    for medium in media_of(read):
+        decode(medium)
+    return read
 
 
 def _listed(row: dict[str, Any], columns: tuple[str, str]) -> list[Any] | None:
@@ -112,12 +118,12 @@ def _with_sounds(messages: list[Any], sounds: list[dict[str, Any]]) -> list[Any]
     if not places:
         first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
-            raise SoundError("no message of the user is there to play them with.")
+            raise MediumError("no message of the user is there to play them with.")
         said = messages[first]["content"]
         words = said if isinstance(said, list) else [{"type": "text", "text": said}]
         return [*messages[:first], {**messages[first], "content": [*sounds, *words]}, *messages[first + 1 :]]
     if places != len(sounds):
-        raise SoundError(f"the prompt has {places} places for sounds, and the row has {len(sounds)} sounds.")
+        raise MediumError(f"the prompt has {places} places for sounds, and the row has {len(sounds)} sounds.")
     left = iter(sounds)
     return [
         {**message, "content": [next(left) if part == PLACE else part for part in parts]}
@@ -139,7 +145,7 @@ def _parts(message: dict[str, Any]) -> list[Any]:
 def _places(content: list[Any]) -> list[Any]:
     """A content's parts without the empty keys of a table; those for images and sounds may be places without one."""
     parts = [{key: value for key, value in part.items() if value is not None} for part in content]
-    return [part if part in ({"type": "image"}, PLACE) else read_parts([part])[0] for part in parts]
+    return [part if part in ({"type": "image"}, PLACE) else read_parts([part], of_row=True)[0] for part in parts]
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+from base64 import b64encode
 
 import httpx
 import openai
 import pytest
+from PIL import Image, ImageFile
 from support.agents import END, LOOKUP, call, calling_tokenizer, run_agent, sampled, tool_loop
 from support.conversations import user
 
@@ -185,6 +188,17 @@ def test_a_choice_of_tools_is_honoured_as_far_as_it_can_be(choice, calls):
     assert "lookup" in calling_tokenizer().decode(runner.engine.requests[0][1])
 
 
+def test_a_model_of_text_has_no_image_of_a_request_decoded(monkeypatch):
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
+    file = io.BytesIO()
+    Image.new("1", (2_000, 2_000)).save(file, format="PNG")
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"}}
+    few, many = ({"messages": [{"role": "user", "content": [part] * count}]} for count in (2, 20))
+    (refusal, other), _, _ = ask([END], few, many)
+    assert "this run gives its model text only" in str(refusal)
+    assert "A message shows images and sounds of 80,000,000 pixels and samples, and 67,108,864" in str(other)
+
+
 @pytest.mark.parametrize(
     ("request_", "problem"),
     [
@@ -193,7 +207,7 @@ def test_a_choice_of_tools_is_honoured_as_far_as_it_can_be(choice, calls):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "an image that is no `data:` URL"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]},
-            "has an image that cannot be read",
+            "These messages cannot be shown: The image 'data:,x' cannot be read: it is no base64",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},

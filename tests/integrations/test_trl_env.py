@@ -136,7 +136,7 @@ class Broken:
 ERRORS = {
     "reset raises": "FactoryError: Broken.reset raised ZeroDivisionError: in reset",
     "reset hangs": "OutOfTime: Broken.reset took longer than 0.3 s.",
-    "reset shows an image": "ImageError: A message has a place for an image and no image: give as many images as "
+    "reset shows an image": "MediumError: A message has a place for an image and no image: give as many images as "
     "places in the row's column `images`, or an image in the part itself.",
     "reward raises": "FactoryError: Broken.get_reward raised ZeroDivisionError: in get_reward",
     "reward is infinite": "FactoryError: Broken.get_reward returned inf: return a finite number.",

@@ -14,9 +14,11 @@ from support.models import build_tokenizer
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.envs import MultiTurnToolEnv, Outcome
-from mt_grpo.images import ImageError, as_png, image_digest, image_parts
+from mt_grpo.images import as_png, image_parts
+from mt_grpo.images import read_parts as opened_parts
 from mt_grpo.integrations.openai_api.request import read_parts
 from mt_grpo.integrations.trl import TRLEnv
+from mt_grpo.media import MediumError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.rollout.engines.transformers import TransformersEngine
@@ -74,7 +76,7 @@ def test_a_part_has_options_of_the_processor_for_itself():
     whole, small = (encoder.encode({"type": "image", "image": image, **more}) for more in ({}, {"max_pixels": 1024}))
     assert (whole.inputs.size, small.inputs.size) == (64, 16)
     assert whole.id != small.id
-    with pytest.raises(ImageError, match="The processor refuses an image of 64 by 64"):
+    with pytest.raises(MediumError, match="The processor refuses an image of 64 by 64"):
         encoder.encode({"type": "image", "image": image, "max_pixel": 1024})
 
 
@@ -220,7 +222,7 @@ def png() -> str:
 def test_an_mcp_server_shows_images_to_models_that_see():
     content = [SimpleNamespace(type="image", data=png()), SimpleNamespace(type="text", text="a page")]
     image, text = result_parts(content)
-    assert image_digest(image["image"]) == image_digest(picture("green", (16, 16)))
+    assert image["image"].tobytes() == picture("green", (16, 16)).tobytes()
     assert (image["alt"], text) == ("[image: not text]", {"type": "text", "text": "a page"})
     assert result_parts(content[1:]) is None
     result = read_result([image, text], None)
@@ -234,8 +236,8 @@ def test_an_mcp_server_shows_images_to_models_that_see():
 def test_a_request_shows_images_of_its_own(kind):
     url = f"data:image/png;base64,{png()}"
     shown = {"type": kind, "image_url": {"url": url} if kind == "image_url" else url}
-    image, text = read_parts([shown, {"type": "text", "text": "What?"}], "messages[0].content")
-    assert image_digest(image["image"]) == image_digest(picture("green", (16, 16)))
+    image, text = opened_parts(read_parts([shown, {"type": "text", "text": "What?"}], "messages[0].content"))
+    assert image["image"].tobytes() == picture("green", (16, 16)).tobytes()
     assert text == {"type": "text", "text": "What?"}
 
 

@@ -16,14 +16,16 @@ from support.models import build_tokenizer
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.forward.images import image_token, sound_token
+from mt_grpo.images import read_parts as opened_parts
 from mt_grpo.integrations.openai_api.request import ApiError, read_parts
 from mt_grpo.integrations.trl import TRLEnv
+from mt_grpo.media import MediumError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.images import ImageEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
-from mt_grpo.sounds import Sound, SoundError, as_wav, read_part, sound_digest
+from mt_grpo.sounds import Sound, as_wav, read_part
 from mt_grpo.tools.mcp.tools import result_parts
 from mt_grpo.tools.results import read_result
 from mt_grpo.trajectory import StopReason
@@ -70,9 +72,9 @@ def test_one_sound_in_two_objects_is_one():
 
 def test_sounds_are_refused_in_one_sentence():
     encoder = encoder_of(*family())
-    with pytest.raises(SoundError, match=r"A sound has 44100 samples .* takes 800: resample it, .*sampling_rate=800"):
+    with pytest.raises(MediumError, match=r"A sound has 44100 samples .* takes 800: resample it, .*sampling_rate=800"):
         encoder.encode(read_part({"type": "audio", "audio": tone(), "sampling_rate": 44_100}))
-    with pytest.raises(SoundError, match=r"The processor gives a sound of 0\.00 s no tokens"):
+    with pytest.raises(MediumError, match=r"The processor gives a sound of 0\.00 s no tokens"):
         encoder.encode(read_part({"type": "audio", "audio": [0.5], "sampling_rate": RATE}))
 
 
@@ -91,7 +93,7 @@ def test_a_model_that_only_sees_reads_the_words_for_a_sound():
     processor = build_processor()
     encoder = ImageEncoder(processor, image_token(build_vision_model(processor.tokenizer).config))
     renderer = ChatRenderer(processor.tokenizer, images=encoder)
-    with pytest.raises(SoundError, match="The model is not played sounds, .*: show a transcript as text"):
+    with pytest.raises(MediumError, match="The model is not played sounds, .*: show a transcript as text"):
         renderer.prompt_ids(played())
     messages = played()
     messages[0]["content"][0]["alt"] = "[a bell]"
@@ -171,7 +173,7 @@ def test_an_mcp_server_plays_sounds_to_models_that_hear():
     data = base64.b64encode(as_wav(TONE)).decode()
     content = [SimpleNamespace(type="audio", data=data), SimpleNamespace(type="text", text="a bell")]
     sound, text = result_parts(content)
-    assert sound_digest(sound["audio"]) == sound_digest(TONE)
+    assert sound["audio"] == TONE
     assert (sound["alt"], text) == ("[audio: not text]", {"type": "text", "text": "a bell"})
     assert result_parts(content[1:]) is None
     assert result_parts([SimpleNamespace(type="audio", data=base64.b64encode(b"ID3").decode())]) is None
@@ -181,13 +183,12 @@ def test_an_mcp_server_plays_sounds_to_models_that_hear():
 def test_a_request_plays_sounds_of_its_own():
     place, data = "messages[0].content", base64.b64encode(as_wav(TONE)).decode()
     given = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
-    sound, text = read_parts([given, {"type": "text", "text": "What?"}], place)
+    sound, text = opened_parts(read_parts([given, {"type": "text", "text": "What?"}], place))
     assert sound["audio"] == TONE and text == {"type": "text", "text": "What?"}
     for part, problem in (
         ({"type": "input_audio", "input_audio": {}}, "has a sound that is no `input_audio` with `data`"),
         ({"type": "audio_url", "audio_url": {"url": "https://example.org/a"}}, "has a sound that is no `input_audio`"),
         ({"type": "audio", "audio": "/etc/passwd"}, "has a sound that is no `input_audio`"),
-        ({"type": "input_audio", "input_audio": {"data": "AAAA"}}, r"has a sound that cannot be read \(A sound of 3"),
     ):
         with pytest.raises(ApiError, match=problem):
             read_parts([part], place)

@@ -13,7 +13,8 @@ from torch import Tensor
 from mt_grpo.envs import Outcome
 from mt_grpo.forward import token_logps
 from mt_grpo.forward.images import image_token, kinds, real_ids, video_token
-from mt_grpo.images import ImageError, read_parts
+from mt_grpo.images import read_parts
+from mt_grpo.media import MediumError
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.images import ImageEncoder
@@ -144,12 +145,12 @@ def test_neither_image_nor_video_is_sampled():
 def test_a_model_without_videos_says_so():
     processor = build_processor()
     encoder = encoder_of(processor, build_vision_model(processor.tokenizer))
-    with pytest.raises(ImageError, match="The model is not shown videos, .*: show frames as images"):
+    with pytest.raises(MediumError, match="The model is not shown videos, .*: show frames as images"):
         ChatRenderer(processor.tokenizer, images=encoder).prompt_ids([asked(VIDEO)])
 
 
 def test_a_video_that_is_no_list_of_frames_is_one_sentence():
-    with pytest.raises(ImageError, match=r"A video is the list of its frames, .*decode it first"):
+    with pytest.raises(MediumError, match=r"A video is the list of its frames, .*decode it first"):
         read_parts([{"type": "video", "video": "film.mp4"}])
-    with pytest.raises(ImageError, match=r"The image 'film.png' cannot be read as an image: No such file"):
-        read_parts([{"type": "video", "video": ["film.png"]}])
+    with pytest.raises(MediumError, match=r"The image 'film.png' cannot be read: No such file"):
+        read_parts([{"type": "video", "video": ["film.png"]}], of_row=True)

@@ -16,7 +16,8 @@ from mt_grpo.envs import Outcome
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward import token_logps
 from mt_grpo.forward.images import image_token
-from mt_grpo.images import ImageError, image_parts
+from mt_grpo.images import image_parts
+from mt_grpo.media import MediumError
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.rollout.images import ImageEncoder
@@ -149,5 +150,5 @@ def test_a_processor_that_mixes_the_images_of_a_batch_is_refused():
             return found, *others
 
     mixed = Mixed(processor.image_processor, processor.tokenizer, chat_template=processor.chat_template)
-    with pytest.raises(ImageError, match="Mixed makes another `pixel_values` of several images than of each alone"):
+    with pytest.raises(MediumError, match="Mixed makes another `pixel_values` of several images than of each alone"):
         encoder_of(mixed, model)

@@ -237,7 +237,7 @@ def test_release_goes_on_where_its_caller_is_cancelled():
         ((ToolResponse("a page", image=[picture()]), 0.0, {}), "[image]\na page"),
         (
             (ToolResponse(image=[1]), 0.0, {}),
-            "Error: ImageError: The image '1' is no image: give",
+            "Error: MediumError: The image '1' is no image: give",
         ),
         (
             (ToolResponse(video=[1]), 0.0, {}),

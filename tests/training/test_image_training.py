@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText, TrainerCallback
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.envs import MultiTurnToolEnv, Outcome
 from mt_grpo.errors import ConfigError
-from mt_grpo.images import image_digest, image_parts, read_image
+from mt_grpo.images import image_parts, read_image
 from mt_grpo.rollout.engines.scripted import ScriptedEngine
 from mt_grpo.runlog.reader import open_run
 from mt_grpo.training.images import with_its_images
@@ -142,8 +142,8 @@ def test_a_run_writes_each_image_once(tmp_path):
     assert len(files) == len(set(files)) == 2
     shown = {path.name for path in (tmp_path / "run" / "rollouts").glob("image_*.png")}
     assert set(files) <= shown
-    drawn = read_image(str(tmp_path / "run" / "rollouts" / files[0]))
-    assert image_digest(drawn) == image_digest(trainer.batch.trajectories[0].prompt[0]["content"][0]["image"])
+    drawn = read_image(tmp_path / "run" / "rollouts" / files[0])
+    assert drawn.tobytes() == trainer.batch.trajectories[0].prompt[0]["content"][0]["image"].tobytes()
     assert "[image]" in record["tokens"]["texts"]
 
 
@@ -211,7 +211,7 @@ def test_an_engine_of_tokens_refuses_images(tmp_path):
     ("prompt", "images", "problem"),
     [
         ("What?", [b"no image"], "An image of 8 bytes cannot be read as an image: it is broken, or of no known kind"),
-        ("What?", ["/no/such.png"], "The image '/no/such.png' cannot be read as an image: No such file or directory"),
+        ("What?", ["/no/such.png"], "The image '/no/such.png' cannot be read: No such file or directory"),
         ([{"type": "image"}] * 2, [picture()], r"Number of images provided \(1\) does not match"),
         (
             [{"type": "video", "video": "a.mp4"}],

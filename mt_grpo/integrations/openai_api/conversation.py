@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import groupby
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol, instruct
 from mt_grpo.integrations.openai_api.chat import Choice, tell, token_logprobs
 from mt_grpo.integrations.openai_api.request import ApiError, ParsedRequest, refused
+from mt_grpo.media import MediumError
 from mt_grpo.rollout.engine import EngineError
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.rollout.transcript import identity
@@ -270,6 +271,12 @@ class Conversation:
         calls = [message["tool_calls"] for message in parsed.messages if "tool_calls" in message]
         if len(json.dumps([parsed.tools, calls], ensure_ascii=False)) > CHARACTERS * self.policy.context_length:
             raise self._refusal(StopReason.CONTEXT_FULL)
+        try:
+            parsed = replace(parsed, messages=list(await self.policy.opened(parsed.messages)))
+        except MediumError as error:
+            raise ApiError(400, f"These messages cannot be shown: {error}", "invalid_value", "messages") from error
+        except ConversationEnded as ended:
+            raise self._refusal(ended.stop_reason) from ended
         restored, key, before = self._told.restore(parsed.messages)
         answered = self._calls.note_results(parsed.messages)
         messages = self._calls.written(restored, parsed)

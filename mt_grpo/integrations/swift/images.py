@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mt_grpo.images import is_image_part, is_shown, read_image
+from mt_grpo.images import is_image_part, is_shown
 from mt_grpo.trajectory import Message
 
 PLACE = "<image>"
@@ -38,14 +38,13 @@ def with_images(messages: list[Message], images: list[Any]) -> list[Message]:
 
     Raises:
         ValueError: If there are more places than images, and images at all.
-        ImageError: If an image cannot be read.
     """
     if not images:
         return messages
     places = sum(str(message.get("content")).count(PLACE) for message in messages)
     if places > len(images):
         raise ValueError(f"The messages have {places} times {PLACE}, and the request has {len(images)} images.")
-    left = iter([{"type": "image", "image": read_image(image)} for image in images])
+    left = iter([{"type": "image", "image": image} for image in images])
     first = next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
     shown = []
     for index, message in enumerate(messages):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import importlib.util
 import json
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from mt_grpo.images import read_image
+from mt_grpo.concurrency import in_thread
+from mt_grpo.images import read_parts
 from mt_grpo.imports import did_you_mean
-from mt_grpo.sounds import is_wav, read_part
+from mt_grpo.media import decoded
+from mt_grpo.sounds import is_wav
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.mcp.config import read_servers
 from mt_grpo.tools.mcp.pool import McpPool, shared_server
@@ -165,7 +167,9 @@ def mcp_tools(
 def _as_tool(remote: McpRemote) -> Tool:
     async def call(**arguments: Any) -> Any:
         content, data = await remote.call(arguments)
-        shown = result_parts(content) or result_text(content)
+        shown: Any = result_text(content)
+        if any(part.type in ("image", "audio") for part in content):
+            shown = await in_thread(partial(result_parts, content), "mt-grpo-mcp-result") or shown
         # the library wraps a plain value as `{"result": value}`, which says nothing beyond the text
         return shown if data is None or data.keys() == {"result"} else (shown, data)
 
@@ -176,18 +180,21 @@ def result_parts(content: list[Any]) -> list[dict[str, Any]] | None:
     """
     The parts of a result's content that shows images or plays sounds; a model of text reads what `result_text` has for
     each. `None` where there is none, or nothing to read it with.
+
+    Raises:
+        MediumError: If one cannot be read, or all are too many or too large.
     """
     parts = [_part(part) for part in content]
-    return parts if any(part["type"] != "text" for part in parts) else None
+    return read_parts(parts) if any(part["type"] != "text" for part in parts) else None
 
 
 def _part(part: Any) -> dict[str, Any]:
     words = _part_text(part)
     if part.type == "image" and importlib.util.find_spec("PIL") is not None:
-        return {"type": "image", "image": read_image(base64.b64decode(part.data)), "alt": words}
-    data = base64.b64decode(part.data) if part.type == "audio" else b""
+        return {"type": "image", "image": decoded(part.data, "An image of an MCP server"), "alt": words}
+    data = decoded(part.data, "A sound of an MCP server") if part.type == "audio" else b""
     if data and (is_wav(data) or importlib.util.find_spec("soundfile") is not None):
-        return {**read_part({"type": "audio", "audio": data}), "alt": words}
+        return {"type": "audio", "audio": data, "alt": words}
     return {"type": "text", "text": words}
 
 
