@@ -14,7 +14,7 @@ from mt_grpo.app.shipped import accelerate_configs, shipped
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 
-FORMS = ("messages", "sharegpt", "dataset", "jsonl", "openinference", "trackio")
+FORMS = ("messages", "sharegpt", "tokens", "preferences", "dataset", "jsonl", "openinference", "trackio")
 """Those of `mt_grpo.runlog.export`, which takes longer to import than a shell should take to start."""
 
 SHELLS = ("bash", "zsh", "fish")

@@ -41,6 +41,8 @@ writes the conversations of the run in the folder RUN (its `output_dir`) as FORM
 
   messages       a line per conversation with `messages` and `tools`, as TRL's trainers take them
   sharegpt       a line per conversation with `conversations`, as LLaMA-Factory takes them
+  tokens         a line per sequence of token ids as sampled, with a mask of what is trained, for TRL's SFTTrainer
+  preferences    a line per pair of a group's conversations, the better one chosen, for TRL's DPOTrainer
   dataset        a folder for `datasets.load_dataset`, with `prompt`, `completion` and `tools`
   jsonl          a line per conversation, with its messages, token tree, log-probs and rewards
   openinference  a trace per conversation in OTLP's JSON, with OpenInference's attributes

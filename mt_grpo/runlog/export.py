@@ -21,6 +21,8 @@ from mt_grpo.runlog.messages import Said
 from mt_grpo.runlog.notes import read_notes
 from mt_grpo.runlog.reader import Run
 from mt_grpo.runlog.schema import MODES, ROW_GROUP
+from mt_grpo.runlog.table import is_copy
+from mt_grpo.runlog.tokens import pairs, sequences
 from mt_grpo.runlog.traces import trace
 
 ROWS = 256
@@ -85,7 +87,7 @@ def lines(run: Run, form: str, rows: Sequence[Row]) -> Iterator[str]:
         yield to_json(line) + "\n"
 
 
-def _write_lines(form: str) -> Callable[[Run, Sequence[Row], Path], str]:
+def _write_lines(form: str, of: str = "conversation") -> Callable[[Run, Sequence[Row], Path], str]:
     def write(run: Run, rows: Sequence[Row], path: Path) -> str:
         number = 0
         # half a character, which an environment may write, as the escape that JSON has for it
@@ -93,7 +95,7 @@ def _write_lines(form: str) -> Callable[[Run, Sequence[Row], Path], str]:
             for line in lines(run, form, rows):
                 file.write(line)
                 number += 1
-        return f"{number} conversation{'s' * (number != 1)}"
+        return f"{number} {of}{'s' * (number != 1)}"
 
     return write
 
@@ -114,7 +116,8 @@ def _whole(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
     weights, notes = _weights(run), read_notes(run.folder)
     for record in run.trajectories(rows):
         row = by_session[record["session"]]
-        known = {name: row[name] for name in ("k", "member", "reward", "turn_rewards", "advantages")}
+        known = {name: row[name] for name in ("k", "member", "reward", "turn_rewards", "advantages", "shared_turns")}
+        known["copy"] = is_copy(row)
         yield {**record, "group": _group(row), **known, "weights": weights, **notes.get(row["session"], {})}
 
 
@@ -127,7 +130,7 @@ def _weights(run: Run) -> dict[str, float]:
     return {reward["name"]: reward["weight"] for reward in run.about.get("rewards", [])}
 
 
-def _earned(run: Run, row: Row, said: Said, way: int, of: int) -> Row:
+def _earned(run: Run, row: Row, turns: list[int], way: int, of: int) -> Row:
     """What a way through a conversation is, and what was earned in it."""
     return {
         "session": row["session"],
@@ -139,7 +142,9 @@ def _earned(run: Run, row: Row, said: Said, way: int, of: int) -> Row:
         "reward": row["reward"],
         "rewards": row["rewards"],
         "weights": _weights(run),
-        **{name: row[name] and _of_turns(row[name], said.turns) for name in ("turn_rewards", "advantages")},
+        **{name: row[name] and _of_turns(row[name], turns) for name in ("turn_rewards", "advantages")},
+        **{name: row[name] for name in ("branch_of", "shared_turns")},
+        "copy": is_copy(row),
     }
 
 
@@ -156,7 +161,16 @@ def _messages(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
                 line["tools"] = way.tools
             if kwargs:
                 line["chat_template_kwargs"] = kwargs
-            yield {**line, **_earned(run, row, way, number, len(said)), **notes.get(row["session"], {})}
+            yield {**line, **_earned(run, row, way.turns, number, len(said)), **notes.get(row["session"], {})}
+
+
+def _tokens(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
+    for row, record, tree in run.trees(rows):
+        found = sequences(tree, record, row["session"])
+        for number, each in enumerate(found):
+            turns = list(dict.fromkeys(turn for turn in each.turns if turn >= 0))
+            earned = _earned(run, row, turns, number, len(found))
+            yield {"input_ids": each.ids, "assistant_masks": each.trained, **earned}
 
 
 SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
@@ -173,7 +187,7 @@ def _sharegpt(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
                 line = {"system": entries[0]["value"], "conversations": entries[1:]}
             if way.tools:
                 line["tools"] = to_json([tool.get("function", tool) for tool in way.tools])
-            yield {**line, **_earned(run, row, way, number, len(said))}
+            yield {**line, **_earned(run, row, way.turns, number, len(said))}
 
 
 def _add_entries(entries: list[dict[str, str]], message: Row) -> None:
@@ -218,6 +232,9 @@ def _write_dataset(run: Run, rows: Sequence[Row], folder: Path) -> str:
             *([pa.field("rewards", pa.struct(by_name)), pa.field("weights", pa.struct(by_name))] if names else []),
             pa.field("turn_rewards", pa.list_(pa.float64())),
             pa.field("advantages", pa.list_(pa.float64())),
+            pa.field("branch_of", pa.string()),
+            pa.field("shared_turns", pa.int32()),
+            pa.field("copy", pa.bool_()),
             pa.field("row", pa.string()),
         ]
     )
@@ -275,7 +292,7 @@ def _json_array(array: pa.Array, field: pa.Field) -> pa.Array:
 
 def _example(run: Run, row: Row, record: Row, said: Said, place: int, of: int) -> Row:
     return {
-        **_earned(run, row, said, place, of),
+        **_earned(run, row, said.turns, place, of),
         "prompt": _objects(said.messages[: said.prompt]),
         "completion": _objects(said.messages[said.prompt :]),
         "tools": _objects(said.tools) if said.tools else None,
@@ -340,6 +357,8 @@ def _by_batch(run: Run, rows: Sequence[Row]) -> Iterator[tuple[tuple[int, str], 
 LINES: dict[str, Callable[[Run, Sequence[Row]], Iterator[Row]]] = {
     "messages": _messages,
     "sharegpt": _sharegpt,
+    "tokens": _tokens,
+    "preferences": pairs,
     "jsonl": _whole,
     "openinference": _traces,
 }
@@ -348,6 +367,8 @@ LINES: dict[str, Callable[[Run, Sequence[Row]], Iterator[Row]]] = {
 FORMS: dict[str, tuple[Callable[[Run, Sequence[Row], Path], str] | None, str | None]] = {
     "messages": (_write_lines("messages"), "messages.jsonl"),
     "sharegpt": (_write_lines("sharegpt"), "sharegpt.jsonl"),
+    "tokens": (_write_lines("tokens", "sequence"), "tokens.jsonl"),
+    "preferences": (_write_lines("preferences", "pair"), "preferences.jsonl"),
     "dataset": (_write_dataset, "dataset"),
     "jsonl": (_write_lines("jsonl"), "trajectories.jsonl"),
     "openinference": (_write_lines("openinference"), "openinference.jsonl"),
@@ -358,6 +379,8 @@ Each form: the function that writes it and says how many, and its name in the ru
 
 - `messages`: a line per conversation with `messages` and `tools`, as TRL's trainers take them.
 - `sharegpt`: a line per conversation with `conversations`, as LLaMA-Factory takes them.
+- `tokens`: a line per sequence of the token tree with `input_ids` and `assistant_masks`, for TRL's `SFTTrainer`.
+- `preferences`: a line per pair of a group's conversations, for TRL's `DPOTrainer`.
 - `dataset`: a folder for `datasets.load_dataset`, with `prompt`, `completion` and `tools`.
 - `jsonl`: a line per conversation, `Trajectory.to_dict()` with what it earned.
 - `openinference`: a trace per conversation in OTLP's JSON, with attributes of OpenInference's conventions.

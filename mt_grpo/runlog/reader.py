@@ -29,12 +29,14 @@ from mt_grpo.runlog.conversation import (
     plain_trajectory,
     read_record,
     read_weights,
+    token_tree,
     words,
 )
 from mt_grpo.runlog.index import Each, Index
 from mt_grpo.runlog.messages import Said, turn_texts, ways
 from mt_grpo.runlog.shapes import misfit
 from mt_grpo.runlog.table import Table
+from mt_grpo.token_tree import TokenTree
 
 NUMBERS = {
     "step": np.int32,
@@ -242,6 +244,13 @@ class Run:
             with self._naming_damage(row["file"]):
                 whole = plain_trajectory(data, row)
             yield {"step": row["step"], "mode": row["mode"], **whole}
+
+    def trees(self, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any], TokenTree]]:
+        """Each of some rows with its `record` and its token tree."""
+        for row, data in self._in_files(rows, schema.ROLLOUTS.names):
+            with self._naming_damage(row["file"]):
+                record, tree = read_record(data, row), token_tree(data)
+            yield row, record, tree
 
     def ways(
         self, rows: Sequence[dict[str, Any]] | None = None

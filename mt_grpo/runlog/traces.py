@@ -12,6 +12,7 @@ from mt_grpo.runlog.conversation import words
 from mt_grpo.runlog.files import to_json, whole
 from mt_grpo.runlog.messages import added, parents
 from mt_grpo.runlog.reader import Run
+from mt_grpo.runlog.table import is_copy
 
 INTERNAL, OK, ERROR = 1, 1, 2
 """OTLP's kind of a span, and codes of its status."""
@@ -32,7 +33,8 @@ def trace(row: dict[str, Any], record: dict[str, Any], run: Run) -> dict[str, An
         `dict`: OTLP's `TracesData`; a trace's id depends on the run's folder name and the session alone.
     """
     spans = _Spans(f"{run.folder.resolve().name}/{row['session']}", record["start"] or 0.0)
-    known = {name: row[name] for name in ("mode", "step", "k", "group", "member", "reward", "rewards", "turn_rewards")}
+    names = ("mode", "step", "k", "group", "member", "reward", "rewards", "turn_rewards", "advantages", "shared_turns")
+    known = {**{name: row[name] for name in names}, "branch_of": row["branch_of"], "copy": is_copy(row)}
     agent = spans.add(
         "conversation",
         "AGENT",
@@ -43,9 +45,7 @@ def trace(row: dict[str, Any], record: dict[str, Any], run: Run) -> dict[str, An
             "session.id": row["session"],
             "input.value": row["prompt"],
             "output.value": record["answer"],
-            "metadata": to_json(
-                {**known, "stop_reason": row["stop"], "advantages": row["advantages"], "row": record["row"]}
-            ),
+            "metadata": to_json({**known, "stop_reason": row["stop"], "row": record["row"]}),
         },
     )
     model, before = run.about.get("model"), parents(record["turns"])

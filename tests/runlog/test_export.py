@@ -179,11 +179,11 @@ def test_words_that_no_file_can_hold_do_not_end_an_export(tmp_path):
     [
         (
             "RUN --to jsnl",
-            "The form 'jsnl' is unknown: give one of messages, sharegpt, dataset, jsonl, openinference, trackio; the",
+            "The form 'jsnl' is unknown: give one of messages, sharegpt, tokens, preferences, dataset, jsonl,",
         ),
         ("RUN --too jsonl", "`mt-grpo export` has no option --too; the nearest is '--to'."),
         ("RUN --to", "`mt-grpo export` needs a value after `--to`."),
-        ("RUN", "Write `mt-grpo export RUN --to FORM`, where FORM is one of messages, sharegpt, dataset, jsonl,"),
+        ("RUN", "Write `mt-grpo export RUN --to FORM`, where FORM is one of messages, sharegpt, tokens, preferences,"),
         ("RUN RUN --to jsonl", "Write `mt-grpo export RUN --to FORM`"),
         ("RUN --to jsonl --output RUN", "is there already: give another place with `--output`, or `--overwrite` to"),
         ("RUN --to dataset --output RUN --overwrite", "has other files than an export writes: remove it, or give"),

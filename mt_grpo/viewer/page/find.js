@@ -23,7 +23,7 @@ const COLUMNS = [
   ['prompt', 'question', row => [row.star ? h('span', { class: 'starred', title: row.note || null, role: 'img', 'aria-label': 'starred' }, '★ ') : '', row.copy ? [h('span', { class: 'chip' }, 'copy'), ' '] : '', row.prompt], 'words'],
 ]
 const EXAMPLES = ['mode=eval right=0', 'stop=length,timeout', 'errors>0 reward<0.5', 'spread=0', 'advantage<-1', 'tool=search']
-const FORMS = ['messages', 'sharegpt', 'jsonl', 'openinference']
+const FORMS = ['messages', 'sharegpt', 'tokens', 'preferences', 'jsonl', 'openinference']
 
 const mark = right => (right === null ? '' : right ? '✓ ' : '✗ ')
 
