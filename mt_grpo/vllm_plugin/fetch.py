@@ -5,10 +5,13 @@ go on meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import mmap
 import os
 import shutil
+import socket
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,6 +19,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from mt_grpo.vllm_plugin.checksum import file_checksum
 from mt_grpo.vllm_plugin.delta import apply
 
 ROOT = "/dev/shm"
@@ -29,6 +33,17 @@ ATTEMPTS = 5
 """Broken connections in a row, after which a file is given up."""
 FILES = 2
 """Files that take turns: to write to fresh memory takes several times as long as the copy."""
+LARGEST = 2**46
+"""Most bytes of a file."""
+PATIENCE = 300.0
+"""Seconds that a file of any size may take."""
+SLOWEST = 2**24
+"""Bytes per second that may be waited for beyond them."""
+
+
+def time_limit(size: int) -> float:
+    """Seconds after which a file of so many bytes is given up, though some of it still comes."""
+    return PATIENCE + size / SLOWEST
 
 
 class FetchError(Exception):
@@ -52,35 +67,42 @@ class Fetcher:
 
     def fetch(self, url: str, size: int, label: str = "", base: str = "") -> str:
         """
-        Brings a file, and returns its path here. The file before it stays.
+        Brings a file, and returns its path here. The file before it stays. A file that is here already is not brought
+        again, whoever of the replicas on this machine it is for.
 
         Args:
             url (`str`): Where it is.
             size (`int`): Its bytes.
-            label (`str`, *optional*): What to know the file by.
+            label (`str`, *optional*): Checksum of the weights in it, to know the file by.
             base (`str`, *optional*): Label of the file before it. What is brought is then the change from that one.
 
         Raises:
             FetchError: If it cannot be had.
         """
+        _check(url, size, label, base)
         with self._lock:
-            if self._folder is None:
-                self._folder = _make_folder(self._root)
-            held, self._label = self._label, ""
+            if self._folder is None or not self._folder.is_dir():  # some systems tidy up after a user's last session
+                self._folder, self._label = own_folder(machine(), Path(self._root)), ""
             before = self._folder / f"{self._number}.safetensors"
-            self._number = (self._number + 1) % FILES
-            path = self._folder / f"{self._number}.safetensors"
+            held = self._label
+            if label and held == label:
+                return str(before)
             if base and held != base:
                 raise FetchError("This server holds other weights than those that the change starts from.")
+            self._label = ""
+            self._number = (self._number + 1) % FILES
+            path = self._folder / f"{self._number}.safetensors"
             try:
                 if base:
                     change = self._folder / "change"
                     download(url, change, size)
                     _change(before, change, path)
+                    if file_checksum(path) != label:
+                        raise FetchError("The change does not make the weights that were announced.")
                 else:
                     download(url, path, size)
             except OSError as error:
-                raise FetchError(f"There is no room for {size / 1e9:.2f} GB in {self._folder} ({error}).") from error
+                raise FetchError(f"There is no place for {size / 1e9:.2f} GB in {self._folder}: {error}.") from error
             self._label = label
             return str(path)
 
@@ -110,10 +132,10 @@ def download(url: str, path: Path, size: int) -> None:
     Fills a file from a URL. After a broken connection it goes on where it was.
 
     Raises:
-        FetchError: If it is refused, or `ATTEMPTS` connections in a row bring nothing.
+        FetchError: If it is refused, `ATTEMPTS` connections in a row bring nothing, or `time_limit` is over.
         OSError: If there is no room.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         os.ftruncate(descriptor, size)
         os.posix_fallocate(
@@ -125,14 +147,24 @@ def download(url: str, path: Path, size: int) -> None:
         os.close(descriptor)
 
 
+def _check(url: object, size: object, label: object, base: object) -> None:
+    if not all(isinstance(text, str) for text in (url, label, base)):
+        raise FetchError("An address, a label and a base are texts.")
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= LARGEST:
+        raise FetchError(f"A file has 1 to {LARGEST} bytes.")
+
+
 def _fill(url: str, view: memoryview) -> None:
-    done, broken = 0, 0
+    done, broken, limit = 0, 0, time_limit(len(view))
+    deadline = time.monotonic() + limit
     while done < len(view):
         before, fault = done, "the connection ended early"
         try:
-            done = _go_on(url, view, done)
+            done = _go_on(url, view, done, deadline)
         except (OSError, http.client.HTTPException) as error:
             fault = str(error) or type(error).__name__
+        if done < len(view) and time.monotonic() >= deadline:
+            raise FetchError(f"{url} brought {done} of {len(view)} bytes in {limit:.0f} s, and is given up.")
         broken = 0 if done > before else broken + 1
         if broken == ATTEMPTS:
             raise FetchError(f"{url} could not be read from byte {done} of {len(view)}: {fault}.")
@@ -140,25 +172,36 @@ def _fill(url: str, view: memoryview) -> None:
             time.sleep(0.1 * 2**broken)
 
 
-def _go_on(url: str, view: memoryview, done: int) -> int:
-    """Reads from byte `done` to the end, or as far as one connection goes."""
+def _go_on(url: str, view: memoryview, done: int, deadline: float) -> int:
+    """Reads from byte `done` to the end, or as far as one connection goes until the deadline."""
     parts = urlsplit(url)
     if parts.hostname is None or parts.scheme != "http":
         raise FetchError(f"{url!r} is no address of a file.")
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=SILENCE)
-    try:
-        connection.request("GET", parts.path, headers={"Range": f"bytes={done}-"})
-        answer = connection.getresponse()
-        if answer.status != http.client.PARTIAL_CONTENT:
-            raise FetchError(f"{url} was answered with HTTP {answer.status}.")
+    with contextlib.closing(connection):
+        connection.connect()
+        end = threading.Timer(deadline - time.monotonic(), _end, [connection.sock])
+        end.daemon = True
+        end.start()
         try:
-            while count := answer.readinto(view[done : done + CHUNK]):
-                done += count
-        except (OSError, http.client.HTTPException):
-            pass  # what came is kept, and the next connection goes on from there
-        return done
-    finally:
-        connection.close()
+            connection.request("GET", parts.path, headers={"Range": f"bytes={done}-"})
+            answer = connection.getresponse()
+            if answer.status != http.client.PARTIAL_CONTENT:
+                raise FetchError(f"{url} was answered with HTTP {answer.status}.")
+            try:
+                while count := answer.readinto(view[done : done + CHUNK]):
+                    done += count
+            except (OSError, http.client.HTTPException):
+                pass  # what came is kept, and the next connection goes on from there
+            return done
+        finally:
+            end.cancel()
+
+
+def _end(connection: socket.socket) -> None:
+    """Ends a connection under its reader, however little it brings at a time."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def machine() -> str:
@@ -166,10 +209,18 @@ def machine() -> str:
     return f"mt-grpo-fetched-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _make_folder(root: str) -> Path:
-    for folder in Path(root).glob(f"{machine()}-*"):
-        if not Path(f"/proc/{folder.name.rsplit('-', 1)[1]}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-    folder = Path(root) / f"{machine()}-{os.getpid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+def own_folder(name: str, root: Path) -> Path:
+    """
+    Makes a folder of this process, which nobody else can enter, and whose name nobody can know before: anybody may
+    make something under a name in shared memory. Folders of this user's processes that were killed are removed.
+
+    Args:
+        name (`str`): How their names begin: with what, and in which numbering of processes.
+        root (`Path`): Where it is made.
+    """
+    for folder in root.glob(f"{name}-*"):
+        process = folder.name.removeprefix(f"{name}-").split("-")[0]
+        with contextlib.suppress(OSError):  # it is removed by others too
+            if folder.lstat().st_uid == os.geteuid() and not Path(f"/proc/{process}").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{name}-{os.getpid()}-", dir=root))

@@ -25,6 +25,10 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 HEALTH = ("GET", "/health")
 FETCH = "/mt_grpo/fetch"
 """The guard's own endpoint: brings a file of weights here, see `fetch.py`."""
+LONGEST_BODY = 2**14
+"""Most bytes of a request to it."""
+BODY_TIME = 30.0
+"""Most seconds that such a request may take to arrive."""
 BEGINS = frozenset(
     {
         HEALTH,
@@ -165,14 +169,12 @@ class Guard:
             remove_key(args.host, args.port, key)
 
     async def _fetch(self, receive: Receive, send: Send) -> None:
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
         try:
-            asked = json.loads(body)
+            asked = json.loads(await asyncio.wait_for(_body(receive), BODY_TIME))
             path = await asyncio.to_thread(self._fetcher.fetch, **asked)
-        except (FetchError, ValueError, KeyError, TypeError) as error:
+        except TimeoutError:
+            await _answer(send, 408, {"error": f"The request did not arrive within {BODY_TIME:.0f} s."})
+        except (FetchError, ValueError, TypeError, RecursionError) as error:
             await _answer(send, 502, {"error": str(error)})
         else:
             await _answer(send, 200, {"path": path})
@@ -192,6 +194,17 @@ class Guard:
         if request == HEALTH or (scheme.lower() == b"bearer" and any(known)):
             return None
         return 401, "The key of this server is missing or wrong."
+
+
+async def _body(receive: Receive) -> bytes:
+    """The body of a request. Raises `ValueError` if it is too long."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+        if len(body) > LONGEST_BODY:
+            raise ValueError(f"A request for a file takes at most {LONGEST_BODY} bytes.")
+    return body
 
 
 async def _refuse(send: Send, status: int, reason: str) -> None:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
 from mt_grpo.vllm_plugin.checksum import Checksum
+from mt_grpo.vllm_plugin.fetch import own_folder
 from mt_grpo.weights.verification import HALF
 
 
@@ -187,12 +186,7 @@ def make_folder(shared: str | None) -> Path:
     root = Path("/dev/shm" if shared is None else shared)
     root.mkdir(parents=True, exist_ok=True)
     # containers may share the host's name and memory, but then number their processes apart
-    own = f"mt-grpo-weights-{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
-    for folder in root.glob("mt-grpo-weights-*-*-*"):
-        machine, process, _ = folder.name.rsplit("-", 2)
-        if machine == own and not Path(f"/proc/{process}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{own}-{os.getpid()}-", dir=root))
+    return own_folder(f"mt-grpo-weights-{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}", root)
 
 
 def shared_folder(folder: str | None, accelerator: Accelerator) -> Path:

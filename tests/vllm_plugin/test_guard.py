@@ -146,7 +146,20 @@ def test_a_server_sleeps_only_on_its_trainers_gpus(monkeypatch, method, path, qu
         assert ask(guard, method, path, bearer(), query_string=query)["status"] == status
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"url": "file:///etc/passwd", "size": 1}', b'{"url": "nothing"}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b'{"url": "file:///etc/passwd", "size": 1}',
+        b'{"url": "nothing"}',
+        b'{"url": "http://127.0.0.1:port/x", "size": 1}',
+        b'{"url": "http://127.0.0.1:9/x", "size": 1' + b"0" * 30 + b"}",
+        b"[" * 8000,
+        b"[" * 200_000,
+        b"\xff",
+    ],
+)
 def test_what_cannot_be_fetched_is_answered_with_why(guarded, body):
     server, guard = guarded
     sent = []
@@ -161,6 +174,25 @@ def test_what_cannot_be_fetched_is_answered_with_why(guarded, body):
     asyncio.run(guard(scope, receive, send))
     assert sent[0]["status"] == 502 and json.loads(sent[1]["body"])["error"] and not server.reached
     assert ask(guard, "POST", FETCH)["status"] == 401
+
+
+@pytest.mark.parametrize(("time", "status"), [(30.0, 502), (0.05, 408)])
+def test_a_request_for_a_file_is_short_and_comes_soon(guarded, monkeypatch, time, status):
+    """It would go on for ever."""
+    monkeypatch.setattr("mt_grpo.vllm_plugin.guard.BODY_TIME", time)
+    _, guard = guarded
+    sent = []
+
+    async def receive():
+        await asyncio.sleep(0.001)
+        return {"type": "http.request", "body": b"[" * (1000 if status == 502 else 1), "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": FETCH, "headers": [bearer()], "query_string": b""}
+    asyncio.run(guard(scope, receive, send))
+    assert sent[0]["status"] == status and json.loads(sent[1]["body"])["error"]
 
 
 @pytest.mark.parametrize("origin", [b"http://evil.example", b"null", b"http://127.0.0.1:8000", b""])
