@@ -465,6 +465,13 @@ class RunOptions:
     weight_sync_folder: str | None = option(
         None, "Folder of the weights' file, shared between hosts. Shared memory where unset.", SERVER, page="server.md"
     )
+    weight_sync_port: int | None = option(
+        None,
+        "Port at which the trainer offers its weights by `weight_sync: http` or `delta`. Any free one where unset.",
+        SERVER,
+        rule=Rule(lambda value: 0 < value < 2**16, "set a port from 1 to 65535, or leave it out"),
+        page="server.md",
+    )
     verify_sync_every: int = option(
         50, "Every so many weight syncs are verified. So is the first.", SERVER, rule=ABOVE_ZERO, page="server.md"
     )

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl, router_words
 from mt_grpo.rollout.engines.vllm.lease import read_lease, weight_label
-from mt_grpo.weights.updates import WeightSyncError
+from mt_grpo.weights.updates import WeightSyncError, weight_version
 
 logger = logging.getLogger(__name__)
 LOOKS = 8
@@ -51,7 +51,7 @@ def tell_apart(each_server: Callable[..., None], run: str, urls: Iterable[str]) 
 
     def look(server: ServerControl) -> None:
         for _ in range(LOOKS):
-            seen = server.get("/weight_info")["weight_version"]
+            seen = weight_version(server)
             other = next((url for url, label in labels.items() if label == seen), None)
             if other is None:
                 raise WeightSyncError(router_words(server.base_url, "is several servers in turn, as behind a router"))
@@ -87,7 +87,7 @@ def prove_newcomers(transport: Transport) -> list[int]:
     waiting = [number for number, server in enumerate(servers) if server.awaits_proof and server.context_length]
 
     def examine(server: ServerControl) -> None:
-        held = read_lease(server.get("/weight_info")["weight_version"])
+        held = read_lease(weight_version(server))
         if held is not None and held.run == transport.run and held.step != "proof":
             raise WeightSyncError(f"{server.base_url} leads to a server that this run uses already.")
         dtype = transport.dtype

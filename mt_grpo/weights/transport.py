@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +36,8 @@ from mt_grpo.weights.updates import (
     check_still_leased,
     fall_asleep,
     give_back,
+    paused,
+    updating,
     wake_cache,
     wake_weights,
 )
@@ -257,7 +262,13 @@ class WeightTransport:
         it at any time, since the others may be waiting for this process in a collective.
         """
         with self._lock:
-            self._push_and_compare(self._control(base_url))
+            server = self._control(base_url)
+            try:
+                self._push_and_compare(server)
+            except WeightSyncError as error:
+                if server.healthy():
+                    raise
+                raise RequestFailed(str(error), True, unreachable=True) from error
 
     def close(self) -> None:
         """Gives the servers back to other runs, and ends those that this run started."""
@@ -301,7 +312,7 @@ class WeightTransport:
 
     def examine(self, server: ServerControl) -> None:
         check_lease(server, self.run)
-        config = server.get("/server_info", config_format="json")["vllm_config"]
+        config = server.get("/server_info", itemgetter("vllm_config"), config_format="json")
         dtype = getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
         self.dtype = max(self.dtype or dtype, dtype, key=lambda one: one.itemsize)
         self._prepare(server, config)
@@ -340,15 +351,25 @@ class WeightTransport:
         check_lease(server, self.run)
         self._push(server, step)
 
+    def _paused(self, server: ServerControl) -> AbstractContextManager[None]:
+        """The pause in which a server gets weights. What was computed with others is forgotten at its end."""
+        return paused(server, bool(self.client.media_tokens))
+
+    @contextlib.contextmanager
+    def _updating(self, server: ServerControl, step: int | None) -> Iterator[None]:
+        """An update in such a pause, through vLLM's weight-transfer engine."""
+        with self._paused(server), updating(server, self._label(step)):
+            yield
+
     def _label(self, step: int | None) -> str:
         return weight_label(self.run, "proof" if step is None else step)
 
     def _check_up(self) -> None:
-        """Checks every server that is up. A server that cannot be reached is left out."""
+        """Checks every server that is up. A server that is down is left out."""
         look = functools.partial(check_still_leased, label=self._label(self.client.weight_version))
         for server in self.client.pool.servers:
             failure = self._attempt(server, look) if server.up else None
-            if failure is not None and not failure.unreachable:
+            if failure is not None and server.up:
                 raise failure
 
     def _compute_expected(self, model: Any, measure: bool = True) -> list[float]:
@@ -459,15 +480,19 @@ class WeightTransport:
                     raise WeightSyncError(f"{first} {self.client.remedy}") from first
                 raise first
             return self._each_server(again)
-        for failure in failures:
-            if failure is not None and not failure.unreachable:
+        for server, failure in zip(up, failures, strict=True):
+            if failure is not None and server.up:
                 raise failure
 
-    def _attempt(self, server: Server, action: Callable[[ServerControl], None]) -> RequestFailed | None:
+    def _attempt(
+        self, server: Server, action: Callable[[ServerControl], None]
+    ) -> RequestFailed | WeightSyncError | None:
+        """Does something with a server. One that does not answer, or whose health fails then too, is left out."""
+        control = self._control(server.url)
         try:
-            action(self._control(server.url))
-        except RequestFailed as error:
-            if error.unreachable:
+            action(control)
+        except (RequestFailed, WeightSyncError) as error:
+            if (isinstance(error, RequestFailed) and error.unreachable) or not control.healthy():
                 server.drop(str(error))
             return error
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
 from mt_grpo.rollout.engines.vllm.lease import read_lease, released
 from mt_grpo.vllm_plugin import BACKEND
 from mt_grpo.vllm_plugin.checksum import file_checksum
+
+_ACTIVE, _INACTIVE = "already active", "without a matching start"
+"""What vLLM says of an update that has begun, and of one that has not."""
+_VERDICT = "checksum"
+"""What a worker speaks of that sees other weights, however often it is asked."""
 
 
 class WeightSyncError(UserError, RuntimeError):
@@ -32,7 +38,7 @@ def paused(server: ServerControl, images: bool = False) -> Iterator[None]:
     try:
         server.post("/sleep", level="0", mode="keep")
         yield
-        if server.post("/reset_prefix_cache", reset_running_requests="true") != {"success": True}:
+        if not server.post("/reset_prefix_cache", read=itemgetter("success"), reset_running_requests="true"):
             raise WeightSyncError(f"The vLLM server at {server.base_url} could not empty its prefix cache.")
         if images:  # after it, which takes every request under way out of the batch that holds some of it
             server.post("/reset_encoder_cache")
@@ -46,18 +52,33 @@ def paused(server: ServerControl, images: bool = False) -> Iterator[None]:
 def updating(server: ServerControl, version: str) -> Iterator[None]:
     """Begins an update and always ends it. Only a successful update sets the server's weight version."""
     try:
-        server.post("/start_weight_update", {})
+        server.post("/start_weight_update", {}, final=_ACTIVE)
     except RequestFailed as error:
-        if "already active" not in str(error):
+        if _ACTIVE not in str(error):
             raise
-        server.post("/finish_weight_update", {})  # left behind by a trainer that was killed
+        # left behind by a trainer that was killed, or begun by a call whose answer was lost
+        _end_update(server)
         server.post("/start_weight_update", {})
     try:
         yield
     except BaseException:
         server.tidy_up("/finish_weight_update", {})
         raise
-    server.post("/finish_weight_update", {"weight_version": version})
+    _end_update(server, version)
+
+
+def _end_update(server: ServerControl, version: str | None = None) -> None:
+    """Ends an update. With a version, the server then has it."""
+    try:
+        server.post("/finish_weight_update", {} if version is None else {"weight_version": version}, final=_INACTIVE)
+    except RequestFailed as error:  # ended by a call whose answer was lost
+        if _INACTIVE not in str(error) or (version is not None and weight_version(server) != version):
+            raise
+
+
+def weight_version(server: ServerControl) -> str:
+    """The weight version of a server."""
+    return str(server.get("/weight_info", itemgetter("weight_version")))
 
 
 def fall_asleep(server: ServerControl, level: int) -> None:
@@ -83,24 +104,21 @@ def wake_cache(server: ServerControl) -> None:
     server.post("/wake_up", tags="kv_cache")
 
 
-def push_file(server: ServerControl, path: Path, version: str, checksum: str, images: bool = False) -> None:
+def load_file(server: ServerControl, path: Path, checksum: str) -> None:
     """
-    Makes the server load a file of weights, and makes each of its workers confirm what its model received.
+    Within an update: makes the server load a file of weights, and each of its workers confirm what its model received.
 
     Args:
         server (`ServerControl`): The server.
         path (`Path`): The file, on a path that the server sees too.
-        version (`str`): Weight version that the server has afterwards.
         checksum (`str`): Checksum of the weights.
-        images (`bool`, *optional*, defaults to `False`): Whether the model looks at images or hears sounds.
 
     Raises:
-        RequestFailed: With the server's words, after the update was ended and the server resumed.
-        WeightSyncError: If a worker loaded something else, or nothing; after the same.
+        RequestFailed: With the server's words.
+        WeightSyncError: If a worker loaded something else, or nothing.
     """
-    with paused(server, images), updating(server, version):
-        server.post("/update_weights", {"update_info": {"path": str(path)}})
-        confirm(server, checksum)
+    server.post("/update_weights", {"update_info": {"path": str(path)}}, final=_VERDICT)
+    confirm(server, checksum)
 
 
 def push_adapter(server: ServerControl, path: Path, version: str, checksum: str, previous: str | None) -> None:
@@ -113,7 +131,7 @@ def push_adapter(server: ServerControl, path: Path, version: str, checksum: str,
     """
     confirm(server, checksum, path / "adapter_model.safetensors")
     server.post("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path), "load_inplace": True})
-    served = {(entry["id"], entry["root"]) for entry in server.get("/v1/models")["data"]}
+    served = server.get("/v1/models", lambda it: {(entry["id"], entry["root"]) for entry in it["data"]})
     if (path.name, str(path)) not in served:
         raise WeightSyncError(
             f"The vLLM server at {server.base_url} did not load the adapter {path}: it serves "
@@ -134,7 +152,7 @@ def confirm(server: ServerControl, checksum: str, path: Path | None = None) -> N
     """
     info = {"checksum": checksum} if path is None else {"checksum": checksum, "path": str(path)}
     try:
-        server.post("/init_weight_transfer_engine", {"init_info": info})
+        server.post("/init_weight_transfer_engine", {"init_info": info}, final=_VERDICT)
     except RequestFailed as error:
         if error.status is None or error.status < 500:
             raise
@@ -150,7 +168,7 @@ def check_lease(server: ServerControl, run: str) -> None:
     Raises:
         WeightSyncError: If another run uses it, or may use it.
     """
-    other = read_lease(server.get("/weight_info")["weight_version"])
+    other = read_lease(weight_version(server))
     if other is None or other.run == run or other.over:
         return
     end = "end it first" if other.here else "end it first, or restart the server if that run was killed"
@@ -168,7 +186,7 @@ def check_still_leased(server: ServerControl, label: str) -> None:
         WeightSyncError: If another run's weights came in between. RequestFailed: If it holds no run's weights, as
         after a restart. It counts as down until it has its weights again.
     """
-    version = server.get("/weight_info")["weight_version"]
+    version = weight_version(server)
     if version in (label, released(label)):
         return
     other = read_lease(version)
@@ -184,7 +202,7 @@ def check_still_leased(server: ServerControl, label: str) -> None:
 def give_back(server: ServerControl, run: str) -> None:
     """Tells a server that a run is over, if the server can be reached and holds the run's weights."""
     with contextlib.suppress(RequestFailed):
-        version = server.get("/weight_info")["weight_version"]
+        version = weight_version(server)
         held = read_lease(version)
         if held is not None and held.run == run and version != released(version):
             server.post("/update_weight_version", {"new_version": released(f"{run}:{held.step}")})

@@ -146,6 +146,25 @@ def test_answers_of_several_servers_in_turn_end_the_run(tokenizer, start):
         asyncio.run(asyncio.wait_for(go(), 60))
 
 
+@pytest.mark.parametrize("fingerprint", [None, ""])
+def test_an_answer_that_names_no_server_ends_the_run(tokenizer, start, fingerprint):
+    """Behind a router each may come from another one."""
+    server = start(lambda number, body: completion(5, fingerprint=fingerprint))
+    client = client_of(tokenizer, server)
+
+    async def go():
+        try:
+            await client.generate([1], SAMPLING, "one")
+        finally:
+            await client.close()
+
+    with pytest.raises(
+        ServerSetupError, match=f"{server.url} have no `system_fingerprint`.*`mt-grpo serve`"
+    ) as caught:
+        asyncio.run(go())
+    assert "\n" not in str(caught.value) and len(server.asked("/v1/completions")) == 1
+
+
 def test_conversations_of_a_dying_server_go_on_from_their_tokens(tokenizer, start):
     """What it sampled and never answered is sampled once more elsewhere, after the same context, and kept once."""
     asked, dying = threading.Event(), []

@@ -347,6 +347,42 @@ def test_a_restarted_server_gets_weights_before_it_is_asked(tokenizer, start):
     assert restored == [server.url]
 
 
+def test_a_restart_is_noticed_by_weights_where_names_stay(tokenizer, start):
+    """vLLM's own fingerprint is of its configuration, which a restarted server has again."""
+    held = ["7"]
+    own = "vllm-0.31.0-0123abcd"
+    server = start(lambda number, body: completion(int(held[0]), fingerprint=own), version=lambda: held[0])
+    client = client_of(tokenizer, server, server_timeout=20)
+    client.weight_version = 7
+    client.restore = lambda url: held.__setitem__(0, "7")
+
+    async def go():
+        await client.connect()
+        assert (await client.generate([1], SAMPLING, "a")).ids == [7]
+        held[0] = "0"
+        assert (await client.generate([1], SAMPLING, "a")).ids == [7]
+        await client.close()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        *((path, fault) for path in ("/v1/models", "/server_info", "/tokenize") for fault in ((503, "busy"), None)),
+        *((path, (200, "{}")) for path in ("/server_info", "/tokenize")),
+        ("/v1/models", (200, '{"data": [{"id"')),
+    ],
+)
+def test_a_bad_answer_at_the_start_is_asked_for_again(tokenizer, start, monkeypatch, path, fault):
+    monkeypatch.setattr("mt_grpo.rollout.engines.vllm.http.POLL", 0.01)
+    left = [fault]
+    server = start()
+    script = server._script
+    server._script = lambda method, asked, body: left.pop() if left and asked == path else script(method, asked, body)
+    assert ask(client_of(tokenizer, server, server_timeout=20)).ids == [5, 6] and not left
+
+
 def test_a_server_whose_weights_cannot_be_restored_ends_the_run(tokenizer, start):
     server = start(lambda number, body: completion(5, fingerprint=str(number)), version="default")
     client = client_of(tokenizer, server, server_timeout=20)

@@ -174,7 +174,12 @@ class Proxy(Loopback):
             self.go.wait()
         status, answer = 500, b'{"error": {"message": "made to fail"}}'
         if kind in (None, "garbage", "cut", "hang"):
-            options = {"content": request.content, "headers": headers(find_key(self._upstream)), "timeout": 300.0}
+            options = {
+                "content": request.content,
+                "headers": headers(find_key(self._upstream)),
+                "timeout": 300.0,
+                "verify": False,
+            }
             try:
                 response = httpx.request(request.method, self._upstream + request.path, **options)
             except httpx.TransportError:  # the server is gone: so is the connection

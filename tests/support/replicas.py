@@ -14,6 +14,9 @@ from mt_grpo.weights.verification import trainer_logprobs
 from support.loopback import ScriptedServer
 from support.models import build_model
 
+STATES = ("finished without a matching start_weight_update", "already active")
+"""As vLLM has it of calls that are made twice."""
+
 
 class Replica:
     """
@@ -39,11 +42,21 @@ class Replica:
         """Whether the trainer's files are on another machine."""
         self.skipped: set[str] = set()
         """Weights that do not reach their layer."""
+        self.dies_at: str | None = None
+        """The path at which its engine dies, while its process answers."""
+        self.dead = self.active = False
         self.http = ScriptedServer(self.answer, port)
 
     def answer(self, method, path, body):
+        self.dead |= path == self.dies_at
+        if self.dead:
+            return 503 if path == "/health" else 500, {"error": {"message": "EngineCore encountered an issue."}}
         if path == self.refused:
             return 500, "no"
+        if path in ("/start_weight_update", "/finish_weight_update"):
+            if self.active == (path == "/start_weight_update"):
+                return 500, f"{path} while a weight update is {STATES[self.active]}."
+            self.active = not self.active
         if path == "/init_weight_transfer_engine":
             return self.confirmed(**body["init_info"])
         if path == "/update_weights":

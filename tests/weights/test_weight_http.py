@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import socket
+import stat
+import struct
+import threading
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import torch
 from accelerate import Accelerator
-from support.loopback import Loopback, Reply
+from support.loopback import Loopback, Reply, free_port
 from support.replicas import Replica, step_of
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
@@ -18,9 +25,11 @@ from mt_grpo.vllm_plugin import fetch
 from mt_grpo.vllm_plugin.delta import apply, difference
 from mt_grpo.vllm_plugin.fetch import Fetcher, FetchError
 from mt_grpo.vllm_plugin.guard import FETCH
+from mt_grpo.weights import file_offer
+from mt_grpo.weights.file_offer import FileOffer
 from mt_grpo.weights.transports import delta
 from mt_grpo.weights.transports.delta import DeltaTransport
-from mt_grpo.weights.transports.http import FileOffer, HttpTransport
+from mt_grpo.weights.transports.http import HttpTransport
 from mt_grpo.weights.updates import WeightSyncError
 
 UPDATE = ["/sleep", "/start_weight_update", "/update_weights", "/init_weight_transfer_engine"]
@@ -132,8 +141,9 @@ def test_a_server_with_another_file_gets_all_weights(remote, changes, model):
     assert fetched(remote) == ["weights", "weights", "change", "weights"] and changes.checksum == remote.loaded
 
 
-def test_in_doubt_all_weights_are_sent_again(remote, changes, monkeypatch):
+def test_in_doubt_all_weights_are_sent_again(remote, changes, model, monkeypatch):
     changes.sync(0)
+    model.model.embed_tokens.weight.data[1] *= 1.5
     monkeypatch.setattr(fetch, "apply", lambda change, file: file.view(-1)[-4:].zero_())
     changes.sync(1)
     assert fetched(remote) == ["weights", "weights", "change", "weights"] and changes.checksum == remote.loaded
@@ -208,6 +218,131 @@ def test_what_is_fetched_is_what_was_offered(offer, tmp_path):
     assert (tmp_path / "copy").read_bytes() == bytes(range(256)) * 100
 
 
+def raw(url, *sent):
+    """A connection to an offer that has sent something."""
+    parts = urlsplit(url)
+    connection = socket.create_connection((parts.hostname, parts.port), timeout=30)
+    for each in sent:
+        connection.sendall(each)
+    return connection
+
+
+def threads():
+    return [one.name for one in threading.enumerate() if one.name.startswith("mt-grpo-weights")]
+
+
+def test_half_open_connections_hold_up_nobody(offer, tmp_path, monkeypatch):
+    monkeypatch.setattr(file_offer, "MOST_WAITING", 8)
+    before = len(threads())
+    held = [raw(offer, b"GET /") for _ in range(40)]
+    fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
+    assert len(threads()) <= before + 1
+    assert not held[0].recv(1)  # the oldest was ended
+    for connection in held:
+        connection.close()
+
+
+def test_a_request_that_does_not_arrive_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_offer, "HEAD_TIME", 0.05)
+    offer = FileOffer(tmp_path, "127.0.0.1")
+    with raw(offer.url("127.0.0.1"), b"GET /") as connection:
+        assert not connection.recv(1)
+    offer.close()
+
+
+def test_connections_that_break_leave_no_traceback(offer, tmp_path, capfd, caplog):
+    secret = urlsplit(offer).path
+    (tmp_path / "large").write_bytes(bytes(2**24))
+    for number in range(20):
+        connection = raw(offer, f"GET {secret}/large HTTP/1.1\r\n{'Host: x' * (number % 2)}\r\n\r\n".encode())
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+    fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
+    assert "Traceback" not in capfd.readouterr().err + caplog.text
+
+
+@pytest.mark.parametrize(
+    ("begin", "status"), [("9" * 5000, 400), ("9" * 17, 416), ("25600", 416), ("-5", 400), ("x", 400), ("25599", 206)]
+)
+def test_a_range_is_a_number_within_the_file(offer, begin, status):
+    answer = httpx.get(f"{offer}/weights.safetensors", headers={"Range": f"bytes={begin}-"})
+    assert answer.status_code == status and len(answer.content) == (status == 206)
+
+
+@pytest.mark.parametrize("sent", [b"POST /x HTTP/1.1\r\n\r\n", b"\x16\x03\x01\r\n\r\n", b"x" * 10_000])
+def test_what_is_no_request_is_refused(offer, sent):
+    with raw(offer, sent) as connection, contextlib.suppress(ConnectionResetError):
+        assert connection.recv(100).startswith(b"HTTP/1.1 404") or sent.startswith(b"xxx")
+
+
+def test_a_long_way_is_told_of(offer, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(file_offer, "TOLD_EVERY", 0.0)
+    fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
+    assert "127.0.0.1 has fetched 0.0 of 0.0 GB of the weights" in caplog.text
+
+
+def test_a_port_that_is_taken_is_said_at_once(tokenizer, model):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        client = VLLMServerClient("http://127.0.0.1:9", tokenizer)
+        with pytest.raises(WeightSyncError, match="cannot be offered at port.*`weight_sync_port`"):
+            HttpTransport(client, lambda: model, Accelerator(cpu=True), port=taken.getsockname()[1])
+
+
+def test_weights_are_offered_at_the_port_that_is_chosen(remote, tokenizer, model):
+    port = free_port()
+    for _ in range(2):  # a run that is resumed has it again
+        client = VLLMServerClient(remote.http.url, tokenizer, server_timeout=5.0)
+        sync = HttpTransport(client, lambda: model, Accelerator(cpu=True), port=port)
+        sync.sync(0)
+        sync.close()
+    assert {urlsplit(url).port for url in remote.urls} == {port}
+
+
+@pytest.fixture
+def pair(tokenizer, tmp_path):
+    """Two replicas on one machine, whose files both see."""
+    both = [Remote(tokenizer, tmp_path), Remote(tokenizer, tmp_path)]
+    yield both
+    for each in both:
+        each.http.stop()
+        each.fetcher.close()
+
+
+@pytest.mark.parametrize("kind", [HttpTransport, DeltaTransport])
+def test_replicas_of_one_machine_fetch_once(pair, tokenizer, model, kind):
+    client = VLLMServerClient([each.http.url for each in pair], tokenizer, server_timeout=5.0)
+    sync = kind(client, lambda: model, Accelerator(cpu=True))
+    for step in range(3):
+        model.model.embed_tokens.weight.data[step] *= 1.5
+        sync.sync(step)
+    assert [step_of(each.version) for each in pair] == ["2", "2"]
+    assert pair[0].loaded == pair[1].loaded == sync.checksum
+    assert [len(list(pair[0].folder.glob("*/*.safetensors")))] == [fetch.FILES + 1]  # and the nonce of the second
+    assert len(pair[1].urls) == 1
+    client.pool.servers[0].drop("gone")
+    model.model.embed_tokens.weight.data[5] *= 1.5
+    sync.sync(3)
+    assert step_of(pair[1].version) == "3" and pair[1].loaded == sync.checksum
+    sync.close()
+
+
+def test_replicas_that_share_an_address_only_fetch_each(pair, tokenizer, model):
+    """As containers do whose ports are mapped."""
+    seen = pair[1].confirmed
+    pair[1].confirmed = lambda checksum, path=None: (
+        (500, f"No such file or directory: {path}")
+        if path is not None and str(Path(path).parent) == str(pair[0].fetcher._folder)
+        else seen(checksum, path)
+    )
+    client = VLLMServerClient([each.http.url for each in pair], tokenizer, server_timeout=5.0)
+    sync = HttpTransport(client, lambda: model, Accelerator(cpu=True))
+    for step in range(2):
+        sync.sync(step)
+    assert [step_of(each.version) for each in pair] == ["1", "1"]
+    assert len(pair[1].urls) == 4  # the nonce, the proof, and two steps
+    sync.close()
+
+
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(fetch.time, "sleep", lambda seconds: None)
@@ -249,6 +384,97 @@ def test_a_trainer_that_is_gone_is_given_up(tmp_path, quick):
 def test_only_http_is_fetched(tmp_path, url):
     with pytest.raises(FetchError, match="is no address of a file"):
         Fetcher(str(tmp_path)).fetch(url, 10)
+
+
+def attack(root, kind):
+    """What another user may make before the server fetches anything, under names that can be known."""
+    victim, trap = root / "victim", root / "trap"
+    victim.write_bytes(b"precious")
+    trap.mkdir(mode=0o777)
+    for name in ("0.safetensors", "1.safetensors", "change"):
+        (trap / name).hardlink_to(victim) if kind == "hard link" else (trap / name).symlink_to(victim)
+    for name in (f"{fetch.machine()}-{os.getpid()}", f"{fetch.machine()}-{os.getpid()}-"):
+        (root / name).symlink_to(trap) if kind == "folder's link" else (root / name).mkdir(mode=0o777)
+    return victim
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "folder's link", "open folder"])
+def test_nobody_else_reads_or_writes_what_is_fetched(offer, tmp_path, kind):
+    root = tmp_path / "shm"
+    root.mkdir(mode=0o777)
+    victim, fetcher = attack(root, kind), Fetcher(str(root))
+    path = Path(fetcher.fetch(f"{offer}/weights.safetensors", 25_600))
+    folder, file = path.parent.lstat(), path.lstat()
+    assert victim.read_bytes() == b"precious" and not path.parent.is_symlink()
+    assert stat.S_IMODE(folder.st_mode) == 0o700 and stat.S_IMODE(file.st_mode) == 0o600 and file.st_nlink == 1
+    assert folder.st_uid == file.st_uid == os.geteuid()
+    fetcher.close()
+    assert Path(fetcher.fetch(f"{offer}/weights.safetensors", 25_600)).parent.name != path.parent.name
+    fetcher.close()
+
+
+def test_no_link_is_followed_to_another_file(offer, tmp_path):
+    (tmp_path / "victim").write_bytes(b"precious")
+    (tmp_path / "copy").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic links"):
+        fetch.download(f"{offer}/weights.safetensors", tmp_path / "copy", 25_600)
+    assert (tmp_path / "victim").read_bytes() == b"precious"
+
+
+def test_folders_of_other_users_are_left_alone(offer, tmp_path, monkeypatch):
+    (other := tmp_path / f"{fetch.machine()}-999999999-x").mkdir()
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    fetcher = Fetcher(str(tmp_path))
+    fetcher.fetch(f"{offer}/weights.safetensors", 25_600)
+    assert other.exists()
+    fetcher.close()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"size": 0},
+        {"size": -1},
+        {"size": 10**30},
+        {"size": True},
+        {"size": 25.6},
+        {"size": "25600"},
+        {"url": 7},
+        {"label": ["a"]},
+        {"base": {}},
+    ],
+)
+def test_a_request_for_no_file_is_refused(tmp_path, asked):
+    with pytest.raises(FetchError):
+        Fetcher(str(tmp_path)).fetch(**{"url": "http://127.0.0.1:9/weights", "size": 10, **asked})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("answered", [False, True], ids=["the head", "the file"])
+def test_a_trickle_is_given_up_though_it_never_ends(tmp_path, monkeypatch, answered):
+    monkeypatch.setattr(fetch, "PATIENCE", 0.3)
+    over = threading.Event()
+
+    def trickle(server):
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: 10000\r\n" + b"\r\n" * answered)
+            while not over.wait(0.01):
+                connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=trickle, args=(server,))
+        thread.start()
+        with pytest.raises(FetchError, match="in 0 s, and is given up"):
+            fetch.download(f"http://127.0.0.1:{server.getsockname()[1]}/weights", tmp_path / "copy", 10_000)
+        over.set()
+        thread.join()
+
+
+def test_larger_files_may_take_longer():
+    assert fetch.time_limit(140 * 10**9) > 20 * fetch.time_limit(10**6)
 
 
 def test_files_of_a_killed_server_are_removed(offer, tmp_path):

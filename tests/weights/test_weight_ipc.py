@@ -58,8 +58,8 @@ def mapping(tokenizer, monkeypatch):
     server.http.stop()
 
 
-def transport(server, model):
-    client = VLLMServerClient(server.http.url, server.tokenizer, server_timeout=5.0)
+def transport(server, model, **options):
+    client = VLLMServerClient(server.http.url, server.tokenizer, server_timeout=5.0, **options)
     return IpcTransport(client, lambda: model, Accelerator(cpu=True))
 
 
@@ -75,6 +75,14 @@ def test_weights_arrive_in_buckets_while_the_server_is_paused(mapping, model):
     assert step_of(mapping.version) == "3"
     for name, weight in model.state_dict().items():
         assert torch.equal(mapping.model.state_dict()[name], weight)
+    sync.close()
+
+
+def test_buckets_leave_no_features_of_older_weights(mapping, model):
+    sync = transport(mapping, model, media_tokens={-1: 7})
+    sync.sync(3)
+    posts = [path for method, path, _ in mapping.http.requests if method == "POST"]
+    assert posts.count("/reset_encoder_cache") == posts.count("/finish_weight_update") == 2
     sync.close()
 
 

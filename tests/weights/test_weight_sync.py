@@ -15,7 +15,7 @@ from support.replicas import Replica, step_of
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
-from mt_grpo.rollout.engines.vllm.http import ServerControl
+from mt_grpo.rollout.engines.vllm.http import DELAYS, ServerControl
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.servers import own_engine
 from mt_grpo.vllm_plugin import keys
@@ -26,7 +26,7 @@ from mt_grpo.weights.updates import WeightSyncError, paused
 
 @pytest.fixture
 def replicas(tokenizer):
-    pair = [Replica(tokenizer), Replica(tokenizer, lost=1)]
+    pair = [Replica(tokenizer), Replica(tokenizer, lost=1 + len(DELAYS))]
     yield pair
     for replica in pair:
         replica.http.stop()

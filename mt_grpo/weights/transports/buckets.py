@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.weights.transport import WeightTransport
-from mt_grpo.weights.updates import check_lease, paused, updating
+from mt_grpo.weights.updates import check_lease
 from mt_grpo.weights.weight_file import FullParameters, exhaust
 
 BUCKET = 2**28
@@ -56,8 +56,7 @@ class BucketTransport(WeightTransport):
                 servers.extend(self._control(server.url) for server in self.client.pool.servers)
                 for server in servers:
                     check_lease(server, self.run)
-                    update.enter_context(paused(server, bool(self.client.media_tokens)))
-                    update.enter_context(updating(server, self._label(step)))
+                    update.enter_context(self._updating(server, step))
 
             # before anyone walks over the parameters, which all must do or none
             self._run(begin_update)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.vllm_plugin.delta import difference
 from mt_grpo.weights.transport import weight_transport
 from mt_grpo.weights.transports.http import HttpTransport
-from mt_grpo.weights.updates import WeightSyncError, push_file
 
 WHOLE_EVERY = 50
 """One sync in so many sends all weights."""
@@ -41,15 +41,12 @@ class DeltaTransport(HttpTransport):
             self._change_file(step).write_bytes(change.numpy().tobytes())
             self._base = before
 
-    def _push(self, server: ServerControl, step: int | None) -> None:
-        if self._base is not None and step is not None:
-            more = {"label": self.checksum, "base": self._base}
-            try:
-                path = self._brought(server, self._change_file(step), **more)
-                return push_file(server, path, self._label(step), self.checksum)
-            except WeightSyncError:  # in doubt, all weights
-                pass
-        super()._push(server, step)
+    def _ways(self, server: ServerControl, step: int | None) -> list[Callable[[], Path]]:
+        """Of the change first; in doubt, of all weights."""
+        whole = super()._ways(server, step)
+        if self._base is None or step is None:
+            return whole
+        return [*self._ways_of(server, self._change_file(step), label=self.checksum, base=self._base), *whole]
 
     def _change_file(self, step: int) -> Path:
         return self._folder / f"change-{step:08d}"

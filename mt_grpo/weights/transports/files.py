@@ -18,12 +18,7 @@ from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import ServerControl
 from mt_grpo.vllm_plugin.checksum import file_checksum
 from mt_grpo.weights.transport import WeightTransport, weight_transport
-from mt_grpo.weights.updates import (
-    WeightSyncError,
-    check_folder,
-    push_adapter,
-    push_file,
-)
+from mt_grpo.weights.updates import WeightSyncError, check_folder, load_file, push_adapter
 from mt_grpo.weights.verification import shift_file, shifted
 from mt_grpo.weights.weight_file import FullParameters, Layout, WeightFile, exhaust, shared_folder, write_weights
 
@@ -94,7 +89,11 @@ class SafetensorsTransport(FolderTransport):
         self._files.reverse()
 
     def _push(self, server: ServerControl, step: int | None) -> None:
-        push_file(server, self._file(step), self._label(step), self.checksum, bool(self.client.media_tokens))
+        self._load(server, self._file(step), step)
+
+    def _load(self, server: ServerControl, path: Path, step: int | None) -> None:
+        with self._updating(server, step):
+            load_file(server, path, self.checksum)
 
     def _file(self, step: int | None) -> Path:
         return self._folder / f"weights-{'proof' if step is None else f'{step:08d}'}.safetensors"
@@ -127,7 +126,9 @@ class LoraTransport(FolderTransport):
 
     def _prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
         super()._prepare(server, config)
-        loads = server.get("/server_info", config_format="json")["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
+        loads = server.get(
+            "/server_info", lambda it: it["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], config_format="json"
+        )
         if config["lora_config"] is None or not loads:
             raise WeightSyncError(
                 f"The vLLM server at {server.base_url} was started without LoRA, and `weight_sync: lora` sends it an "
@@ -165,7 +166,8 @@ class LoraTransport(FolderTransport):
     def _push(self, server: ServerControl, step: int | None) -> None:
         adapter = self._adapter(step)
         previous = None if self._previous in (None, adapter) else self._previous.name
-        push_adapter(server, adapter, self._label(step), self.checksum, previous)
+        with self._paused(server):
+            push_adapter(server, adapter, self._label(step), self.checksum, previous)
 
     def _pushed(self, step: int | None) -> None:
         self.client.model = self._adapter(step).name

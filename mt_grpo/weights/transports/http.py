@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import secrets
+import functools
 import socket
-import threading
 from collections.abc import Callable
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,11 +15,15 @@ from accelerate.utils import broadcast_object_list
 
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.engines.vllm.http import RequestFailed, ServerControl
+from mt_grpo.vllm_plugin.fetch import time_limit
 from mt_grpo.vllm_plugin.guard import FETCH
+from mt_grpo.weights.file_offer import FileOffer
 from mt_grpo.weights.transport import weight_transport
 from mt_grpo.weights.transports.files import SafetensorsTransport
-from mt_grpo.weights.updates import WeightSyncError, check_folder, push_file
+from mt_grpo.weights.updates import WeightSyncError, check_folder, confirm
 
+SLACK = 30.0
+"""Seconds that a server has to say that a fetch has failed."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -31,42 +32,121 @@ class HttpTransport(SafetensorsTransport):
     """
     Sends a safetensors file over HTTP. The main process offers its files. Each server fetches one while conversations
     go on, and goes on after a broken connection where it was. Only then it is paused, and loads the file from its own
-    machine's memory. Checksums are as of a shared file.
+    machine's memory. Replicas of one machine load the file that the first of them has fetched. Checksums are as of a
+    shared file.
+
+    Args:
+        port (`int`, *optional*): Port at which the files are offered; any free one by default.
+
+    Raises:
+        WeightSyncError: In every process, if the port is taken or a server's network cannot be reached.
     """
 
     def __init__(
-        self, client: VLLMServerClient, get_model: Callable[[], Any], accelerator: Accelerator, **options: Any
+        self,
+        client: VLLMServerClient,
+        get_model: Callable[[], Any],
+        accelerator: Accelerator,
+        *,
+        port: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(client, get_model, accelerator, **options)
         self._offer: FileOffer | None = None
-        bases = [dict[str, str]()]
+        self._shares: dict[tuple[str, str], bool] = {}  # whether one server sees what another has fetched
+        found: list[tuple[str, dict[str, str]]] = [("", {})]
         if accelerator.is_main_process:
-            alone = all(urlsplit(url).hostname in LOOPBACK for url in client.base_urls)
-            self._offer = FileOffer(self._folder, "127.0.0.1" if alone else "")
-            bases[0] = {url: self._offer.url(_own_address(url)) for url in client.base_urls}
+            try:
+                found[0] = "", self._begin_offer(port or 0)
+            except WeightSyncError as error:
+                found[0] = str(error), {}
         if accelerator.num_processes > 1:
-            broadcast_object_list(bases)
-        self._bases = bases[0]
+            broadcast_object_list(found)
+        fault, self._bases = found[0]
+        if fault:
+            self.close()
+            raise WeightSyncError(fault)
+
+    @staticmethod
+    def options(args: Any) -> dict[str, Any]:
+        return {"port": args.weight_sync_port, **SafetensorsTransport.options(args)}
+
+    def _begin_offer(self, port: int) -> dict[str, str]:
+        """Offers the files; where, for each server."""
+        urls = self.client.base_urls
+        addresses = {url: _own_address(url) for url in urls}
+        alone = all(urlsplit(url).hostname in LOOPBACK for url in urls)
+        try:
+            self._offer = FileOffer(self._folder, "127.0.0.1" if alone else "", port)
+        except OSError as error:
+            raise WeightSyncError(
+                f"The weights cannot be offered at port {port} ({error.strerror}): set `weight_sync_port` to another "
+                "one, or leave it out."
+            ) from error
+        return {url: self._offer.url(address) for url, address in addresses.items()}
 
     def _prepare(self, server: ServerControl, config: dict[str, Any]) -> None:
-        check_folder(server, config, self._folder, lambda file: self._brought(server, file))
+        check_folder(server, config, self._folder, lambda file: self._fetched(server, file))
 
     def _push(self, server: ServerControl, step: int | None) -> None:
-        path = self._brought(server, self._file(step), label=self.checksum)
-        push_file(server, path, self._label(step), self.checksum)
+        *first, last = self._ways(server, step)
+        for way in first:
+            try:
+                return self._load(server, way(), step)
+            except (RequestFailed, WeightSyncError):  # in doubt, the next one
+                pass
+        self._load(server, last(), step)
 
-    def _brought(self, server: ServerControl, file: Path, **more: str) -> Path:
+    def _ways(self, server: ServerControl, step: int | None) -> list[Callable[[], Path]]:
+        """What brings a server the weights, the cheapest way first and the surest last. Each returns a path there."""
+        return self._ways_of(server, self._file(step), label=self.checksum)
+
+    def _ways_of(self, server: ServerControl, file: Path, **more: str) -> list[Callable[[], Path]]:
+        neighbour = self._neighbour(server)
+        those = [server] if neighbour is None else [neighbour, server]
+        return [functools.partial(self._seen, server, one, file, **more) for one in those]
+
+    def _neighbour(self, server: ServerControl) -> ServerControl | None:
+        """The first server that is up on the machine of another, and fetches for both; `None` if it is itself."""
+        host = _host(server.base_url)
+        for one in self.client.pool.servers:
+            if one.url == server.base_url:
+                return None
+            if one.up and _host(one.url) == host and self._shares.get((server.base_url, one.url), True):
+                return self._control(one.url)
+        return None
+
+    def _seen(self, server: ServerControl, fetching: ServerControl, file: Path, **more: str) -> Path:
+        """Has one server fetch a file that another sees; its path. Containers may share an address, and no memory."""
+        path, pair = self._fetched(fetching, file, **more), (server.base_url, fetching.base_url)
+        if fetching is not server and pair not in self._shares:
+            try:
+                confirm(server, self.checksum, path)
+            except WeightSyncError:
+                self._shares[pair] = False
+                raise
+            self._shares[pair] = True
+        return path
+
+    def _fetched(self, server: ServerControl, file: Path, **more: str) -> Path:
         """Has a server fetch a file; its path there. `more` are further arguments of `Fetcher.fetch`."""
-        url = f"{self._bases[server.base_url]}/{file.name}"
+        url, size = f"{self._bases[server.base_url]}/{file.name}", file.stat().st_size
         try:
-            return Path(server.post(FETCH, {"url": url, "size": file.stat().st_size, **more})["path"])
+            path = server.post(
+                FETCH,
+                {"url": url, "size": size, **more},
+                itemgetter("path"),
+                final="HTTP 502",  # it has tried several times, and says why it gave up
+                timeout=time_limit(size) + SLACK,
+            )
         except RequestFailed as error:
             if error.unreachable or error.status is None:
                 raise
             raise WeightSyncError(
                 f"The vLLM server at {server.base_url} cannot fetch the trainer's weights: {error} Start it with "
-                "`mt-grpo serve`, and let it reach the trainer's machine on any port."
+                "`mt-grpo serve`, and let it reach the trainer's machine on any port, or on `weight_sync_port`."
             ) from error
+        return Path(path)
 
     def close(self) -> None:
         """Ends the offer too."""
@@ -75,60 +155,10 @@ class HttpTransport(SafetensorsTransport):
         super().close()
 
 
-class FileOffer:
-    """
-    Offers the files of a folder to those who know a secret part of the URL, from any byte on.
-
-    Args:
-        folder (`Path`): The folder.
-        host (`str`): Address to listen at; empty for all.
-    """
-
-    def __init__(self, folder: Path, host: str) -> None:
-        secret = secrets.token_urlsafe(32)
-        wanted = re.compile(rf"/{re.escape(secret)}/([\w-][\w.-]*)")
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                match = wanted.fullmatch(self.path)
-                begin = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "bytes=0-"))
-                try:
-                    file = open(folder / match[1], "rb") if match and begin else None  # noqa: SIM115
-                except OSError:
-                    file = None
-                if file is None or begin is None:
-                    self.send_error(HTTPStatus.NOT_FOUND)
-                    return
-                with file:
-                    size, offset = file.seek(0, 2), int(begin[1])
-                    self.send_response(HTTPStatus.PARTIAL_CONTENT)
-                    self.send_header("Content-Range", f"bytes {offset}-{size - 1}/{size}")
-                    self.send_header("Content-Length", str(max(0, size - offset)))
-                    self.end_headers()
-                    try:
-                        if offset < size:
-                            self.connection.sendfile(file, offset)
-                    except OSError:  # the server has gone, or has had enough
-                        self.close_connection = True
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer((host, 0), Handler)
-        self._server.daemon_threads = True
-        self._secret = secret
-        threading.Thread(target=self._server.serve_forever, daemon=True, name="mt-grpo-weights").start()
-
-    def url(self, address: str) -> str:
-        """The URL of the folder, for somebody who reaches this machine at an address."""
-        return f"http://{address}:{self._server.server_address[1]}/{self._secret}"
-
-    def close(self) -> None:
-        """Refuses connections."""
-        self._server.shutdown()
-        self._server.server_close()
+def _host(url: str) -> str | None:
+    """The machine of a server, as far as its address says."""
+    host = urlsplit(url).hostname
+    return LOOPBACK[0] if host in LOOPBACK else host
 
 
 def _own_address(url: str) -> str:

@@ -88,7 +88,11 @@ class IpcTransport(BucketTransport):
             "ipc_handles_pickled": base64.b64encode(pickle.dumps(bucket.handles)).decode(),
         }
         with ThreadPoolExecutor(len(servers)) as executor:
-            list(executor.map(lambda server: server.post("/update_weights", {"update_info": info}), servers))
+            list(
+                executor.map(
+                    lambda server: server.post("/update_weights", {"update_info": info}, repeat=False), servers
+                )
+            )
 
 
 class Shared:

@@ -151,7 +151,7 @@ def send_bucket(server: ServerControl, group: NcclGroup, bucket: Bucket) -> None
 
     def ask() -> None:
         try:
-            server.post("/update_weights", {"update_info": info})
+            server.post("/update_weights", {"update_info": info}, repeat=False)
         except RequestFailed as error:
             failures.append(error)
             group.abort()

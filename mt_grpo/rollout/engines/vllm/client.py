@@ -54,6 +54,7 @@ TOKEN_TIME = 0.1
 """Most seconds that a busy server takes per sampled token."""
 _LONGEST_BACKOFF = 8.0
 _ATTEMPTS = 8
+_OF_CONFIGURATION = "vllm-"  # how vLLM's own fingerprint begins, which a restarted server has again
 _ANOTHER = 0x9E3779B9  # torch's generator on a CPU knows 32 bits of a seed
 
 
@@ -317,11 +318,11 @@ class VLLMServerClient(VLLMServers):
                     limit = self.request_timeout + more
                     answer = await self._call(server, "POST", path, await content(server, failures), limit)
                     found = read(answer, f"POST {server.url}{path}")
-                    if path == COMPLETIONS:
-                        fingerprint = answer.get("system_fingerprint")
-                        restarted = server.fingerprint not in (None, fingerprint)
-                    else:  # its answers say nothing of the server
-                        fingerprint, restarted = server.fingerprint, not await self._has_weights(server)
+                    # other answers say nothing of the server
+                    fingerprint = _identity(server, answer) if path == COMPLETIONS else server.fingerprint
+                    restarted = server.fingerprint not in (None, fingerprint)
+                    if path != COMPLETIONS or str(fingerprint).startswith(_OF_CONFIGURATION):
+                        restarted |= not await self._has_weights(server)
                 except RequestFailed as error:
                     # a server that was restarted knows no adapter, and says so with a 404
                     if (error.repeat or error.status == 404) and server.up and not await self._serves(server):
@@ -343,6 +344,21 @@ class VLLMServerClient(VLLMServers):
                     continue
                 server.fingerprint = fingerprint
                 return found
+
+
+def _identity(server: Server, answer: dict[str, Any]) -> str:
+    """
+    The identity in an answer, by which a restart is noticed, and a router. `ServerSetupError` if there is none: the
+    answer may come from any server, with any weights.
+    """
+    found = answer.get("system_fingerprint")
+    if not isinstance(found, str) or not found:
+        raise ServerSetupError(
+            f"The answers of {server.url} have no `system_fingerprint`, so that nobody can tell which server gave "
+            "them, and with which weights: start the server with `mt-grpo serve`, or without `--fingerprint-mode "
+            "none`, and name it itself, not a router before it."
+        )
+    return found
 
 
 def _sent(

@@ -10,9 +10,11 @@ import contextlib
 import functools
 import json
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
@@ -41,7 +43,12 @@ _CHECK_TIMEOUT = 60.0  # seconds for a call of the checks at the start
 _LAST_WORDS = 10.0  # seconds for a call that tidies up after a failure
 
 
+DELAYS = (0.25, 0.5, 1.0)
+"""Seconds before a control call is repeated."""
+
 Call = Callable[..., Awaitable[Any]]
+Read = Callable[[Any], Any]
+"""Takes from an answer what is wanted, or raises as a lookup does."""
 
 
 class RequestFailed(EngineError):
@@ -83,8 +90,9 @@ def find_key(base_url: str) -> str | None:
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """The headers of every request."""
-    return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    """The headers of every request. No cache on the way may answer it."""
+    always = {"Content-Type": "application/json", "Cache-Control": "no-cache, no-store", "Pragma": "no-cache"}
+    return always | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -192,6 +200,19 @@ class Server:
         self.down_since, self.fault, self.fingerprint, self.images = None, "", None, set()
 
 
+def _whole(answer: Any) -> Any:
+    return answer
+
+
+def _found(answer: Any, read: Read, request: str) -> Any:
+    """What `read` finds in an answer; `RequestFailed` if it is not there."""
+    try:
+        return read(answer)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        shown = _cut(str(answer))
+        raise RequestFailed(f"{request} was answered without what was asked for: {shown}", True) from error
+
+
 async def exchange(
     http: aiohttp.ClientSession, server: Server, method: str, path: str, content: bytes | None, timeout: float
 ) -> tuple[int, bytes]:
@@ -202,12 +223,13 @@ async def exchange(
         RequestFailed: If there is no answer within `timeout` seconds.
     """
     limit = aiohttp.ClientTimeout(timeout, sock_connect=CONNECT_TIMEOUT)
+    url = server.url + path
+    if method == "GET":  # some caches keep answers whatever the headers say, each under its address
+        url += f"{'&' if '?' in path else '?'}asked={time.time_ns()}"
     while True:
         key = server.key
         try:
-            async with http.request(
-                method, server.url + path, data=content, timeout=limit, headers=headers(key)
-            ) as answer:
+            async with http.request(method, url, data=content, timeout=limit, headers=headers(key)) as answer:
                 status, body = answer.status, await answer.read()
         except (TimeoutError, aiohttp.ClientError) as error:
             raise no_answer(f"{method} {server.url}{path}", error) from error
@@ -230,11 +252,15 @@ async def ask(
 
 
 async def wait_for_servers(
-    servers: list[Server], enough: int, since: float, timeout: float, progress: Callable[[str], None]
+    servers: list[Server],
+    enough: int,
+    since: float,
+    timeout: float,
+    progress: Callable[[str], None],
+    check: Callable[[Server], Awaitable[None]] | None = None,
 ) -> list[Server]:
     """
-    Asks servers for their health, again and again, until enough of them answer. Whether they can serve a run is found
-    out by `check_server`.
+    Asks servers for their health, again and again, until enough of them answer.
 
     Args:
         servers (`list[Server]`): The servers. Each gets its latest failure as its `fault`.
@@ -242,12 +268,14 @@ async def wait_for_servers(
         since (`float`), timeout (`float`): When the wait began (`time.monotonic`), and its most seconds from there.
             Every server is asked at least once.
         progress (`Callable[[str], None]`): Is told now and then what is waited for.
+        check (`Callable`, *optional*): Holds a healthy server against what the run needs. Where that fails in a way
+            that may pass, the server has not answered.
 
     Returns:
         `list[Server]`: Those that do not answer.
 
     Raises:
-        ServerSetupError: If something else than a vLLM server answers.
+        ServerSetupError: If something else than a vLLM server answers, or as `check` does.
     """
     silent, told = list(servers), 0.0
     async with open_session() as http:
@@ -255,6 +283,8 @@ async def wait_for_servers(
             for server in list(silent):
                 try:
                     await _hear(http, server)
+                    if check is not None:
+                        await check(server)
                     silent.remove(server)
                 except RequestFailed as error:
                     server.fault = str(error)
@@ -295,7 +325,8 @@ def _foreign(url: str, words: str) -> ServerSetupError:
 class ServerControl:
     """
     Calls one server's control endpoints from plain functions, each over a connection of its own: after an error the
-    server closes it, perhaps under the next call.
+    server closes it, perhaps under the next call. A call that fails in a way that may pass is repeated after `DELAYS`;
+    one that nobody listens to, or that took all its time, is not.
 
     Args:
         base_url (`str`): The server.
@@ -309,18 +340,73 @@ class ServerControl:
         self._server.renew_key()
         self._timeout = timeout
 
-    def get(self, path: str, **params: str) -> Any:
-        """GET; see `read_answer` for what is returned and raised."""
-        return self._call("GET", path, None, params, self._timeout)
+    def get(self, path: str, read: Read = _whole, **params: str) -> Any:
+        """GET; what `read` finds in the answer. See `read_answer` for what is raised."""
+        return self._insist("GET", path, None, params, read)
 
-    def post(self, path: str, body: dict[str, Any] | None = None, **params: str) -> Any:
-        """POST, never repeated; see `read_answer` for what is returned and raised."""
-        return self._call("POST", path, body, params, self._timeout)
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        read: Read = _whole,
+        *,
+        final: str = "",
+        repeat: bool = True,
+        timeout: float = 0.0,
+        **params: str,
+    ) -> Any:
+        """
+        POST; what `read` finds in the answer. See `read_answer` for what is raised.
+
+        Args:
+            path (`str`): Where to.
+            body (`dict`, *optional*): What is sent.
+            read (`Callable`, *optional*): Takes from the answer what is wanted; by default the whole.
+            final (`str`, *optional*): A regular expression for the server's words: such a failure is no passing one.
+            repeat (`bool`, *optional*, defaults to `True`): Whether the server may be asked twice.
+            timeout (`float`, *optional*): Seconds that the call may take, if more than others.
+            params (`str`): The query.
+        """
+        return self._insist("POST", path, body, params, read, final, repeat, timeout)
 
     def tidy_up(self, path: str, body: dict[str, Any] | None = None, **params: str) -> None:
         """POST after a failure, perhaps of the server: its result is ignored, and it takes a few seconds at most."""
         with contextlib.suppress(RequestFailed):
             self._call("POST", path, body, params, _LAST_WORDS)
+
+    def healthy(self) -> bool:
+        """Whether the server says so. Its process may answer though its engine has died."""
+        control = ServerControl(self.base_url, self._server.api_key, min(self._timeout, CONNECT_TIMEOUT))
+        try:
+            control.get("/health")
+        except RequestFailed:
+            return False
+        return True
+
+    def _insist(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        params: dict[str, str],
+        read: Read,
+        final: str = "",
+        repeat: bool = True,
+        timeout: float = 0.0,
+    ) -> Any:
+        first: RequestFailed | None = None
+        for delay in (*DELAYS, None):
+            try:
+                answer = self._call(method, path, body, params, max(timeout, self._timeout))
+                return _found(answer, read, f"{method} {self.base_url}{path}")
+            except RequestFailed as error:
+                lost = isinstance(error.__cause__, (TimeoutError, aiohttp.ClientConnectorError))
+                if lost or not repeat or not error.repeat or (final and re.search(final, str(error))):
+                    raise
+                first = first or error  # the cause; what comes after it may be a consequence
+                if delay is None:
+                    raise (error if error.unreachable else first) from error.__cause__
+            time.sleep(delay)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None, params: dict[str, str], limit: float) -> Any:
         content = None if body is None else orjson.dumps(body)
@@ -331,7 +417,7 @@ class ServerControl:
                 return await exchange(http, self._server, method, target, content, limit)
 
         status, answer = run(call())
-        if path.endswith("_lora_adapter") and status == 200:  # vLLM answers these two in plain words
+        if status == 200 and (path.endswith("_lora_adapter") or path == "/health"):  # answered in plain words
             return answer.decode(errors="replace")
         return read_answer(f"{method} {self.base_url}{target}", status, answer)
 
@@ -375,9 +461,15 @@ async def check_server(server: Server, model: str | None, tokenizer: Any, severa
 
         get, post = functools.partial(call, "GET"), functools.partial(call, "POST")
         try:
-            models = (await get("/v1/models"))["data"]
+            try:
+                models = (await get("/v1/models"))["data"]
+            except RequestFailed as error:
+                if error.status is not None or error.unreachable:
+                    raise
+                models = (await get("/v1/models"))["data"]  # half an answer; another kind of page stays one
             served = next((entry for entry in models if model is None or _same(model, entry)), None)
             roots = ", ".join(repr(entry["root"]) for entry in models)
+            length = 0 if served is None else served["max_model_len"]
         except RequestFailed as error:
             if error.status == 401:
                 raise ServerSetupError(
@@ -396,15 +488,16 @@ async def check_server(server: Server, model: str | None, tokenizer: Any, severa
             )
         text = _PROBE + "".join(sorted(tokenizer.get_added_vocab()))
         body = {"model": served["id"], "prompt": text, "add_special_tokens": False}
-        if (await post("/tokenize", body))["tokens"] != tokenizer.encode(text, add_special_tokens=False):
+        tokens = _found(await post("/tokenize", body), itemgetter("tokens"), f"POST {url}/tokenize")
+        if tokens != tokenizer.encode(text, add_special_tokens=False):
             raise ServerSetupError(
                 f"The tokenizer of the vLLM server at {url} encodes text differently from the trainer's: start the "
                 "server with the model and the tokenizer of this run's recipe."
             )
         await _check_flags(url, get)
         if several:
-            server.version = (await get("/version"))["version"]
-        server.context_length = served["max_model_len"]
+            server.version = _found(await get("/version"), itemgetter("version"), f"GET {url}/version")
+        server.context_length = length
 
 
 async def _check_router(url: str, get: Call) -> None:
@@ -412,7 +505,11 @@ async def _check_router(url: str, get: Call) -> None:
     try:
         workers = (await get("/workers"))["workers"]
         urls = ", ".join(worker["url"] for worker in workers)
-    except (RequestFailed, KeyError, TypeError):
+    except RequestFailed as error:
+        if error.unreachable or _passes(error.status or 200):
+            raise
+        return
+    except (KeyError, TypeError):
         return
     raise ServerSetupError(router_words(url, f"is a router before {urls}"))
 
@@ -427,7 +524,7 @@ def router_words(url: str, what: str) -> str:
 
 async def _check_flags(url: str, get: Call) -> None:
     try:
-        config = (await get("/server_info?config_format=json"))["vllm_config"]
+        info = await get("/server_info?config_format=json")
     except RequestFailed as error:
         if error.status != 404:
             raise
@@ -435,7 +532,7 @@ async def _check_flags(url: str, get: Call) -> None:
             f"The vLLM server at {url} has no endpoints for weight sync: start it with `mt-grpo serve`, or with "
             "`VLLM_SERVER_DEV_MODE=1` in its environment and `--middleware mt_grpo.vllm_plugin.guard.Guard`."
         ) from error
-    mode = config["model_config"]["logprobs_mode"]
+    mode = _found(info, lambda it: it["vllm_config"]["model_config"]["logprobs_mode"], f"GET {url}/server_info")
     if mode != "processed_logprobs":
         raise ServerSetupError(
             f"The vLLM server at {url} reports log-probabilities as {mode!r}, not those it samples with: start it "

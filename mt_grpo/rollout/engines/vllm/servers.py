@@ -108,7 +108,11 @@ class VLLMServers:
         try:
             servers, began = self.pool.servers, time.monotonic()
             enough = self.min_servers or len(servers)
-            silent = await wait_for_servers(servers, enough, began, self.server_timeout, progress)
+
+            async def fits(server: Server) -> None:
+                await check_server(server, self.expected_model, self.tokenizer, len(servers) > 1)
+
+            silent = await wait_for_servers(servers, enough, began, self.server_timeout, progress, fits)
             if len(servers) - len(silent) < (self.min_servers or 1):
                 raise ServerGoneError(self.gone(silent))
             for server in silent:
@@ -117,8 +121,6 @@ class VLLMServers:
                     f"Going on without the vLLM server at {server.url}, which joins when it is up: {server.fault}"
                 )
             up = [server for server in servers if server.up]
-            for server in up:
-                await check_server(server, self.expected_model, self.tokenizer, len(servers) > 1)
             self.context_length = min(server.context_length for server in up)
             for server in up:
                 self._check_beside(server)
