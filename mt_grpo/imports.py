@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.abc
@@ -198,6 +199,8 @@ def _load_file(path: str) -> Any:
     name = "mt_grpo_plugin_" + str(Path(path).resolve()).replace(os.sep, "_").removesuffix(".py")
     if name in sys.modules:
         return sys.modules[name]
+    if (folder := str(Path(path).resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # for the modules beside it, as in a script
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the path ends in .py
     module = importlib.util.module_from_spec(spec)
@@ -233,7 +236,7 @@ MODULES: dict[str, dict[str, Sequence[str]]] = {
             *("RolloutInferRequest", "RolloutOutput"),
         )
     },
-    "swift.rewards": {SWIFT: ("ORM", "AsyncORM", "orms", "rm_plugins")},
+    "swift.rewards": {SWIFT: ("ORM", "AsyncORM", "MultiTurnScheduler", "multi_turns", "orms", "rm_plugins")},
     "swift.rewards.orm": {SWIFT: ("ORM", "AsyncORM", "MathAccuracy", "orms")},
     "swift.rewards.rm_plugin": {SWIFT: ("DefaultRMPlugin", "rm_plugins")},
     "swift.rollout": {SWIFT: ("Env", "MultiTurnScheduler", "RolloutScheduler", "envs", "multi_turns")},
@@ -273,19 +276,36 @@ PACKAGES = {name.rpartition(".")[0] for name in MODULES} | {"swift", "verl", "ve
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes these modules. Python asks it last, so installed packages and files of the current folder come first."""
+    """
+    Makes these modules. Python asks it first: classes of an installed package, or of a clone in the current folder,
+    are none that a run knows. A package that is there too is run as far as what it needs is installed, and its other
+    modules stay its own.
+    """
 
     def find_spec(
-        self, name: str, path: object = None, target: object = None
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        known = name in MODULES or name in PACKAGES
-        return importlib.machinery.ModuleSpec(name, self, is_package=name in PACKAGES) if known else None
+        if name not in PACKAGES:
+            return importlib.machinery.ModuleSpec(name, self) if name in MODULES else None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        theirs = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
+        origin = None if theirs is None else theirs.origin
+        spec = importlib.machinery.ModuleSpec(name, self, origin=origin, loader_state=theirs, is_package=True)
+        if theirs is not None and theirs.submodule_search_locations is not None:
+            spec.submodule_search_locations = theirs.submodule_search_locations
+            spec.has_location = origin is not None
+        return spec
 
     def exec_module(self, module: ModuleType) -> None:
+        theirs = module.__spec__ and module.__spec__.loader_state
+        if theirs is not None and theirs.loader is not None:
+            with contextlib.suppress(Exception):  # what it needs is not installed
+                theirs.loader.exec_module(module)
+        made = sys.modules[module.__name__]  # a package may put another object in its own place
         for source, names in MODULES.get(module.__name__, {}).items():
             found = importlib.import_module(source)
             for name in names:
-                setattr(module, name, getattr(found, name))
+                setattr(made, name, getattr(found, name))
 
 
 _FINDER = _Finder()
@@ -299,7 +319,7 @@ def _import_failure(error: Exception) -> str:
     if not isinstance(error, ModuleNotFoundError):
         return told
     package = (error.name or "").rpartition(".")[0]
-    if package not in PACKAGES or vars(sys.modules[package])["__spec__"].loader is not _FINDER:
+    if package not in PACKAGES or getattr(sys.modules[package].__spec__, "loader", None) is not _FINDER:
         return told
     start = f"{package}."
     here = sorted({name.removeprefix(start).partition(".")[0] for name in MODULES if name.startswith(start)})
@@ -308,6 +328,6 @@ def _import_failure(error: Exception) -> str:
 
 
 def offer_peers() -> None:
-    """Makes ms-swift's and verl's modules importable, where the packages are not installed."""
+    """Makes ms-swift's and verl's modules ours, as far as `MODULES` has them."""
     if _FINDER not in sys.meta_path:
-        sys.meta_path.append(_FINDER)
+        sys.meta_path.insert(0, _FINDER)

@@ -79,6 +79,27 @@ def as_messages(prompt: Any) -> list[dict[str, Any]]:
     raise DatasetError(f"has a prompt that is neither text nor a list of messages: {str(prompt)[:80]!r}.")
 
 
+def with_contents_of_one_kind(rows: list[Row]) -> list[Row]:
+    """
+    Rows whose messages, where some contents are lists of parts, all have such lists: a column of a table is of one
+    type, and text is a part too.
+    """
+    prompts = [row["prompt"] for row in rows if isinstance(row.get("prompt"), list)]
+    messages = [message for prompt in prompts for message in prompt if isinstance(message, dict)]
+    if not any(isinstance(message.get("content"), list) for message in messages):
+        return rows
+    return [
+        {**row, "prompt": list(map(_in_parts, row["prompt"]))} if isinstance(row.get("prompt"), list) else row
+        for row in rows
+    ]
+
+
+def _in_parts(message: Any) -> Any:
+    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
 @dataset_schema(
     "triviaqa",
     columns=("question", "question_id", "answer"),

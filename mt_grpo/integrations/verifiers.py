@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
+from mt_grpo.data import with_contents_of_one_kind
 from mt_grpo.envs.env import Outcome
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.errors import ConfigError
@@ -61,7 +62,7 @@ class VerifiersSource(AgentSource):
 
     def rows(self, split: str = "train") -> Dataset:
         """The environment's own data, `train` or `eval`: `prompt`, `answer`, `example` and `split`."""
-        rows = self.environment.rows(split)
+        rows = with_contents_of_one_kind(self.environment.rows(split))
         return Dataset.from_list([{**row, EXAMPLE: number, SPLIT: split} for number, row in enumerate(rows)])
 
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from mt_grpo.images import in_words
 from mt_grpo.trajectory import Trajectory, Turn
 
 PlainFunction = Callable[..., "list[float | None] | Awaitable[list[float | None]]"]
@@ -173,6 +174,65 @@ class FunctionReward(OutcomeReward):
             "completion_ids": [completion_ids(trajectory) for trajectory in trajectories],
             **columns,
         }
+
+
+class ReadsAnswer:
+    """
+    A reward that takes the right answer from a column. All answers of a dataset are looked at before any work.
+
+    Attributes:
+        column (`str`, *optional*, defaults to `"answer"`): The column.
+    """
+
+    column: str = "answer"
+
+    @abstractmethod
+    def right_answer(self, value: Any) -> Any:
+        """What the reward compares with, from a value of the column; `ValueError` where there is nothing."""
+
+
+class ScoreFunction(OutcomeReward):
+    """
+    A reward function in verl's form, `compute_score(data_source, solution_str, ground_truth, extra_info)`, as an
+    outcome reward. It is called for each conversation, with as many of the four as it takes.
+
+    - `solution_str`: all that was said after the prompt, as text.
+    - `ground_truth`: the column of that name, or `ground_truth` of the column `reward_model`, as in verl's rows.
+    - `data_source`, `extra_info`: the columns of these names, or `None`.
+
+    Args:
+        function (`Callable`): Returns a number, or a dictionary with `score`; sync or async.
+    """
+
+    SOLUTION = ("solution_str", "predict_str")
+    """Names of the parameter by which such a function is known; the second is that of verl's geo3k."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
+
+    async def score(self, trajectory: Trajectory, **row: Any) -> float | None:
+        said = [message.get("content") or "" for message in trajectory.completion]
+        text = "\n".join(each if isinstance(each, str) else "\n".join(map(in_words, each)) for each in said)
+        given = {name: row.get(name) for name in ("data_source", "extra_info")} | {"ground_truth": self.truth(row)}
+        given |= dict.fromkeys(self.SOLUTION, text)
+        score = self.function(**{name: value for name, value in given.items() if _takes(self.function, name)})
+        score = await score if inspect.isawaitable(score) else score
+        return score["score"] if isinstance(score, Mapping) else score
+
+    @classmethod
+    def fits(cls, function: Any) -> bool:
+        """Whether a function is in this form."""
+        try:
+            parameters = inspect.signature(function, follow_wrapped=False).parameters
+        except (TypeError, ValueError):  # no function, or one written in C
+            return False
+        return "ground_truth" in parameters and any(name in parameters for name in cls.SOLUTION)
+
+    @staticmethod
+    def truth(row: Mapping[str, Any]) -> Any:
+        """The right answer of a row; `KeyError` where it has none."""
+        return row["ground_truth"] if "ground_truth" in row else row["reward_model"]["ground_truth"]
 
 
 def _own(environment: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose
-from mt_grpo.rewards.base import StateScore, TurnReward
+from mt_grpo.rewards.base import ReadsAnswer, StateScore, TurnReward
 from mt_grpo.rewards.registry import reward
 from mt_grpo.trajectory import Trajectory, Turn
 
@@ -19,7 +19,7 @@ GAINS = ("log_prob", "probability")
 SCORERS = ("trainer", "server")
 
 
-class RightAnswer:
+class RightAnswer(ReadsAnswer):
     """
     A reward or a state score that needs the log-prob of the right answer in the context of each turn: the mean over
     the answer's tokens, in nats. A trainer fills it in as `Trajectory.answer_logprobs`, before rewards are asked.

@@ -10,7 +10,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from mt_grpo.rewards.base import OutcomeReward
+from mt_grpo.rewards.base import OutcomeReward, ReadsAnswer
 from mt_grpo.rewards.registry import reward
 from mt_grpo.trajectory import Trajectory
 
@@ -19,14 +19,18 @@ THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}\b)")
 
 
 @reward("gsm8k_correct_reward_func")
-class Gsm8kCorrectReward(OutcomeReward):
+class Gsm8kCorrectReward(ReadsAnswer, OutcomeReward):
     """1.0 if the number in the final answer equals the number in the `answer` column, else 0.0."""
 
     def score(self, trajectory: Trajectory, *, answer: str | int | float, **row: Any) -> float:
-        gold = find_number(str(answer))
-        if gold is None:
-            raise ValueError(f"the answer column holds no number: {answer!r}")
+        gold = self.right_answer(answer)
         return float(trajectory.answer is not None and find_number(trajectory.answer) == gold)
+
+    def right_answer(self, value: Any) -> Decimal:
+        gold = find_number(str(value))
+        if gold is None:
+            raise ValueError(f"the answer column holds no number: {value!r}")
+        return gold
 
 
 @reward("gsm8k_number_reward_func")

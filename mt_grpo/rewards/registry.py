@@ -12,7 +12,7 @@ from mt_grpo.errors import UserError
 from mt_grpo.imports import Registry, check_name, did_you_mean, import_object
 from mt_grpo.option_rules import unknown_reward
 from mt_grpo.option_values import is_bare, parse_reward
-from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, StateScore, TurnReward
+from mt_grpo.rewards.base import FunctionReward, OutcomeReward, RewardFunc, ScoreFunction, StateScore, TurnReward
 
 Judge = TypeVar("Judge", bound=Callable[..., Any])
 
@@ -101,7 +101,7 @@ def _load(entry: Any, kind: str) -> RewardFunc:
             f"The {kind} reward {label!r} is a plain function, which judges whole completions: subclass "
             f"{KINDS[kind].__name__}, or list it in `outcome_reward_funcs`."
         )
-    return FunctionReward(value)
+    return ScoreFunction(value) if ScoreFunction.fits(value) else FunctionReward(value)
 
 
 def _resolve(entry: str, kind: str) -> Any:

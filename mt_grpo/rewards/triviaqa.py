@@ -6,7 +6,7 @@ successful / attempted tool calls, and 0.5 if the search results hold an accepte
 over the trajectory's turns, so each of the two is divided among the turns: a turn gets what the trajectory has earned
 up to it, minus what it had earned up to the turn before. The sum keeps its scale, and no later turn changes a reward.
 
-The `answer` column is a string, a list of accepted strings, or the dict of TriviaQA (`value`, `aliases`,
+The `answer` column is a string or a number, a list of accepted ones, or the dict of TriviaQA (`value`, `aliases`,
 `normalized_aliases`).
 """
 
@@ -17,7 +17,7 @@ import string
 from collections.abc import Iterable
 from typing import Any
 
-from mt_grpo.rewards.base import OutcomeReward, TurnReward
+from mt_grpo.rewards.base import OutcomeReward, ReadsAnswer, TurnReward
 from mt_grpo.rewards.format import format_reward_func
 from mt_grpo.rewards.registry import reward
 from mt_grpo.trajectory import Trajectory, Turn
@@ -30,7 +30,7 @@ __all__ = [
     "tool_execution_reward_func",
 ]
 
-Answer = str | list[str] | dict[str, Any]
+Answer = str | int | float | list[Any] | dict[str, Any]
 
 APOSTROPHES = "'‘’`´"
 PUNCTUATION = re.compile("[" + re.escape(string.punctuation + APOSTROPHES + "‚“”„«»‹›–—―…·•¡¿") + "]")
@@ -54,8 +54,15 @@ class ToolExecutionReward(TurnReward):
         return 0.2 * (_share(trajectory.turns[: turn.index + 1]) - _share(trajectory.turns[: turn.index]))
 
 
+class AcceptedAnswers(ReadsAnswer):
+    """A reward that compares with the accepted answers of the column `answer`."""
+
+    def right_answer(self, value: Any) -> list[str]:
+        return as_texts(value)
+
+
 @reward("exist_answer_in_search_results")
-class ExistAnswerInSearchResults(TurnReward):
+class ExistAnswerInSearchResults(AcceptedAnswers, TurnReward):
     """
     0.5 on the first turn with a successful tool call whose result holds an accepted answer, 0.0 on the other turns on
     which a tool ran; `None` where none ran. Summed over the turns: 0.5 or 0.0.
@@ -72,7 +79,7 @@ class ExistAnswerInSearchResults(TurnReward):
 
 
 @reward("exact_match_reward_func")
-class ExactMatchReward(OutcomeReward):
+class ExactMatchReward(AcceptedAnswers, OutcomeReward):
     """1.0 if the final answer equals an accepted answer after normalisation, else 0.0 (also without an answer)."""
 
     def score(self, trajectory: Trajectory, *, answer: Answer, **row: Any) -> float:
@@ -81,7 +88,7 @@ class ExactMatchReward(OutcomeReward):
 
 
 @reward("exist_answer_reward_func")
-class ExistAnswerReward(OutcomeReward):
+class ExistAnswerReward(AcceptedAnswers, OutcomeReward):
     """0.5 if the final answer holds an accepted answer, else 0.0 (also without an answer)."""
 
     maximum = 0.5
@@ -102,11 +109,29 @@ def normalize_answer(text: str) -> str:
 
 def accepted_answers(answer: Answer) -> list[str]:
     """The accepted strings of an `answer` column; those without a letter or digit are left out."""
-    if isinstance(answer, str):
-        answer = [answer]
-    elif isinstance(answer, dict):
-        answer = [answer["value"], *answer.get("aliases", []), *answer.get("normalized_aliases", [])]
-    return [each for each in answer if normalize_answer(each)]
+    return [each for each in as_texts(answer) if normalize_answer(each)]
+
+
+def as_texts(answer: Any) -> list[str]:
+    """
+    All strings of an `answer` column; a number is written as in `3` and `0.5`.
+
+    Raises:
+        ValueError: If it has another form.
+    """
+    if isinstance(answer, dict) and "value" in answer:
+        answer = [answer["value"], *(answer.get("aliases") or []), *(answer.get("normalized_aliases") or [])]
+    texts = [_as_text(each) for each in (answer if isinstance(answer, list) else [answer])]
+    found = [text for text in texts if text is not None]
+    if not found or len(found) < len(texts):
+        raise ValueError(f"{answer!r:.80} is no answer: give text, a number, a list of them, or TriviaQA's record")
+    return found
+
+
+def _as_text(value: Any) -> str | None:
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))  # a table with one 0.5 makes all of its numbers fractions
+    return str(value) if isinstance(value, str | int | float) else None
 
 
 def holds_answer(text: str, answers: Iterable[str]) -> bool:

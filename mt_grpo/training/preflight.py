@@ -16,8 +16,8 @@ from mt_grpo.data.loaders import hub_fault
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import choose, did_you_mean
 from mt_grpo.option_rules import check_batches, check_trainable
-from mt_grpo.rewards import FunctionReward, RewardFunc, RightAnswer, StateScore, TurnReward
-from mt_grpo.rewards.base import NOT_COLUMNS
+from mt_grpo.rewards import FunctionReward, RewardFunc, StateScore, TurnReward
+from mt_grpo.rewards.base import NOT_COLUMNS, ReadsAnswer, ScoreFunction
 from mt_grpo.training.config import MTGRPOConfig, has_bfloat16
 
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -154,7 +154,7 @@ def check_reward_columns(
             columns = dataset.column_names or [column for row in dataset.take(1) for column in row]
             for reward in rewards if columns else ():
                 _check(reward, columns, f"{name} dataset")
-                if isinstance(reward, RightAnswer):
+                if isinstance(reward, ReadsAnswer):
                     _check_answers(reward, dataset, columns, f"{name} dataset")
 
 
@@ -170,6 +170,12 @@ def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
     else:
         function, positional = reward.score, 1 + isinstance(reward, TurnReward | StateScore)
         given = [column for column in columns if column != "prompt"]
+    if isinstance(reward, ScoreFunction) and not {"ground_truth", "reward_model"} & set(columns):
+        raise ConfigError(
+            f"The reward {reward.name!r} takes the right answer from the column `ground_truth`, or `reward_model` as "
+            f"in verl's rows, and the {dataset} has neither: its columns are {', '.join(columns)}; name the right one "
+            "with `column_mapping: {ground_truth: its name}`."
+        )
     try:
         # a wrapper takes what it takes itself, whatever it wraps
         signature = inspect.signature(function, follow_wrapped=False)
@@ -191,16 +197,25 @@ def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
         ) from error
 
 
-def _check_answers(reward: RightAnswer, dataset: Rows, columns: list[str], name: str) -> None:
+def _check_answers(reward: ReadsAnswer, dataset: Rows, columns: list[str], name: str) -> None:
+    label = reward.name  # type: ignore[attr-defined]  # it stands beside a class of rewards
     if reward.column not in columns:
         raise ConfigError(
-            f"The reward {reward.name!r} takes the right answer from the column {reward.column!r}, which the {name} "
+            f"The reward {label!r} takes the right answer from the column {reward.column!r}, which the {name} "
             f"does not have{did_you_mean(reward.column, columns)}: its columns are {', '.join(columns)}; name one "
             "with the option `column`."
         )
     if isinstance(dataset, Dataset):  # of a stream, each row is looked at when its answer is scored
-        for value in dataset[reward.column]:
-            reward.right_answer(value)
+        for number, value in enumerate(dataset[reward.column]):
+            try:
+                reward.right_answer(value)
+            except ConfigError:
+                raise
+            except ValueError as error:
+                raise ConfigError(
+                    f"The reward {label!r} cannot use the column {reward.column!r} of row {number + 1} of the {name}: "
+                    f"{error}."
+                ) from error
 
 
 def _needed(parameters: Iterable[Parameter], positional: int) -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import shutil
+import textwrap
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.utils import is_peft_model
 from torch.utils.data import Sampler
@@ -243,6 +244,18 @@ class ResumableTrainer(GRPOTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         check_weights(self.model, self.accelerator, self.state.global_step)
         super().save_model(output_dir, _internal_call)
+
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment",
+        "id": "2505.11821",
+        "citation": textwrap.dedent("""\
+            @article{zeng2025reinforcing,
+                title        = {{Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment}},
+                author       = {Siliang Zeng and Quan Wei and William Brown and Oana Frunza and Yuriy Nevmyvaka and Mingyi Hong},
+                year         = 2025,
+                eprint       = {arXiv:2505.11821},
+            }"""),  # noqa: E501
+    }
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's; a model of a folder has no page to link to."""

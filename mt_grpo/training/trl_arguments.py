@@ -17,6 +17,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch.nn import Module
 from trl import GRPOConfig
 
+from mt_grpo.data import with_contents_of_one_kind
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import RewardFunc
 from mt_grpo.training.config import MTGRPOConfig
@@ -77,7 +78,7 @@ def as_rows(data: Any, name: str) -> Any:
                 'list of rows such as `{"prompt": ...}`.'
             )
     try:
-        return Dataset.from_list([dict(row) for row in data])
+        return Dataset.from_list(with_contents_of_one_kind([dict(row) for row in data]))
     except (pa.ArrowException, UnicodeEncodeError) as error:
         raise ConfigError(
             f"The rows of `{name}` do not make a table ({error}): give each column values of one type."

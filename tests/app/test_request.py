@@ -10,7 +10,8 @@ import sys
 import pytest
 from support.recipes import RECIPES, ROOT
 
-from mt_grpo.app.request import check_places, check_writable
+from mt_grpo.app.request import SYNONYMS, check_places, check_writable, refuse_unknown
+from mt_grpo.app.schema import load_schema
 from mt_grpo.errors import ConfigError
 
 HEAVY = {"accelerate", "datasets", "matplotlib", "numpy", "rich", "torch", "transformers", "trl"}
@@ -118,7 +119,8 @@ REFUSED = [
     (["train", "--config", "good.yaml", "--config=typo.yaml"], TWO),
     ([*GOOD, "--max_steps", "5", "6"], "The word '6' belongs to no option: write `--option value`."),
     ([*GOOD, "--foo", "1"], "The option '--foo' is unknown: `mt-grpo train --help-all` lists all that there are."),
-    ([*GOOD, "--model", "m"], "The option '--model' is unknown: `mt-grpo train --help-all` lists all that there are."),
+    ([*GOOD, "--model", "m"], "The option '--model' is unknown: here it is `model_name_or_path`."),
+    ([*GOOD, "--lora-rank=8"], "The option '--lora-rank' is unknown: here it is `lora_r`."),
     ([*GOOD, "--learning_rat=1"], "The option '--learning_rat' is unknown; the nearest is 'learning_rate'."),
     ([*GOOD, "-x"], "The option '-x' is unknown: options begin with two dashes, as `--max_steps 10`."),
     ([*GOOD, "--environments", '{"a": {"tool": []}}'], "`environments: a` has an unknown key 'tool'; the nearest is"),
@@ -244,6 +246,16 @@ def answers(tmp_path_factory):
 
 def test_nothing_heavy_is_imported_to_refuse_or_to_help(answers):
     assert answers[3] == []
+
+
+def test_names_of_other_trainers_are_told_before_near_spellings():
+    known = load_schema().properties
+    others = [(own, other) for own, names in SYNONYMS.items() for other in names.split()]
+    assert len({other for _, other in others}) == len(others)
+    for own, other in others:
+        assert own in known and other not in known
+        with pytest.raises(ConfigError, match=f"is unknown: here it is `{own}`"):
+            refuse_unknown(other.upper().replace("_", "-"), f"The key {other!r}", known)
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda number: " ".join(REFUSED[number][0]))

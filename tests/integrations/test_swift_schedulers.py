@@ -91,6 +91,21 @@ def test_messages_go_on_until_there_are_enough_turns():
     assert [message["content"] for message in messages] == ["Q1", "A1", "Q2", "A2", "Q3", "A3"]
 
 
+class Renames(Ask):
+    """Gives its response an id of its own, as ms-swift's TreePO does."""
+
+    async def run(self, infer_request, request_config, **kwargs):
+        response = await self.infer_engine.infer_async(infer_request, request_config)
+        response.id = infer_request.uuid + "-0/1-0"
+        return [RolloutOutput(response=response, messages=infer_request.messages)]
+
+
+def test_a_response_with_an_id_of_its_own_is_refused():
+    trajectory, _, _ = hold(Renames, talk)
+    assert "has the id '000-0/1-0', which `infer_async` gave to none" in trajectory.error
+    assert "`branch_at`" in trajectory.error
+
+
 def test_a_response_that_is_cut_off_ends_the_conversation():
     trajectory, _, _ = hold(Ask, lambda session, turn: "A B C D E F", max_turn_tokens=3)
     assert trajectory.stop_reason is StopReason.LENGTH and len(trajectory.turns) == 1

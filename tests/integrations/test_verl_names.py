@@ -94,6 +94,35 @@ def test_a_file_of_the_folder_goes_before_ours(tmp_path, monkeypatch):
     del sys.modules["swift"]
 
 
+CLONE = {
+    "__init__.py": "import tensordict_of_verl",
+    "tools/__init__.py": "",
+    "tools/base_tool.py": "class BaseTool: pass",
+    "tools/gsm8k_tool.py": "from .base_tool import BaseTool\nclass Gsm8kTool(BaseTool): pass",
+    "tools/length_tool.py": FILE.replace("Check", "Length"),
+}
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["as cloned", "with all that it needs"])
+@pytest.mark.parametrize("name", ["gsm8k_tool.Gsm8kTool", "length_tool.Length"])
+def test_tools_are_found_in_the_root_of_a_clone_of_verl(name, runs, tmp_path, monkeypatch):
+    for file, text in (CLONE | ({"__init__.py": "DataProto = 1"} if runs else {})).items():
+        (tmp_path / "verl" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "verl" / file).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for module in [module for module in sys.modules if module.partition(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        tool = load(tmp_path, f"verl.tools.{name}")
+        row = {"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": "1,000"}}}}}
+        assert "1.0" in call(tool, row, {"answer": "1000"})[0][0]
+        assert getattr(sys.modules["verl"], "DataProto", None) == (1 if runs else None)
+    finally:
+        for module in [module for module in sys.modules if module.partition(".")[0] == "verl"]:
+            del sys.modules[module]
+
+
 @pytest.fixture
 def sandbox():
     """A server of Sandbox Fusion that prints the code it is sent, unless that says `fail`."""

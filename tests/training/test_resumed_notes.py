@@ -46,6 +46,7 @@ def test_the_card_of_a_local_model_names_it(build, tmp_path):
     trainer.create_model_card("agent")
     card = Path(tmp_path, "README.md").read_text()
     assert "None" not in card and f"fine-tuned version of `{tmp_path.name}`" in card
+    assert "2505.11821" in card and "DeepSeekMath" not in card
 
 
 def test_tensorboard_is_sent_numbers_only(build, tmp_path, caplog):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 
 import pytest
 from datasets import Dataset, IterableDataset
 from support.models import CPU_RUN
 
-from mt_grpo.rewards import FunctionReward, OutcomeReward, TurnReward
+from mt_grpo.rewards import FunctionReward, OutcomeReward, TurnReward, load_rewards
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.training.preflight import check_reward_columns
+from mt_grpo.trajectory import Trajectory, Turn
 
 ROWS = [{"prompt": "What is Lima", "answer": "a capital", "level": 1}]
 DATA = Dataset.from_list(ROWS)
@@ -122,3 +124,78 @@ def test_a_turn_reward_and_an_outcome_reward_need_two_names(tmp_path):
     """Metrics, and the index of a run, have one value for a name."""
     with pytest.raises(ConfigError, match="'Answer' is both a turn reward and an outcome reward: .* another `name`"):
         MTGRPOEnvTrainer("/no/such/model", None, [Said()], [Right()], MTGRPOConfig(str(tmp_path), **CPU_RUN), DATA)
+
+
+@pytest.mark.parametrize(
+    ("reward", "answers"),
+    [
+        ("exact_match_reward_func", [3, 4]),
+        ("exact_match_reward_func", [3.0, 0.5]),
+        ("exact_match_reward_func", [["Lima", "lima"], ["Oslo"]]),
+        ("exist_answer_reward_func", [{"value": "Lima", "aliases": ["a"]}, {"value": "Oslo", "aliases": []}]),
+        ("gsm8k_correct_reward_func", [3, 4]),
+    ],
+)
+def test_answers_that_rewards_can_read_are_taken(reward, answers):
+    rows = Dataset.from_list([{"prompt": "?", "answer": answer} for answer in answers])
+    check_reward_columns(load_rewards([reward], "outcome"), rows, None)
+
+
+@pytest.mark.parametrize(
+    ("reward", "answers", "says"),
+    [
+        (
+            "exact_match_reward_func",
+            ["3", None],
+            "of row 2 of the training dataset: None is no answer: give text, a num",
+        ),
+        ("exact_match_reward_func", [[3, None], [4]], r"of row 1 of the training dataset: \[3, None\] is no answer"),
+        ("exist_answer_reward_func", [{"gold": "3"}], "of row 1 of the training dataset: {'gold': '3'} is no answer"),
+        (
+            "gsm8k_correct_reward_func",
+            ["3", "none"],
+            "of row 2 of the training dataset: the answer column holds no num",
+        ),
+    ],
+)
+def test_answers_that_a_reward_cannot_read_are_refused(reward, answers, says):
+    rows = Dataset.from_list([{"prompt": "?", "answer": answer} for answer in answers])
+    with pytest.raises(ConfigError, match=f"The reward '{reward}' cannot use the column 'answer' {says}"):
+        check_reward_columns(load_rewards([reward], "outcome"), rows, None)
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str.endswith(ground_truth)), "source": data_source}
+
+
+async def with_truth(solution_str, ground_truth, **kwargs):
+    return float(solution_str == f"Peru {ground_truth} {kwargs['extra_info']}")
+
+
+def plain_score(predict_str, ground_truth):
+    return 1 if predict_str == ground_truth else None
+
+
+@pytest.mark.parametrize(
+    ("function", "row", "said", "score"),
+    [
+        (compute_score, {"reward_model": {"ground_truth": "Lima", "style": "rule"}}, "It is Lima", 1.0),
+        (compute_score, {"ground_truth": "Oslo", "reward_model": {"ground_truth": "Lima"}}, "It is Lima", 0.0),
+        (with_truth, {"ground_truth": "Lima", "extra_info": 3}, "Peru Lima 3", 1.0),
+        (plain_score, {"ground_truth": "Lima"}, "Oslo", None),
+    ],
+)
+def test_reward_functions_in_the_form_of_verl_score(function, row, said, score):
+    (reward,) = load_rewards([function], "outcome")
+    check_reward_columns([reward], Dataset.from_list([{"prompt": "?", **row}]), None)
+    turn = Turn(0, {"role": "assistant", "content": said})
+    assert asyncio.run(reward.score(Trajectory([], [turn]), **row)) == score
+    assert reward.name == function.__name__
+
+
+def test_a_reward_function_of_verl_needs_a_truth():
+    rewards = load_rewards([compute_score], "outcome")
+    with pytest.raises(
+        ConfigError, match="takes the right answer from the column `ground_truth`, or `reward_model` as"
+    ):
+        check_reward_columns(rewards, DATA, None)

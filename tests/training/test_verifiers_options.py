@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from support.models import CPU_RUN
 from mt_grpo.cli import main
 from mt_grpo.envs import Outcome
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.verifiers import example_of, kept_signals
+from mt_grpo.integrations.verifiers import VerifiersSource, example_of, kept_signals
 from mt_grpo.option_values import verifiers_name
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import check_env
@@ -63,6 +64,17 @@ def test_a_recipe_of_verifiers_needs_no_dataset(tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["train", str(tmp_path / "recipe.yaml")]) == 1
     assert "needs verifiers, which is not installed" in capsys.readouterr().err
+
+
+def test_prompts_of_text_and_of_parts_make_one_table():
+    parts = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "Which colour?"}]
+    prompt = [{"role": "system", "content": "Look."}, {"role": "user", "content": parts}]
+    source = VerifiersSource.__new__(VerifiersSource)
+    source.environment = SimpleNamespace(rows=lambda split: [{"prompt": prompt, "answer": "red"}] * 2)
+    rows = source.rows("train")
+    system, asked = rows[1]["prompt"]
+    assert rows["example"] == [0, 1] and system["content"][0]["text"] == "Look."
+    assert [part["text"] for part in asked["content"]] == [None, "Which colour?"]
 
 
 def test_names_of_verifiers_are_told_from_paths():

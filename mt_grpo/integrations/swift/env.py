@@ -235,6 +235,12 @@ class SchedulerEnv:
                 for message in output.messages or ()
             ]
             self.records.append((messages, infos))
+            if output.response.id not in {str(one.turn.index) for one in turns}:
+                raise ResponseError(
+                    f"Record {number}: its `response` has the id {output.response.id!r}, which `infer_async` gave to "
+                    "none: leave the id as it is. The records of a `run` are one conversation; several of one prompt "
+                    "that share a beginning, as in TreePO, are sampled with `branch_at`."
+                )
             last.add(int(output.response.id))
         if any(output.response_token_ids for output in outputs):
             for one in turns:  # a response that is in no record is not trained
