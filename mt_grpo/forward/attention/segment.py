@@ -37,6 +37,7 @@ def segment_attention(
     sizes = layout.sizes.tolist()
     # split and cat, not slices: the backward of a slice would write a zero gradient of the whole row for each chain
     queries, keys, values = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
+    grouped = query.size(1) != key.size(1)
     most = layout.most_queries(window, 1 if score.plain else query.size(1))
     outputs = []
     for chain, path in enumerate(layout.paths):
@@ -55,17 +56,16 @@ def segment_attention(
         for piece, q in zip(pieces, parts_of_chain, strict=True):
             seen = slice(piece.first - first, piece.end - first)
             seen_k, seen_v = (k, v) if seen == slice(0, k.size(2)) else (k[:, :, seen], v[:, :, seen])
-            mask = None if piece.causal else layout.piece_mask(query.device, value.dtype, window, piece)
+            if piece.causal:
+                output = F.scaled_dot_product_attention(
+                    q, seen_k, seen_v, None, score.dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+                )
+                outputs.append(output)
+                continue
+            mask = layout.piece_mask(query.device, value.dtype, window, piece)
             if score.plain:
                 output = F.scaled_dot_product_attention(
-                    q,
-                    seen_k,
-                    seen_v,
-                    mask,
-                    score.dropout,
-                    is_causal=piece.causal,
-                    scale=scaling,
-                    enable_gqa=query.size(1) != key.size(1),
+                    q, seen_k, seen_v, mask, score.dropout, scale=scaling, enable_gqa=grouped
                 )
             elif len(pieces) > 1 and torch.is_grad_enabled():  # a backward keeps the scores of one piece at a time
                 arguments = (q, seen_k, seen_v, mask, scaling, score, piece.first)
