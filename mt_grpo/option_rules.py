@@ -55,6 +55,8 @@ def check_options(
             f"`max_env_steps` is {ours} and `max_tool_calling_iterations` is {of_trl}, and both bound the replies of "
             "the environment: leave one of them out."
         )
+    if options["bf16"] and options["fp16"]:
+        raise ConfigError("`bf16` and `fp16` are both true, and a run computes in one of them: leave one out.")
     turn, whole = options["max_turn_length"], options["max_completion_length"]
     if None not in (turn, whole) and turn > whole:
         raise ConfigError(

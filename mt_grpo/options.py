@@ -536,7 +536,11 @@ OF_LIBRARIES = {
     "beta": Option("Weight of the KL divergence from a reference.", TRAINING, rule=NOT_BELOW_ZERO),
     "use_peft": Option("Train a LoRA adapter; see `lora_...`.", TRAINING, of_server=True),
     "lora_r": Option(of_server=True),
-    "bf16": Option("Train in bfloat16. Where unset, on a GPU that can, unless `fp16` is set.", TRAINING),
+    "bf16": Option(
+        "Compute in bfloat16; weights stay in `dtype`. Where unset, on a GPU that can, unless `fp16` or `use_cpu` is "
+        "set.",
+        TRAINING,
+    ),
     "do_eval": Option("Measure the agent before and after training.", TRAINING),
     "use_cpu": Option("Use no GPU.", TRAINING, of_server=True),
     "use_vllm": Option("Sample with servers of vLLM. `mt-grpo serve` starts them.", SERVER),

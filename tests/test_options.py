@@ -36,6 +36,10 @@ WRONG = [
         "`max_turn_length: 513` is above `max_completion_length: 512`, the tokens of all turns together and of what "
         "the environment replies: lower the first, or raise the second.",
     ),
+    (
+        {"bf16": True, "fp16": True},
+        "`bf16` and `fp16` are both true, and a run computes in one of them: leave one out.",
+    ),
     ({"rollout_timeout": 0.0}, "`rollout_timeout` is 0.0; set a number above 0, or leave it out."),
     (
         {"call_protocol": "nativ"},
@@ -52,7 +56,7 @@ WRONG = [
 
 
 def config(tmp_path, **options):
-    return MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
+    return MTGRPOConfig(str(tmp_path), **{"use_cpu": True, "bf16": False, **options})
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG)
