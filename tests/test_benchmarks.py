@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -20,6 +19,7 @@ from support.marks import needs_server
 from support.registered import keep_estimators
 from support.reward_batches import draw_batch
 from support.servers import ROOT
+from support.waiting import until
 
 from mt_grpo.credit import estimate
 
@@ -89,9 +89,7 @@ def test_a_server_ends_with_its_benchmark(how, tmp_path):
     log, script = tmp_path / "log", tmp_path / "serving.py"
     script.write_text(SERVING)
     run = Forked([str(script), str(BENCHMARKS)], log)
-    while log.read_text() != "up\n":
-        assert run.poll() is None, log.read_text()
-        time.sleep(0.02)
+    until(lambda: log.read_text() == "up\n", lambda: run.poll() is None, seen=log.read_text)
     started = psutil.Process(run.pid).children(recursive=True)
     assert len(started) == 3  # one watches
     for number in how:

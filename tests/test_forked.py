@@ -11,6 +11,7 @@ import time
 import pytest
 import torch.distributed as dist
 from support.forked import Forked, run_processes
+from support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -48,9 +49,8 @@ def test_a_forked_program_has_its_own_status_and_output(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_a_forked_program_as_any_other(tmp_path, number):
     program = Forked(["-m", "test_forked", "waits"], tmp_path / "log")
-    while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text():
-        assert program.poll() is None
-        time.sleep(0.02)
+    log = tmp_path / "log"
+    until(lambda: log.exists() and log.read_text(), lambda: program.poll() is None)
     assert program.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         program.wait(0.01)

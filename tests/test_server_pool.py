@@ -8,6 +8,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from support.waiting import until_true
 
 from mt_grpo import server_pool
 from mt_grpo.server_pool import (
@@ -180,8 +181,7 @@ def test_more_room_on_a_server_is_found(quick):
     async def play():
         await alone.begin(servers.start)
         waiting = [asyncio.ensure_future(alone.begin(servers.start)) for _ in range(8)]
-        while not servers.asked[URLS[0]] > 3:
-            await asyncio.sleep(0)
+        await until_true(lambda: servers.asked[URLS[0]] > 3)
         servers.room = 9
         await asyncio.gather(*waiting)
 

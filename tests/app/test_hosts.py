@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from safetensors.torch import load_file
 from support.hosts import ADDRESS, hosts
+from support.waiting import until
 
 from mt_grpo.runlog import open_run
 from mt_grpo.training.checkpoint import is_whole
@@ -50,9 +50,7 @@ def of_host(n: int) -> list[str]:
 
 
 def wait_for(path: Path, processes: list) -> None:
-    while not path.exists():
-        assert all(process.poll() is None for process in processes)
-        time.sleep(0.1)
+    until(path.exists, lambda: all(process.poll() is None for process in processes))
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from accelerate.utils import is_deepspeed_available
 from support.forked import Forked
+from support.waiting import until
 
 from mt_grpo.app.launch import _status
 from mt_grpo.app.recipe import DATACLASSES
@@ -79,9 +79,8 @@ def test_a_signal_ends_every_process(start, recipe, config, tmp_path, processes,
     """Ctrl-C in a terminal reaches the whole group; another signal only the process it is sent to."""
     keys = {"max_steps": 10000, "do_eval": False}
     run = start(*recipe(**keys), "--accelerate_config", config(processes))
-    while not (tmp_path / "run" / "rollouts" / "index.jsonl").exists():
-        assert run.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.1)
+    index, log = tmp_path / "run" / "rollouts" / "index.jsonl", tmp_path / "log"
+    until(index.exists, lambda: run.poll() is None, seen=log.read_text)
     children = psutil.Process(run.pid).children(recursive=True)
     assert len(children) >= processes
     (os.killpg if group else os.kill)(run.pid, number)

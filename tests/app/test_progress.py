@@ -12,6 +12,7 @@ import sys
 import pytest
 from rich.console import Console
 from support.conversations import Talk, user
+from support.waiting import until_true
 
 from mt_grpo.app.train import run_training
 from mt_grpo.cli import main
@@ -90,8 +91,7 @@ def test_an_activity_counts_conversations_turns_and_waits(tokenizer):
 
     async def run() -> None:
         work = asyncio.ensure_future(runner.run(requests, SamplingParams(), batch.trajectories.append))
-        while len(batch.trajectories) < 1 or len(runner.under_way["1"].turns) < 2:
-            await asyncio.sleep(0)
+        await until_true(lambda: batch.trajectories and len(runner.under_way["1"].turns) >= 2)
         described.append(activity.describe())
         held.set()
         await work

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from pydantic import BaseModel
+from support.waiting import until_true
 
 from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.concurrency import run as run_and_wait
@@ -166,8 +167,7 @@ def test_a_call_cancelled_while_it_waits_was_not_run():
 
     async def converse() -> None:
         task = asyncio.ensure_future(execute_calls(turn.tool_calls, {"work": limited}))
-        while not started:
-            await asyncio.sleep(0)
+        await until_true(lambda: started)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()

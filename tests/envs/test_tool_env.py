@@ -12,6 +12,7 @@ import time
 import pytest
 from support.conversations import read
 from support.models import build_tokenizer
+from support.waiting import until_true
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.envs import MultiTurnToolEnv
@@ -137,8 +138,7 @@ def test_tools_of_all_conversations_run_at_the_same_time(tokenizer):
 
     async def gather() -> str:
         met.append(1)
-        while len(met) < number:
-            await asyncio.sleep(0)
+        await until_true(lambda: len(met) == number)
         return "gathered"
 
     env = MultiTurnToolEnv([tool(meet), tool(gather)], tool_timeout=20)
@@ -272,8 +272,7 @@ def test_a_conversation_that_is_cancelled_cancels_its_tools():
     async def run() -> None:
         env = MultiTurnToolEnv([tool(hang)])
         task = asyncio.ensure_future(env.step(read(env, call_text("hang"))))
-        while not started:
-            await asyncio.sleep(0)
+        await until_true(lambda: started)
         task.cancel()
         await asyncio.wait([task])
         await asyncio.sleep(0)

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.agents import END, LOOKUP, run_agent, sampled
 from support.conversations import user
+from support.waiting import until
 
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.integrations.openai_api import AgentClient, Command, conversation
@@ -511,10 +512,7 @@ def running(marker: str) -> list[psutil.Process]:
 
 def until_gone(marker: str) -> None:
     """Waits for the system: it ends a process that is killed in its own time."""
-    deadline = time.monotonic() + 60.0
-    while (left := running(marker)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not left
+    until(lambda: not running(marker), seen=lambda: running(marker))
 
 
 @pytest.mark.parametrize("end", ["import time; time.sleep(600)", "print(1.0, flush=True)", "raise SystemExit(3)"])

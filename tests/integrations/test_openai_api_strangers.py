@@ -10,6 +10,7 @@ import httpx
 import pytest
 from support.agents import END, run_agent
 from support.conversations import user
+from support.waiting import until_true
 
 from mt_grpo.integrations.openai_api import AgentSource
 from mt_grpo.trajectory import StopReason
@@ -47,8 +48,7 @@ def test_no_agent_takes_turns_in_the_conversation_of_another():
 
     async def agent(row, client):
         clients[row["number"]] = client
-        while len(clients) < 2:
-            await asyncio.sleep(0)
+        await until_true(lambda: len(clients) == 2)
         if row["number"] == 1:
             await asked.wait()
             return await post(client, client.api_key)
@@ -72,8 +72,7 @@ def test_a_key_ends_with_its_conversation():
         if row["number"] == 0:
             late.append(client)
             return None
-        while not late:
-            await asyncio.sleep(0)
+        await until_true(lambda: late)
         status = 200
         while status == 200:
             status = await post(client, late[0].api_key, late[0].base_url)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.models import build_tokenizer
+from support.waiting import until_true
 
 from mt_grpo import server_pool
 from mt_grpo.envs.source import close_environments, source_of
@@ -143,8 +144,7 @@ def test_a_full_server_makes_conversations_wait(host):
 
     async def play():
         begun = asyncio.ensure_future(game.reset(seed=0))
-        while len(host.asked) < 3:
-            await asyncio.sleep(0)
+        await until_true(lambda: len(host.asked) >= 3)
         assert not begun.done()  # the wait counts toward no timeout
         host.faults.clear()
         return await begun

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from support.upstreams import SAMPLING, client_of, completion
+from support.waiting import until_true
 
 from mt_grpo.rollout.engines.vllm.admission import Admission, Gate, Pressure, read_pressure
 
@@ -166,8 +167,7 @@ def cached(tokens: int):
 async def held(client, sessions, until, busy):
     """Asks for a turn of each conversation at once."""
     tasks = [asyncio.ensure_future(client.generate(list(range(500)), SAMPLING, session)) for session in sessions]
-    while not until():
-        await asyncio.sleep(0.01)
+    await until_true(until)
     busy.go.set()
     samples = []
     for session, task in zip(sessions, tasks, strict=True):
@@ -204,8 +204,7 @@ def test_a_turn_that_waits_can_be_cancelled(tokenizer, start):
 
     async def go():
         tasks = [asyncio.ensure_future(client.generate([1] * 500, SAMPLING, session)) for session in "abc"]
-        while busy.now != 1:
-            await asyncio.sleep(0.01)
+        await until_true(lambda: busy.now == 1)
         tasks[1].cancel()
         busy.go.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -234,8 +233,7 @@ def test_a_turn_cancelled_as_it_begins_leaves_its_room():
 
         async with gate.turn("a", 500):
             waits = asyncio.ensure_future(turn("b"))
-            while len(subject.talks) < 2:
-                await asyncio.sleep(0)
+            await until_true(lambda: len(subject.talks) == 2)
             gate.leave("a")  # from here on it may begin
             waits.cancel()
             await asyncio.gather(waits, return_exceptions=True)
@@ -252,8 +250,7 @@ def test_turns_that_wait_for_a_dead_server_go_elsewhere(tokenizer, start):
 
     async def go():
         tasks = [asyncio.ensure_future(client.generate([1] * 500, SAMPLING, session)) for session in "abc"]
-        while not busy.now and not all(task.done() for task in tasks):
-            await asyncio.sleep(0.01)
+        await until_true(lambda: busy.now or all(task.done() for task in tasks))
         servers[0].stop()
         busy.go.set()
         results = await asyncio.gather(*tasks)

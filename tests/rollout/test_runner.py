@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import lookup
+from support.waiting import until_true
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.envs import MultiTurnToolEnv, Step
@@ -399,8 +400,7 @@ class GatedEngine(ScriptedEngine):
         self.released.append(session)
 
     async def until_inside(self, *sessions: str) -> None:
-        while not self.inside >= set(sessions):
-            await asyncio.sleep(0)
+        await until_true(lambda: self.inside >= set(sessions))
 
 
 def test_a_slow_conversation_holds_up_nobody_and_order_is_kept(env, tokenizer):
@@ -412,8 +412,7 @@ def test_a_slow_conversation_holds_up_nobody_and_order_is_kept(env, tokenizer):
         )
         for session in ("002", "003", "001", "000"):
             engine.gates[session].set()
-            while session not in finished:
-                await asyncio.sleep(0)
+            await until_true(lambda name=session: name in finished)
         trajectories = await running
         assert finished == ["002", "003", "001", "000"]
         assert [trajectory.session for trajectory in trajectories] == ["000", "001", "002", "003"]
@@ -480,8 +479,7 @@ def test_cancelling_a_run_cancels_its_conversations(env, tokenizer):
         )
         await engine.until_inside("000", "001", "002")
         engine.gates["001"].set()
-        while not finished:
-            await asyncio.sleep(0)
+        await until_true(lambda: finished)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

@@ -8,6 +8,7 @@ import threading
 import pytest
 from support.loopback import ScriptedServer, free_port
 from support.upstreams import SAMPLING, client_of, completion
+from support.waiting import until_true
 
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError, ServerSetupError
 
@@ -20,8 +21,7 @@ def refusal(client) -> str:
 
 
 async def until(holds) -> None:
-    while not holds():
-        await asyncio.sleep(0.01)
+    await until_true(holds)
 
 
 def test_a_run_begins_with_the_servers_that_it_needs(tokenizer, start):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.models import build_model, build_tokenizer
 from support.sampling import truncated
+from support.waiting import until_true
 from transformers import GenerationConfig
 
 from mt_grpo.envs import MultiTurnToolEnv
@@ -345,8 +346,7 @@ def test_a_conversation_cancelled_in_a_batch_disturbs_nobody(frozen):
 
     async def main() -> list[Sample]:
         tasks = [asyncio.ensure_future(ask(engine, c, f"{i:03d}", **s)) for i, (c, s) in enumerate(asked)]
-        while not started.is_set():
-            await asyncio.sleep(0.001)
+        await until_true(started.is_set)
         tasks[1].cancel()
         await asyncio.wait([tasks[1]])
         go.set()
@@ -375,8 +375,7 @@ def test_the_engine_outlives_its_event_loop(frozen):
 
     async def abandon() -> None:
         running = asyncio.ensure_future(ask(engine, CONTEXTS[0], "000"))
-        while not started.is_set():
-            await asyncio.sleep(0.001)
+        await until_true(started.is_set)
         running.cancel()
 
     hook = frozen.register_forward_pre_hook(hold)
@@ -463,8 +462,7 @@ def test_closing_waits_for_the_batch_of_conversations_that_left(frozen):
 
     async def main() -> None:
         asking = asyncio.ensure_future(ask(engine, CONTEXTS[0], "000", max_tokens=40))
-        while not started.is_set():
-            await asyncio.sleep(0.001)
+        await until_true(started.is_set)
         asking.cancel()
         await asyncio.wait([asking])
         await engine.close()

@@ -9,6 +9,7 @@ import time
 import pytest
 from support.loopback import free_port
 from support.upstreams import SAMPLING, client_of, completion
+from support.waiting import until_true
 
 from mt_grpo.concurrency import run
 from mt_grpo.rollout import SamplingParams
@@ -300,8 +301,7 @@ def test_a_dead_server_among_several_is_left_out_and_taken_back(tokenizer, start
         await turn()
         assert len(other.asked("/v1/completions")) >= 2 + 4
         back = start(port=dying.port)
-        while not all(server.up for server in client.pool.servers):
-            await asyncio.sleep(0.05)
+        await until_true(lambda: all(server.up for server in client.pool.servers))
         await asyncio.gather(*(client.generate([i], SAMPLING, f"t{i}") for i in range(8)))
         assert back.asked("/v1/completions")
         await client.close()
@@ -438,8 +438,7 @@ def test_weights_in_between_are_no_restart(tokenizer, start, held, restarted):
         await client.connect()
         asked = asyncio.ensure_future(client.generate([1], SAMPLING, "a"))
         if restarted:
-            while client.pool.servers[0].up:
-                await asyncio.sleep(0.01)
+            await until_true(lambda: not client.pool.servers[0].up)
             assert not restored  # the sync goes on: whatever is sent now would be the weights of before
             client.weight_version, client.incoming_version = 7, None
         sample = await asked

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from support.loopback import Proxy, free_port
 from support.marks import needs_server
 from support.models import build_model, build_tokenizer
 from support.servers import ROOT, START_LIMIT, RealServer
+from support.waiting import until
 from transformers import AutoTokenizer
 
 from mt_grpo.cli import main
@@ -62,13 +62,6 @@ def weight_folders(pid: int) -> list[Path]:
     return list(Path("/dev/shm").glob(f"mt-grpo-weights-*-{pid}-*"))
 
 
-def until(condition: Callable[[], object], limit: float = START_LIMIT) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def nobody_left(group: int) -> bool:
     try:
         os.killpg(group, 0)
@@ -90,11 +83,7 @@ class Run:
         return self._log.read_text()
 
     def until(self, condition: Callable[[], object]) -> None:
-        def met() -> bool:
-            assert self.process.poll() is None, self.log
-            return condition()
-
-        until(met)
+        until(condition, lambda: self.process.poll() is None, lambda: self.log, START_LIMIT)
 
     def wait(self, limit: float = START_LIMIT) -> int:
         return self.process.wait(limit)
@@ -217,7 +206,7 @@ def test_a_server_that_hangs_as_a_whole_is_waited_for(undisturbed, server):
         os.killpg(group, signal.SIGSTOP)
         try:
             asking = asyncio.ensure_future(client.generate(context, SamplingParams(max_tokens=4), "a"))
-            await asyncio.to_thread(until, lambda: not one.up, 60.0)
+            await asyncio.to_thread(until, lambda: not one.up)
         finally:
             os.killpg(group, signal.SIGCONT)
         assert (await asking).ids and one.up
@@ -424,4 +413,4 @@ def test_a_server_interrupted_at_work_leaves_no_process(undisturbed, server):
 
     asyncio.run(go())
     server._process.wait(60)
-    until(lambda: nobody_left(group), 30)
+    until(lambda: nobody_left(group))

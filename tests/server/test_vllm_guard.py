@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import stat
-import time
 from pathlib import Path
 
 import pytest
 from support.marks import needs_server
 from support.servers import ROOT, RealServer
+from support.waiting import until
 
 from mt_grpo.cli import main
 from mt_grpo.rollout.engines.vllm.http import ServerControl, find_key
@@ -189,8 +189,5 @@ def test_the_key_of_a_killed_server_opens_nothing(server):
     assert find_key(server.url) not in (None, before)
     assert ask(server, "GET", "/v1/models", {"Authorization": f"Bearer {before}"})[0] == 401
     os.kill(server._process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + 60
-    while server._process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: server._process.poll() is not None)
     assert find_key(server.url) is None

@@ -8,6 +8,7 @@ import copy
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from support.marks import needs_server
 from support.models import CPU_RUN, build_model, build_tokenizer
 from support.servers import RealServer
 from support.trainers import Letters, batch
+from support.waiting import until, until_true
 from transformers import AutoTokenizer
 
 from mt_grpo.app.doctor.memory import read_shape
@@ -301,8 +303,7 @@ def test_cancelling_a_request_aborts_it_on_the_server(tied):
             returned += 1
 
     async def some_returned(jobs):
-        while returned < 3 and not any(job.done() for job in jobs):
-            await asyncio.sleep(0.01)
+        await until_true(lambda: returned >= 3 or any(job.done() for job in jobs))
 
     async def go():
         jobs = [asyncio.ensure_future(ask_on(index)) for index in range(16)]
@@ -437,35 +438,46 @@ def test_each_token_of_requests_in_flight_has_one_version(tied):
     sync = tied.sync(client, verify_every=2)
     sync.send_in_flight()
     sync.sync(0)
-    versions = [tied.copy()]
+    versions, sent = [tied.copy()], threading.Event()
     sampling = SamplingParams(max_tokens=400, seed=5, stop_token_ids=())
 
+    async def ask_on(index):
+        """One request after another until both updates are sent, so that the server is never idle."""
+        samples = [await client.generate(contexts[index], sampling, f"s{index}")]
+        while not sent.is_set():
+            samples.append(await client.generate(contexts[index], sampling, f"s{index}"))
+        return [(contexts[index], sample) for sample in samples]
+
     async def sample():
-        jobs = [client.generate(ids, sampling, f"s{index}") for index, ids in enumerate(contexts)]
-        return await asyncio.gather(*jobs)
+        return await asyncio.gather(*map(ask_on, range(len(contexts))))
+
+    def generated() -> float:
+        return tied.server.metric("vllm:generation_tokens_total")
 
     begun = Begun(sample()).start()
-    for step in (1, 2):
-        before = tied.server.metric("vllm:generation_tokens_total")
-        while tied.server.metric("vllm:generation_tokens_total") < before + 200:  # of 2,400
-            time.sleep(0.01)
-        train_a_little(tied.model)
-        versions.append(tied.copy())
-        sync.sync(step)
-    samples = begun.result()
-    changed = 0
-    for context, sample in zip(contexts, samples, strict=True):
+    try:
+        for step in (1, 2):
+            before = generated()
+            until(lambda least=before + 200: generated() >= least, seen=lambda: f"{generated()} tokens")
+            train_a_little(tied.model)
+            versions.append(tied.copy())
+            sync.sync(step)
+    finally:
+        sent.set()
+        asked = [each for session in begun.result() for each in session]
+    crossed = 0
+    for context, sample in asked:
         scores = torch.tensor([score(model, context, sample.ids) for model in versions])
         differences = (scores - torch.tensor(sample.logprobs)).abs()
         assert (differences.min(dim=0).values < TOLERANCE).all()
         fits = differences < TOLERANCE
-        at = 0
+        at = sample.weight_version
         for token in range(len(sample.ids)):
             while not fits[at, token]:  # weights are never older than those of the token before
                 at += 1
-        assert sample.weight_version == 0 and at <= sample.last_weight_version <= 2
-        changed += at
-    assert changed  # an update came in the middle
+        assert at <= sample.last_weight_version <= 2
+        crossed += at > sample.weight_version
+    assert crossed  # an update came in the middle
     client.salted = False
     sync.close()
 
@@ -545,8 +557,7 @@ def test_requests_under_way_during_a_sync_are_finished(trained):
 
     async def go():
         jobs = [asyncio.ensure_future(ask_on(index)) for index in range(8)]
-        while not times and not any(job.done() for job in jobs):
-            await asyncio.sleep(0.01)
+        await until_true(lambda: times or any(job.done() for job in jobs))
         await asyncio.to_thread(sync.sync, 1)
         done.set()
         await asyncio.gather(*jobs)
@@ -794,8 +805,5 @@ def test_a_stopped_server_leaves_no_process(tied):
     tied.server._process.wait(60)
     with pytest.raises(ServerGoneError, match="mt-grpo serve"):
         generate(client, tied.prompts(1), SamplingParams(max_tokens=2))
-    deadline = time.monotonic() + 30
     with pytest.raises(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(group, 0)
-            time.sleep(0.05)
+        until(lambda: os.killpg(group, 0))

@@ -10,12 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 from support.own_process import TERMINAL
+from support.waiting import until
 
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError
@@ -57,13 +56,6 @@ def alive(process: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):  # the latter where it ends while it is looked at
         return False
     return state != "Z"
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen within 60 s"
-        threading.Event().wait(0.01)
 
 
 @pytest.fixture(scope="module")

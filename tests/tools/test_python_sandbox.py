@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from support.escapes import HARMFUL, HARMLESS, attempt
 from support.loopback import ScriptedServer
+from support.waiting import until
 
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, UserError
@@ -496,9 +497,7 @@ def test_a_killed_trainer_leaves_no_process_and_no_file(tmp_path):
     command = [sys.executable, "-c", TRAINER]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)})
     trainer.stdout.readline()
-    while not processes_of(str(tmp_path)):
-        assert trainer.poll() is None
-        time.sleep(0.02)
+    until(lambda: processes_of(str(tmp_path)), lambda: trainer.poll() is None)
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from support import computing_tools
 from support.computing_tools import end, fail, leave, spin, unsendable, where
+from support.waiting import until_true
 
 from mt_grpo.concurrency import run
 from mt_grpo.envs import MultiTurnToolEnv
@@ -69,8 +70,7 @@ def test_a_call_that_is_given_up_ends_its_process(tools, tmp_path):
 
     async def give_up():
         running = asyncio.create_task(execute_calls([call], tools))
-        while not (file.exists() and file.read_text()):
-            await asyncio.sleep(0.01)
+        await until_true(lambda: file.exists() and file.read_text())
         running.cancel()
         await asyncio.wait([running])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from support.images import VideoTextProcessor, build_processor, build_vision_mod
 from support.models import CPU_RUN, build_model
 from support.trainers import batch, check_log_probs
 from support.vision import VISION_FAMILIES
+from support.waiting import until
 from transformers import AutoModelForImageTextToText, TrainerCallback
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
@@ -110,8 +110,7 @@ class Finished(TrainerCallback):
     trainer: MTGRPOEnvTrainer
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        while self.trainer.runner.under_way:
-            time.sleep(0.01)
+        until(lambda: not self.trainer.runner.under_way)
 
 
 @pytest.mark.slow

@@ -1,0 +1,54 @@
+"""Waits of tests: each has an end, and says what it saw."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LIMIT = 300.0
+"""Seconds that a wait may take on a busy machine; pytest ends a test after 600, and knows only where it stood."""
+
+
+def _looks(
+    condition: Callable[[], T], provided: Callable[[], object], seen: Callable[[], object] | None, limit: float
+) -> Iterator[T]:
+    end = time.monotonic() + limit
+    while not (value := condition()):
+        told = seen or (lambda: repr(value))
+        assert provided(), f"It cannot happen any more: {told()}"
+        assert time.monotonic() < end, f"It did not happen within {limit:.0f} s: {told()}"
+        yield value
+
+
+def until(
+    condition: Callable[[], object],
+    provided: Callable[[], object] = lambda: True,
+    seen: Callable[[], object] | None = None,
+    limit: float = LIMIT,
+) -> None:
+    """
+    Looks again and again until a condition holds.
+
+    Args:
+        condition: What has to become true. What it raises ends the wait.
+        provided: What has to hold as long as the condition does not: a process runs, a request is not answered yet.
+        seen: Told where the wait fails; the condition's own value by default.
+        limit: Seconds.
+    """
+    for _ in _looks(condition, provided, seen, limit):
+        time.sleep(0.02)
+
+
+async def until_true(
+    condition: Callable[[], object],
+    provided: Callable[[], object] = lambda: True,
+    seen: Callable[[], object] | None = None,
+    limit: float = LIMIT,
+) -> None:
+    """The same as `until`, in a coroutine."""
+    for _ in _looks(condition, provided, seen, limit):
+        await asyncio.sleep(0.001)
