@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import random
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig, GptOssConfig, Q
 
 from mt_grpo.forward import token_logps
 from mt_grpo.rollout import ChatRenderer, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
+from mt_grpo.token_tree import TokenTree
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
 
 pytestmark = [needs_server, pytest.mark.server]
@@ -86,8 +89,44 @@ def learn_by_heart(model, family: str, tokenizer) -> None:
     raise AssertionError(f"{loss.item():.2f} nats a token")
 
 
+def differences(server, path, tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Log-probs that a server samples with, against ours in the dtype of the server, and how far that dtype alone moves
+    ours from float32's: for tokens after random ones, of which no single one is likely.
+    """
+    draw = random.Random(0)
+    contexts = [[draw.randrange(len(tokenizer)) for _ in range(40)] for _ in range(8)]
+    sampling = SamplingParams(max_tokens=48, temperature=0.5, seed=3, stop_token_ids=())
+
+    async def sample():
+        client = VLLMServerClient(server.url, tokenizer, model=path)
+        await client.connect()
+        try:
+            return await asyncio.gather(*(client.generate(ids, sampling, str(i)) for i, ids in enumerate(contexts)))
+        finally:
+            await client.close()
+
+    trees = []
+    for context, turn in zip(contexts, asyncio.run(sample()), strict=True):
+        trees.append(TokenTree())
+        trees[-1].add_turn(context, turn.ids, turn.logprobs)
+
+    @torch.no_grad()
+    def scored(model):
+        return torch.cat([turn for tree in token_logps(model, trees, temperature=0.5) for turn in tree]).float()
+
+    model = AutoModelForCausalLM.from_pretrained(path)
+    ours, exact = scored(model), scored(model.float())
+    sampled = torch.tensor([logprob for tree in trees for logprob in tree.nodes[-1].logprobs])
+    return (sampled - ours).abs(), (ours - exact).abs()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_sampled_and_trained_alike(family, tmp_path):
+    """
+    A single token may be far off in bfloat16, whose last digit of a logit of 16 is an eighth: what is held is the mean
+    and nine tenths, against what the dtype itself does to ours.
+    """
     coarse = family.startswith("qwen3_5")  # the kernels of vLLM's CPU build know of bfloat16 only
     model, tokenizer = build(family)
     learn_by_heart(model, family, tokenizer)
@@ -98,6 +137,9 @@ def test_a_family_is_sampled_and_trained_alike(family, tmp_path):
     server = RealServer(path, tmp_path / "server.log", *options)
     try:
         server.start()
+        difference, noise = differences(server, path, tokenizer)
+        assert difference.mean() < 2 * noise.mean() + 1e-4
+        assert difference.quantile(0.9) < 2 * noise.quantile(0.9) + 1e-4
         args = MTGRPOConfig(
             str(tmp_path / "run"),
             **CPU_RUN,
@@ -119,5 +161,5 @@ def test_a_family_is_sampled_and_trained_alike(family, tmp_path):
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(steps) == 2
     for step in steps:
-        assert step["sampling/sampling_logp_difference/max"] < (0.05 if coarse else 1e-3)
+        assert step["sampling/sampling_logp_difference/mean"] < (0.02 if coarse else 1e-4)
     assert steps[0]["tools/call_frequency"] > 0 and steps[0]["tools/failure_frequency"] == 0
