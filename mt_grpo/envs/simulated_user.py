@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
 from mt_grpo.envs.dialogue import DialogueEnv
 from mt_grpo.envs.env import Outcome, Policy, Step
 from mt_grpo.envs.source import Prototype, source_of
@@ -16,6 +18,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.option_values import parse_user
 from mt_grpo.trajectory import Message, StopReason, Turn
+from mt_grpo.web import WebClient
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -92,26 +95,20 @@ class SimulatedUser:
         Raises:
             ConfigError: If it cannot be reached, or refuses the key.
         """
-        import openai
-
+        client = WebClient({"Authorization": f"Bearer {self._key or NO_KEY}"})
         try:
-            with openai.OpenAI(
-                api_key=self._key or NO_KEY, base_url=self.base_url, timeout=REACH_TIMEOUT, max_retries=0
-            ) as client:
-                client.models.list()
-        except openai.APIConnectionError as error:
+            status = client.ask("GET", f"{self.base_url.rstrip('/')}/models", REACH_TIMEOUT).response.status_code
+        except httpx.HTTPError as error:
             raise ConfigError(
                 f"The simulated user's endpoint {self.base_url} cannot be reached ({self._reason(error)}): start it, "
                 "or mend `simulated_user: base_url`."
             ) from error
-        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+        if status in (401, 403):  # others do not list their models
             refused = "requests without a key" if self.api_key_env is None else f"the key in {self.api_key_env}"
             raise ConfigError(
-                f"The simulated user's endpoint {self.base_url} refuses {refused} (status {error.status_code}): name "
-                "the environment variable that holds its key in `simulated_user: api_key_env`."
-            ) from error
-        except openai.OpenAIError:  # not every endpoint lists its models
-            pass
+                f"The simulated user's endpoint {self.base_url} refuses {refused} (status {status}): name the "
+                "environment variable that holds its key in `simulated_user: api_key_env`."
+            )
 
     def check_columns(self, columns: list[str]) -> None:
         """
@@ -168,7 +165,7 @@ class SimulatedUser:
                 answer = await self._client.chat.completions.create(
                     model=self.model, messages=self._seen(dialogue, row), extra_body=self.request
                 )
-        except (openai.OpenAIError, TimeoutError, ValueError) as error:  # ValueError: JSON that is none
+        except (openai.OpenAIError, TimeoutError, ValueError, RecursionError) as error:  # the last two: of its JSON
             raise SimulatedUserError(
                 f"The simulated user {self.model!r} at {self.base_url} did not answer in {attempts} attempts: "
                 f"{self._reason(error)}."

@@ -20,6 +20,7 @@ from mt_grpo.envs import Outcome, Policy
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.integrations.gym import GymEnv
 from mt_grpo.server_pool import STARTS, Full, ServerLost, ServerPool, Unreachable, backoff, in_words
+from mt_grpo.web import ask
 
 logger = logging.getLogger(__name__)
 
@@ -126,11 +127,11 @@ class OpenEnv(GymEnv):
         urls, name = self._urls(), self.option
         limit = asyncio.Semaphore(STARTS)
 
-        async def ask(url: str) -> Exception | None:
+        async def fault(url: str) -> Exception | None:
             async with limit:
                 return await _fault(self.client, url)
 
-        found = dict(zip(urls, await asyncio.gather(*map(ask, urls)), strict=True))
+        found = dict(zip(urls, await asyncio.gather(*map(fault, urls)), strict=True))
         faults = {url: fault for url, fault in found.items() if fault is not None}
         for url, fault in faults.items():
             if _is_foreign(fault):
@@ -267,7 +268,8 @@ async def _fault(make: Callable[..., Any], url: str) -> Exception | None:
     for attempt in itertools.count():
         client = make(base_url=url)
         try:
-            await client.connect()
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await client.connect()
         except _connection_errors() as error:
             pause = backoff(attempt)
             if _is_foreign(error) or time.monotonic() + pause > deadline:
@@ -281,13 +283,14 @@ async def _fault(make: Callable[..., Any], url: str) -> Exception | None:
 
 async def _compare(urls: list[str], option: str) -> None:
     """Refuses servers of different environments, as far as they show what they take."""
-    async with httpx.AsyncClient(timeout=CHECK_SECONDS) as http:
+    async with httpx.AsyncClient(headers={"Accept-Encoding": "gzip"}) as http:
 
         async def schema(url: str) -> str | None:
             try:
-                answer = await http.get(f"{url}/schema")
-                return json.dumps(answer.json(), sort_keys=True) if answer.status_code == 200 else None
-            except (httpx.HTTPError, ValueError):  # such as behind a door that only the client's headers open
+                answer = await ask(http, "GET", f"{url}/schema", CHECK_SECONDS)
+                return json.dumps(answer.json(), sort_keys=True) if answer.response.status_code == 200 else None
+            # such as behind a door that only the client's headers open; or brackets that are too deep
+            except (httpx.HTTPError, ValueError, RecursionError):
                 return None
 
         schemas = await asyncio.gather(*map(schema, urls))

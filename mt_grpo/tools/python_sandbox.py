@@ -10,7 +10,6 @@ import logging
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ import httpx
 
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.tools.loading import tool
+from mt_grpo.web import WebClient
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +148,7 @@ class RemotePython:
     ) -> None:
         self._url, self._time_limit = url, time_limit
         self._limits = {"memory_limit_MB": memory_limit}
-        self._client = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None))
-        weakref.finalize(self, self._client.close)
+        self._client = WebClient(headers)
 
     def python(self, code: str) -> tuple[str, dict[str, Any]]:
         """
@@ -175,9 +174,9 @@ class RemotePython:
         seconds = self._time_limit if time_limit is None else time_limit
         request = {"code": code, "language": language, **self._limits, "run_timeout": seconds}
         try:
-            response = self._client.post(self._url, json=request, timeout=seconds + SPARE_SECONDS)
-            response.raise_for_status()
-            answer = response.json()
+            answered = self._client.ask("POST", self._url, seconds + SPARE_SECONDS, json=request)
+            answered.response.raise_for_status()
+            answer = answered.json()
             run, status, message = answer["run_result"], answer["status"], answer.get("message")
             compiled = answer.get("compile_result") or {}
         except (httpx.HTTPError, ValueError, TypeError, KeyError) as error:

@@ -7,7 +7,6 @@ import random
 import re
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -20,6 +19,7 @@ import numpy as np
 
 from mt_grpo.errors import UserError
 from mt_grpo.tools.loading import tool
+from mt_grpo.web import WebClient
 
 NO_RESULTS = "No results."
 
@@ -127,7 +127,7 @@ class RetrievalSearch:
     Args:
         url (`str`): Address of the endpoint, such as `http://retriever:8000/retrieve`.
         top_k (`int`, *optional*, defaults to `3`): Documents a search returns at most.
-        timeout (`float`, *optional*, defaults to `30.0`): Seconds to wait for the server.
+        timeout (`float`, *optional*, defaults to `30.0`): Seconds that an answer of the server may take as a whole.
         headers (`Mapping[str, str]`, *optional*): Sent with every request, such as a key.
     """
 
@@ -135,9 +135,8 @@ class RetrievalSearch:
         self, url: str, top_k: int = 3, timeout: float = 30.0, headers: Mapping[str, str] | None = None
     ) -> None:
         self.url = url
-        self.top_k = top_k
-        self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
-        weakref.finalize(self, self._client.close)
+        self.top_k, self._timeout = top_k, timeout
+        self._client = WebClient(headers)
 
     def search(self, query: str) -> tuple[str, dict[str, Any]]:
         """Search the corpus.
@@ -153,9 +152,9 @@ class RetrievalSearch:
         """
         request = {"queries": [query], "topk": self.top_k, "return_scores": True}
         try:
-            response = self._client.post(self.url, json=request)
-            response.raise_for_status()
-            [results] = response.json()["result"]
+            answer = self._client.ask("POST", self.url, self._timeout, json=request)
+            answer.response.raise_for_status()
+            [results] = answer.json()["result"]
             documents = [result.get("document", result) for result in results[: self.top_k]]
             scores = [result.get("score") for result in results[: self.top_k]]
             texts = [_text(document) for document in documents]
@@ -174,7 +173,7 @@ class WikipediaSearch:
     Args:
         top_k (`int`, *optional*, defaults to `1`): Articles a search returns at most.
         sentences (`int`, *optional*, defaults to `3`): Sentences of each article's introduction that are returned.
-        timeout (`float`, *optional*, defaults to `10.0`): Seconds to wait for the server.
+        timeout (`float`, *optional*, defaults to `10.0`): Seconds that an answer of the server may take as a whole.
         base_url (`str`, *optional*): Address of the MediaWiki `api.php`, of any Wikipedia.
     """
 
@@ -188,9 +187,8 @@ class WikipediaSearch:
         self.top_k = top_k
         self.sentences = sentences
         self.base_url = base_url
-        headers = {"User-Agent": "mt-grpo (research; httpx)"}
-        self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
-        weakref.finalize(self, self._client.close)
+        self._timeout = timeout
+        self._client = WebClient({"User-Agent": "mt-grpo (research; httpx)"})
         self._pause = Pause()
 
     @tool(concurrency=WIKIPEDIA_CONCURRENCY)
@@ -231,10 +229,11 @@ class WikipediaSearch:
         for attempt in range(WIKIPEDIA_TRIES):
             self._pause.wait(give_up)
             try:
-                response = self._client.get(self.base_url, params=params)
+                answer = self._client.ask("GET", self.base_url, self._timeout, params=params)
+                response = answer.response
                 if response.status_code not in COME_LATER:
                     response.raise_for_status()
-                    payload = response.json()
+                    payload = answer.json()
                     # The API reports its own failures, such as an empty search string, with status 200.
                     if "error" not in payload:
                         return payload

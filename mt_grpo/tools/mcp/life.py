@@ -10,7 +10,8 @@ import atexit
 import concurrent.futures
 import logging
 import os
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TextIO
 
@@ -28,6 +29,9 @@ HEARTBEAT_SECONDS = 5.0
 """Time between pings of a server at a URL while it works on a call."""
 BUSY = (429, 502, 503, 504)
 """Statuses of a server, or of a proxy in front of it, that may take a session later."""
+MOST_BYTES = 96 << 20
+"""Bytes of one message of a server at a URL: a file of an image in base64, and more."""
+MOST_TOOLS = 4096
 STOP_SECONDS = 15.0
 """How long the end of this process waits for its servers. The library kills a server earlier than that."""
 
@@ -167,6 +171,7 @@ class Life:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._session: Any = None
         self._status: tuple[int, str] | None = None  # of a request that was refused
+        self._refused: str | None = None  # why an answer was refused
         self._words = LastWords(config.name)
         self._probing: asyncio.Task[bool] | None = None
         self._owner = asyncio.create_task(self._own(), name=f"MCP server {config.name!r}")
@@ -274,7 +279,7 @@ class Life:
                 self.started.set_exception(await self._failure(error))
                 retrieve(self.started)
         except asyncio.CancelledError:
-            self.started.set_exception(StartError("it was stopped before it had started"))
+            self.started.set_exception(StartError(self._refused or "it was stopped before it had started"))
             retrieve(self.started)
         finally:
             self._end()
@@ -292,6 +297,8 @@ class Life:
         while True:
             listed = page.model_dump(by_alias=True, mode="json")
             self.tools += listed["tools"]
+            if len(self.tools) > MOST_TOOLS:
+                raise StartError(f"it lists more than {MOST_TOOLS:,} tools")
             if not listed.get("nextCursor"):
                 break
             page = await session.list_tools(params=PaginatedRequestParams(cursor=listed["nextCursor"]))
@@ -300,7 +307,7 @@ class Life:
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Any]:
         config = self.config
-        headers = dict(config.headers)
+        headers = {"Accept-Encoding": "identity", **config.headers}
         if config.auth_token is not None:
             headers["Authorization"] = f"Bearer {config.auth_token}"
         if self.transport == "stdio":
@@ -318,15 +325,15 @@ class Life:
 
             assert isinstance(config.url, str)  # a server without one has another transport
             forever: Any = None  # a server may be silent for as long as the optimiser works
-            async with sse_client(config.url, headers=headers, sse_read_timeout=forever) as streams:
+            async with sse_client(
+                config.url, headers=headers, sse_read_timeout=forever, httpx_client_factory=self._client
+            ) as streams:
                 yield streams
         else:
             from mcp.client.streamable_http import streamable_http_client
-            from mcp.shared._httpx_utils import create_mcp_http_client
 
             assert isinstance(config.url, str)
-            async with create_mcp_http_client(headers=headers) as client:
-                client.event_hooks = {"response": [self._note_status]}
+            async with self._client(headers=headers) as client:
                 async with streamable_http_client(config.url, http_client=client) as streams:
                     yield streams
 
@@ -355,12 +362,42 @@ class Life:
             await asyncio.wait([task])
             watched.close()
 
+    def _client(self, headers: dict[str, str] | None = None, timeout: Any = None, auth: Any = None) -> Any:
+        """The library's client, whose answers are bounded."""
+        from mcp.shared._httpx_utils import create_mcp_http_client
+
+        client = create_mcp_http_client(headers, timeout, auth)
+        client.event_hooks = {"response": [self._note_status, self._bound]}
+        return client
+
     async def _note_status(self, response: Any) -> None:
         """Keeps the status of a refusal, which not every version of the library tells."""
         if response.status_code >= 400:
             self._status = response.status_code, response.reason_phrase
 
+    async def _bound(self, response: Any) -> None:
+        """Bounds each message of an answer, which may not be compressed: a few bytes may be any number then."""
+        library: Any = sys.modules[type(response).__module__.partition(".")[0]]
+
+        def refuse(why: str) -> Exception:
+            self._refused = why
+            if self.started.done():
+                self._end()
+            else:  # not every transport of the library ends with an error of its stream
+                self._owner.cancel()
+            return library.RemoteProtocolError(why)
+
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding.strip().lower() != "identity":
+            raise refuse(f"it answers in {encoding}, though it was asked for none")
+        events = "text/event-stream" in response.headers.get("Content-Type", "")
+        response.stream = _bounded(library, response.stream, events, refuse)
+
     async def _failure(self, error: Exception) -> StartError:
+        if isinstance(error, StartError):
+            return error
+        if self._refused is not None:
+            return StartError(self._refused)
         if isinstance(error, TimeoutError):
             return StartError(f"it has not listed its tools within {START_SECONDS:g} s")
         cause = error
@@ -381,6 +418,36 @@ class Life:
             return StartError(why, number in BUSY, number not in BUSY and (number < 500 or number == 501))
         refused = kind in ("ConnectError", "ReadError")
         return StartError(_in_words(cause), refused, not refused and kind not in ("ConnectTimeout", "ReadTimeout"))
+
+
+def _bounded(library: Any, source: Any, events: bool, refuse: Callable[[str], Exception]) -> Any:
+    """
+    A stream of httpx's of which each message is bounded.
+
+    Args:
+        library: httpx or httpx2, see `_failure`.
+        source: The stream.
+        events (`bool`): Whether it is one of events, which goes on for as long as the session does.
+        refuse (`Callable`): Makes the error for a message that is too long.
+    """
+
+    class Bounded(library.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size, tail = 0, b""
+            async for part in source:
+                seen = tail + part
+                # an empty line ends an event
+                end = max(seen.rfind(b"\n\n"), seen.rfind(b"\r\n\r\n")) if events else -1
+                size = size + len(part) if end < 0 else len(seen) - end
+                if size > MOST_BYTES:
+                    raise refuse(f"it sent a message of more than {MOST_BYTES:,} bytes")
+                tail = seen[-3:]
+                yield part
+
+        async def aclose(self) -> None:
+            await source.aclose()
+
+    return Bounded()
 
 
 def _in_words(error: BaseException) -> str:

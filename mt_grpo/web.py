@@ -1,0 +1,109 @@
+"""Asks servers of others over HTTP: an answer is whole in time, and of a bounded size once it is decompressed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import weakref
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import httpx
+
+from mt_grpo.concurrency import LoopThread, OnePerProcess
+
+MOST_BYTES = 32 << 20
+"""Bytes of an answer, decompressed."""
+
+_thread = OnePerProcess(lambda: LoopThread("mt-grpo-web"))
+
+
+class Answer(NamedTuple):
+    """
+    An answer.
+
+    Args:
+        response (`httpx.Response`): Its status and headers.
+        content (`bytes`): All of it, decompressed.
+    """
+
+    response: httpx.Response
+    content: bytes
+
+    def json(self) -> Any:
+        """What it holds; raises `ValueError` if that is no JSON, or too deep."""
+        try:
+            return json.loads(self.content)
+        except RecursionError:
+            raise ValueError("the brackets of the answer are too deep") from None
+
+
+async def ask(http: httpx.AsyncClient, method: str, url: str, seconds: float, **request: Any) -> Answer:
+    """
+    Asks for an answer.
+
+    Args:
+        http (`httpx.AsyncClient`): Sends the request.
+        method (`str`), url (`str`), **request: See `httpx.AsyncClient.stream`.
+        seconds (`float`): How long all of it may take, however it comes.
+
+    Raises:
+        httpx.HTTPError: If there is none, it takes longer, or it has more than `MOST_BYTES`.
+    """
+    raw = bytearray()
+    begun = time.monotonic()
+    try:
+        async with asyncio.timeout(seconds), http.stream(method, url, timeout=seconds, **request) as response:
+            async for part in response.aiter_raw():
+                raw += part
+                if len(raw) > MOST_BYTES:
+                    raise _too_large()
+    except TimeoutError:
+        raise httpx.ReadTimeout(f"no whole answer within {time.monotonic() - begun:.0f} s") from None
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    return Answer(response, _decompressed(bytes(raw), encoding))
+
+
+def _decompressed(raw: bytes, encoding: str) -> bytes:
+    if encoding == "identity":
+        return raw
+    if encoding not in ("gzip", "x-gzip"):
+        raise httpx.DecodingError(f"the answer has the encoding {encoding!r}, and only gzip was asked for")
+    gzip = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        content = gzip.decompress(raw, MOST_BYTES + 1)
+    except zlib.error as error:
+        raise httpx.DecodingError(f"the answer is no gzip: {error}") from error
+    if len(content) > MOST_BYTES:
+        raise _too_large()
+    return content
+
+
+def _too_large() -> httpx.RemoteProtocolError:
+    return httpx.RemoteProtocolError(f"the answer has more than {MOST_BYTES:,} bytes")
+
+
+class WebClient:
+    """
+    Asks a server from any thread. Requests of all threads are sent by one, which can end each in time.
+
+    Args:
+        headers (`Mapping[str, str]`, *optional*): Sent with every request.
+    """
+
+    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
+        given = {"Accept-Encoding": "gzip", **(headers or {})}
+        self._http = httpx.AsyncClient(headers=given, limits=httpx.Limits(max_connections=None))
+        weakref.finalize(self, _close, self._http).atexit = False
+
+    def ask(self, method: str, url: str, seconds: float, **request: Any) -> Answer:
+        """See `ask`."""
+        return _thread.get().wait(ask(self._http, method, url, seconds, **request))
+
+
+def _close(http: httpx.AsyncClient) -> None:
+    thread = _thread.get()
+    if thread.thread.is_alive():
+        asyncio.run_coroutine_threadsafe(http.aclose(), thread.loop)
