@@ -190,6 +190,7 @@ class Trajectory:
         where (`str`, *optional*): Where the user's code raised that ended it, as `FILE, line N, in FUNCTION`.
         traceback (`str`, *optional*): The frames of their code, as Python shows them.
         tools (`list[dict]`, *optional*): Schemas of the tools that the chat template showed to the model.
+        refusals (`dict[str, int]`): Why requests of an agent were refused, and how many; limits are none.
         environment (*optional*): The environment, while rewards may look at it; it is written nowhere.
         texts (`tuple[str, str]`, *optional*): Prompt and completion as text, for reward functions in TRL's form, where
             the row's prompt is text; written nowhere.
@@ -216,6 +217,7 @@ class Trajectory:
     where: str | None = None
     traceback: str | None = None
     tools: list[dict[str, Any]] | None = None
+    refusals: dict[str, int] = field(default_factory=dict)
     environment: Any = field(default=None, repr=False, compare=False)
     texts: tuple[str, str] | None = field(default=None, repr=False, compare=False)
     images: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -43,10 +43,11 @@ class ConversationEnded(Exception):
 
     Args:
         stop_reason (`StopReason`): Which limit.
+        says (`str`, *optional*): The same as a sentence, with numbers.
     """
 
-    def __init__(self, stop_reason: StopReason) -> None:
-        super().__init__(f"The conversation is over: {stop_reason.value}.")
+    def __init__(self, stop_reason: StopReason, says: str | None = None) -> None:
+        super().__init__(says or f"The conversation is over: {stop_reason.value}.")
         self.stop_reason = stop_reason
 
 

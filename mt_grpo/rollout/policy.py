@@ -35,6 +35,9 @@ REWRITTEN = "messages"
 """The cause of a fork where the caller's messages do not go on from those before."""
 PAST_END = "end_of_turn"
 """The cause of a fork where a turn that is past ends in another token than it was sampled with."""
+REFUSALS_KEPT = 16
+"""Different sentences of refusals that a record holds; further ones are counted together."""
+OTHERS = "other reasons"
 _NATIVE = NativeProtocol()
 
 
@@ -164,6 +167,7 @@ class ConversationPolicy:
         sampled (`tuple[list[int], list[float]]`): Token ids of the latest turn, and their log-probabilities.
         renderer (`ChatRenderer`): The latest turn's; not set before the first is asked for.
         ended (`StopReason`, *optional*): Why it takes no further turn, where it was told so.
+        no_room (`str`, *optional*): Why there was no token left to sample, where a turn was asked for in vain.
         rewrote (`bool`): Whether any messages did not go on from those before.
         failure (`Exception`, *optional*): What the engine raised, where that is a bug and ends the run.
         before_turn (`Callable`, *optional*): Awaited before each turn, with the conversation so far.
@@ -189,6 +193,7 @@ class ConversationPolicy:
         self.exhausted: StopReason | None = None
         self.tokenizer, self.context_length = sampler.engine.tokenizer, sampler.engine.context_length
         self.sampled: tuple[list[int], list[float]] = ([], [])
+        self.no_room: str | None = None
         self.rewrote = False
         self.failure: Exception | None = None
         self.before_turn: Callable[[Sequence[Message]], Awaitable[None]] | None = None
@@ -280,6 +285,36 @@ class ConversationPolicy:
             raise ConversationEnded(self.ended)
         return messages if read is added else [*messages[:seen], *read]
 
+    async def count(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        protocol: CallProtocol | None = None,
+        **_: Any,
+    ) -> int:
+        """Tokens of the context after which `reply` would sample. Nothing is sampled, and nothing is changed."""
+        async with self._lock:
+            if self.ended is not None:
+                raise ConversationEnded(self.ended)
+            check_messages(messages)
+            renderer = self._sampler.renderer(tools, protocol.tags if protocol is not None else ())
+            index, known, path = self._known_path(messages, renderer)
+            if not path:
+                return len(await self._aside(messages, partial(renderer.prompt_ids, messages)))
+            calls = messages[known - 1].get("tool_calls") or ()
+            replies = messages[known:]
+            suffix = await self._aside(replies, partial(renderer.reply_ids, replies, path[-1], calls=calls))
+            return len(path) + len(suffix)
+
+    def refuse(self, why: str) -> None:
+        """Notes that a request of the conversation's agent was refused."""
+        refusals = self._trajectory.refusals
+        if why in refusals or len(refusals) < REFUSALS_KEPT:
+            refusals[why] = refusals.get(why, 0) + 1
+        else:
+            refusals[OTHERS] = refusals.get(OTHERS, 0) + 1
+
     def idle(self) -> float:
         """Seconds since the latest turn, or since the conversation began; 0 while a turn is asked for."""
         return 0.0 if self._lock.locked() else time.perf_counter() - self._last
@@ -309,28 +344,39 @@ class ConversationPolicy:
         extend = partial(history.extend, self._trajectory, self._action, self._most)
         extension = await self._aside(told, extend)
         if extension is None:
-            raise ConversationEnded(self._sampler.budget(self._most, self._most - self._prompt_length)[1])
+            reason = self._sampler.budget(self._most, self._most - self._prompt_length)[1]
+            raise self._full(reason, f"more than {self._most}", f"more than {self._most - self._prompt_length}")
         if extension.whole is not None and self._sampler.history == "keep":
             self._cause = PAST_END
         return extension
+
+    def _known_path(self, messages: list[Message], renderer: ChatRenderer) -> tuple[int, int, list[int]]:
+        """
+        The turn that ends the longest known beginning of `messages`, the number of its messages, and the ids up to
+        that turn's end: none where they cannot be kept.
+        """
+        index, known = self._transcript.longest(messages) if self._prompt_length else (-1, 0)
+        if not known or self._sampler.history != "keep" or self._renderers[index] is not renderer:
+            return index, known, []
+        if any(reply["role"] == "assistant" for reply in messages[known:]):
+            return index, known, []
+        return index, known, self._trajectory.tree.path_of_turn(index)  # empty where the turn is
 
     async def _begun(self, messages: list[Message]) -> Context:
         """The context where messages do not go on from the latest turn: the first turn, or a rewritten past."""
         history = self._history = History(self.renderer, self._sampler.history, self._sampler.compact_every)
         first = not self._prompt_length
-        index, known = (-1, 0) if first else self._transcript.longest(messages)
+        index, known, path = self._known_path(messages, self.renderer)
         replies = messages[known:]
         self._past = (None, []) if first else (index, replies)
-        kept = known and self._sampler.history == "keep"
-        path = self._trajectory.tree.path_of_turn(index) if kept else []  # empty where the turn is
-        if path and self._renderers[index] is self.renderer and all(reply["role"] != "assistant" for reply in replies):
+        if path:
             calls = messages[known - 1].get("tool_calls") or ()
             suffix = await self._aside(replies, partial(self.renderer.reply_ids, replies, path[-1], calls=calls))
             return self._rewritten(suffix, path + suffix)
         context = await self._aside(messages, partial(history.begin, messages, self._sampler.engine.context_length))
         if context is None:
             self._history = None
-            raise ConversationEnded(StopReason.CONTEXT_FULL)
+            raise self._full(StopReason.CONTEXT_FULL, f"more than {self.context_length}")
         if not first:
             return self._rewritten([], context)
         self._trajectory.prompt, self._prompt_length = messages, len(context)
@@ -338,6 +384,16 @@ class ConversationPolicy:
         if self._sampler.limits.max_completion_tokens is not None:
             self._most = min(self._most, len(context) + self._sampler.limits.max_completion_tokens)
         return Context(context)
+
+    def _full(self, reason: StopReason, length: str, used: str = "") -> ConversationEnded:
+        """The end of a conversation whose context would have `length` tokens, of which `used` are not the prompt's."""
+        if reason is StopReason.CONTEXT_FULL:
+            most = f"This model's maximum context length is {self.context_length} tokens"
+            self.no_room = f"{most}, and the messages have {length}, which leaves no room for a turn."
+        else:
+            most = f"`max_completion_length` gives the whole conversation {self._sampler.limits.max_completion_tokens}"
+            self.no_room = f"{most} tokens after its prompt, and with these messages it has {used}."
+        return ConversationEnded(reason, self.no_room)
 
     def _rewritten(self, added: list[int], whole: list[int]) -> Context:
         self.rewrote, self._cause = True, REWRITTEN
@@ -397,7 +453,7 @@ class ConversationPolicy:
             used = max(used, trajectory.tree.num_tokens - self._prompt_length)
         budget, exhausted = self._sampler.budget(length, used, max_tokens)
         if budget < 1:
-            raise ConversationEnded(exhausted)
+            raise self._full(exhausted, str(length), str(used))
         start, asked = time.perf_counter(), time.time()
         drawing = replace(
             self.sampling,

@@ -296,6 +296,9 @@ class RolloutRunner:
             trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, cut(describe_error(error), LONGEST_ERROR)
             trajectory.where, trajectory.traceback = fault.where, cut(fault.traceback, LONGEST_ERROR)
 
+        if trajectory.stop_reason is StopReason.CONTEXT_FULL and not trajectory.turns:
+            trajectory.error = policy.no_room
+
     def completion(self, trajectory: Trajectory) -> TokenRow:
         """See `token_row`."""
         return token_row(trajectory, self.renderer, self._env_mask(trajectory))

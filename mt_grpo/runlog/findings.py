@@ -63,6 +63,13 @@ class Counts:
     first_failure: str = ""
     turns: int = 0
     without_turn: int = 0
+    """Conversations in which the policy was not asked for a turn."""
+    too_long: int = 0
+    """Conversations whose prompt left no room for a turn."""
+    first_too_long: str = ""
+    refused: int = 0
+    """Conversations with refused requests after which they went on."""
+    first_refused: str = ""
     calls: int = 0
     malformed: int = 0
     raised: int = 0
@@ -97,6 +104,8 @@ class Counts:
         stops, texts = table.codes("stop")
         failed = np.isin(stops[places], [code for code, text in enumerate(texts) if text in FAILED])
         held = places[~failed]
+        self.refused += int((_columns(table, held, "refused")[0] > 0).sum())
+        self.first_refused = self.first_refused or _first(table, held, "first_refused")
         self.conversations += len(places)
         for code, number in enumerate(np.bincount(stops[places], minlength=len(texts)).tolist()):
             self.stops[texts[code]] += number
@@ -105,7 +114,11 @@ class Counts:
         turns, calls, raised, failed_calls = _columns(table, held, "turns", "calls", "raised", "failed")
         errors = table.totals("errors").astype(int)[held]
         self.turns += int(turns.sum())
-        self.without_turn += int((turns == 0).sum())
+        full = [code for code, text in enumerate(texts) if text == StopReason.CONTEXT_FULL.value]
+        too_long = (turns == 0) & np.isin(stops[held], full)
+        self.too_long += int(too_long.sum())
+        self.first_too_long = self.first_too_long or _first(table, held[too_long], "error")
+        self.without_turn += int((turns == 0).sum() - too_long.sum())
         self.calls += int(calls.sum())
         self.malformed += int(errors[calls == 0].sum())
         self.raised += int(raised.sum())
@@ -137,6 +150,10 @@ class Counts:
         self.first_failure = self.first_failure or other.first_failure
         self.turns += other.turns
         self.without_turn += other.without_turn
+        self.too_long += other.too_long
+        self.first_too_long = self.first_too_long or other.first_too_long
+        self.refused += other.refused
+        self.first_refused = self.first_refused or other.first_refused
         self.calls += other.calls
         self.malformed += other.malformed
         self.raised += other.raised
@@ -156,7 +173,13 @@ class Counts:
             self.first_failure = self.first_failure or _failure(row)
             return
         self.turns += row["turns"]
-        self.without_turn += not row["turns"]
+        if not row["turns"] and row["stop"] == StopReason.CONTEXT_FULL.value:
+            self.too_long += 1
+            self.first_too_long = self.first_too_long or visible(row["error"] or "")
+        else:
+            self.without_turn += not row["turns"]
+        self.refused += row.get("refused", 0) > 0
+        self.first_refused = self.first_refused or visible(row.get("first_refused") or "")
         self.calls += row["calls"]
         self.malformed += 0 if row["calls"] else sum(row["errors"])  # a turn without a call fails once
         self.raised += row.get("raised", 0)
@@ -203,8 +226,10 @@ def find(counts: Counts, about: dict[str, Any] | None = None) -> list[Finding]:
         about (`dict`, *optional*): The index's line of kind `run`; it knows the names of the tools.
     """
     limits = list(_limits(counts))
-    tools = {} if limits else about or {}  # a conversation that is cut off may not have reached a call
-    found = [*_failed(counts), *_of_policy(counts), *limits, *_of_tools(counts, tools)]
+    tools = (
+        {} if limits or counts.too_long else about or {}
+    )  # a conversation that is cut off may not have reached a call
+    found = [*_failed(counts), *_of_policy(counts), *limits, *_refused(counts), *_of_tools(counts, tools)]
     return sorted(found, key=lambda finding: (BAD, WARN).index(finding.level))
 
 
@@ -225,8 +250,21 @@ def _failed(counts: Counts) -> Iterator[Finding]:
         yield Finding(BAD, "failed", strong, text, f"stop={','.join(FAILED)}")
 
 
+def _refused(counts: Counts) -> Iterator[Finding]:
+    if counts.refused:
+        strong = f"Requests were refused in {counts.refused} of {_conversations(counts.held)}, which went on:"
+        yield Finding(WARN, "refused", strong, f"the first since {counts.first_refused}", "refused>0")
+
+
 def _of_policy(counts: Counts) -> Iterator[Finding]:
-    if counts.without_turn and counts.without_turn >= MOST * counts.held:
+    if counts.too_long and counts.too_long >= MOST * counts.held:
+        strong = f"{counts.too_long} of {_conversations(counts.held)} had no turn, since the prompt is too long:"
+        text = (
+            f"{counts.first_too_long} Leave such rows out, shorten what an agent or tools show first, or raise "
+            "`vllm_max_model_length` where it bounds the context."
+        )
+        yield Finding(BAD, "too long", strong, text, f"turns=0 stop={StopReason.CONTEXT_FULL.value}")
+    elif counts.without_turn and counts.without_turn >= MOST * counts.held:
         text = (
             "the policy was never asked, so there is nothing to train. An agent asks it through `client.openai()` or "
             "`client.base_url`, an environment through `policy.reply`."
@@ -267,7 +305,7 @@ def _of_tools(counts: Counts, about: dict[str, Any]) -> Iterator[Finding]:
 
 def _limits(counts: Counts) -> Iterator[Finding]:
     for reason, mend in LIMITS.items():
-        number = counts.stops[reason.value]
+        number = counts.stops[reason.value] - (counts.too_long if reason is StopReason.CONTEXT_FULL else 0)
         if number and number >= MOST * counts.held:
             ended = "cut off" if reason.is_truncated else "ended"
             verb = "was" if number == 1 else "were"

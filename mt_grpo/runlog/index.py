@@ -43,6 +43,8 @@ is the CRC-32 of the line's bytes before `,"crc":`, as eight hexadecimal digits.
 | | `first_raised` | str or null | tool, error and place of the first of them, 300 characters |
 | | `failed` | int | calls that failed otherwise: refused, out of time, or as their tool said; old indices lack it |
 | | `first_failed` | str or null | tool and error of the first of them, 300 characters |
+| | `refused` | int | requests of an agent that were refused, limits apart; old indices lack it |
+| | `first_refused` | str or null | why the first of them was, 300 characters |
 | | `branch_of`, `shared_turns` | str, int | of a branch: the session it belongs to, and turns it shares with it |
 | | `start` | float or null, s | since 1970 (UTC) |
 | | `seconds` | float, s | wall time of the conversation |

@@ -185,6 +185,8 @@ def rollout_lines(batch: Batch, rank: int) -> list[dict[str, Any]]:
                 "calls": sum(len(turn.tool_calls) for turn in turns),
                 "errors": [turn.num_failures for turn in turns],
                 **_failed_calls(trajectory),
+                "refused": sum(trajectory.refusals.values()),
+                "first_refused": next((_short(why, SHOWN_OF_ERRORS) for why in trajectory.refusals), None),
                 **_branch(trajectory, by_session),
                 "start": _rounded(trajectory.start, 3),
                 "seconds": _rounded(trajectory.seconds, 3),

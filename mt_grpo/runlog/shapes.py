@@ -58,6 +58,8 @@ class _Rollout(TypedDict):
     first_raised: NotRequired[str | None]
     failed: NotRequired[Whole]
     first_failed: NotRequired[str | None]
+    refused: NotRequired[Whole]
+    first_refused: NotRequired[str | None]
     where: NotRequired[str | None]
     branch_of: NotRequired[str | None]
     shared_turns: NotRequired[Whole]

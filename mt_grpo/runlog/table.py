@@ -16,13 +16,16 @@ Row = dict[str, Any]
 
 WHOLES = ("step", "k", "rank", "group", "member", "turns", "context", "unique", "forks", "calls", "row")
 
-COUNTS = ("raised", "failed", "shared_turns")
+COUNTS = ("raised", "failed", "refused", "shared_turns")
 """Whole numbers that old indices lack; 0 there."""
 
 FLOATS = ("reward", "start", "seconds", "mismatch", "entropy", "clipped", "right", "sampled")
 """Numbers, some of which a row may lack."""
 
-TEXTS = ("mode", "prompt", "stop", "error", "answer", "file", "where", "first_raised", "first_failed", "branch_of")
+TEXTS = (
+    *("mode", "prompt", "stop", "error", "answer", "file", "where"),
+    *("first_raised", "first_failed", "first_refused", "branch_of"),
+)
 
 LISTS = {
     "tokens": np.int32,

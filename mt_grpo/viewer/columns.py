@@ -17,7 +17,7 @@ from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog.table import Table
 
 NUMBERS = (
-    *("step", "k", "group", "turns", "calls", "context", "unique", "forks"),
+    *("step", "k", "group", "turns", "calls", "context", "unique", "forks", "refused"),
     *("seconds", "reward", "right", "mismatch", "entropy", "clipped"),
     *("member", "tokens", "errors", "copy"),
 )

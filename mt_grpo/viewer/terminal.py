@@ -39,6 +39,8 @@ def render_trajectory(trajectory: Trajectory, tokenizer: Any, color: bool = True
     text.append("under way" if trajectory.stop_reason is None else trajectory.stop_reason.value, style="bold")
     if trajectory.error:
         text.append(f": {visible(trajectory.error)}", style="red")
+    for why, number in trajectory.refusals.items():
+        text.append(f"\n{number} request{'s' * (number > 1)} refused: {visible(why)}", style="red")
     if trajectory.where:
         text.append(f"\n{visible(trajectory.traceback)}", style="red")
     for kind, rewards in trajectory.rewards.items():

@@ -11,11 +11,13 @@ from support.runs import index_line
 from mt_grpo.runlog.findings import Counts, find, find_in_run, why_equal
 from mt_grpo.runlog.table import Table, block_of
 
+TOO_LONG = "This model's maximum context length is 12 tokens, and the messages have 71."
+
 
 def row(number, stop="answered", group=0, **fields):
     usual = {"mode": "train", "step": 0, "k": 0, "error": None, "right": None, "reward": 0.5, "turns": 2, "calls": 1}
     given = {"stop": stop, "group": group, "errors": [0, 0], "sampled": number, "raised": 0, "first_raised": None}
-    return {**usual, **given, "failed": 0, "first_failed": None, **fields}
+    return {**usual, **given, "failed": 0, "first_failed": None, "refused": 0, "first_refused": None, **fields}
 
 
 def said(rows, tools=()):
@@ -53,6 +55,23 @@ def test_a_limit_that_ends_most_names_its_option(stop, option):
 
 def test_one_conversation_is_told_of_in_the_singular():
     assert said([row(0, "length")])["length"].startswith("1 of 1 conversation was cut off by length:")
+
+
+def test_prompts_that_are_too_long_are_named_with_tokens():
+    rows = [row(0, "context_full", turns=0, calls=0, errors=[], error=TOO_LONG) for _ in range(4)]
+    assert list(said([*rows, row(1)], tools=["search"])) == ["too long"]
+    assert said(rows)["too long"].startswith("4 of 4 conversations had no turn, since the prompt is too long: This")
+
+
+def test_conversations_that_went_on_after_a_refusal_are_told_of():
+    rows = [
+        row(0, refused=2, first_refused="`a` forces"),
+        row(1),
+        row(2, "env_error", refused=1),
+    ]
+    assert said(rows)["refused"] == (
+        "Requests were refused in 1 of 2 conversations, which went on: the first since `a` forces"
+    )
 
 
 def test_a_policy_that_was_never_asked_is_named():
@@ -131,10 +150,16 @@ def test_a_table_is_counted_as_its_rows_are():
     draw = random.Random(0)
     for _ in range(40):
         table = Table()
-        texts = {"stop": ("answered", "length", "env_error"), "where": (None, "a.py"), "first_raised": (None, "b", "")}
+        texts = {
+            "stop": ("answered", "context_full", "env_error"),
+            "where": (None, "a.py"),
+            "first_raised": (None, "b", ""),
+        }
         numbers = {"group": (0, 1, 2), "step": (0, 1), "sampled": (1, None), "calls": (0, 2), "reward": (None, 0.5, 1)}
         more = {"right": (None, True, False), "errors": ([], [1, 2]), "turns": (0, 1), "raised": (0, 3)}
-        more |= {"failed": (0, 2), "first_failed": (None, "c", "")}
+        more["first_raised"] = (None, "b", "")
+        more |= {"failed": (0, 2), "first_failed": (None, "c", ""), "refused": (0, 2), "first_refused": (None, "d")}
+        more |= {"error": (None, TOO_LONG)}
         drawn = {**texts, **numbers, **more, "mode": ("train", "eval")}
         size = draw.choice([0, 1, 30])
         lines = [{name: draw.choice(values) for name, values in drawn.items()} for _ in range(size)]
@@ -146,7 +171,7 @@ def test_a_table_is_counted_as_its_rows_are():
 
 
 def test_rows_of_old_indices_are_read():
-    later = ("sampled", "raised", "first_raised", "failed", "first_failed", "where")
+    later = ("sampled", "raised", "first_raised", "failed", "first_failed", "refused", "first_refused", "where")
     old = {name: value for name, value in row(0).items() if name not in later}
     assert not find(Counts().add([old, old]))
 
@@ -158,6 +183,7 @@ def test_merged_counts_are_those_of_all_batches():
         [
             row(3, step=2, failed=1, first_failed="b"),
             row(5, step=2, calls=0, errors=[1, 1]),
+            row(6, "context_full", step=2, turns=0, calls=0, errors=[], error=TOO_LONG, refused=1, first_refused="c"),
             row(4, "env_error", step=2, error="other", raised=2),
         ],
     ]

@@ -22,6 +22,8 @@ OLD = {
     "branch_of": None,
     "failed": 0,
     "first_failed": None,
+    "refused": 0,
+    "first_refused": None,
 }
 
 

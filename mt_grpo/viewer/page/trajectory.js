@@ -104,6 +104,7 @@ export async function trajectory(main, asked) {
 
   const cards = h('div', { class: 'talk' }, promptCard(whole, state.reading), whole.turns.map((_, n) => turnCard(whole, n, places[n], spans, openWhy, state.reading)),
     whole.error && h('div', { class: 'said wrong' }, whole.error),
+    Object.entries(whole.refusals ?? {}).map(([why, number]) => h('div', { class: 'said wrong' }, `${plural(number, 'request')} refused: ${why}`)),
     whole.where && h('pre', { class: 'said wrong' }, whole.traceback))
   cards.addEventListener('mouseover', event => {
     const i = event.target.closest('.tokens span')?.place
