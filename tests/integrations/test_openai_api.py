@@ -35,7 +35,8 @@ def ask(answers, *requests, **options):
                 answered.append(error)
 
     (trajectory,), runner = run_agent(agent, answers, **options)
-    assert trajectory.error is None or trajectory.error.startswith("RefusedError: "), trajectory.error
+    told = ("RefusedError: ", "This model's maximum context length is ")
+    assert trajectory.error is None or trajectory.error.startswith(told), trajectory.error
     return answered, trajectory, runner
 
 
@@ -146,6 +147,48 @@ def test_a_rewritten_past_a_sub_agent_and_a_summary_fork():
     assert sum(row.mask) == sampled(trajectory)
 
 
+def both(first: str, second: str) -> str:
+    """A turn with two calls."""
+    return call(first).removesuffix(END) + "\n" + call(second)
+
+
+@pytest.mark.parametrize("named", ["alike", "anew", "not"])
+def test_results_are_known_where_a_client_names_calls_anew(named):
+    """agno has names of its own for calls; other clients have others in each request, or none."""
+
+    def names(turn, request):
+        own = {"alike": f"call_{turn}", "anew": f"call_{turn}_{request}", "not": None}[named]
+        return [own and f"{own}_{number}" for number in range(2)]
+
+    def told(said, request):
+        messages = user("Q1")
+        for turn, message in enumerate(said):
+            calls = [{"id": name, **made} for name, made in zip(names(turn, request), message, strict=True)]
+            messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+            results = [
+                {"role": "tool", "tool_call_id": made["id"], "content": f"about {made['function']['arguments']}"}
+                for made in calls
+            ]
+            messages += results if named == "not" else results[::-1]
+        return messages
+
+    async def agent(row, client):
+        asking, said = client.openai().chat.completions, []
+        for request in range(3):
+            answer = await asking.create(model="m", messages=told(said, request), tools=[LOOKUP])
+            calls = answer.choices[0].message.tool_calls or ()
+            said.append([{"type": "function", "function": made.function.model_dump()} for made in calls])
+
+    (trajectory,), runner = run_agent(agent, [both("Lima", "Rome"), both("Peru", "Oslo"), f"Lima{END}"])
+    assert trajectory.error is None and trajectory.tree.num_sequences == 1
+    assert [turn.fork_cause for turn in trajectory.turns] == [None] * 3
+    assert [[made.result for made in turn.tool_calls] for turn in trajectory.turns[:2]] == [
+        ['about {"query": "Lima"}', 'about {"query": "Rome"}'],
+        ['about {"query": "Peru"}', 'about {"query": "Oslo"}'],
+    ]
+    assert sum(runner.completion(trajectory).mask) == sampled(trajectory)
+
+
 def test_a_call_that_a_sub_agent_answers_has_its_result():
     async def agent(row, client):
         asking = client.openai().chat.completions
@@ -236,11 +279,11 @@ def test_what_cannot_be_honoured_is_refused(request_, problem):
 
 
 def test_what_the_run_decides_is_warned_of_once(caplog):
-    requests = {"temperature": 0.1, "top_p": 1.0, "user": "me"}, {"temperature": 0.2, "extra_body": {"best_of": 2}}
+    requests = {"temperature": 0.1, "top_p": 1.0, "user": "me"}, {"temperature": 0.2, "extra_body": {"seed": 3}}
     ask([f"A{END}"] * 2, *requests)
     assert [record.args[0] for record in caplog.records if "requests set" in record.message] == [
         "temperature",
-        "best_of",
+        "seed",
     ]
 
 
@@ -252,7 +295,12 @@ def test_a_limit_is_an_error_that_clients_know(limits, reason):
     long = {"messages": user("What is the capital of Peru " * 9)}
     answered, trajectory, _ = ask(["A B C D E F"] * 3, {}, {} if "context_length" not in limits else long, **limits)
     assert isinstance(answered[-1], openai.BadRequestError) and answered[-1].code == "context_length_exceeded"
-    assert trajectory.stop_reason is reason
+    assert trajectory.stop_reason is reason and not trajectory.refusals
+    says = {
+        StopReason.CONTEXT_FULL: "context length is 12 tokens, and the messages have 71",
+        StopReason.TOKEN_BUDGET: "gives the whole conversation 4 tokens after its prompt, and with these",
+    }
+    assert says[reason] in answered[-1].message
 
 
 @pytest.mark.parametrize("place", ["tools", "arguments"])

@@ -26,6 +26,8 @@ from support.waiting import until
 from mt_grpo.envs.protocols import PROTOCOLS
 from mt_grpo.integrations.openai_api import AgentClient, Command, conversation
 from mt_grpo.rollout import EngineError
+from mt_grpo.runlog.findings import Counts, find
+from mt_grpo.runlog.rows import Batch, rollout_lines
 from mt_grpo.trajectory import StopReason
 
 
@@ -447,6 +449,20 @@ def test_a_program_reaches_the_policy():
     assert [trajectory.env_rewards for trajectory in trajectories] == [{"n": float(number)} for number in range(3)]
 
 
+def test_a_program_finds_anthropics_variables(monkeypatch):
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "the user's own")  # Anthropic's clients would send it beside the key
+    program = """
+import json, os, urllib.request
+assert "ANTHROPIC_AUTH_TOKEN" not in os.environ
+body = json.dumps({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Q1"}]}).encode()
+headers = {"x-api-key": os.environ["ANTHROPIC_API_KEY"], "Content-Type": "application/json"}
+request = urllib.request.Request(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", body, headers)
+print(json.load(urllib.request.urlopen(request))["content"][0]["text"])
+"""
+    (trajectory,), _ = run_agent(script(program), answers)
+    assert trajectory.answer == "A0"
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_a_shell_reaches_the_policy():
     line = (
@@ -492,6 +508,55 @@ def test_a_refusal_after_a_turn_is_the_agents_affair():
 
     (trajectory,), _ = run_agent(agent, answers)
     assert trajectory.error is None and trajectory.env_rewards == {"reward": 0.5}
+    ((why, number),) = trajectory.refusals.items()
+    assert why.startswith("`response_format`") and number == 1
+    (line,) = rollout_lines(Batch("train", 0, 0, 1, [0], [trajectory]), 0)
+    (finding,) = [each.sentence for each in find(Counts().add([line])) if each.kind == "refused"]
+    assert "in 1 of 1 conversation" in finding and "`response_format`" in finding
+
+
+def test_a_refusal_is_kept_whatever_was_wrong():
+    """Also where a request was never read: its path is unknown, or it is too large."""
+
+    async def agent(row, client):
+        await once(None)(row, client)
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        async with httpx.AsyncClient(base_url=client.base_url, trust_env=False, headers=headers) as web:
+            await web.post("/embeddings", json={})
+            await web.post("/chat/completions", content=b" " * (9 << 20))
+            await web.get("/nothing")
+            for number in range(20):
+                await web.post("/chat/completions", json={"messages": user("Q"), f"field{number}": True})
+
+    (trajectory,), _ = run_agent(agent, answers)
+    assert trajectory.stop_reason is StopReason.ENV_DONE and sum(trajectory.refusals.values()) == 22
+    why = list(trajectory.refusals)
+    assert "/v1/embeddings" in why[0] and "bytes" in why[1] and "`field0`" in why[2]
+    assert len(why) == 17 and trajectory.refusals["other reasons"] == 6
+
+
+def test_a_program_that_fails_after_a_refusal_says_it():
+    body = json.dumps({"messages": user("Q"), "guided_json": {"type": "string"}})
+    program = ASK + (
+        "try:\n    urllib.request.urlopen(urllib.request.Request(request.full_url, "
+        f"{body.encode()!r}, headers))\nexcept OSError:\n    sys.exit(3)"
+    )
+    (trajectory,), _ = run_agent(script(program), answers)
+    assert len(trajectory.turns) == 1 and "request was refused: `guided_json`" in trajectory.error
+
+
+@pytest.mark.parametrize("key", [None, "sk-of-a-provider"])
+def test_a_client_that_leads_elsewhere_is_told_the_way(key, monkeypatch):
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+    def agent(row, client):
+        elsewhere = {} if key is None else {"api_key": key, "base_url": "http://127.0.0.1:9/v1"}
+        openai.OpenAI(max_retries=0, **elsewhere).chat.completions.create(model="m", messages=user("Q1"))
+
+    (trajectory,), _ = run_agent(agent, answers)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR and "client.openai()" in trajectory.error
+    assert "in agent" in trajectory.where
 
 
 def test_a_program_that_is_not_there_ends_the_conversation():

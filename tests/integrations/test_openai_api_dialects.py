@@ -13,8 +13,8 @@ from support.agents import END, LOOKUP, call, calling_tokenizer, run_agent, samp
 from support.conversations import user
 
 from mt_grpo.integrations.openai_api import anthropic, responses
-from mt_grpo.integrations.openai_api.conversation import Told
-from mt_grpo.integrations.openai_api.request import ApiError, Warnings, read_request
+from mt_grpo.integrations.openai_api.conversation import Calls, Told
+from mt_grpo.integrations.openai_api.request import READ, ApiError, Warnings, read_request
 from mt_grpo.trajectory import StopReason
 
 FUNCTION = {"type": "function", **LOOKUP["function"], "strict": True}
@@ -74,15 +74,28 @@ def test_a_response_has_the_fields_that_clients_read():
     async def agent(row, client):
         asking = client.openai(max_retries=0).responses
         seen.append(await asking.create(model="m", input="Q1", max_output_tokens=2))
-        for wrong in ({"input": 3}, {"tools": [{"type": "web_search"}]}, {"previous_response_id": "resp_x"}):
+        reference = {"input": [{"type": "item_reference", "id": "rs_x"}]}
+        unknown = {"previous_response_id": "resp_x"}
+        for wrong in ({"input": 3}, {"tools": [{"type": "web_search"}]}, unknown, reference):
             with pytest.raises(openai.APIStatusError) as error:
                 await asking.create(**{"model": "m", "input": "Q1", **wrong})
             seen.append(error.value.status_code)
 
     (trajectory,), _ = run_agent(agent, ["A B C D"])
-    assert trajectory.error is None and seen[1:] == [400, 400, 404]
+    assert trajectory.error is None and seen[1:] == [400, 400, 404, 404]
     assert seen[0].status == "incomplete" and seen[0].incomplete_details.reason == "max_output_tokens"
     assert seen[0].usage.output_tokens == sampled(trajectory) == 2 and seen[0].output_text == trajectory.turns[0].text
+
+
+def read_as(dialect: str, body):
+    """A request in one of the dialects, read."""
+    warnings = Warnings()
+    readers = {
+        "chat": (READ, lambda body: body),
+        "messages": (anthropic.READ, lambda body: anthropic.as_chat(body, {}, warnings)),
+        "responses": (responses.READ, lambda body: responses.as_chat(body, responses.Kept(), warnings)),
+    }
+    return read_request(body, *readers[dialect], {"temperature": 1.0}, warnings)
 
 
 def events_of(text: str) -> list[dict]:
@@ -117,23 +130,96 @@ def test_a_loop_over_anthropics_messages_is_one_sequence(stream):
         fixed = {"model": "policy", "max_tokens": 500, "tools": [CUSTOM], "system": system, "stream": stream}
         async with httpx.AsyncClient(base_url=base, trust_env=False, headers={"x-api-key": client.api_key}) as web:
             while True:
+                counted = await web.post("/v1/messages/count_tokens", json={**fixed, "messages": messages})
                 answer = await web.post("/v1/messages", json={**fixed, "messages": messages})
                 message = told_by(answer.text) if stream else answer.json()
+                assert counted.json() == {"input_tokens": message["usage"]["input_tokens"]}
+                assert all(block["signature"] for block in message["content"] if block["type"] == "thinking")
                 messages.append({"role": "assistant", "content": message["content"]})
                 if message["stop_reason"] != "tool_use":
                     assert message["stop_reason"] == "end_turn" and message["usage"]["output_tokens"] > 0
                     return message["content"][0]["text"]
                 messages.append({"role": "user", "content": [result(block) for block in asked(message)]})
 
-    def asked(message):
-        return [block for block in message["content"] if block["type"] == "tool_use"]
+    (trajectory,), runner = run_agent(agent, SCRIPT)
+    check_loop(trajectory, runner)
 
-    def result(block):
-        said = [{"type": "text", "text": f"about {block['input']['query']}"}]
-        return {"type": "tool_result", "tool_use_id": block["id"], "content": said}
+
+def asked(message):
+    return [block for block in message["content"] if block["type"] == "tool_use"]
+
+
+def result(block):
+    said = [{"type": "text", "text": f"about {block['input']['query']}"}]
+    return {"type": "tool_result", "tool_use_id": block["id"], "content": said}
+
+
+def test_a_thread_goes_on_with_what_is_new():
+    """As Anthropic's `tool_runner` asks: after the first turn, a request has results alone."""
+    refused = []
+
+    async def agent(row, client):
+        headers = {"x-api-key": client.api_key}
+        async with httpx.AsyncClient(base_url=client.base_url, trust_env=False, headers=headers) as web:
+            begun = {"system": "Be brief.", "tools": [CUSTOM], "messages": user(row["prompt"])}
+            message = (await web.post("/messages", json={**begun, "thread": {"type": "create"}})).json()
+            while asked(message):
+                on = {"type": "continue", "previous_message_id": message["id"]}
+                new = {"messages": [{"role": "user", "content": [result(block) for block in asked(message)]}]}
+                for wrong in ({"previous_message_id": "msg_x"}, {"type": "fork"}):
+                    refused.append(await web.post("/messages", json={**new, "thread": {**on, **wrong}}))
+                refused.append(await web.post("/messages", json={**new, "thread": on, "tools": [CUSTOM]}))
+                message = (await web.post("/messages", json={**new, "thread": on})).json()
+            return message["content"][0]["text"]
 
     (trajectory,), runner = run_agent(agent, SCRIPT)
     check_loop(trajectory, runner)
+    assert [answer.status_code for answer in refused] == [404, 400, 400] * 2
+    assert refused[0].json()["error"]["details"] == {"error_code": "thread_not_found"}  # its clients send all again
+    assert sum(trajectory.refusals.values()) == 6
+
+
+def test_items_that_are_referred_to_are_read():
+    """As the AI SDK asks: reasoning and texts are sent back by their identifiers."""
+    counts = []
+
+    async def agent(row, client):
+        asking, given = client.openai().responses, user(row["prompt"])
+        while True:
+            options = {"input": given, "instructions": "Be brief.", "tools": [FUNCTION], "model": "policy"}
+            counts.append((await asking.input_tokens.count(**options)).input_tokens)
+            response = await asking.create(**options, include=["message.output_text.logprobs"])
+            assert response.usage.input_tokens == counts[-1]
+            given = [*given, *({"type": "item_reference", "id": item.id} for item in response.output)]
+            results = [
+                {"type": "function_call_output", "call_id": item.call_id, "output": "about Peru"}
+                for item in response.output
+                if item.type == "function_call"
+            ]
+            if not results:
+                (part,) = response.output[-1].content
+                assert len(part.logprobs) == response.usage.output_tokens
+                return response.output_text
+            given += results
+
+    (trajectory,), runner = run_agent(agent, SCRIPT)
+    check_loop(trajectory, runner)
+
+
+CLIENTS = [("bash_20250124", "bash"), ("text_editor_20250728", "edit"), ("memory_20250818", "memory")]
+
+
+@pytest.mark.parametrize(("kind", "name"), CLIENTS)
+def test_a_tool_that_the_client_runs_is_shown_with_its_form(kind, name):
+    parsed = read_as("messages", {"messages": user("Q"), "tools": [{"type": kind, "name": name}]})
+    function = parsed.tools[0]["function"]
+    assert function["name"] == name and function["description"] and "command" in function["parameters"]["properties"]
+
+
+@pytest.mark.parametrize("kind", ["web_search_20250305", "code_execution_20250825", "computer_20250124", "bash", "x"])
+def test_a_tool_that_others_run_is_refused(kind):
+    with pytest.raises(ApiError, match=kind):
+        read_as("messages", {"messages": user("Q"), "tools": [{"type": kind, "name": "a"}]})
 
 
 def test_stop_sequences_and_errors_are_told_in_anthropics_form():
@@ -145,7 +231,7 @@ def test_stop_sequences_and_errors_are_told_in_anthropics_form():
             for body in (
                 {"stop_sequences": ["</a>"], "messages": user("Q1")},
                 {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-                {"messages": user("Q1"), "tools": [{"type": "bash_20250124", "name": "bash"}]},
+                {"messages": user("Q1"), "tools": [{"type": "web_fetch_20250910", "name": "web_fetch"}]},
                 {"messages": user("Q1 " * 200)},
             ):
                 seen.append((await web.post("/messages", json=body)).json())
@@ -159,11 +245,69 @@ def test_stop_sequences_and_errors_are_told_in_anthropics_form():
     assert trajectory.stop_reason is StopReason.CONTEXT_FULL
 
 
-@pytest.mark.parametrize(("read", "given"), [(anthropic.as_chat, "messages"), (responses.as_chat, "input")])
-def test_several_answers_are_refused_where_there_is_one(read, given):
-    body = {given: user("Q1"), "n": 2}
+@pytest.mark.parametrize(("dialect", "given"), [("messages", "messages"), ("responses", "input")])
+def test_several_answers_are_refused_where_there_is_one(dialect, given):
     with pytest.raises(ApiError, match="`n` is no field"):
-        read(body) if read is anthropic.as_chat else read(body, {})
+        read_as(dialect, {given: user("Q1"), "n": 2})
+
+
+ASKED = {"chat": {"messages": user("Q")}, "messages": {"messages": user("Q")}, "responses": {"input": "Q"}}
+SCHEMA = {"type": "json_schema", "name": "a", "schema": {}}
+COULD_CHANGE = [
+    *(("chat", name, {"a": 1}) for name in ("guided_json", "structured_outputs", "web_search_options", "logit_bias")),
+    ("chat", "guided_json", {}),
+    ("chat", "chat_template_kwargs", {"enable_thinking": False}),
+    ("chat", "add_generation_prompt", False),
+    ("chat", "modalities", ["text", "audio"]),
+    ("chat", "ignore_eos", True),
+    ("chat", "input", "Q2"),
+    ("chat", "unheard_of", False),
+    ("messages", "mcp_servers", [{"url": "http://a"}]),
+    ("messages", "container", "c"),
+    ("messages", "output_format", SCHEMA),
+    ("messages", "output_config.format", SCHEMA),
+    ("messages", "output_config.task_budget", {"total": 3}),
+    ("messages", "context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
+    ("messages", "compaction", {"type": "summarize"}),
+    ("messages", "tool_choice", "auto"),
+    ("messages", "thread", {"type": "fork"}),
+    ("responses", "prompt", {"id": "pmpt_1"}),
+    ("responses", "conversation", "conv_1"),
+    ("responses", "background", True),
+    ("responses", "context_management", [{"type": "compaction"}]),
+    ("responses", "text.format", SCHEMA),
+    ("responses", "messages", user("Q2")),
+]
+
+
+def with_field(dialect: str, name: str, value):
+    outer, _, inner = name.partition(".")
+    return {**ASKED[dialect], outer: {inner: value} if inner else value}
+
+
+@pytest.mark.parametrize(("dialect", "name", "value"), COULD_CHANGE)
+def test_what_could_change_the_answer_is_refused_by_name(dialect, name, value):
+    with pytest.raises(ApiError, match=f"^`{name}` ") as error:
+        read_as(dialect, with_field(dialect, name, value))
+    assert (error.value.status, error.value.param) == (400, name)
+
+
+PASSED = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "timeout": 3, "unheard_of": None}
+DECIDED = {
+    "chat": {"temperature": 0.5, "reasoning_effort": "low", "seed": 3},
+    "messages": {"temperature": 0.5, "thinking": {"type": "adaptive"}, "output_config.effort": "low"},
+    "responses": {"temperature": 0.5, "reasoning": {"effort": "low"}, "text.verbosity": "low"},
+}
+
+
+@pytest.mark.parametrize("dialect", ASKED)
+def test_what_changes_nothing_passes_and_the_runs_is_told(dialect, caplog):
+    for name, value in PASSED.items():
+        read_as(dialect, with_field(dialect, name, value))
+    assert not caplog.records
+    for name, value in DECIDED[dialect].items():
+        read_as(dialect, with_field(dialect, name, value))
+    assert [record.args[0] for record in caplog.records] == list(DECIDED[dialect])
 
 
 SCALAR = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "user", "assistant", "tool", "auto"])
@@ -182,12 +326,10 @@ JSON = st.recursive(
 def test_a_request_is_read_or_refused(body, messages, dialect):
     if isinstance(body, dict):
         body = {**body, "input" if dialect == "responses" else "messages": messages}
-    readers = {"chat": lambda body: body, "messages": anthropic.as_chat}
-    reader = readers.get(dialect, lambda body: responses.as_chat(body, {}))
     try:
-        parsed = read_request(body, reader, {"temperature": 1.0}, Warnings())
+        parsed = read_as(dialect, body)
     except ApiError as error:
         assert error.status in (400, 404) and error.body["error"]["message"]
     else:
         assert all(isinstance(message["content"], str) for message in parsed.messages)
-        assert Told().restore(parsed.messages) == (parsed.messages, *Told().restore(parsed.messages)[1:])
+        assert Told().restore(parsed.messages, Calls(None, None))[0] == parsed.messages

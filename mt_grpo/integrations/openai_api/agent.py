@@ -24,7 +24,7 @@ from mt_grpo.concurrency import LoopThread, OnePerProcess, abandon, begin, in_th
 from mt_grpo.envs.env import ConversationEnded, Outcome, finite
 from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
 from mt_grpo.envs.source import EnvSource
-from mt_grpo.errors import ConfigError, defined_at
+from mt_grpo.errors import ConfigError, defined_at, describe_error
 from mt_grpo.imports import import_object
 from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.integrations.openai_api.server import Endpoint
@@ -93,10 +93,15 @@ class RefusedError(Exception):
     """All requests of an agent were refused, and it went on as if nothing were wrong."""
 
 
+class UnaskedError(Exception):
+    """An agent failed with a client of its own, which does not lead to the policy."""
+
+
 class Command:
     """
     An agent that is a program in any language; each conversation is a process. It has `OPENAI_BASE_URL` and
-    `OPENAI_API_KEY` in its environment, and the row as JSON on standard input. Its process group ends with it.
+    `OPENAI_API_KEY` in its environment, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY` too, and the row as JSON on
+    standard input. Its process group ends with it.
 
     Args:
         line (`str`): The command line, split as a shell does; no shell is started.
@@ -117,12 +122,20 @@ class Command:
             OSError: If it cannot be started.
         """
         hosts = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), client.host]))
-        variables = {"OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key}
+        variables = {
+            **{name: value for name, value in os.environ.items() if name != "ANTHROPIC_AUTH_TOKEN"},  # would go first
+            "OPENAI_BASE_URL": client.base_url,
+            "OPENAI_API_KEY": client.api_key,
+            "ANTHROPIC_BASE_URL": client.base_url.removesuffix("/v1"),  # its clients add it
+            "ANTHROPIC_API_KEY": client.api_key,
+            "no_proxy": hosts,
+            "NO_PROXY": hosts,
+        }
         starting = asyncio.ensure_future(
             asyncio.get_running_loop().subprocess_exec(
                 _Process,
                 *self.arguments,
-                env={**os.environ, **variables, "no_proxy": hosts, "NO_PROXY": hosts},
+                env=variables,
                 start_new_session=True,
             )
         )
@@ -258,6 +271,18 @@ async def run_agent(work: Callable[[], Coroutine[Any, Any, Any]], name: str) -> 
     return await agents.run(named())
 
 
+ASK = (
+    "No request reached the policy: in an agent, take `client.openai()`, or give another client `client.base_url` and "
+    "`client.api_key`. A key in the environment would send requests to the provider."
+)
+
+
+def _is_of_a_client(error: Exception) -> bool:
+    """Whether an exception comes from a client of a model, as far as it shows."""
+    package = type(error).__module__.partition(".")[0]
+    return package in ("openai", "anthropic") or "api_key" in str(error).lower()
+
+
 REWARD = "reward"
 """Name of a reward that an agent returns as a bare number."""
 
@@ -341,18 +366,16 @@ class AgentEnv:
                 result = await self._work(conversation, row, client)
                 outcome = read_result(result, f"{_name(source.agent)}{defined_at(source.agent)}")
             except Exception as error:  # whatever the user's agent raises; if it got no turn, that is the cause
-                if conversation.failure is None and conversation.limit is not None:
-                    raise ConversationEnded(conversation.limit) from None
-                if (
-                    conversation.failure is None
-                    and conversation.refusal is not None
-                    and isinstance(error, CommandError)
-                ):
-                    raise CommandError(f"{error}; its request was refused: {conversation.refusal}") from error
                 if conversation.failure is None:
+                    if conversation.limit is not None:
+                        raise ConversationEnded(conversation.limit) from None
+                    if conversation.refusal is not None and isinstance(error, CommandError):
+                        raise CommandError(f"{error}; its request was refused: {conversation.refusal}") from error
+                    if not conversation.asked and not isinstance(error, CommandError) and _is_of_a_client(error):
+                        raise UnaskedError(f"{describe_error(error)} {ASK}") from error
                     raise
             else:
-                if conversation.refusal is not None:
+                if conversation.refusal is not None and not conversation.sampled:
                     raise RefusedError(f"The agent got no turn, since its request was refused: {conversation.refusal}")
             if conversation.failure is not None:  # whatever the agent returned: it says nothing about the policy
                 raise conversation.failure

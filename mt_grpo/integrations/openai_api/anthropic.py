@@ -8,52 +8,171 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import orjson
 
 from mt_grpo.integrations.openai_api.chat import Choice, ended_by, event
-from mt_grpo.integrations.openai_api.request import ParsedRequest, wrong
+from mt_grpo.integrations.openai_api.request import (
+    ApiError,
+    ParsedRequest,
+    Warnings,
+    check_output,
+    wrong,
+)
+from mt_grpo.trajectory import Message
 
-SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")
-READ = frozenset((*SAME, "messages", "system", "tools", "tool_choice", "stop_sequences"))
+SAME = ("model", "max_tokens", "stream")
+READ = frozenset(
+    (
+        *SAME,
+        *"messages system tools tool_choice stop_sequences thread output_config context_management".split(),
+    )
+)
+"""Fields that are honoured, or refused with a sentence of their own."""
 CHOICES: dict[Any, str] = {"auto": "auto", "any": "required", "none": "none"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def as_chat(body: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Thread:
+    """
+    What a conversation keeps of an answer that the client may go on from.
+
+    Args:
+        messages (`list[dict]`): The messages, with the answer.
+        tools (`list[dict]`, *optional*): Schemas of the tools.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+
+
+Threads = dict[str, Thread]
+"""The threads of a conversation, by the identifier of their latest answer."""
+
+
+def as_chat(body: dict[str, Any], threads: Threads, warnings: Warnings) -> dict[str, Any]:
     """
     The body of the same request as a chat completion.
 
+    Args:
+        body (`dict`): The decoded JSON.
+        threads (`dict`): The threads of the conversation.
+        warnings (`Warnings`): Of the run.
+
     Raises:
-        ApiError: If a field cannot be read.
+        ApiError: If a field cannot be read, or the thread is unknown.
     """
-    messages: list[dict[str, Any]] = []
-    if body.get("system"):
-        messages.append({"role": "system", "content": body["system"]})
-    if body.get("n") is not None:
-        raise wrong("n", "is no field of messages, which have one answer")
+    check_output(body.get("output_config"), "output_config", "effort", warnings)
+    _check_edits(body, warnings)
+    chat = {name: body.get(name) for name in SAME}
+    chat |= {"stop": body.get("stop_sequences"), "messages": _system(body)}
+    if body.get("tools"):
+        chat["tools"] = [_tool(tool, index) for index, tool in enumerate(body["tools"])]
+    if (before := _thread(body, threads)) is not None:
+        chat |= {"messages": list(before.messages), "tools": before.tools}
     given = body.get("messages")
     if not isinstance(given, list):
         raise wrong("messages", "is no list")
     for index, message in enumerate(given):
-        messages += _read(message, f"messages[{index}]")
-    chat = {name: value for name, value in body.items() if name in SAME or name not in READ}
-    chat |= {"messages": messages, "stop": body.get("stop_sequences")}
-    if body.get("tools"):
-        chat["tools"] = [_tool(tool, index) for index, tool in enumerate(body["tools"])]
+        chat["messages"] += _read(message, f"messages[{index}]")
     choice = body.get("tool_choice")
-    if isinstance(choice, dict):
+    if choice is not None:
+        if not isinstance(choice, dict):
+            raise wrong("tool_choice", "is no object with a `type`")
         named = {"type": "function", "function": {"name": choice.get("name")}}
         chat["tool_choice"] = CHOICES.get(choice.get("type"), named)
+        chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
     return chat
 
 
+def _system(body: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": body["system"]}] if body.get("system") else []
+
+
+def _thread(body: dict[str, Any], threads: Threads) -> Thread | None:
+    """What a request goes on from; `None` where it has the whole conversation."""
+    thread = body.get("thread")
+    if thread is None or thread.get("type") == "create":
+        return None
+    if thread.get("type") != "continue":
+        raise wrong("thread", f"is of the type {thread.get('type')!r}: give create or continue")
+    for name in ("system", "tools"):
+        if body.get(name):
+            raise wrong(name, "is the thread's, and was given where it began: leave it out")
+    name = thread.get("previous_message_id")
+    if name not in threads:
+        message = f"There is no thread that goes on from {name!r}: send the whole conversation."
+        raise ApiError(404, message, "not_found", "thread", details={"error_code": "thread_not_found"})
+    return threads[name]
+
+
+def _check_edits(body: dict[str, Any], warnings: Warnings) -> None:
+    for edit in (body.get("context_management") or {}).get("edits") or ():
+        if not edit["type"].startswith("clear_thinking_"):
+            raise wrong("context_management", f"has {edit['type']!r}, and no past is edited here: leave it out")
+        warnings.once("context_management", "the run decides what later turns see of the thoughts (`history`)")
+
+
+BASH = {
+    "command": {"type": "string", "description": "The command to run."},
+    "restart": {"type": "boolean", "description": "Set to true to restart the shell."},
+}
+PATH = {"path": {"type": "string", "description": "Absolute path of a file or folder."}}
+EDITS = {
+    **PATH,
+    "file_text": {"type": "string", "description": "For `create`: the content of the file."},
+    "old_str": {"type": "string", "description": "For `str_replace`: the text to replace, which occurs once."},
+    "new_str": {"type": "string", "description": "For `str_replace`: the text in its place."},
+    "insert_line": {"type": "integer", "description": "For `insert`: the line after which to insert."},
+    "insert_text": {"type": "string", "description": "For `insert`: the text to insert."},
+    "view_range": {
+        "type": "array",
+        "items": {"type": "integer"},
+        "description": "For `view`: the first and the last line to show; -1 is the end of the file.",
+    },
+}
+MOVES = {
+    "old_path": {"type": "string", "description": "For `rename`: the path."},
+    "new_path": {"type": "string", "description": "For `rename`: the path in its place."},
+}
+
+
+def _commands(description: str, commands: str, arguments: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    """A tool whose first argument is one of several commands."""
+    command = {"type": "string", "enum": commands.split(), "description": "What to do."}
+    properties = {"command": command, **arguments}
+    schema = {"type": "object", "properties": properties, "required": ["command", *required]}
+    return {"description": description, "parameters": schema}
+
+
+EDITOR = "Views, creates and edits text files."
+VIEWS = "view create str_replace insert"
+CLIENTS: dict[str, dict[str, Any]] = {
+    "bash_2": {"description": "Runs commands in a shell.", "parameters": {"type": "object", "properties": BASH}},
+    "text_editor_2024": _commands(EDITOR, f"{VIEWS} undo_edit", EDITS, ["path"]),
+    "text_editor_20250124": _commands(EDITOR, f"{VIEWS} undo_edit", EDITS, ["path"]),
+    "text_editor_2": _commands(EDITOR, VIEWS, EDITS, ["path"]),
+    "memory_2": _commands("Keeps notes in files under /memories.", f"{VIEWS} delete rename", EDITS | MOVES, []),
+}
+"""What Anthropic's models know of the tools that the client runs, by the beginning of their type; the first counts."""
+
+
 def _tool(tool: Any, index: int) -> dict[str, Any]:
-    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or tool.get("type", "custom") != "custom":
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
         raise wrong(f"tools[{index}]", "is no tool of the client's with a name")
-    function = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get("input_schema")}
-    return {"type": "function", "function": function}
+    kind = tool.get("type") or "custom"
+    if kind == "custom":
+        shown = {"description": tool.get("description"), "parameters": tool.get("input_schema")}
+    else:
+        known = [shown for name, shown in CLIENTS.items() if str(kind).startswith(name)]
+        if not known:
+            raise wrong(f"tools[{index}]", f"is {kind!r}, which the client does not run, or answers with images")
+        shown = known[0]
+    return {"type": "function", "function": {"name": tool["name"], **shown}}
 
 
 def _read(message: Any, place: str) -> list[dict[str, Any]]:
@@ -91,7 +210,10 @@ def _data_url(source: Any) -> str | None:
 def _blocks(choice: Choice) -> list[dict[str, Any]]:
     message, blocks = choice.message, []
     if "reasoning_content" in message:
-        blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+        thought = message["reasoning_content"]
+        # clients give back what is signed only; nothing is verified with it
+        signature = blake2b(thought.encode("utf-8", "replace"), digest_size=32).hexdigest()
+        blocks.append({"type": "thinking", "thinking": thought, "signature": signature})
     if message["content"]:
         blocks.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls", ()):
@@ -101,13 +223,15 @@ def _blocks(choice: Choice) -> list[dict[str, Any]]:
     return blocks
 
 
-def answer(parsed: ParsedRequest, choices: Sequence[Choice]) -> Iterator[bytes]:
-    """The answer: one JSON object, or the events of a stream."""
+def answer(parsed: ParsedRequest, choices: Sequence[Choice], threads: Threads) -> Iterator[bytes]:
+    """The answer: one JSON object, or the events of a stream. It is kept, for a thread that goes on from it."""
     (choice,) = choices
+    name = f"msg_{uuid.uuid4().hex}"
+    threads[name] = Thread([*parsed.messages, choice.message], parsed.tools)
     usage = {"input_tokens": choice.turn.context_length, "output_tokens": choice.turn.num_tokens}
     stop = ended_by(choice.turn, parsed.stop)
     whole: dict[str, Any] = {
-        "id": f"msg_{uuid.uuid4().hex}",
+        "id": name,
         "type": "message",
         "role": "assistant",
         "model": parsed.model,
@@ -133,10 +257,11 @@ def _deltas(block: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The events of one block: its start without the content, the content, and its end."""
     empty: dict[str, Any]
     if block["type"] == "tool_use":
-        empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        empty, deltas = {"input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
     else:
-        kind = block["type"]
-        empty, delta = {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
+        names = [name for name in block if name != "type"]  # its text, and the signature of a thought
+        empty, deltas = dict.fromkeys(names, ""), [{"type": f"{name}_delta", name: block[name]} for name in names]
     yield "content_block_start", {"content_block": block | empty}
-    yield "content_block_delta", {"delta": delta}
+    for delta in deltas:
+        yield "content_block_delta", {"delta": delta}
     yield "content_block_stop", {}

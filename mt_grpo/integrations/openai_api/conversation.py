@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
 from types import SimpleNamespace
@@ -14,8 +14,10 @@ from typing import Any
 from mt_grpo.envs.dialogue import Words
 from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol, instruct
+from mt_grpo.integrations.openai_api.anthropic import Threads
 from mt_grpo.integrations.openai_api.chat import Choice, tell, token_logprobs
-from mt_grpo.integrations.openai_api.request import ApiError, ParsedRequest, refused
+from mt_grpo.integrations.openai_api.request import ENDED, NO_ROOM, ApiError, ParsedRequest, refused
+from mt_grpo.integrations.openai_api.responses import Kept
 from mt_grpo.media import MediumError
 from mt_grpo.rollout.engine import EngineError
 from mt_grpo.rollout.policy import ConversationPolicy
@@ -45,8 +47,7 @@ class Calls:
         self._protocol = None if protocol is None or protocol.native_tools else protocol
         self._tokenizer = tokenizer
         self._tools: list[dict[str, Any]] | None = None
-        self._count = 0
-        self._open: dict[str, tuple[Turn, ToolCall]] = {}  # calls without a result, by identifier
+        self._made: dict[str, tuple[Turn, ToolCall]] = {}  # calls by identifier
 
     def options(self, parsed: ParsedRequest) -> dict[str, Any]:
         """
@@ -90,13 +91,18 @@ class Calls:
         """
         Stores the results in a client's messages in the calls that they answer.
 
+        Args:
+            messages (`Sequence[dict]`): The messages with the calls' own identifiers, see `Told.restore`.
+
         Returns:
             The turns with these calls, each with the messages of its results.
         """
         answered: dict[int, tuple[Turn, list[Message]]] = {}
         for message in messages:
-            if message["role"] == "tool" and message.get("tool_call_id") in self._open:
-                turn, call = self._open.pop(message["tool_call_id"])
+            if message["role"] == "tool" and message.get("tool_call_id") in self._made:
+                turn, call = self._made[message["tool_call_id"]]
+                if call.executed:
+                    continue
                 call.result, call.executed = message["content"], True
                 call.error = call.result.removeprefix("Error: ") if call.result.startswith("Error:") else None
                 answered.setdefault(turn.index, (turn, []))[1].append(message)
@@ -105,9 +111,12 @@ class Calls:
     def name(self, turn: Turn) -> None:
         """Gives the calls of a turn identifiers that are unique in the conversation."""
         for call in turn.tool_calls:
-            call.id = f"call{self._count:05d}"  # nine letters and digits: some templates want as many
-            self._open[call.id] = turn, call
-            self._count += 1
+            call.id = f"call{len(self._made):05d}"  # nine letters and digits: some templates want as many
+            self._made[call.id] = turn, call
+
+    def own(self, name: str | None) -> bool:
+        """Whether a call of this conversation has this identifier."""
+        return name in self._made
 
 
 def _without_calls(message: Message) -> Message:
@@ -128,17 +137,29 @@ class Told:
     def __init__(self) -> None:
         self._turns: dict[int, Turn] = {}
 
-    def restore(self, messages: Sequence[Message]) -> tuple[list[Message], int, Turn | None]:
+    def restore(self, messages: Sequence[Message], calls: Calls) -> tuple[list[Message], int, Turn | None]:
         """
-        The messages, with the assistant's replaced by the model's own; a key of all of them; and the turn of the last
-        message of the assistant.
+        The messages, with the assistant's replaced by the model's own, and results named by the identifiers of its
+        calls; a key of all of them; and the turn of the last message of the assistant.
         """
         key, restored, latest = 0, [], None
+        made: list[str | None] = []  # identifiers of the latest turn's calls
+        named: dict[str | None, str | None] = {}  # the same, by those that the client gives them
+        number = 0  # of results after that turn: clients that have identifiers of their own may leave them out
         for message in messages:
+            if message["role"] == "tool":
+                given = message.get("tool_call_id")
+                if not calls.own(given) and (own := named.get(given) or next(iter(made[number:]), None)) is not None:
+                    message = message | {"tool_call_id": own}
+                number += 1
             key = hash((key, identity(message)))
             if message["role"] == "assistant":
-                latest = self._turns.get(key)
-            restored.append(latest.message if latest is not None and message["role"] == "assistant" else message)
+                latest, number = self._turns.get(key), 0
+                made = [] if latest is None else [call.id for call in latest.tool_calls]
+                given_calls = [call.get("id") for call in message.get("tool_calls") or ()]
+                named = {given: own for given, own in zip(given_calls, made, strict=False) if given is not None}
+                message = message if latest is None else latest.message
+            restored.append(message)
         return restored, key, latest
 
     def note(self, key: int, told: Message, turn: Turn) -> None:
@@ -237,10 +258,11 @@ class Conversation:
     Attributes:
         fixed (`dict`): What the run decides about sampling, by OpenAI's and vLLM's names.
         limit (`StopReason`, *optional*): The limit that refused or cut off the latest turn.
+        asked (`bool`), sampled (`bool`): Whether a request came, and whether a turn was sampled.
         failure (`EngineError`, *optional*): The engine's error, if it failed to sample the latest turn.
-        refusal (`str`, *optional*): Why a request was refused, if no turn was sampled before. A limit is none.
+        refusal (`str`, *optional*): Why a request was refused after the latest turn. A limit is none.
         retries (`Retries`): Its requests.
-        responses (`dict`): The messages of each of OpenAI's Responses with its answer, by its identifier.
+        responses (`Kept`), threads (`dict`): What Responses and Anthropic's threads go on from.
         names (`list[str]`): Further names of the conversation, beside its session.
         over (`asyncio.Event`): Set when the client does not stop asking though no token is left.
     """
@@ -251,10 +273,10 @@ class Conversation:
         self.limit: StopReason | None = None
         self.failure: EngineError | None = None
         self.refusal: str | None = None
-        self._sampled = False
+        self.asked = self.sampled = False
         self.over = asyncio.Event()
         self.names: list[str] = []
-        self.responses: dict[str, list[Message]] = {}
+        self.responses, self.threads = Kept(), Threads()
         self._calls = Calls(protocol, policy.tokenizer)
         self._told, self.retries = Told(), Retries()
         self._refused = 0
@@ -266,19 +288,22 @@ class Conversation:
         Raises:
             ApiError: If no turn can be sampled.
         """
+        self.asked = True
         options = self._calls.options(parsed)
         # the template writes tools and calls whole, and the renderer measures only the content of messages
         calls = [message["tool_calls"] for message in parsed.messages if "tool_calls" in message]
-        if len(json.dumps([parsed.tools, calls], ensure_ascii=False)) > CHARACTERS * self.policy.context_length:
-            raise self._refusal(StopReason.CONTEXT_FULL)
+        size, most = len(json.dumps([parsed.tools, calls], ensure_ascii=False)), self.policy.context_length
+        if size > CHARACTERS * most:
+            says = f"This model's maximum context length is {most} tokens, and tools and calls have {size} characters."
+            raise self._refusal(ConversationEnded(StopReason.CONTEXT_FULL, says))
         try:
-            parsed = replace(parsed, messages=list(await self.policy.opened(parsed.messages)))
+            opened = list(await self.policy.opened(parsed.messages))
         except MediumError as error:
-            raise ApiError(400, f"These messages cannot be shown: {error}", "invalid_value", "messages") from error
+            raise _cannot_be_shown(error) from error
         except ConversationEnded as ended:
-            raise self._refusal(ended.stop_reason) from ended
-        restored, key, before = self._told.restore(parsed.messages)
-        answered = self._calls.note_results(parsed.messages)
+            raise self._refusal(ended) from ended
+        restored, key, before = self._told.restore(opened, self._calls)
+        answered = self._calls.note_results(restored)
         messages = self._calls.written(restored, parsed)
         choices = [await self._choose(parsed, messages, options, key) for _ in range(parsed.n)]
         if before is not None and not before.replies:  # after turns of sub-agents, the policy cannot see this
@@ -288,11 +313,27 @@ class Conversation:
             turn.replies = turn.replies or results
         return choices
 
+    async def count(self, parsed: ParsedRequest) -> int:
+        """
+        Tokens of the context of the turn that a request would be answered with.
+
+        Raises:
+            ApiError: If the messages cannot be shown.
+        """
+        options = self._calls.options(parsed)
+        try:
+            restored, _, _ = self._told.restore(await self.policy.opened(parsed.messages), self._calls)
+            return await self.policy.count(self._calls.written(restored, parsed), **options)
+        except ConversationEnded as ended:
+            raise refused(ended) from ended
+        except (TypeError, ValueError) as error:
+            raise _cannot_be_shown(error) from error
+
     async def _choose(self, parsed: ParsedRequest, messages: list[Any], options: dict[str, Any], key: int) -> Choice:
         try:
             turn = await self.policy.reply(messages, max_tokens=parsed.max_tokens, **options)
         except ConversationEnded as ended:
-            raise self._refusal(ended.stop_reason) from ended
+            raise self._refusal(ended) from ended
         except EngineError as error:
             self.failure = error
             raise ApiError(503, str(error), "engine_error") from error
@@ -300,12 +341,12 @@ class Conversation:
             if self.policy.failure is error:  # a bug of the engine: it ends the run
                 raise ApiError(500, "The engine failed.", "engine_error") from error
             if isinstance(error, (TypeError, ValueError)):  # what the messages hold, or their template refuses
-                raise ApiError(400, f"These messages cannot be shown: {error}", "invalid_value", "messages") from error
+                raise _cannot_be_shown(error) from error
             raise
         exhausted = self.policy.exhausted
         own_limit = parsed.max_tokens is not None and turn.num_tokens >= parsed.max_tokens  # is no failure
         self.limit, self.failure, self._refused = None if own_limit else exhausted, None, 0
-        self._sampled, self.refusal = True, None
+        self.sampled, self.refusal = True, None
         if not (parsed.tools and parsed.reads_calls):
             turn.error = None  # a text protocol misses a call where none was asked for
         self._calls.name(turn)
@@ -315,13 +356,25 @@ class Conversation:
         return Choice(told, reason, turn, wanted)
 
     def note_refusal(self, error: ApiError) -> None:
-        """Keeps why a request was refused: an agent that goes on as if nothing were wrong says nothing of it."""
-        if not (self._sampled or error.again or self.limit or self.failure):
+        """
+        Keeps why a request was refused: an agent that goes on as if nothing were wrong says nothing of it. The limits
+        of a conversation and failures of the engine are kept otherwise.
+        """
+        self.asked = True
+        if error.again or error.status >= 500 or error.code in (NO_ROOM, ENDED):
+            return
+        self.policy.refuse(error.message)
+        if not (self.limit or self.failure):
             self.refusal = self.refusal or error.message
 
-    def _refusal(self, reason: StopReason) -> ApiError:
+    def _refusal(self, ended: ConversationEnded) -> ApiError:
         """The error of a request that a limit refuses; counted, to end an agent that does not stop asking."""
-        self.limit, self._refused = reason, self._refused + 1
+        self.limit, self._refused = ended.stop_reason, self._refused + 1
         if self._refused >= PATIENCE:
             self.over.set()
-        return refused(reason)
+        return refused(ended)
+
+
+def _cannot_be_shown(error: Exception) -> ApiError:
+    """The error of a request with messages that the chat template refuses."""
+    return ApiError(400, f"These messages cannot be shown: {error}", "invalid_value", "messages")

@@ -1,13 +1,14 @@
-"""Reading a request for a chat completion: which fields count, which the run decides, which are refused and how."""
+"""Reading a request: which fields count, which the run decides, which change nothing, and how others are refused."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mt_grpo.envs.env import ConversationEnded
 from mt_grpo.images import is_image_part
 from mt_grpo.sounds import is_sound_part
 from mt_grpo.tools.results import too_deep
@@ -24,20 +25,30 @@ class ApiError(Exception):
         code (`str`, *optional*): OpenAI's name of the error.
         param (`str`, *optional*): The wrong field.
         again (`bool`, *optional*, defaults to `False`): Whether the client may retry.
+        details (`dict`, *optional*): What Anthropic's clients act on.
     """
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None, again: bool = False
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        again: bool = False,
+        details: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param, self.again = status, message, code, param, again
+        self.details = details
 
     @property
     def body(self) -> dict[str, Any]:
         """The body of the answer."""
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        error: dict[str, Any] = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        if self.details is not None:
+            error["details"] = self.details
         return {"type": "error", "error": error}  # the outer `type` is Anthropic's
 
     @property
@@ -46,15 +57,17 @@ class ApiError(Exception):
         return {"x-should-retry": str(self.again).lower()} | ({"retry-after": "1"} if self.again else {})
 
 
-def refused(reason: StopReason) -> ApiError:
+NO_ROOM = "context_length_exceeded"
+"""Code of an error that clients know: no token is left."""
+ENDED = "conversation_ended"
+"""Code of the error of a request that comes too late."""
+
+
+def refused(ended: ConversationEnded) -> ApiError:
     """The error of a request that has no tokens left, or that comes after the end of the conversation."""
-    if reason is StopReason.CONTEXT_FULL:
-        message = "This model's maximum context length leaves no room for a turn after these messages."
-    elif reason is StopReason.TOKEN_BUDGET:
-        message = "The tokens that `max_completion_length` gives to the whole conversation are used up."
-    else:
-        return ApiError(404, f"The conversation is over: {reason.value}.", "conversation_ended")
-    return ApiError(400, message, "context_length_exceeded", "messages")
+    if ended.stop_reason in (StopReason.CONTEXT_FULL, StopReason.TOKEN_BUDGET):
+        return ApiError(400, str(ended), NO_ROOM, "messages")
+    return ApiError(404, str(ended), ENDED)
 
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -92,6 +105,9 @@ def _read(message: Any, place: str) -> Message:
     if role == "tool":
         read |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
     elif role == "assistant":
+        for name in ("function_call", "audio"):
+            if message.get(name):
+                raise wrong(f"{place}.{name}", "is nothing that is read: give `tool_calls`, and content as text")
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(reasoning, str):
             read["reasoning_content"] = reasoning
@@ -170,12 +186,51 @@ def _parsed(function: dict[str, Any]) -> Any:
 
 logger = logging.getLogger(__name__)
 
-HONOURED = frozenset(
-    """messages model tools tool_choice stop n max_tokens max_completion_tokens logprobs top_logprobs stream
-    stream_options response_format""".split()
+READ = frozenset(
+    """messages model tools tool_choice parallel_tool_calls stop n max_tokens max_completion_tokens logprobs
+    top_logprobs stream stream_options response_format functions function_call""".split()
 )
-NEUTRAL = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
-"""Fields that have nothing to do with sampling, and are ignored without a warning."""
+"""Fields of chat completions that are honoured or have a sentence of their own. Each dialect has such a set."""
+NEUTRAL = frozenset(
+    """user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention
+    prediction timeout request_id priority cache_salt max_tool_calls cache_control inference_geo speed diagnostics
+    user_profile_id workspace_id billing_policy fallbacks fallback_credit_token betas""".split()
+)
+"""Fields that are passed over: they do not change what the policy is asked, nor what it answers."""
+SAMPLING = frozenset(
+    "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty length_penalty".split()
+)
+"""Fields in whose place the run's own ways to sample stay."""
+EFFORT = frozenset("reasoning reasoning_effort thinking thinking_budget enable_thinking verbosity".split())
+"""Fields that say how much to think and to write."""
+FORCING = frozenset(
+    """guided_json guided_regex guided_choice guided_grammar structured_outputs output_format json_schema regex ebnf
+    grammar logit_bias bad_words allowed_token_ids logits_processors min_tokens ignore_eos""".split()
+)
+"""Fields that force or forbid tokens."""
+UNCHANGED: Mapping[str, Any] = {
+    "modalities": ["text"],
+    "logit_bias": {},
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "best_of": 1,
+    "use_beam_search": False,
+    "echo": False,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "add_special_tokens": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "include_reasoning": True,
+    "separate_reasoning": True,
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+}
+"""Fields whose value, where it is this one, changes nothing."""
+EFFORT_STAYS = "it has no effect, since the run decides how much is thought (`chat_template_kwargs`)"
+UNREAD = "is no field that this server reads, and could change the answer: leave it out"
+FORCED = "would force tokens that the policy did not choose"
 MOST_CHOICES = 128
 """Largest `n`, as with OpenAI."""
 MOST_TOOLS = 128
@@ -227,14 +282,42 @@ class Warnings:
             logger.warning("The agent's requests set `%s`: %s.", field, why)
 
 
+def check_output(given: Any, name: str, effort: str, warnings: Warnings) -> None:
+    """
+    Checks a field that says how the answer is to be.
+
+    Args:
+        given: The field's value: `format` and more.
+        name (`str`): The field.
+        effort (`str`): Which part of it the run decides.
+        warnings (`Warnings`): Of the run.
+
+    Raises:
+        ApiError: For any form but text, and for a part that is not known.
+    """
+    given = given or {}
+    check_format(given.get("format"), f"{name}.format")
+    for part, value in given.items():
+        if value is None or part == "format":
+            continue
+        if part != effort:
+            raise wrong(f"{name}.{part}", UNREAD)
+        warnings.once(f"{name}.{part}", EFFORT_STAYS)
+
+
 def read_request(
-    body: Any, as_chat: Callable[[dict[str, Any]], dict[str, Any]], fixed: dict[str, Any], warnings: Warnings
+    body: Any,
+    read: frozenset[str],
+    as_chat: Callable[[dict[str, Any]], dict[str, Any]],
+    fixed: Mapping[str, Any],
+    warnings: Warnings,
 ) -> ParsedRequest:
     """
     Reads the body of a request.
 
     Args:
         body: The decoded JSON.
+        read (`frozenset[str]`): Fields that the dialect reads.
         as_chat (`Callable`): Translates the body into that of a chat completion.
         fixed (`dict`): What the run decides about sampling, by OpenAI's and vLLM's names.
         warnings (`Warnings`): Of the run.
@@ -245,20 +328,21 @@ def read_request(
     if not isinstance(body, dict):
         raise ApiError(400, "The body of the request is no JSON object.", "invalid_value")
     try:
-        return _read_chat(as_chat(body), fixed, warnings)
+        check_fields(body, read, fixed, warnings)
+        return _read_chat(as_chat(body), warnings)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ApiError(
             400, f"A field of the request has another type than it should: {error}.", "invalid_type"
         ) from error
 
 
-def _read_chat(body: dict[str, Any], fixed: dict[str, Any], warnings: Warnings) -> ParsedRequest:
+def _read_chat(body: dict[str, Any], warnings: Warnings) -> ParsedRequest:
     messages = read_messages(body.get("messages"))
-    _warn(body, fixed, warnings)
+    for name in ("functions", "function_call"):
+        if body.get(name):
+            raise wrong(name, "is an older form that is not read: give `tools`")
     tools, reads_calls = _read_tools(body, warnings)
-    kind = (body.get("response_format") or {"type": "text"}).get("type")
-    if kind != "text":
-        raise wrong("response_format", f"is {kind!r}, which would force tokens that the policy did not choose")
+    check_format(body.get("response_format"), "response_format")
     if body.get("top_logprobs"):
         raise wrong("top_logprobs", "is set, and log-probabilities are known of the sampled tokens only")
     n = _count(body, "n") or 1
@@ -280,20 +364,51 @@ def _read_chat(body: dict[str, Any], fixed: dict[str, Any], warnings: Warnings) 
     )
 
 
-def _warn(body: dict[str, Any], fixed: dict[str, Any], warnings: Warnings) -> None:
-    for name in ("functions", "function_call"):
-        if body.get(name):
-            raise wrong(name, "is an older form that is not read: give `tools`")
-    for name in body.keys() - HONOURED - NEUTRAL:
-        if name in fixed:
-            if body[name] is not None and body[name] != fixed[name]:
+def check_fields(body: dict[str, Any], read: frozenset[str], fixed: Mapping[str, Any], warnings: Warnings) -> None:
+    """
+    Passes over fields without an effect, and warns of those that the run decides.
+
+    Args:
+        body (`dict`): The decoded JSON.
+        read (`frozenset[str]`): Fields that the dialect reads.
+        fixed (`Mapping`): What the run decides about sampling, by OpenAI's and vLLM's names.
+        warnings (`Warnings`): Of the run.
+
+    Raises:
+        ApiError: For any other field: what is not understood may change the answer.
+    """
+    for name, value in body.items():
+        if name in read or name in NEUTRAL or value is None or value in ([], ""):
+            continue
+        if value == {} and name not in FORCING:  # an empty schema allows any JSON, and nothing else
+            continue
+        if name in SAMPLING:
+            if name not in fixed:
+                warnings.once(name, "it has no effect, since the run decides how is sampled")
+            elif value != fixed[name]:
                 warnings.once(name, f"the run samples with {fixed[name]}, and so it stays")
-        elif body[name]:
-            warnings.once(name, "it has no effect, since the run decides how is sampled")
+        elif name in EFFORT:
+            warnings.once(name, EFFORT_STAYS)
+        elif name not in UNCHANGED or value != UNCHANGED[name]:
+            raise wrong(name, f"{FORCED}: leave it out" if name in FORCING else UNREAD)
+
+
+def check_format(given: Any, name: str) -> None:
+    """
+    Checks the form that an answer is to have.
+
+    Raises:
+        ApiError: For any form but text.
+    """
+    kind = (given or {"type": "text"}).get("type")
+    if kind != "text":
+        raise wrong(name, f"is {kind!r}, which {FORCED}")
 
 
 def _read_tools(body: dict[str, Any], warnings: Warnings) -> tuple[list[dict[str, Any]] | None, bool]:
     choice, tools = body.get("tool_choice"), body.get("tools") or None
+    if tools and body.get("parallel_tool_calls") is False:
+        warnings.once("parallel_tool_calls", "a turn may hold several calls, as the policy made them")
     if tools is not None:
         if not isinstance(tools, list):
             raise wrong("tools", "is no list")

@@ -8,27 +8,48 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from mt_grpo.integrations.openai_api.chat import Choice, count_usage, event
-from mt_grpo.integrations.openai_api.request import ApiError, ParsedRequest, wrong
+from mt_grpo.integrations.openai_api.request import ApiError, ParsedRequest, Warnings, check_output, wrong
 from mt_grpo.trajectory import Message
 
+SAME = ("model", "tool_choice", "parallel_tool_calls", "top_logprobs", "stream")
 READ = frozenset(
-    """input instructions tools tool_choice max_output_tokens previous_response_id text include truncation
-    background conversation""".split()
+    (
+        *SAME,
+        *"""input instructions tools max_output_tokens previous_response_id text include truncation stream_options
+        background conversation prompt""".split(),
+    )
 )
+"""Fields that are honoured, or refused with a sentence of their own."""
 
 
-def as_chat(body: dict[str, Any], known: dict[str, list[Message]]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Kept:
+    """
+    What a conversation keeps of its responses.
+
+    Args:
+        messages (`dict[str, list]`): The messages of each response with its answer, by its identifier.
+        items (`dict[str, dict]`): The items of the answers, by theirs.
+    """
+
+    messages: dict[str, list[Message]] = field(default_factory=dict)
+    items: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def as_chat(body: dict[str, Any], kept: Kept, warnings: Warnings) -> dict[str, Any]:
     """
     The body of the same request as a chat completion.
 
     Args:
         body (`dict`): The decoded JSON.
-        known (`dict`): The messages of earlier responses with their answers, by the response's identifier.
+        kept (`Kept`): Earlier responses.
+        warnings (`Warnings`): Of the run.
 
     Raises:
         ApiError: If a field cannot be read, or the previous response is unknown.
@@ -36,24 +57,24 @@ def as_chat(body: dict[str, Any], known: dict[str, list[Message]]) -> dict[str, 
     for name in ("background", "conversation"):
         if body.get(name):
             raise wrong(name, "is nothing that this server keeps: send the whole conversation as `input`")
-    if body.get("n") is not None:
-        raise wrong("n", "is no field of Responses, which have one answer")
+    if body.get("prompt"):
+        raise wrong("prompt", "is kept by OpenAI, and nothing is fetched: send `instructions` and `input`")
     previous = body.get("previous_response_id")
-    if previous is not None and previous not in known:
+    if previous is not None and previous not in kept.messages:
         raise ApiError(404, f"There is no response {previous!r}.", "not_found", "previous_response_id")
-    before = [] if previous is None else known[previous]
+    before = [] if previous is None else kept.messages[previous]
     if body.get("instructions"):  # they replace those of the previous response
         before = [{"role": "system", "content": body["instructions"]}, *_without_instructions(before)]
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list):
         raise wrong("input", "is neither text nor a list of items")
-    chat = {name: value for name, value in body.items() if name not in READ}
-    chat |= {"messages": [*before, *_messages(items)], "max_tokens": body.get("max_output_tokens")}
-    chat["response_format"] = (body.get("text") or {}).get("format")
+    check_output(body.get("text"), "text", "verbosity", warnings)
+    chat = {name: body.get(name) for name in SAME}
+    chat |= {"messages": [*before, *_messages(items, kept.items)], "max_tokens": body.get("max_output_tokens")}
+    chat["logprobs"] = "message.output_text.logprobs" in (body.get("include") or ())
     if body.get("tools"):
         chat["tools"] = [_tool(tool, index) for index, tool in enumerate(body["tools"])]
-    chat["tool_choice"] = body.get("tool_choice")
     return chat
 
 
@@ -67,15 +88,23 @@ def _tool(tool: Any, index: int) -> dict[str, Any]:
     return {"type": "function", "function": tool}
 
 
-def _messages(items: list[Any]) -> list[dict[str, Any]]:
-    """Items as messages. Successive texts and calls of the assistant are joined into one message."""
+def _messages(items: list[Any], kept: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Items as messages; `kept` are those that the client may refer to. Successive texts and calls of the assistant are
+    joined into one message.
+    """
     messages: list[dict[str, Any]] = []
     said: dict[str, Any] | None = None
     for index, item in enumerate(items):
         place = f"input[{index}]"
         if not isinstance(item, dict):
             raise wrong(place, "is no item")
-        kind = item.get("type", "message")
+        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+        if kind == "item_reference":
+            if item.get("id") not in kept:
+                raise ApiError(404, f"There is no item {item.get('id')!r}.", "not_found", place)
+            item = kept[item["id"]]
+            kind = item["type"]
         if kind == "reasoning":
             continue
         if kind == "function_call_output":
@@ -95,9 +124,12 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def answer(parsed: ParsedRequest, choices: Sequence[Choice], name: str) -> Iterator[bytes]:
-    """The answer: one JSON object, or the events of a stream."""
+def answer(parsed: ParsedRequest, choices: Sequence[Choice], kept: Kept) -> Iterator[bytes]:
+    """The answer: one JSON object, or the events of a stream. It is kept, for requests that go on from it."""
     (choice,) = choices
+    name, items = _named("resp"), _items(choice)
+    kept.messages[name] = [*parsed.messages, choice.message]
+    kept.items.update((item["id"], item) for item in items)
     usage, cut = count_usage(choices), choice.finish_reason == "length"
     whole = {
         "id": name,
@@ -107,7 +139,7 @@ def answer(parsed: ParsedRequest, choices: Sequence[Choice], name: str) -> Itera
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "model": parsed.model,
-        "output": _items(choice),
+        "output": items,
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [{**tool["function"], "type": "function", "strict": False} for tool in parsed.tools or ()],
@@ -134,6 +166,8 @@ def _items(choice: Choice) -> list[dict[str, Any]]:
         items.append({"type": "reasoning", "id": _named("rs"), "summary": [], "content": [thought]})
     if message["content"] or not message.get("tool_calls"):
         text: dict[str, Any] = {"type": "output_text", "text": message["content"] or "", "annotations": []}
+        if choice.logprobs is not None:
+            text["logprobs"] = choice.logprobs
         said = {"id": _named("msg"), "status": "completed", "role": "assistant", "content": [text]}
         items.append({"type": "message", **said})
     for call in message.get("tool_calls", ()):
@@ -159,8 +193,9 @@ def _events(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             (part,) = item["content"]
             place = place | {"content_index": 0}
             yield "response.content_part.added", place | {"part": part | {"text": ""}}
-            yield "response.output_text.delta", place | {"delta": part["text"], "logprobs": []}
-            yield "response.output_text.done", place | {"text": part["text"], "logprobs": []}
+            logprobs = part.get("logprobs", [])
+            yield "response.output_text.delta", place | {"delta": part["text"], "logprobs": logprobs}
+            yield "response.output_text.done", place | {"text": part["text"], "logprobs": logprobs}
             yield "response.content_part.done", place | {"part": part}
         elif item["type"] == "function_call":
             yield "response.function_call_arguments.delta", place | {"delta": item["arguments"]}

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import resource
 import secrets
-import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -21,7 +21,7 @@ from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.integrations.openai_api import anthropic, chat, responses
 from mt_grpo.integrations.openai_api.chat import Choice
 from mt_grpo.integrations.openai_api.conversation import Conversation
-from mt_grpo.integrations.openai_api.request import ApiError, ParsedRequest, Warnings, read_request
+from mt_grpo.integrations.openai_api.request import READ, ApiError, ParsedRequest, Warnings, read_request
 from mt_grpo.rollout.policy import ConversationPolicy
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,9 @@ class Endpoint:
 
         POST http://127.0.0.1:PORT/SESSION/v1/chat/completions
 
-    (also `/responses` and Anthropic's `/messages`), or under `/v1/...` with the header `X-Session-ID: SESSION`. It
-    runs as long as there are conversations. Each conversation has a key of its own, without which no request reaches
-    it.
+    (also `/responses`, Anthropic's `/messages`, and what counts the tokens of both), or under `/v1/...` with the
+    header `X-Session-ID: SESSION`. It runs as long as there are conversations. Each conversation has a key of its own,
+    without which no request reaches it.
 
     Args:
         host (`str`, *optional*, defaults to `"127.0.0.1"`): Address to listen on.
@@ -98,7 +98,7 @@ class Endpoint:
         self.host, self.relay_key = host, secrets.token_urlsafe(24)
         self._warnings, self._strangers = Warnings(), Strangers()
         self._conversations: dict[str, Conversation] = {}
-        self._keys: set[str] = set()
+        self._keys: dict[str, Conversation] = {}
         self._ended: deque[str] = deque(maxlen=ENDED)  # keys
         self._entered = 0
         self._start: asyncio.Future[tuple[web.AppRunner, int]] | None = None
@@ -125,13 +125,13 @@ class Endpoint:
             base_url = f"http://{self.host}:{port}/{quote(session, safe='')}/v1"
             conversation = Conversation(policy, protocol, base_url, secrets.token_urlsafe(24))
             self._conversations[session] = conversation
-            self._keys.add(conversation.api_key)
+            self._keys[conversation.api_key] = conversation
             try:
                 yield conversation
             finally:
                 for name in (session, *conversation.names):
                     del self._conversations[name]
-                self._keys.remove(conversation.api_key)
+                del self._keys[conversation.api_key]
                 self._ended.append(conversation.api_key)
                 conversation.retries.cancel()
         finally:
@@ -160,6 +160,8 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/v1/responses", self._responses)
             app.router.add_post(f"{prefix}/v1/messages", self._messages)
+            app.router.add_post(f"{prefix}/v1/responses/input_tokens", self._response_tokens)
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._message_tokens)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, logger=self._strangers.log)
@@ -183,6 +185,7 @@ class Endpoint:
             error = ApiError(400, "The body of the request is damaged: its encoding is not what its headers say.")
         except ApiError as refusal:
             error = refusal
+        self._note(request, error)
         return web.json_response(error.body, status=error.status, headers=error.headers)
 
     def _admit(self, request: web.Request) -> None:
@@ -198,13 +201,25 @@ class Endpoint:
             self._strangers.note()
             raise ApiError(401, "The API key is missing or wrong.", "invalid_api_key")
 
+    def _note(self, request: web.Request, error: ApiError) -> None:
+        """Keeps in its conversation that a request was refused."""
+        key = self._key(request)
+        asked = self._keys.get(key)
+        if asked is None and key == self.relay_key:
+            asked = self._conversations.get(self._session(request) or "")
+        if asked is not None and request.method == "POST":  # clients look around with other methods
+            asked.note_refusal(error)
+
+    def _session(self, request: web.Request) -> str | None:
+        return request.match_info.get("session", request.headers.get("X-Session-ID"))
+
     def _key(self, request: web.Request) -> str:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
     def _found(self, request: web.Request) -> Conversation:
         """The conversation that a request names, if its key is right."""
-        key, session = self._key(request), request.match_info.get("session", request.headers.get("X-Session-ID"))
+        key, session = self._key(request), self._session(request)
         if session is None:
             raise ApiError(404, "No conversation is named: set the header `X-Session-ID`.", "conversation_not_found")
         found = self._conversations.get(session)
@@ -214,48 +229,63 @@ class Endpoint:
         return found
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, lambda body: body, chat.answer)
+        return await self._serve(request, READ, lambda body: body, chat.answer)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, anthropic.as_chat, anthropic.answer)
+        as_chat, threads = self._of_messages(request)
+        return await self._serve(request, anthropic.READ, as_chat, partial(anthropic.answer, threads=threads))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        name, known = f"resp_{uuid.uuid4().hex}", self._found(request).responses
+        as_chat, kept = self._of_responses(request)
+        return await self._serve(request, responses.READ, as_chat, partial(responses.answer, kept=kept))
 
-        def told(parsed: ParsedRequest, choices: list[Choice]) -> Iterable[bytes]:
-            known[name] = [*parsed.messages, choices[0].message]
-            return responses.answer(parsed, choices, name)
+    async def _message_tokens(self, request: web.Request) -> web.StreamResponse:
+        return await self._count(request, anthropic.READ, self._of_messages(request)[0], {})
 
-        return await self._serve(request, lambda body: responses.as_chat(body, known), told)
+    async def _response_tokens(self, request: web.Request) -> web.StreamResponse:
+        kind = {"object": "response.input_tokens"}
+        return await self._count(request, responses.READ, self._of_responses(request)[0], kind)
 
-    async def _serve(
-        self,
-        request: web.Request,
-        as_chat: Callable[[Any], Any],
-        told: Callable[[ParsedRequest, list[Choice]], Iterable[bytes]],
-    ) -> web.StreamResponse:
-        """Reads a request as a chat completion, has it answered, and writes the answer in the client's dialect."""
+    def _of_messages(self, request: web.Request) -> tuple[Callable[[Any], dict[str, Any]], anthropic.Threads]:
+        threads = self._found(request).threads
+        return partial(anthropic.as_chat, threads=threads, warnings=self._warnings), threads
+
+    def _of_responses(self, request: web.Request) -> tuple[Callable[[Any], dict[str, Any]], responses.Kept]:
+        kept = self._found(request).responses
+        return partial(responses.as_chat, kept=kept, warnings=self._warnings), kept
+
+    async def _read(
+        self, request: web.Request, fields: frozenset[str], as_chat: Callable[[Any], dict[str, Any]]
+    ) -> tuple[Conversation, bytes, ParsedRequest]:
+        """Reads a request as a chat completion; also its conversation, and its bytes."""
         content = await request.read()
         conversation = self._found(request)
-        try:
-            return await self._answered(request, content, conversation, as_chat, told)
-        except ApiError as error:
-            conversation.note_refusal(error)
-            raise
-
-    async def _answered(
-        self,
-        request: web.Request,
-        content: bytes,
-        conversation: Conversation,
-        as_chat: Callable[[Any], Any],
-        told: Callable[[ParsedRequest, list[Choice]], Iterable[bytes]],
-    ) -> web.StreamResponse:
         try:
             body = orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise ApiError(400, f"The body of the request is no JSON: {error}.", "invalid_json") from error
-        parsed = read_request(body, as_chat, conversation.fixed, self._warnings)
+        return conversation, content, read_request(body, fields, as_chat, conversation.fixed, self._warnings)
+
+    async def _count(
+        self,
+        request: web.Request,
+        fields: frozenset[str],
+        as_chat: Callable[[Any], dict[str, Any]],
+        answer: dict[str, Any],
+    ) -> web.StreamResponse:
+        """Answers how many tokens a request has."""
+        conversation, _, parsed = await self._read(request, fields, as_chat)
+        return web.json_response({**answer, "input_tokens": await conversation.count(parsed)})
+
+    async def _serve(
+        self,
+        request: web.Request,
+        fields: frozenset[str],
+        as_chat: Callable[[Any], dict[str, Any]],
+        told: Callable[[ParsedRequest, list[Choice]], Iterable[bytes]],
+    ) -> web.StreamResponse:
+        """Reads a request, has it answered, and writes the answer in the client's dialect."""
+        conversation, content, parsed = await self._read(request, fields, as_chat)
 
         async def answer() -> tuple[bytes, ...]:
             return tuple(told(parsed, await conversation.choices(parsed)))
