@@ -195,29 +195,47 @@ NOTES = {
 """What a trace does not see."""
 
 FEW = 12
-"""Lines of called functions below which a file is left out."""
+"""Lines of called functions below which a file is left out. A list on the page is right while files with twice as many
+are in it, and none with half as many, so that not every change of a few lines changes the page."""
 
 COMMON = "What most of these call"
 
+Traces = dict[str, dict[str, dict[str, int]]]
 
-def lists() -> dict[str, dict[str, list[str]]]:
-    """By question, the functions that were called, by file. Files that most questions call are a list of their own."""
-    found: dict[str, dict[str, list[str]]] = {}
+
+def traces() -> Traces:
+    """By question and file, the functions that were called and how many lines each has."""
+    found: Traces = {}
     for question, run in QUESTIONS.items():
         trace = Trace()
         with tempfile.TemporaryDirectory() as folder:
             run(trace, Path(folder))
-        found[question] = {file: [*names] for file, names in trace.files.items() if sum(names.values()) >= FEW}
-    counts = Counter(file for files in found.values() for file in files)
-    often = sorted(file for file, count in counts.items() if 2 * count > len(found))
-    common = {file: [name for files in found.values() for name in files.get(file, [])] for file in often}
-    return {
-        **{
-            title: {file: names for file, names in files.items() if file not in common}
-            for title, files in found.items()
-        },
-        COMMON: common,
+        found[question] = trace.files
+    return found
+
+
+def lists(found: Traces, few: float = FEW) -> dict[str, list[str]]:
+    """The files of each list. Those that most questions call are a list of their own."""
+    large = {
+        title: [file for file, functions in files.items() if sum(functions.values()) >= few]
+        for title, files in found.items()
     }
+    counts = Counter(file for files in large.values() for file in files)
+    common = sorted(file for file, count in counts.items() if 2 * count > len(found))
+    own = {title: [file for file in files if file not in common] for title, files in large.items()}
+    return {**own, COMMON: common}
+
+
+def differences(found: Traces, there: dict[str, set[str]]) -> dict[str, list[str]]:
+    """By list, the files that it lacks, and those that it should not have."""
+    least, most = lists(found, 2 * FEW), lists(found, FEW / 2)
+    everywhere = there.get(COMMON, set())
+    wrong = {
+        title: (set(least[title]) - there.get(title, set()) - everywhere)
+        | (there.get(title, set()) - set(most[title]) - set(most[COMMON]))
+        for title in found
+    }
+    return {title: sorted(files) for title, files in wrong.items() if files}
 
 
 def named(page: str) -> dict[str, set[str]]:
@@ -226,7 +244,7 @@ def named(page: str) -> dict[str, set[str]]:
     return {title: set(re.findall(r"^- `(\S+)`:", part, re.MULTILINE)) for title, part in parts}
 
 
-def with_lists(page: str, found: dict[str, dict[str, list[str]]]) -> str:
+def with_lists(page: str, found: dict[str, list[str]]) -> str:
     """The page with these lists in place of its own. What is in a file is the first sentence of its docstring."""
     written = []
     for title, files in found.items():
@@ -246,16 +264,18 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--check", action="store_true")
-    options, found = parser.parse_args(), lists()
+    options, found = parser.parse_args(), traces()
     page = PAGE.read_text(encoding="utf-8")
     if options.write:
-        PAGE.write_text(with_lists(page, found), encoding="utf-8")
+        PAGE.write_text(with_lists(page, lists(found)), encoding="utf-8")
     elif options.check:
-        there = named(page)
-        wrong = {title: sorted(set(files) ^ there.get(title, set())) for title, files in found.items()}
-        if any(wrong.values()):
+        wrong = differences(found, named(page))
+        if wrong:
             sys.exit(f"The lists of {PAGE} and the calls differ in {wrong}: run scripts/trace_calls.py --write")
     else:
-        for title, files in found.items():
+        for title, files in lists(found).items():
             print(f"### {title}\n")
-            print("".join(f"- `{file}`: {', '.join(names)}\n" for file, names in files.items()))
+            for file in files:
+                names = dict.fromkeys(name for each in found.values() for name in each.get(file, {}))
+                print(f"- `{file}`: {', '.join(found[title].get(file, names) if title in found else names)}")
+            print()
