@@ -163,9 +163,29 @@ def _bounds(folder: Path, name: str, begin: int, size: int) -> Iterator[tuple[in
         begin = end
 
 
-def _lines(path: Path, added: bytes, whole: int, last: bool) -> Iterator[dict[str, Any]]:
-    """The lines in the first `whole` bytes of what was added to an index, or of its last part."""
-    raws = added[:whole].splitlines()
+def lines_of(folder: Path, head: bytes) -> Iterator[dict[str, Any]]:
+    """
+    The lines of an index that begin with `head`. The others are not parsed, which takes most of the time of `Index`.
+
+    Raises:
+        UserError: If a file cannot be read, or one of these lines is damaged.
+    """
+    for path in sorted((folder / FOLDER).glob("index*.jsonl")):
+        data = files.read(folder, f"{FOLDER}/{path.name}") or b""
+        yield from _lines(path, data, data.rfind(b"\n") + 1, False, head)
+
+
+def evaluated(folder: Path) -> Table:
+    """The rows of a run's evaluations alone. Raises `UserError` as `lines_of`."""
+    rows = Table()
+    for kind, block in _blocks(lines_of(folder, b'{"kind":"rollout","session":"eval-')):
+        rows.add(kind, block)
+    return rows
+
+
+def _lines(path: Path, added: bytes, whole: int, last: bool, head: bytes = b"") -> Iterator[dict[str, Any]]:
+    """The lines in the first `whole` bytes of what was added to an index, or of its last part, that begin so."""
+    raws = [raw for raw in added[:whole].splitlines() if raw.startswith(head)]
     if last and _ENDED.search(added, whole):  # the last line is whole, and only its line feed is damaged
         raws.append(added[whole:])
     for raw in raws:

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ import orjson
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, files, open_run
+from mt_grpo.runlog.index import evaluated, lines_of
+from mt_grpo.runlog.reader import METRICS
 from mt_grpo.runlog.schema import FOLDER, INDEX
 from mt_grpo.runlog.shapes import misfit
 from mt_grpo.runlog.state import read_state
 from mt_grpo.viewer.columns import Columns
-from mt_grpo.viewer.panel import configured, status
+from mt_grpo.viewer.panel import CONFIG, configured, status
 from mt_grpo.viewer.queries import BadQuestion, Parameters, Queries, evaluations, is_right, questions
 from mt_grpo.viewer.search import cached
 
@@ -41,7 +43,8 @@ MOST = 8
 
 AXES = ("step", "time", "tokens")
 
-_STEP = re.compile(rb'^\{"kind":"step".*$', re.MULTILINE)
+INDEX_FILE = f"{FOLDER}/{INDEX}"
+
 _RUN = re.compile(rb'^\{"kind":"run".*$', re.MULTILINE)
 
 
@@ -73,6 +76,8 @@ class Runs:
         self.folder = Path(folder)
         self._opened: dict[str, Queries] = {}
         self._lock = threading.Lock()
+        self._opening: dict[str, threading.Lock] = {}  # of each run: a long one keeps nobody waiting for another
+        self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         if not find_runs(self.folder):
             raise UserError(
                 f"{self.folder} is not the folder of a run and has none in it: name the `output_dir` of a run, or a "
@@ -88,7 +93,8 @@ class Runs:
         """
         asked = dict(asked)
         if question == "runs":
-            return {"folder": self.folder.name, "runs": [self._summary(*each) for each in self._found().items()]}
+            found = sorted((self._summary(*each) for each in self._found().items()), key=_newest_first)
+            return {"folder": self.folder.name, "runs": found}
         if question == "curves":
             return self._curves(_names(asked), asked.get("metric") or "reward", asked.get("by") or "step")
         if question == "questions":
@@ -110,10 +116,20 @@ class Runs:
     def queries(self, name: str) -> Queries:
         """The questions of one run. Raises `UserError` if there is no such run, or its folder is damaged."""
         with self._lock:
+            lock = self._opening.setdefault(name, threading.Lock())
+        with lock:
             if name not in self._opened:
-                run = self._open(name)
+                run = open_run(self._folder(name), begun=True)
                 self._opened[name] = Queries(run, cached(run.folder))
             return self._opened[name]
+
+    def _read(self, what: Callable[[Path], Any], folder: Path, *names: str) -> Any:
+        """What a function makes of some files of a run; it is called again once one of them is another."""
+        state = [_state_of(folder / name) for name in names]
+        key = what, folder
+        if self._known.get(key, (None, None))[0] != state:
+            self._known[key] = state, what(folder)
+        return self._known[key][1]
 
     def _found(self) -> dict[str, Path]:
         return find_runs(self.folder)
@@ -124,12 +140,11 @@ class Runs:
             raise BadQuestion(f"There is no run {name!r} in {self.folder}{did_you_mean(name, list(found))}.")
         return found[name]
 
-    def _open(self, name: str) -> Run:
-        return open_run(self._folder(name), begun=True)
-
     def _summary(self, name: str, folder: Path) -> dict[str, Any]:
         try:
-            return {"name": name, **summary(folder)}
+            curve = self._read(_of_metrics, folder, METRICS)
+            about = self._read(about_run, folder, INDEX_FILE) or self._read(configured, folder, CONFIG)
+            return {"name": name, **summary(folder, curve, about)}
         except UserError as error:
             return {"name": name, "error": str(error)}
 
@@ -139,9 +154,10 @@ class Runs:
         curves, known = {}, {"reward": None}
         for name in names:
             folder = self._folder(name)
-            metrics = Run.metrics_of(folder)
+            metrics = self._read(Run.metrics_of, folder, METRICS)
             known |= dict.fromkeys(key for row in metrics for key, value in row.items() if _is_number(value))
-            axis = _axis(folder, metrics, by)
+            ends = self._read(_ends, folder, INDEX_FILE) if by == "time" else {}
+            axis = _axis(metrics, by, ends)
             curves[name] = [
                 [x, row[metric]]
                 for row, x in zip(metrics, axis, strict=True)
@@ -153,9 +169,7 @@ class Runs:
         """The questions of the last evaluation of each run that all were asked, and how each run fared."""
         sides, steps = {}, {}
         for name in names:
-            queries = self.queries(name)
-            queries.answer("run", {})
-            columns = queries.columns
+            columns = self._read(_evaluated, self._folder(name), INDEX_FILE)
             asked = evaluations(columns)
             if not asked:
                 raise BadQuestion(f"{name} has no evaluation, so that its held-out questions cannot be compared.")
@@ -210,9 +224,47 @@ def _compared(sides: dict[str, tuple[dict[tuple[str, int], Any], Columns]]) -> d
     return {"counts": dict(counts), "asked": len(rows), "rows": rows}
 
 
-def summary(folder: Path) -> dict[str, Any]:
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    """What is another once a file is another."""
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def _newest_first(run: dict[str, Any]) -> tuple[bool, float, str]:
+    """A sorting key of summaries; those without a time come last."""
+    begun = run.get("started") or run.get("beat")
+    return begun is None, -(begun or 0.0), run["name"]
+
+
+def _evaluated(folder: Path) -> Columns:
+    return Columns(evaluated(folder))
+
+
+def _of_metrics(folder: Path) -> dict[str, Any]:
+    """What the list shows of `metrics.jsonl`."""
+    metrics = Run.metrics_of(folder)
+    rewards = [row["reward"] for row in metrics if _is_number(row.get("reward"))]
+    return {
+        "seconds": next(
+            (row["train_runtime"] for row in reversed(metrics) if _is_number(row.get("train_runtime"))), None
+        ),
+        "step": max((row["step"] for row in metrics), default=0),
+        "reward": _thinned(rewards),
+        "last": float(np.mean(rewards[-LAST:])) if rewards else None,
+    }
+
+
+def summary(folder: Path, metrics: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
     """
     A run at a glance, from the ends of its files: its index is not read as a whole.
+
+    Args:
+        folder (`Path`): The run's.
+        metrics (`dict`): `_of_metrics`.
+        about (`dict`): `about_run`, or `configured`.
 
     Returns:
         `dict`: `state` (`status`), `rule`, `model`, `step`, `of`, `started`, `seconds`, `left` (seconds, estimated),
@@ -221,20 +273,15 @@ def summary(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: If a file is damaged.
     """
-    metrics, state = Run.metrics_of(folder), read_state(folder)
-    about = about_run(folder) or configured(folder)
-    rewards = [row["reward"] for row in metrics if _is_number(row.get("reward"))]
-    seconds = next((row["train_runtime"] for row in reversed(metrics) if _is_number(row.get("train_runtime"))), None)
-    step = max((row["step"] for row in metrics), default=0)
+    state = read_state(folder)
     options = about.get("options") or {}
     rule = about.get("rule") or about.get("estimator")
     return {
-        **status(state, seconds, folder),
-        "step": max(step, (state or {}).get("step", 0)),
+        **metrics,
+        **status(state, metrics["seconds"], folder),
+        "step": max(metrics["step"], (state or {}).get("step", 0)),
         "rule": rule.get("name") if isinstance(rule, dict) else rule,
         "model": model_name(about.get("model"), options),
-        "reward": _thinned(rewards),
-        "last": float(np.mean(rewards[-LAST:])) if rewards else None,
     }
 
 
@@ -261,19 +308,17 @@ def about_run(folder: Path) -> dict[str, Any]:
     return line if misfit("run", line) is None else {}
 
 
-def _axis(folder: Path, metrics: list[dict[str, Any]], by: str) -> list[float | None]:
+def _ends(folder: Path) -> dict[int, float]:
+    """When each step ended, by the number that `metrics.jsonl` gives it."""
+    return {line["step"] + 1: line["start"] + line["seconds"] for line in lines_of(folder, b'{"kind":"step"')}
+
+
+def _axis(metrics: list[dict[str, Any]], by: str, ends: dict[int, float]) -> list[float | None]:
     """The x of each line of metrics."""
     if by == "step":
         return [row["step"] for row in metrics]
     if by == "tokens":
         return [row.get("num_tokens") for row in metrics]
-    ends = {}
-    for raw in _STEP.findall(files.read(folder, f"{FOLDER}/{INDEX}") or b""):
-        try:
-            line = orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            continue  # opening the run names the line
-        ends[line["step"] + 1] = line["start"] + line["seconds"]
     begin = min(ends.values(), default=0.0)
     return [ends[row["step"]] - begin if row["step"] in ends else None for row in metrics]
 

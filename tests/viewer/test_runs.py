@@ -70,6 +70,34 @@ def test_questions_are_those_that_all_were_asked(runs, folder):
             assert cell["right"] == (whole["rewards"]["outcome"]["exact_match"] == 1.0)
 
 
+def test_runs_are_compared_without_being_opened(folder):
+    runs = Runs(folder)
+    index = folder / "first" / "rollouts" / "index.jsonl"
+    whole = index.read_bytes()
+    place = whole.index(b'{"kind":"rollout","session":"train-')
+    index.write_bytes(whole[:place] + b"{" + whole[place:])  # a line that is not needed here
+    try:
+        assert runs.answer("questions", {"runs": "first\nsweep/second"})["asked"] == 4
+        by_time = runs.answer("curves", {"runs": "first", "by": "time"})["curves"]["first"]
+        with pytest.raises(UserError, match="damaged line"):
+            runs.answer("run", {"run": "first"})
+    finally:
+        index.write_bytes(whole)
+    first = open_run(folder / "first")
+    ends = {step["step"] + 1: step["start"] + step["seconds"] for step in first.steps()}
+    assert [x for x, _ in by_time] == [ends[row["step"]] - min(ends.values()) for row in first.metrics()]
+
+
+def test_files_are_read_again_once_they_are_others(tmp_path):
+    runs, path = Runs(write_run(tmp_path / "runs" / "one", steps=1).parent), tmp_path / "runs/one/metrics.jsonl"
+    before, again = (runs._read(open_run(path.parent).metrics_of, path.parent, path.name) for _ in range(2))
+    assert again is before and runs.answer("runs", {})["runs"][0]["step"] == 1
+    with path.open("a") as file:
+        file.write('{"step": 2, "reward": 0.5}\n')
+    assert runs.answer("runs", {})["runs"][0]["step"] == 2
+    assert runs.answer("curves", {"runs": "one"})["curves"]["one"][-1] == [2, 0.5]
+
+
 @pytest.mark.parametrize(
     ("question", "asked", "words"),
     [
@@ -101,7 +129,20 @@ def test_runs_are_compared_and_opened(runs):
         page.wait_for_selector(".overlaid .line")
         assert page.locator(".run-row:not(.th)").count() == 3
         assert page.locator(".overlaid .line:not(.faint)").count() == 2
-        assert page.locator(".asked thead th").all_inner_texts()[1:] == ["first", "sweep/second"]
+        assert page.locator(".asked thead th").all_inner_texts()[1:] == ["sweep/second", "first"]
+        names = page.locator(".run-row:not(.th) .run-name a")
+        assert names.all_inner_texts() == ["sweep/second", "first", "broken"]  # the newest first
+        page.click(".th button:has-text('last 5')")
+        best_first = names.all_inner_texts()
+        page.click(".th button:has-text('last 5')")
+        assert names.all_inner_texts() == [*best_first[1::-1], "broken"] and "sort=last" in page.url
+        page.click(".th button:text-is('run')")
+        assert names.all_inner_texts() == ["sweep/second", "first", "broken"]
+        page.keyboard.press("Enter")
+        assert names.all_inner_texts() == ["broken", "first", "sweep/second"]
+        page.reload()
+        page.wait_for_selector(".overlaid .line")
+        assert names.all_inner_texts() == ["broken", "first", "sweep/second"]
         page.click("button:has-text('finished')")
         assert page.locator(".run-row:not(.th)").count() == 1
         page.uncheck(".run-row input")

@@ -126,7 +126,6 @@ addEventListener('scroll', () => {
   keeping = setTimeout(() => main.hasAttribute('aria-busy') || history.replaceState({ ...history.state, scrolled: scrollY }, ''), KEEP)
 }, { passive: true })
 document.querySelector('#views').addEventListener('change', event => { location.hash = seen[event.target.value] ?? link(event.target.value) })
-addEventListener('hashchange', show)
 addEventListener('keydown', event => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest('input, select, textarea')) return
   const act = shown.keys?.[event.key]
@@ -148,6 +147,7 @@ function obeyFilter() {
 async function begin() {
   if (exported) new MutationObserver(obeyFilter).observe(document.body, { childList: true, subtree: true })
   if (!exported) several = (await ask('runs').catch(() => ({ runs: [] }))).runs.map(run => run.name)
+  addEventListener('hashchange', show)
   show()
   if (exported) look()
   else poll()

@@ -11,13 +11,13 @@ const HEIGHT = 260
 
 export async function runs(main, asked) {
   const state = { ticked: (asked.get('with') ?? '').split('\n').filter(Boolean), metric: asked.get('metric') ?? 'reward',
-    by: asked.get('by') ?? 'step', show: '', text: '' }
+    by: asked.get('by') ?? 'step', sort: asked.get('sort') ?? '', show: '', text: '' }
   const kinds = h('span', { class: 'kinds' })
   const input = h('input', { type: 'search', 'aria-label': 'Name, rule or model', placeholder: 'name, rule or model' })
   const list = h('div', { class: 'runs', role: 'table', 'aria-label': 'Runs' })
   const below = h('div', { class: 'against' })
   const url = () => link('runs', { with: state.ticked.join('\n'), metric: state.metric === 'reward' ? null : state.metric,
-    by: state.by === 'step' ? null : state.by })
+    by: state.by === 'step' ? null : state.by, sort: state.sort })
   let answer = await ask('runs')
   if (!asked.has('with')) state.ticked = answer.runs.filter(run => !run.error && run.reward.length).slice(0, 2).map(run => run.name)
   state.ticked = state.ticked.filter(name => answer.runs.some(run => run.name === name))
@@ -30,7 +30,13 @@ export async function runs(main, asked) {
     const text = state.text.toLowerCase()
     const rows = answer.runs.filter(run => (!state.show || run.status === state.show)
       && [run.name, run.rule, run.model].some(each => (each ?? '').toLowerCase().includes(text)))
-    list.replaceChildren(head(), ...rows.map(run => row(run, state, tick)), rows.length ? '' : nothing('No run is like this.'))
+    list.replaceChildren(head(state, sortBy), ...sorted(rows, state.sort).map(run => row(run, state, tick)), rows.length ? '' : nothing('No run is like this.'))
+  }
+  const sortBy = name => {
+    state.sort = { [`-${name}`]: name, [name]: '' }[state.sort] ?? `-${name}`
+    history.replaceState(null, '', url())
+    draw()
+    list.querySelector(`.run-${name} button`).focus()
   }
   const tick = name => {
     state.ticked = state.ticked.includes(name) ? state.ticked.filter(each => each !== name) : [...state.ticked, name].slice(-MOST)
@@ -64,10 +70,25 @@ export async function runs(main, asked) {
 }
 
 const cell = (name, kind, ...children) => h('span', { class: `${kind} run-${name}`, role: 'cell' }, children)
-const COLUMNS = [['tick', ''], ['name', 'run'], ['status', 'status'], ['step', 'step'], ['rule', 'rule'], ['model', 'model'], ['reward', 'reward'], ['last', 'last 5']]
+/** Name, title, and what is sorted by; the newest come first where nothing is chosen. */
+const COLUMNS = [['tick', ''], ['name', 'run', run => run.name], ['status', 'status', run => run.status], ['step', 'step', run => run.step],
+  ['rule', 'rule', run => run.rule], ['model', 'model', run => run.model], ['reward', 'reward'], ['last', 'last 5', run => run.last]]
 
-const head = () => h('div', { class: 'run-row th', role: 'row' }, COLUMNS.map(([name, title]) =>
-  h('span', { class: `run-${name}`, role: 'columnheader' }, title || h('span', { class: 'unseen' }, 'compared'))))
+const head = (state, sortBy) => h('div', { class: 'run-row th', role: 'row' }, COLUMNS.map(([name, title, key]) => {
+  const order = { [name]: 'ascending', [`-${name}`]: 'descending' }[state.sort] ?? 'none'
+  const words = title || h('span', { class: 'unseen' }, 'compared')
+  return h('span', { class: `run-${name}`, role: 'columnheader', 'aria-sort': key ? order : null },
+    key ? h('button', { type: 'button', onclick: () => sortBy(name) }, words, { ascending: ' ▲', descending: ' ▼', none: '' }[order]) : words)
+}))
+
+/** Runs in an order, those without a value last. */
+function sorted(rows, sort) {
+  const key = COLUMNS.find(([name]) => name === sort.replace('-', ''))?.[2]
+  if (!key) return rows
+  const missing = run => key(run) === null || key(run) === undefined
+  const compare = (a, b) => (typeof a === 'number' ? a - b : a.localeCompare(b, 'en', { numeric: true }))
+  return rows.slice().sort((a, b) => missing(a) - missing(b) || (missing(a) ? 0 : (sort.startsWith('-') ? -1 : 1) * compare(key(a), key(b))))
+}
 
 function row(run, state, tick) {
   const at = state.ticked.indexOf(run.name)
