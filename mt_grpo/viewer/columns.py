@@ -243,7 +243,7 @@ class Columns:
 
     def _compared(self, condition: Condition, values: np.ndarray) -> np.ndarray:
         try:
-            asked = [float(part) for part in condition.value.split(",")]
+            asked = [float(part.replace("−", "-")) for part in condition.value.split(",")]  # as the page writes it
         except ValueError:
             raise FilterError(f"`{condition.written}` compares with no number: {condition.name} is one.") from None
         if condition.sign in ("=", "!="):

@@ -20,6 +20,7 @@ FILTERS = {
     "stop=TIMEOUT,length": lambda row: row["stop"] in ("timeout", "length"),
     "stop!=answered": lambda row: row["stop"] != "answered",
     "reward<0.5": lambda row: reward(row) < 0.5,
+    "advantage<−0.5": lambda row: any(value < -0.5 for value in row["advantages"] or ()),
     "mode=eval reward>=1": lambda row: row["mode"] == "eval" and reward(row) >= 1,
     "mismatch>.1": lambda row: (row["mismatch"] or 0) > 0.1,
     "turns=2 errors>0": lambda row: row["turns"] == 2 and sum(row["errors"]) > 0,

@@ -12,7 +12,7 @@ from support.runs import HOSTILE, REWARDS, write_run
 
 from mt_grpo.cli import main
 from mt_grpo.runlog import Batch, RunWriter, open_run
-from mt_grpo.trajectory import StopReason, Trajectory
+from mt_grpo.trajectory import StopReason, Trajectory, Turn
 from mt_grpo.viewer.queries import Queries
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
@@ -285,6 +285,36 @@ def test_a_token_is_pointed_at_kept_and_left(page, queries):
     assert page.inner_text("tr:has(th:text-is('engine − trainer')) td") != difference
     page.keyboard.press("Escape")
     assert page.locator(".tokens .at").count() == 0
+
+
+COPIED = """selector => {
+  getSelection().selectAllChildren(document.querySelector(selector))
+  return getSelection().toString()
+}"""
+
+
+def test_what_is_copied_has_none_of_the_pages_signs(browser, tmp_path):
+    tokens = [each for each in range(300, 4000, 7)][:60]
+    made = Trajectory([{"role": "user", "content": "?"}], stop_reason=StopReason.ANSWERED, answer="Lima")
+    newline = open_run(write_run(tmp_path / "other", steps=1)).tokenizer.encode("one\n\ntwo\n").ids
+    made.tree.add_turn([5, 6], [*newline, *tokens], [-0.1] * (len(newline) + len(tokens)))
+    made.turns = [Turn(0, {"role": "assistant", "content": "one"}, num_tokens=len(newline) + len(tokens))]
+    made.rewards = {"outcome": {"exact_match": 1.0}}
+    writer, batch = RunWriter(tmp_path / "run"), Batch("train", 0, 0, 1, [0], [made], REWARDS)
+    saved = writer.save_tokenizer(lambda folder: shutil.copytree(tmp_path / "other" / "tokenizer", folder))
+    writer.append([*saved, *writer.write(batch)])
+    with serving(Queries(open_run(tmp_path / "run"))) as server, watched(browser) as page:
+        page.goto(f"{server.url}#/trajectory")
+        page.wait_for_selector(".tokens i")
+        assert page.evaluate(COPIED, ".tokens").startswith("one\n\ntwo\n")
+        assert page.evaluate("getComputedStyle(document.querySelector('.tokens i'), '::before').content") == '"⏎"'
+        page.goto(f"{server.url}#/context?turn=1")
+        page.wait_for_selector(".seen .block")
+        assert "+" not in page.evaluate(COPIED, ".seen")
+        page.goto(f"{server.url}#/find")
+        page.wait_for_selector(".rows .col-answer")
+        assert page.inner_text(".rows .col-answer") == "✓ Lima"
+        assert page.evaluate(COPIED, ".rows .col-answer").strip() == "Lima"
 
 
 def test_tokens_are_shaded_by_each_number(page, queries):

@@ -86,6 +86,7 @@ def test_messages_are_read_as_they_are_meant(browser, folder):
         assert page.locator(".read .heading").inner_text() == "The answer"
         assert page.locator(".read strong").first.inner_text() == "Lima"
         assert page.locator(".read ol li").count() == 2 and page.locator(".read .written td").count() == 2
+        assert page.locator(".read .written").evaluate("table => getComputedStyle(table).display") == "table"
         assert [text.strip() for text in page.locator(".code").all_inner_texts()][:2] == [
             'print("hello")',
             json.dumps(json.loads(REPLIES[0]["content"]), indent=2),

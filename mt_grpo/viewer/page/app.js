@@ -107,8 +107,9 @@ async function follow(run) {
   if (!several.length) document.querySelector('#name').replaceChildren(h('span', { title: run.name }, run.name))
   const step = run.of ? `step ${run.steps} of ${run.of}` : `step ${run.steps}`
   const words = { unknown: expect(run), finished: `finished in ${number(run.seconds, 0)} s`, running: `running, ${expect(run)}` }
+  const said = [step, plural(run.conversations, 'conversation'), words[run.status] ?? `${run.status}: ${expect(run)}`].join(' · ')
   document.querySelector('#state').replaceChildren(h('span', { class: `dot ${DOTS[run.status]}` }),
-    h('a', { href: link('run') }, [step, plural(run.conversations, 'conversation'), words[run.status] ?? `${run.status}: ${expect(run)}`].join(' · ')))
+    h('a', { href: link('run'), title: said }, said))
   const [before, shows] = [version, shown.refresh !== show]
   version = run.version
   if (before !== version && (before !== null || !shows)) await shown.refresh?.()

@@ -37,7 +37,10 @@ function view(whole, state, show) {
   const set = (name, value) => { state[name] = value; show() }
   const shown = state.show === 'all' ? seen.blocks : seen.blocks.filter(block => block.sign)
   const turns = whole.turns.map((_, i) => [i, String(i + 1)])
-  const copy = async () => navigator.clipboard.writeText(seen.path.map(i => textOf(whole, i)).join(''))
+  const copy = async event => {
+    await navigator.clipboard.writeText(seen.path.map(i => textOf(whole, i)).join(''))
+    event.target.textContent = 'copied'
+  }
   return [
     h('div', { class: 'bar' }, h('div', { class: 'words' },
       h('p', { class: 'dim' }, `${whole.index.session} · member ${whole.index.member + 1} of ${whole.group.sessions.length} · `,
@@ -45,7 +48,7 @@ function view(whole, state, show) {
       h('h2', {}, `What the model saw at turn ${n + 1}`)),
     h('div', { class: 'choices' }, choice('turn', turns, n, value => set('turn', value)),
       choice('show', [['all', 'everything'], ['changed', 'what changed']], state.show, value => set('show', value)),
-      h('button', { type: 'button', class: 'as-link', onclick: copy }, 'copy'))),
+      navigator.clipboard && h('button', { type: 'button', class: 'as-link', onclick: copy }, 'copy'))),
     makeup(whole, seen, n),
     h('div', { class: 'reading' }, h('aside', {}, since(whole, seen, n), follows(whole, seen, n), legend(whole)),
       h('section', { class: 'card seen', 'aria-label': 'Context' }, shown.length ? shown.map(block => drawn(whole, block, n))

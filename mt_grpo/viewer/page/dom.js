@@ -75,6 +75,9 @@ export function choice(label, values, chosen, choose) {
     h('span', { class: 'buttons', role: 'group', 'aria-label': label }, buttons))
 }
 
+/** A sign before what is right or wrong; it is not copied with it. */
+export const rightSign = right => (right === null || right === undefined ? null : h('span', { class: 'sign-of' }, right ? '✓ ' : '✗ '))
+
 /** A table of two columns. */
 export function facts(rows) {
   return h('table', { class: 'facts' }, h('tbody', {}, rows.filter(Boolean).map(([name, value, kind = 'dim']) =>

@@ -1,7 +1,7 @@
 // Every conversation in a table that draws only the rows in sight. The URL holds filter and order.
 
 import { ask, current, exported } from './api.js'
-import { chip, h, link, number, plural, short } from './dom.js'
+import { chip, h, link, number, plural, rightSign, short } from './dom.js'
 
 const ROW = 30
 const HIT = 18
@@ -19,13 +19,11 @@ const COLUMNS = [
   ['errors', 'errors', row => String(row.errors), 'n'],
   ['mismatch', 'largest difference of engine and trainer, nats', row => short(row.mismatch), 'n'],
   ['seconds', 'seconds', row => number(row.seconds, 1), 'n'],
-  ['answer', 'final answer', row => [mark(row.right), row.answer ?? '–'], 'words mono'],
+  ['answer', 'final answer', row => [rightSign(row.right), row.answer ?? '–'], 'words mono'],
   ['prompt', 'question', row => [row.star ? h('span', { class: 'starred', title: row.note || null, role: 'img', 'aria-label': 'starred' }, '★ ') : '', row.copy ? [h('span', { class: 'chip' }, 'copy'), ' '] : '', row.prompt], 'words'],
 ]
 const EXAMPLES = ['mode=eval right=0', 'stop=length,timeout', 'errors>0 reward<0.5', 'spread=0', 'advantage<-1', 'tool=search']
 const FORMS = ['messages', 'sharegpt', 'tokens', 'preferences', 'jsonl', 'openinference']
-
-const mark = right => (right === null ? '' : right ? '✓ ' : '✗ ')
 
 export async function find(main, asked) {
   const state = { q: asked.get('q') ?? '', sort: asked.get('sort') ?? '', blocks: new Map(), matched: 0, turn: 0, row: ROW, hits: new Map(), asked: new Set() }
@@ -154,7 +152,7 @@ function drawn(row, i, state) {
   const found = state.hits.get(row.session) ?? []
   const way = h('a', { class: 'way', href: link('trajectory', { session: row.session, q: state.q, sort: state.sort, at: i }),
     'aria-label': `${row.prompt}, step ${row.step}, member ${row.member}` })
-  const cells = COLUMNS.map(([name, , text, kind], n) => h('span', { class: `td ${kind ?? ''} col-${name}`, role: 'cell' }, text(row), n ? null : way))
+  const cells = COLUMNS.map(([name, , text, kind], n) => h('span', { class: `td ${kind ?? ''} col-${name}`, role: 'cell', title: typeof row[name] === 'string' ? row[name] : null }, text(row), n ? null : way))
   const lines = state.row > ROW && h('span', { class: 'hits', role: 'cell' }, found.map(each => h('span', { class: 'hit' },
     h('span', { class: 'dim' }, each.turn === null ? each.part : `turn ${each.turn} · ${each.part}`),
     h('span', { class: 'mono', dir: 'auto' }, each.before && `…${each.before}`, h('mark', {}, each.hit), `${each.after}…`))))

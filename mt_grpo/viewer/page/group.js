@@ -3,7 +3,7 @@
 import { ask } from './api.js'
 import { diverging, growing } from './colours.js'
 import { branches } from './groups.js'
-import { chip, choice, groupLink, h, link, number, plural, signed } from './dom.js'
+import { chip, choice, groupLink, h, link, number, plural, rightSign, signed } from './dom.js'
 
 const COLOURS = [['advantage', 'advantage'], ['reward', 'turn reward'], ['entropy', 'entropy']]
 const WIDTHS = [['tokens', 'tokens'], ['seconds', 'seconds']]
@@ -135,13 +135,12 @@ function line(view, member, { size, longest, highest, colour }) {
   const { row, turns } = member
   const of = member.branch.root === row.member + 1 ? '' : ` of ${member.branch.root}`
   const kind = { true: 'right', false: 'wrong' }[row.right] ?? ''
-  const mark = { true: '✓ ', false: '✗ ' }[row.right] ?? ''
   return h('a', { class: 'member', href: link('trajectory', { session: row.session }) },
     h('span', { class: 'dim', title: of && `branch${of}, which shares ${plural(member.branch.shared, 'turn')}` }, String(row.member + 1), of && h('small', {}, of)),
     h('span', {}, h('b', { class: 'reward' }, number(row.reward)), ' ', chip(row.stop),
       h('span', { class: 'gauge' }, h('span', { css: { width: `${Math.max(0, (row.reward ?? 0) / highest) * 100}%` } }))),
     h('span', { class: 'turns' }, turns.flatMap(turn => segments(turn, size, longest, colour, turns.length))),
-    h('span', { class: `mono answer ${kind}`, title: row.answer ?? '' }, mark + (row.answer ?? '–')),
+    h('span', { class: `mono answer ${kind}`, title: row.answer ?? '' }, rightSign(row.right), row.answer ?? '–'),
     h('span', { class: 'heat' }, view.rewards.map(reward => {
       const value = row.rewards[reward.name]
       return h('span', { class: growing(value, reward.largest * 1.6, 'g') }, value === null || value === undefined ? '–' : brief(value))

@@ -1,7 +1,7 @@
 // Several runs: a list with the state of each, and those that are ticked against each other.
 
 import { ask } from './api.js'
-import { h, link, nothing, number, percent, plural, s, short } from './dom.js'
+import { h, link, nothing, number, percent, plural, rightSign, s, short } from './dom.js'
 
 const MOST = 7
 /** The colour of each state. */
@@ -92,13 +92,13 @@ function sorted(rows, sort) {
 
 function row(run, state, tick) {
   const at = state.ticked.indexOf(run.name)
-  const name = h('a', { href: link('overview', { run: run.name }) }, run.name)
+  const name = h('a', { href: link('overview', { run: run.name }), title: run.name }, run.name)
   if (run.error) return h('div', { class: 'run-row', role: 'row' }, cell('tick', ''), cell('name', '', name), h('span', { class: 'problem run-error', role: 'cell' }, run.error))
   return h('div', { class: `run-row ${at < 0 ? '' : 'on'}`, role: 'row' },
     cell('tick', '', h('input', { type: 'checkbox', checked: at >= 0, 'aria-label': `compare ${run.name}`, onchange: () => tick(run.name) })),
     cell('name', '', h('span', { class: 'line-name' }, at < 0 ? null : h('span', { class: `swatch c${at % 7}` }), name),
       h('small', {}, when(run))),
-    cell('status', '', h('span', { class: 'line-name' }, h('span', { class: `dot ${DOTS[run.status]}` }), run.status), h('small', {}, expect(run))),
+    cell('status', '', h('span', { class: 'line-name' }, h('span', { class: `dot ${DOTS[run.status]}` }), run.status), h('small', { title: expect(run) }, expect(run))),
     cell('step', '', run.of ? `step ${run.step} of ${run.of}` : `step ${run.step}`,
       run.of ? h('span', { class: `progress ${DOTS[run.status]}`, role: 'img', 'aria-label': percent(run.step / run.of) },
         h('span', { css: { width: `${Math.min(100, 100 * run.step / run.of)}%` } })) : null),
@@ -230,5 +230,5 @@ function questionsCard(view, state) {
   h('div', { class: 'scrolled' }, h('table', { class: 'asked' }, h('thead', {}, h('tr', {}, h('th', { scope: 'col' }, some.length ? 'where they differ' : 'none is right'),
     names.map(name => h('th', { scope: 'col' }, name)))), h('tbody', {}, rows.slice(0, 60).map(row => h('tr', {}, h('th', { scope: 'row' }, row.prompt),
     row.cells.map((each, n) => h('td', {}, h('a', { href: link('trajectory', { run: names[n], session: each.session }), class: each.right ? 'right' : 'wrong' },
-      `${each.right ? '✓' : '✗'} ${each.answer ?? '–'}`)))))))))
+      rightSign(each.right), each.answer ?? '–')))))))))
 }

@@ -78,9 +78,9 @@ function text(whole, turn, places, spans) {
   return block
 }
 
-/** Line breaks with a sign, so that they can be pointed at. */
+/** Line breaks with a sign, which the style gives them, so that they can be pointed at. */
 function withBreaks(words_) {
-  return words_.split('\n').flatMap((part, n) => (n ? [h('i', {}, '⏎'), '\n', part] : [part])).filter(part => part !== '')
+  return words_.split('\n').flatMap((part, n) => (n ? [h('i'), '\n', part] : [part])).filter(part => part !== '')
 }
 
 /** Calls that are not in the text of the message. */
