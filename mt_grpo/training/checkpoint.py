@@ -37,10 +37,14 @@ BATCH_OPTIONS = (
     "steps_per_generation",
     "num_iterations",
     "use_vllm",
-    "max_staleness",
 )
 """Options that decide the shape of the rollouts in a checkpoint, and how many rows of the dataset were used."""
-
+LASTING = ("seed", "shuffle_dataset", "optim")
+"""Options that a checkpoint's state is bound to: the order of its rows, and what its optimizer remembers."""
+SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs", "learning_rate")
+MEASURED = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that decide by evaluations. What they decided is in the checkpoint, and no function of the step."""
+BEST = ("metric_for_best_model", "greater_is_better")
 
 MADE_WITH = "made_with.json"
 """What a checkpoint says about the run that made it: tools, rewards with their weights, and data."""
@@ -85,8 +89,12 @@ class CheckpointError(UserError, OSError):
 
 
 def batch_options(args: MTGRPOConfig) -> dict[str, Any]:
-    """The options that must be the same for a run to resume from a checkpoint."""
-    return {**{name: getattr(args, name) for name in BATCH_OPTIONS}, "beta": args.beta}
+    """What a checkpoint says of its run's options, for a run that resumes from it."""
+    names = (*BATCH_OPTIONS, *LASTING, *SCHEDULE, *BEST, "beta", "max_staleness")
+    options = {name: getattr(args, name) for name in names}
+    options["optim"] = str(getattr(args.optim, "value", args.optim)).removesuffix("_fused")  # the same state
+    options["lr_scheduler_type"] = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    return options
 
 
 def save_rollouts(
@@ -113,28 +121,39 @@ def save_rollouts(
     partial.replace(path)
 
 
-def load_ahead(folder: Path, accelerator: Accelerator) -> Any:
-    """What was sampled ahead, as `save_rollouts` saved it for this process. Call `check_checkpoint` first."""
-    return _read(_path(folder, accelerator.process_index), map_location="cpu").get("ahead")
-
-
-def load_rollouts(folder: Path, accelerator: Accelerator, with_routes: bool = True) -> tuple[int, Any]:
+def load_rollouts(
+    folder: Path, accelerator: Accelerator, options: dict[str, Any], with_routes: bool = True
+) -> tuple[int, Any, Any]:
     """
-    The step and the micro-batches that `save_rollouts` saved for this process. Call `check_checkpoint` first.
+    What `save_rollouts` saved for this process. Call `check_checkpoint` first.
 
     Args:
+        folder (`Path`), accelerator (`Accelerator`): As of `save_rollouts`.
+        options (`dict`): The `batch_options` of the run that goes on.
         with_routes (`bool`, *optional*, defaults to `True`): Whether the run replays the routes of a mixture. Else
             those that were saved are left out.
+
+    Returns:
+        `tuple`: Micro-batches trained so far, as this run counts them; the micro-batches of the latest rollouts; what
+        was sampled ahead. The last two are `None` where this run has to sample them again: for other processes, and
+        where log-probs of the sampler came in or went with `max_staleness`, or it became smaller.
     """
     path, device = _path(folder, accelerator.process_index), torch.device(accelerator.device)
+    path = path if path.exists() else _path(folder, 0)
     state = _read(path, map_location="cpu" if device.type == "cpu" else device)  # of several ranks it is `cpu:0`
+    saved = options | {"max_staleness": 0} | state.get("options", {})
+    if state["processes"] != accelerator.num_processes:
+        ratio = options["gradient_accumulation_steps"] / saved["gradient_accumulation_steps"]
+        return round(state["step"] * ratio), None, None
     for batch in state["buffered_inputs"] or []:
         if "parents" in batch:  # as older checkpoints name the column
             batch["parent"] = batch.pop("parents")
         if not with_routes:
             for name in ("prompt_routes", "routes"):
                 batch.pop(name, None)
-    return state["step"], state["buffered_inputs"]
+    before, here = saved["max_staleness"], options["max_staleness"]
+    batches = state["buffered_inputs"] if bool(before) == bool(here) else None
+    return state["step"], batches, state.get("ahead") if before <= here else None
 
 
 def made_with(
@@ -157,13 +176,19 @@ def made_with(
     }
 
 
-def warn_of_differences(folder: Path, here: dict[str, str]) -> None:
-    """Warns where a checkpoint was made with other things (`made_with`); one that does not say is taken."""
+def warn_of_differences(folder: Path, here: dict[str, str], changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """
+    Warns where a run that goes on has other things or options than its checkpoint.
+
+    Args:
+        folder (`Path`): The checkpoint; one that does not say what it was made with is taken.
+        here (`dict`): What `made_with` says of the run.
+        changed (`Mapping`): Further options with their values there and here.
+    """
     path = folder / MADE_WITH
-    if not path.is_file():
-        return
-    made = json.loads(path.read_text(encoding="utf-8"))
+    made = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     other = [f"{name}: {made[name]}; here {here[name]}" for name in here if made.get(name, here[name]) != here[name]]
+    other += [f"{name}: {before}; here {given}" for name, (before, given) in changed.items()]
     if other:
         logger.warning(
             "The checkpoint %s was made with other %s. The resumed run goes on with what is here.",
@@ -181,7 +206,7 @@ def _known_by(rows: Dataset | IterableDataset) -> str:
     return f"{len(rows)} rows ({digest:08x})"
 
 
-def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes: int) -> None:
+def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes: int) -> dict[str, Any]:
     """
     Checks that a run can resume from a checkpoint.
 
@@ -190,28 +215,44 @@ def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes
         options (`dict`): The run's `batch_options`.
         rank, processes (`int`): This process, and the number of processes.
 
+    Returns:
+        `dict`: The `batch_options` that it was made with; where it does not say one, the run's.
+
     Raises:
-        ConfigError: If another number of processes, other options or another trainer wrote the checkpoint.
+        ConfigError: If other options, another trainer or processes with other batches wrote the checkpoint.
     """
     path = _path(folder, rank)
-    state = _read(path, mmap=True) if path.exists() else None
-    if state is not None and state["processes"] == processes and (why := _damage(folder)):
-        raise ConfigError(why)
-    if state is None or state["processes"] != processes:
-        count = len(list(folder.glob("rollouts-rank*.pt")))
+    path = path if path.exists() else _path(folder, 0)
+    if not path.exists():
         raise ConfigError(
-            f"The checkpoint {folder} has the rollouts of {count} processes, and this run has {processes}: resume "
-            "with as many as wrote it, or begin a run with its model (`model_name_or_path`)."
+            f"The checkpoint {folder} has no conversations, so another trainer wrote it: begin a run with its model "
+            "(`model_name_or_path`)."
         )
-    if "options" not in state:
+    state = _read(path, mmap=True)
+    if why := _damage(folder):
+        raise ConfigError(why)
+    if "options" not in state and rank == 0:
         logger.warning(
             "The checkpoint %s does not say with which batch sizes it was made, so nobody checks that this run has "
             "the same.",
             folder,
         )
-        return
-    saved = {"max_staleness": 0} | state["options"]
-    other = [name for name in BATCH_OPTIONS if saved[name] != options[name]]
+    saved: dict[str, Any] = options | {"max_staleness": 0} | state.get("options", {})
+    exact = [*BATCH_OPTIONS, *LASTING]
+    if state["processes"] != processes:
+        _check_processes(folder, saved, state["processes"], options, processes)
+        exact = [name for name in exact if name not in SPLIT]
+        if rank == 0:
+            logger.warning(
+                "The checkpoint %s was made by %d processes, and this run has %d: what was sampled and not yet "
+                "trained is sampled again.",
+                folder,
+                state["processes"],
+                processes,
+            )
+    if {saved["lr_scheduler_type"], options["lr_scheduler_type"]}.intersection(MEASURED):
+        exact += SCHEDULE
+    other = [name for name in exact if saved[name] != options[name]]
     if bool(saved["beta"]) != bool(options["beta"]):  # whether there are log-probs of the reference model
         other.append("beta")
     if other:
@@ -220,6 +261,73 @@ def check_checkpoint(folder: Path, options: dict[str, Any], rank: int, processes
             f"The checkpoint {folder} was made with {made}, and this run has {here}: resume with what it was made "
             "with, or begin a run with its model (`model_name_or_path`)."
         )
+    return saved
+
+
+SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+"""Options that say how processes share a batch."""
+
+
+def _check_processes(
+    folder: Path, saved: dict[str, Any], before: int, options: dict[str, Any], processes: int
+) -> None:
+    """
+    Whether other processes than those that wrote a checkpoint take the same steps: they need as many conversations in
+    an optimizer's step, and in a batch that is sampled.
+    """
+
+    def sizes(values: dict[str, Any], number: int) -> tuple[int, int]:
+        rows = values["per_device_train_batch_size"] * number
+        return rows * values["gradient_accumulation_steps"], rows * values["steps_per_generation"]
+
+    if any(folder.glob(SHARDINGS["DeepSpeed"])):
+        raise ConfigError(
+            f"The checkpoint {folder} was made by {before} processes under DeepSpeed, whose state only as many can "
+            f"read, and this run has {processes}: launch it with `--num_processes {before}`, or begin a run with its "
+            "model (`model_name_or_path`)."
+        )
+    made, here = sizes(saved, before), sizes(options, processes)
+    if made == here:
+        return
+    size, rest = divmod(saved["per_device_train_batch_size"] * before, processes)
+    wanted = {name: saved[name] for name in SPLIT} | {"per_device_train_batch_size": size}
+    if rest:
+        rows = options["per_device_train_batch_size"] * processes
+        wanted = {SPLIT[0]: options[SPLIT[0]], SPLIT[1]: made[0] // rows, SPLIT[2]: made[1] // rows}
+    mend = " ".join(f"--{name} {wanted[name]}" for name in SPLIT if wanted[name] != options[name])
+    possible = all(wanted.values()) and sizes(wanted, processes) == made
+    mend = f"go on with `{mend}`, or" if possible else "go on"
+    raise ConfigError(
+        f"The checkpoint {folder} was made by {before} processes, with {made[0]} conversations in a step, {made[1]} "
+        f"in a batch that is sampled, and this run of {processes} has {here[0]} and {here[1]}: {mend} with as many "
+        f"processes as wrote it (`--num_processes {before}`)."
+    )
+
+
+SHARDINGS = {"DeepSpeed": "global_step*", "FSDP": "pytorch_model_fsdp*"}
+"""What a checkpoint has whose processes shared the weights or the optimizer's state."""
+
+
+def check_sharding(folder: Path, here: str | None) -> None:
+    """
+    Whether a checkpoint was written by processes that share weights as those of a run do.
+
+    Args:
+        folder (`Path`): The checkpoint.
+        here (`str`, *optional*): What shards in the run, one of `SHARDINGS`; `None` where each process has all.
+
+    Raises:
+        ConfigError: If it was not.
+    """
+    saved = next((kind for kind, pattern in SHARDINGS.items() if any(folder.glob(pattern))), None)
+    if saved == here:
+        return
+    names = {None: "without sharding", "DeepSpeed": "under DeepSpeed", "FSDP": "under FSDP"}
+    configs = {None: "without it, as with `MULTI_GPU`", "DeepSpeed": "`zero2` or `zero3`", "FSDP": "`fsdp2`"}
+    raise ConfigError(
+        f"The checkpoint {folder} was written {names[saved]}, and this run trains {names[here]}: launch it with an "
+        f"accelerate configuration {configs[saved]} as the run that wrote it, or begin a run with its model."
+    )
 
 
 def check_adapter(folder: Path, adapter: dict[str, Any] | None) -> None:
@@ -400,6 +508,10 @@ def _gone(folder: Path) -> str | None:
     """
     if not (folder / TRAINER_STATE_NAME).exists():  # another host may have the rest
         return None
+    if _path(folder, 0).exists():
+        for rank in range(_read(_path(folder, 0), mmap=True)["processes"]):
+            if not _path(folder, rank).exists():
+                return _path(folder, rank).name
     sharded = any(map(any, map(folder.glob, SHARDED)))
     if not sharded and not any(map(any, map(folder.glob, ("*model*.safetensors", "*model*.bin")))):
         return "model.safetensors"

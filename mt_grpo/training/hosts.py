@@ -1,22 +1,31 @@
 """
 Runs over several hosts that share no folder. The first host keeps whatever is to last: checkpoints, and conversations
 of all processes. The others get from it what they resume from. On a shared folder nothing is lacking, nor copied.
+Files are compared by their content: a copy of a checkpoint that has been written again since is often of its size.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from zlib import crc32
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.checkpoint import find_checkpoint
+
+T = TypeVar("T")
 
 CHUNK = 1 << 26
 """Bytes that are sent at once."""
@@ -51,7 +60,8 @@ def resume_point(wanted: str | bool | None, args: TrainingArguments) -> str | No
             raise ConfigError(errors[0])
         return None
     chosen = max(folders, key=_step)  # the first of equals
-    _copy(Path(chosen), [folder for folder, _ in answers].index(chosen), args.local_process_index == 0)
+    source = [folder for folder, _ in answers].index(chosen)
+    _copy(Path(chosen), source, args.local_process_index == 0, mirrors=True)
     return chosen
 
 
@@ -60,11 +70,22 @@ def _step(folder: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
+def clear(folder: Path, args: TrainingArguments) -> None:
+    """Removes a checkpoint that is about to be written, of every host. This is a collective call."""
+    for turn in (args.process_index == 0, args.local_process_index == 0):  # a shared folder is empty by the second
+        if turn:
+            shutil.rmtree(folder, ignore_errors=True)
+        PartialState().wait_for_everyone()
+
+
 def keep_checkpoint(folder: Path, args: TrainingArguments) -> None:
-    """Has the first host keep what processes of other hosts wrote to a checkpoint. This is a collective call."""
+    """
+    Has the first host keep what processes of other hosts wrote to a checkpoint, which was cleared before. This is a
+    collective call.
+    """
     if not several_hosts(args):
         return
-    _collect(folder, args)
+    _collect(folder, args, replaces=False)
     if args.local_process_index == 0 and not (folder / TRAINER_STATE_NAME).exists():  # the first process writes it
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -72,36 +93,76 @@ def keep_checkpoint(folder: Path, args: TrainingArguments) -> None:
 def keep_records(folder: Path, args: TrainingArguments) -> None:
     """Has the first host keep conversations of processes of other hosts. This is a collective call."""
     if several_hosts(args):
-        _collect(folder, args)
+        _collect(folder, args, replaces=True)
 
 
-def _collect(folder: Path, args: TrainingArguments) -> None:
+def _collect(folder: Path, args: TrainingArguments, replaces: bool) -> None:
     heads = gather_object([args.local_process_index == 0])  # which also waits until every process has written
     for source in [rank for rank, head in enumerate(heads) if head and rank]:
-        _copy(folder, source, args.process_index == 0)
+        _copy(folder, source, args.process_index == 0, replaces=replaces)
 
 
-def _copy(folder: Path, source: int, receives: bool) -> None:
-    """Copies from a process what others lack of a folder, or have in another size. This is a collective call."""
+def _copy(folder: Path, source: int, receives: bool, replaces: bool = True, mirrors: bool = False) -> None:
+    """
+    Copies from a process what others lack of a folder. This is a collective call.
+
+    Args:
+        folder (`Path`): The folder, which each may have for itself.
+        source (`int`): The process that sends.
+        receives (`bool`): Whether this one receives.
+        replaces (`bool`, *optional*): Whether files of other content are replaced.
+        mirrors (`bool`, *optional*): Whether files that the source lacks are removed.
+    """
     sends = PartialState().process_index == source
-    here = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
-    there = [here]
-    broadcast_object_list(there, from_process=source)
-    lacking = {name for name, size in there[0].items() if receives and here.get(name) != size}
+    here = _identities(folder) if sends or receives else {}
+    there = _broadcast(here, source)
+    known = {name for name in there if receives and name in here}
+    alike = {name for name in known if replaces and here[name].size == there[name].size and here[name] != there[name]}
+    asked = sorted(set().union(*gather_object([alike])))
+    contents = _broadcast({name: _digest(folder / name) for name in asked if sends}, source)
+    lacking = {name for name in there if receives and name not in here}
+    lacking |= {name for name in known if replaces and here[name].size != there[name].size}
+    lacking |= {name for name in alike if _digest(folder / name) != contents[name]}
+    if mirrors and receives and not any(here[name] == there[name] for name in known):  # the folder is no shared one
+        for name in here.keys() - there.keys():
+            (folder / name).unlink()
     for name in sorted(set().union(*gather_object([lacking]))):
         path = folder / name
         partial = path.with_name(f"{path.name}.partial")
         if name in lacking:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial.unlink(missing_ok=True)
-        for start in range(0, max(there[0][name], 1), CHUNK):
-            chunk = [_read(path, start) if sends else b""]
-            broadcast_object_list(chunk, from_process=source)
+        for start in range(0, max(there[name].size, 1), CHUNK):
+            chunk = _broadcast(_read(path, start) if sends else b"", source)
             if name in lacking:
                 with partial.open("ab") as file:
-                    file.write(chunk[0])
+                    file.write(chunk)
         if name in lacking:
             partial.replace(path)
+
+
+class Identity(NamedTuple):
+    """What a file of a shared folder has in common on all hosts, and copies of it have not."""
+
+    size: int
+    inode: int
+    changed: int
+
+
+def _identities(folder: Path) -> dict[str, Identity]:
+    found = {path.relative_to(folder).as_posix(): path.stat() for path in _files(folder)}
+    return {name: Identity(each.st_size, each.st_ino, each.st_mtime_ns) for name, each in found.items()}
+
+
+def _broadcast(value: T, source: int) -> T:
+    values = [value]
+    broadcast_object_list(values, from_process=source)
+    return values[0]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 def _files(folder: Path) -> Iterable[Path]:
@@ -112,3 +173,40 @@ def _read(path: Path, start: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
         return file.read(CHUNK)
+
+
+def check_same(what: str, tensors: Mapping[str, Any], mend: str) -> None:
+    """
+    Compares one number of tensors across all processes, each of which has them whole. This is a collective call.
+
+    Args:
+        what (`str`): What they are, for the sentence.
+        tensors (`Mapping`): By name. Shards, which differ as they should, and what is no tensor are passed over.
+        mend (`str`): What to do where they differ.
+
+    Raises:
+        ConfigError: In every process, if the numbers differ.
+    """
+    if PartialState().num_processes == 1:
+        return
+    answers = gather_object([(_number(tensors), socket.gethostname())])
+    other = [rank for rank, (number, _) in enumerate(answers) if number != answers[0][0]]
+    if other:
+        raise ConfigError(
+            f"The processes of the run begin with different {what}: of process {other[0]} on {answers[other[0]][1]} "
+            f"they are not those of process 0 on {answers[0][1]}: {mend}."
+        )
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element: what its bits are read as."""
+
+
+def _number(tensors: Mapping[str, Any]) -> int:
+    """A checksum of names, shapes and bits. Of a tensor it is a sum, which a GPU computes as fast as it reads."""
+    number = 0
+    for name, tensor in sorted(tensors.items()):
+        if isinstance(tensor, torch.Tensor) and not is_traceable_wrapper_subclass(tensor):
+            bits = tensor.detach().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64).item()
+            number = crc32(f"{name} {tuple(tensor.shape)} {bits}".encode(), number)
+    return number

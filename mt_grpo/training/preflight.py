@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
@@ -226,3 +226,22 @@ def _needed(parameters: Iterable[Parameter], positional: int) -> list[str]:
         del left[0]
         positional -= 1
     return [parameter.name for parameter in left if parameter.default is Parameter.empty]
+
+
+def check_best(wanted: str | None, metrics: Mapping[str, Any]) -> None:
+    """
+    Whether an evaluation measures what the best model is chosen by.
+
+    Args:
+        wanted (`str`, *optional*): `metric_for_best_model`.
+        metrics (`Mapping`): Those of an evaluation.
+
+    Raises:
+        ConfigError: If it does not.
+    """
+    names = [name.removeprefix("eval_") for name in metrics]
+    if wanted is not None and wanted.removeprefix("eval_") not in names:
+        raise ConfigError(
+            f"`metric_for_best_model: {wanted}` is nothing that an evaluation measures"
+            f"{did_you_mean(wanted.removeprefix('eval_'), names)}: name one of its metrics, such as `reward`."
+        )

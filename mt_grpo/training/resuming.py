@@ -22,13 +22,14 @@ from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.runlog.state import Pulse
 from mt_grpo.training.ahead import BatchesAhead, batches_ahead
 from mt_grpo.training.checkpoint import (
+    BEST,
     MADE_WITH,
     batch_options,
     check_adapter,
     check_checkpoint,
+    check_sharding,
     check_weights_fit,
     is_whole,
-    load_ahead,
     load_converted,
     load_rollouts,
     made_with,
@@ -38,7 +39,8 @@ from mt_grpo.training.checkpoint import (
 )
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.folder import left_by_runs, locked
-from mt_grpo.training.hosts import keep_checkpoint, keep_records, resume_point
+from mt_grpo.training.hosts import check_same, clear, keep_checkpoint, keep_records, resume_point
+from mt_grpo.training.hyperparameters import hyperparameters, take_given
 from mt_grpo.training.model import load_reference, save_reference
 from mt_grpo.training.nonfinite import check_weights
 from mt_grpo.training.preflight import check_batch_sizes, check_rows_suffice
@@ -65,6 +67,8 @@ class ResumableTrainer(GRPOTrainer):
     _failed_batches: int
     _sampler: Sampler[int] | None
     _begun: tuple[int, int, Any]
+    evaluated_step: int | None
+    _hyperparameters: list[dict[str, Any]]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
@@ -80,6 +84,8 @@ class ResumableTrainer(GRPOTrainer):
         check_rows_suffice(self.args, self.train_dataset)
         checkpoint = resume_point(resume_from_checkpoint, self.args)
         if checkpoint is not None:
+            shards = {"DeepSpeed": self.is_deepspeed_enabled, "FSDP": self.is_fsdp_enabled}
+            check_sharding(Path(checkpoint), next((kind for kind, given in shards.items() if given), None))
             adapter = self.model.peft_config["default"].to_dict() if is_peft_model(self.model) else None
             check_adapter(Path(checkpoint), adapter)
             check_weights_fit(Path(checkpoint), self.accelerator.unwrap_model(self.model))
@@ -95,7 +101,7 @@ class ResumableTrainer(GRPOTrainer):
         self._earlier = []
         # a run that begins again keeps nothing of one that was interrupted in this process
         self._step, self._buffered_inputs, self._synced_step, self._failed_batches = 0, None, -1, 0
-        self._begun = -1, 0, None
+        self._begun, self.evaluated_step = (-1, 0, None), None
         folder = Path(self.args.output_dir).resolve()
         self.step_log.records.resumes = checkpoint is not None and Path(checkpoint).resolve().parent == folder
         self._ahead, self._sampler = batches_ahead(self), None  # a stream has no sampler
@@ -144,6 +150,7 @@ class ResumableTrainer(GRPOTrainer):
         one more.
         """
         begin = super()._init_training_state(max_steps, updates, num_epochs, *args)
+        self.state.compute_steps(self.args, max_steps)  # a checkpoint has those of its run
         if self.state.global_step < max_steps:
             for _ in range(begin[0] if self._sampler is not None else 0):
                 next(iter(self._sampler))
@@ -157,19 +164,61 @@ class ResumableTrainer(GRPOTrainer):
             )
         return num_epochs, 0
 
+    def _prepare_for_training(self, max_steps: int, dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """TRL's. It may give all processes the weights of the first one, so they are compared before."""
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        if plugin is None or not plugin.cpu_ram_efficient_loading:  # else the first process alone has loaded them
+            models = {"": self.accelerator.unwrap_model(self.model), "reference ": self.ref_model}
+            weights = {
+                f"{name}{each}": weight
+                for name, model in models.items()
+                if model is not None
+                for each, weight in model.state_dict().items()
+            }
+            mend = "give every host the same files of the model, or the same `model_revision`"
+            check_same("weights", weights, mend)
+        prepared = super()._prepare_for_training(max_steps, dataloader, resume_from_checkpoint)
+        if resume_from_checkpoint is not None and not sharded:
+            state = self.optimizer.state_dict()["state"]
+            tensors = {f"{key} {name}": value for key, each in state.items() for name, value in each.items()}
+            mend = f"give every host the same files of {resume_from_checkpoint}"
+            check_same("states of the optimizer", tensors, mend)
+        return prepared
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         folder, accelerator = Path(checkpoint), self.accelerator
-        check_checkpoint(folder, batch_options(self.args), accelerator.process_index, accelerator.num_processes)
-        super()._load_optimizer_and_scheduler(checkpoint)
+        options = batch_options(self.args)
+        saved = check_checkpoint(folder, options, accelerator.process_index, accelerator.num_processes)
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except (ValueError, KeyError) as error:  # of torch
+            raise ConfigError(
+                f"The optimizer's state in {folder} is not of the weights that this run trains "
+                f"({' '.join(str(error).split())[:160]}): resume with what it was made with, or begin a run with its "
+                "model (`model_name_or_path`)."
+            ) from error
+        changed = take_given(self.optimizer, self.lr_scheduler, self._hyperparameters)
+        if any(saved[name] != options[name] for name in BEST):  # the best so far is by another measure
+            self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         if self.is_world_process_zero():
-            warn_of_differences(folder, self._made_with())
+            warn_of_differences(folder, self._made_with(), changed)
         load_reference(folder, self.args, accelerator, self.ref_model)
-        self._step, self._buffered_inputs = load_rollouts(folder, accelerator, replays_routes(self.args))
-        if self._ahead is not None and (kept := load_ahead(folder, accelerator)) is not None:
-            self._ahead.restore(kept)
+        self._step, self._buffered_inputs, ahead = load_rollouts(
+            folder, accelerator, options, replays_routes(self.args)
+        )
+        if self._ahead is not None and ahead is not None:
+            self._ahead.restore(ahead)
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, which is called when the optimizer is ready and no checkpoint is loaded yet."""
+        scheduler = super().create_scheduler(*args, **kwargs)
+        if self.optimizer is not None:
+            self._hyperparameters = hyperparameters(self.optimizer)
+        return scheduler
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         plain = self.accelerator.unwrap_model(self.model)
@@ -182,7 +231,7 @@ class ResumableTrainer(GRPOTrainer):
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # whose files have the model's own names
         if sharded or is_peft_model(plain) or not load_converted(Path(best), plain):
             super()._load_best_model()
-        self._synced_step = -1  # servers have those of the last step
+        self._synced_step, self.evaluated_step = -1, None  # servers have those of the last step
 
     def _made_with(self) -> dict[str, str]:
         return made_with(self.args, tool_names(self.env), self.step_log.records.rewards, self.train_dataset)
@@ -223,6 +272,7 @@ class ResumableTrainer(GRPOTrainer):
         limit, self.args.save_total_limit = self.args.save_total_limit, None  # earlier ones stay until this is whole
         try:
             with says_what_cannot_be_written(folder, self.args.output_dir):
+                clear(folder, self.args)  # of one that was written before the run went back behind it
                 super()._save_checkpoint(model, trial)
                 save_reference(folder, self.args, self.accelerator, self.ref_model)
                 if self.is_world_process_zero():

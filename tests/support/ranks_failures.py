@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from mt_grpo.app.train import leave_group
@@ -101,7 +102,18 @@ def template_of_judge_refuses(trainer, rank):
         trainer.outcome_reward_funcs[1]._tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
 
 
+def weights_differ(trainer, rank):
+    with torch.no_grad():
+        list(trainer.model.parameters())[-1].view(-1)[0] += rank * 1e-6
+
+
+def adapters_differ(trainer, rank):
+    weights_differ(trainer, rank)
+
+
 FAULTS = [
+    weights_differ,
+    adapters_differ,
     no_conversation_is_left,
     template_of_judge_refuses,
     engine_fails,
@@ -147,6 +159,7 @@ def main(folder: str) -> None:
             train_dataset=Dataset.from_list(rows),
             engine=ScriptedEngine(tokenizer, lambda session, turn: f"<answer>Lima {'a' * int(session[-1])}</answer>"),
             processing_class=tokenizer,
+            peft_config=LoraConfig(target_modules=["q_proj"]) if fault is adapters_differ else None,
         )
         fault(trainer, rank)
         try:

@@ -195,6 +195,8 @@ def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
     first, second = (json.loads((tmp_path / f"ends-{rank}.json").read_text()) for rank in range(2))
     kinds = {name: (first[name][0], second[name][0]) for name in first}
     assert kinds == {
+        "weights_differ": ("ConfigError", "ConfigError"),
+        "adapters_differ": ("ConfigError", "ConfigError"),
         "engine_fails": ("RankError", "Local"),
         "memory_ends": ("RankError", "MemoryError"),
         "on_finish_raises": ("RankError", "OSError"),
@@ -211,6 +213,8 @@ def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
             assert first[name][1].startswith("Process 1 failed:\nTraceback") and second[name][1] in first[name][1]
         else:
             assert first[name][1] == second[name][1]
+    for name in ("weights_differ", "adapters_differ"):
+        assert "begin with different weights: of process 1 on" in first[name][1]
     assert "a bug in the engine (7)" in first["engine_fails"][1] and "scripted.py" in first["engine_fails"][1]
 
 
@@ -218,3 +222,13 @@ def test_a_failure_of_one_rank_ends_all_with_its_reason(tmp_path):
 def test_a_synced_reference_is_restored_on_every_rank(tmp_path, environment):
     assert run_ranks(tmp_path, 2, "reference", **environment)["sharded"] == bool(environment)
     assert (tmp_path / "checkpoint-3" / "reference.safetensors").exists()
+
+
+def test_a_host_takes_a_checkpoint_that_was_replaced(tmp_path):
+    """Its copy has the size of the new one. Nothing of another run's shards stays, and no step is recorded twice."""
+    run_processes(["-m", "support.ranks_hosts", str(tmp_path)], 2, tmp_path / "log", {})
+    first, second = (torch.load(tmp_path / f"result-{rank}.pt") for rank in range(2))
+    for name, weight in first["weights"].items():
+        assert weight.equal(second["weights"][name]), name
+    assert sorted(first["copied"]) == sorted(second["copied"])
+    assert first["logged"] == [(step, rank) for step in range(3) for rank in (0,) * 4 + (1,) * 4]

@@ -320,10 +320,14 @@ def test_an_engine_of_the_trained_model_is_refused(tmp_path, tokenizer, question
         )
 
 
-def test_a_checkpoint_of_other_staleness_is_refused(sampled, tmp_path):
-    sampled("run", max_steps=1, save_strategy="steps", save_steps=1)
-    with pytest.raises(ConfigError, match="was made with `max_staleness: 0`, and this run has `max_staleness: 1`"):
-        sampled("run", str(tmp_path / "run" / "checkpoint-1"), max_steps=2, max_staleness=1)
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0), (2, 1), (1, 2)])
+def test_staleness_may_change_on_resume(sampled, tmp_path, before, after):
+    """In the middle of a batch too, whose log-probs of the sampler are there or not; its smaller steps are not."""
+    options = {"num_iterations": 2, "max_steps": 4}
+    sampled("run", max_staleness=before, save_strategy="steps", save_steps=1, **options)
+    resumed, _ = sampled("run", str(tmp_path / "run" / "checkpoint-1"), max_staleness=after, **options)
+    assert resumed.state.global_step == 4
+    assert all(lag <= after for lag in logged(resumed, "staleness/max")[2 if before <= after else 1 :])
 
 
 def test_sampling_while_training_reads_no_weight_that_is_trained(sampled):

@@ -20,7 +20,7 @@ from mt_grpo.rewards import OutcomeReward, RewardError
 from mt_grpo.rollout import EngineError, RolloutError, ScriptedEngine
 from mt_grpo.runlog import open_run
 from mt_grpo.training import ConfigError, MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.checkpoint import batch_options, check_checkpoint, load_rollouts, save_rollouts
+from mt_grpo.training.checkpoint import load_rollouts, save_rollouts
 from mt_grpo.training.environment import build_env
 
 
@@ -207,21 +207,11 @@ def test_a_step_that_was_cut_short_begins_again(tmp_path, tokenizer, questions):
         assert torch.equal(a, b)
 
 
-def test_a_checkpoint_of_another_number_of_processes_is_refused(tmp_path, build):
-    options = batch_options(build().args)
-    two = SimpleNamespace(process_index=0, num_processes=2, device="cpu")
-    save_rollouts(tmp_path, two, 3, [], options)
-    check_checkpoint(tmp_path, options, 0, 2)
-    assert load_rollouts(tmp_path, two) == (3, [])
-    with pytest.raises(ConfigError, match="resume with as many as wrote it"):
-        check_checkpoint(tmp_path, options, 0, 1)
-
-
 def test_a_checkpoint_of_version_0_1_keeps_its_forks(tmp_path):
     one = SimpleNamespace(process_index=0, num_processes=1, device="cpu")
     forks = torch.tensor([[-1, 0, -1]])
     save_rollouts(tmp_path, one, 3, [{"parents": forks}], {})
-    _, (loaded,) = load_rollouts(tmp_path, one)
+    _, (loaded,), _ = load_rollouts(tmp_path, one, {"max_staleness": 0})
     assert loaded.keys() == {"parent"} and loaded["parent"].equal(forks)
 
 

@@ -27,6 +27,7 @@ from mt_grpo.runlog.trim import trim
 from mt_grpo.runlog.writer import end_with_a_line, finite
 from mt_grpo.training.checkpoint import later_checkpoints
 from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.hosts import several_hosts
 from mt_grpo.training.processes import everywhere
 from mt_grpo.training.step_log.step import Outputs, Step, Update, split_number
 from mt_grpo.trajectory import Trajectory
@@ -143,6 +144,8 @@ class Records:
             return
         folder = Path(self._args.output_dir)
         last = everywhere(lambda: trim(folder, number) if self._main else number)
+        if several_hosts(self._args):  # each has those of its processes; a shared folder is trimmed already
+            everywhere(lambda: trim(folder, number) if self._args.local_process_index == 0 else number)
         later = later_checkpoints(folder, number) if self._main else []
         if later:
             logger.warning(

@@ -1,0 +1,70 @@
+"""
+Two ranks that share no folder, as on two hosts: `ranks_hosts FOLDER`. The run goes back behind a checkpoint of which
+the second host has a copy, and comes to its step again with another loss.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+
+from mt_grpo.app.train import leave_group  # noqa: E402
+from mt_grpo.envs import MultiTurnToolEnv  # noqa: E402
+from mt_grpo.rollout import ScriptedEngine  # noqa: E402
+from mt_grpo.runlog import open_run  # noqa: E402
+from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer  # noqa: E402
+from support.models import CPU_RUN, build_model, build_tokenizer, lookup  # noqa: E402
+from support.ranks import Length, conversation  # noqa: E402
+
+
+def train(last: int, resumed: int | None, rate: float) -> MTGRPOEnvTrainer:
+    tokenizer = build_tokenizer()
+    rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
+    options = {**CPU_RUN, "per_device_train_batch_size": 4, "max_steps": last, "learning_rate": rate}
+    options |= {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "max_completion_length": 480}
+    trainer = MTGRPOEnvTrainer(
+        build_model(tokenizer, max_position_embeddings=1024),
+        MultiTurnToolEnv([lookup], system_prompt="", max_steps=6),
+        outcome_reward_funcs=[Length()],
+        args=MTGRPOConfig("run", lr_scheduler_type="constant", **options),
+        train_dataset=Dataset.from_list(rows),
+        engine=ScriptedEngine(tokenizer, conversation),
+        processing_class=tokenizer,
+    )
+    trainer.train(None if resumed is None else f"run/checkpoint-{resumed}")
+    return trainer
+
+
+def main() -> None:
+    own = folder / rank
+    own.mkdir()
+    os.chdir(own)
+    train(3, None, 0.1)
+    train(3, 3, 0.1)  # the second host has copies of what it went on from
+    train(3, 2, 0.1)
+    (own / "run" / "checkpoint-2" / "model-00001-of-00002.safetensors").touch()  # of an earlier run, with other shards
+    if rank == "0":
+        (own / "run" / "checkpoint-2" / "model-00001-of-00002.safetensors").unlink()
+    train(2, 1, 0.5)
+    trainer = train(3, 2, 0.5)
+    weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
+    copied = [path.name for path in Path("run/checkpoint-2").iterdir()]
+    run = open_run("run") if rank == "0" else None
+    logged = run and sorted(
+        (int(step), int(rank)) for step, rank in zip(run.column("step"), run.column("rank"), strict=True)
+    )
+    torch.save({"weights": weights, "copied": copied, "logged": logged}, folder / f"result-{rank}.pt")
+    accelerator = trainer.accelerator
+    del trainer
+    leave_group(accelerator)
+
+
+if __name__ == "__main__":
+    main()

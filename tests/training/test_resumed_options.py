@@ -1,0 +1,191 @@
+"""Options given anew to a run that is resumed: they count, or are refused; other processes go on where they can."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from support.learnt import run_ranks
+from transformers import TrainerCallback
+
+from mt_grpo.errors import ConfigError
+from mt_grpo.training.checkpoint import batch_options, check_checkpoint, check_sharding
+
+SAVED = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1, "max_steps": 3, "optim": "adamw_torch"}
+WATCHED = ("lr", "initial_lr", "weight_decay", "betas", "eps")
+
+
+class Watch(TrainerCallback):
+    """The optimizer's groups at each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+        self.seen.append([{name: group.get(name) for name in WATCHED} for group in optimizer.param_groups])
+
+
+def groups_of(trainer, checkpoint=None):
+    trainer.add_callback(watch := Watch())
+    trainer.train(checkpoint)
+    return watch.seen
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, None),
+        ({"learning_rate": 0.01}, "learning_rate: 0.1; here 0.01"),
+        ({"lr_scheduler_type": "constant"}, None),
+        ({"lr_scheduler_type": "cosine", "warmup_steps": 2}, None),
+        ({"weight_decay": 0.5}, "weight_decay: 0.0; here 0.5"),
+        ({"adam_beta1": 0.5, "adam_epsilon": 0.1}, "adam_beta1: 0.9; here 0.5 | adam_epsilon: 1e-08; here 0.1"),
+        ({"max_steps": 10}, None),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value or {}),
+)
+def test_options_of_the_optimizer_are_those_given(build, tmp_path, caplog, given, said):
+    """From the first step on, as in a run that had them from the beginning."""
+    build(output_dir=str(tmp_path / "run"), **SAVED).train()
+    caplog.clear()
+    here = SAVED | {"max_steps": 3} | given
+    expected = groups_of(build(output_dir=str(tmp_path / "fresh"), **here | {"save_strategy": "no"}))
+    resumed = build(output_dir=str(tmp_path / "run"), **here)
+    assert groups_of(resumed, str(tmp_path / "run" / "checkpoint-1")) == expected[1:]
+    notes = [message for message in caplog.messages if "was made with other" in message]
+    assert len(notes) == (said is not None) and (said is None or said in notes[0])
+    logged = [row["learning_rate"] for row in resumed.state.log_history if "learning_rate" in row]
+    assert logged[1:] == [groups[0]["lr"] for groups in expected[1:]]
+
+
+def test_a_rate_by_evaluations_cannot_be_another(build, tmp_path):
+    options = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}
+    options |= {"metric_for_best_model": "reward", "lr_scheduler_kwargs": {"patience": 0}}
+    build(output_dir=str(tmp_path), **SAVED | options | {"max_steps": 1}).train()
+    checkpoint = str(tmp_path / "checkpoint-1")
+    for name, value in (("learning_rate", 0.2), ("lr_scheduler_kwargs", {"patience": 3})):
+        with pytest.raises(ConfigError, match=f"was made with `{name}: .*, and this run has `{name}: "):
+            build(output_dir=str(tmp_path), **SAVED | options | {name: value}).train(checkpoint)
+    (groups, *_) = groups_of(build(output_dir=str(tmp_path), **SAVED | options | {"weight_decay": 0.5}), checkpoint)
+    assert groups[0]["weight_decay"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "made"), [("seed", 7, 42), ("shuffle_dataset", False, True), ("optim", "sgd", "adamw_torch")]
+)
+def test_what_the_checkpoint_is_bound_to_is_refused(build, tmp_path, name, value, made):
+    build(output_dir=str(tmp_path), **SAVED | {"max_steps": 1}).train()
+    with pytest.raises(ConfigError, match=f"was made with `{name}: {made}`, and this run has `{name}: {value}`"):
+        build(output_dir=str(tmp_path), **SAVED | {name: value}).train(str(tmp_path / "checkpoint-1"))
+
+
+def test_a_fused_optimizer_goes_on_with_the_same_state(build, tmp_path):
+    build(output_dir=str(tmp_path), **SAVED | {"max_steps": 1, "optim": "adamw_torch_fused"}).train()
+    resumed = build(output_dir=str(tmp_path), **SAVED)
+    resumed.train(str(tmp_path / "checkpoint-1"))
+    assert resumed.state.global_step == 3
+
+
+def test_intervals_given_anew_count(build, tmp_path):
+    build(output_dir=str(tmp_path), **SAVED | {"max_steps": 1}).train()
+    resumed = build(output_dir=str(tmp_path), **SAVED | {"max_steps": 5, "save_steps": 2, "logging_steps": 4})
+    resumed.train(str(tmp_path / "checkpoint-1"))
+    steps = sorted(int(path.name.rsplit("-", 1)[1]) for path in tmp_path.glob("checkpoint-*"))
+    assert steps == [1, 2, 4, 5]
+    assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [1, 4]
+
+
+def test_the_best_by_another_measure_is_not_kept(build, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    first = build(
+        output_dir=str(tmp_path), **SAVED | options | {"max_steps": 1, "metric_for_best_model": "turns/mean"}
+    )
+    first.train()
+    options |= {"metric_for_best_model": "reward", "greater_is_better": True}
+    resumed = build(output_dir=str(tmp_path), **SAVED | options | {"max_steps": 2})
+    resumed.train(str(tmp_path / "checkpoint-1"))
+    last = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert last["best_global_step"] == 2
+
+
+# Other processes
+
+OPTIONS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+
+
+@pytest.fixture
+def checkpoint(build, tmp_path):
+    """Says which conversations two processes share; returns what a run of so many others is told."""
+    options = batch_options(build().args)
+
+    def check(processes, folder="checkpoint-1", **here):
+        path = tmp_path / folder
+        path.mkdir(exist_ok=True)
+        for rank in range(2):
+            state = {"step": 3, "buffered_inputs": [], "processes": 2, "options": options | OPTIONS}
+            torch.save(state, path / f"rollouts-rank{rank}.pt")
+        check_checkpoint(path, options | OPTIONS | here, 0, processes)
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("processes", "here"),
+    [
+        (1, {"per_device_train_batch_size": 8}),
+        (1, {"gradient_accumulation_steps": 4, "steps_per_generation": 4}),
+        (4, {"per_device_train_batch_size": 2}),
+        (8, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 1}),
+    ],
+)
+def test_other_processes_that_share_the_same_batch_go_on(checkpoint, caplog, processes, here):
+    checkpoint(processes, **here)
+    assert f"was made by 2 processes, and this run has {processes}: what was sampled" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("processes", "here", "mend"),
+    [
+        (1, {}, "go on with `--per_device_train_batch_size 8`, or with as many"),
+        (4, {}, "go on with `--per_device_train_batch_size 2`, or with as many"),
+        (4, {"steps_per_generation": 1}, "`--per_device_train_batch_size 2 --steps_per_generation 2`, or"),
+        (16, {"per_device_train_batch_size": 1}, "`--gradient_accumulation_steps 1 --steps_per_generation 1`, or"),
+        (3, {}, r"has 24 and 24: go on with as many processes as wrote it \(`--num_processes 2`\)"),
+    ],
+)
+def test_other_batches_of_other_processes_are_told_the_mend(checkpoint, processes, here, mend):
+    with pytest.raises(ConfigError, match=mend) as refused:
+        checkpoint(processes, **here)
+    assert "\n" not in str(refused.value) and "16 conversations in a step" in str(refused.value)
+
+
+def test_other_processes_under_deepspeed_are_refused(checkpoint, tmp_path):
+    (tmp_path / "zero" / "global_step1").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="under DeepSpeed, whose state .* launch it with `--num_processes 2`"):
+        checkpoint(1, "zero", per_device_train_batch_size=8)
+
+
+@pytest.mark.parametrize("name", [None, "global_step3", "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"])
+def test_a_checkpoint_of_another_sharding_is_refused(tmp_path, name):
+    """transformers would raise for the one, and go on without the optimizer's state for the other."""
+    if name is not None:
+        (tmp_path / name).mkdir()
+    made = {None: None, "g": "DeepSpeed", "p": "FSDP"}[name and name[0]]
+    for here in (None, "DeepSpeed", "FSDP"):
+        if here == made:
+            check_sharding(tmp_path, here)
+            continue
+        with pytest.raises(ConfigError, match=f"was written (without|under) .*{made or 'sharding'}, and this run"):
+            check_sharding(tmp_path, here)
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_with_the_steps_of_two(tmp_path):
+    whole = run_ranks(tmp_path / "whole", 2, "saved")
+    resumed = run_ranks(tmp_path / "resumed", 1, "saved", RESUMED=str(tmp_path / "whole" / "checkpoint-1"))
+    torch.testing.assert_close(
+        torch.tensor(resumed["learnt"][1:]), torch.tensor(whole["learnt"][1:]), rtol=1e-4, atol=1e-6
+    )
+    for name, weight in whole["weights"].items():
+        torch.testing.assert_close(resumed["weights"][name], weight, rtol=1e-4, atol=1e-5)
