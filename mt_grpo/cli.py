@@ -6,6 +6,7 @@ import functools
 import importlib
 import io
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -18,6 +19,7 @@ from mt_grpo.app.request import OWN_OPTIONS, Request, check_new, check_places, c
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.option_rules import check_served
+from mt_grpo.preemption import PreemptedError, leave, listening
 from mt_grpo.trajectory import visible
 
 COMMANDS = {
@@ -118,7 +120,14 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 @_interruptible
 def train(arguments: list[str]) -> int:
     """`mt-grpo train`: trains an agent from a recipe, in this process or in those that accelerate launches."""
-    request = read_request(arguments, "train")
+    with listening(signal.SIGUSR1):  # from now on, though the first step may be far away
+        try:
+            return _train(read_request(arguments, "train"))
+        except PreemptedError:  # which the trainer has told
+            return leave()
+
+
+def _train(request: Request) -> int:
     check_places(request.values, "train")
     if request.own["accelerate_config"] is not None:
         with ends_at_once():

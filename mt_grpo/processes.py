@@ -165,7 +165,8 @@ def _load_all(workers: list[_Worker], functions: Sequence[Callable[..., Any]]) -
 
 
 def _serve(connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that made this one
+    for number in (signal.SIGINT, signal.SIGUSR1):  # they are for the process that made this one
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True, name="mt-grpo-parent").start()
     while True:
         try:

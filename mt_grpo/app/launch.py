@@ -28,6 +28,7 @@ from mt_grpo.app.request import OF_LAUNCHER, Request
 from mt_grpo.app.shipped import accelerate_configs, read_accelerate_config
 from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
 from mt_grpo.imports import did_you_mean
+from mt_grpo.preemption import FOLDER, SIGNALS, STATUS, left, listening
 
 PATIENCE = 30.0
 """Seconds that processes have to end by themselves; torch gives those that it starts as many."""
@@ -42,7 +43,7 @@ def launch(request: Request) -> int:
             path of one, of which its other `OF_LAUNCHER` replace parts. Everything else goes to each process.
 
     Returns:
-        `int`: Exit status of the first process that failed, else 0.
+        `int`: Exit status of the first process that failed; that of a run that was preempted; else 0.
 
     Raises:
         ConfigError: If there is no such configuration, or it does not fit this machine.
@@ -89,8 +90,15 @@ def _launch(path: Path, request: Request) -> int:
             stack.enter_context(hosts.meeting(seconds))
         command += ["--module", "mt_grpo", "train", *([] if request.path is None else [request.path])]
         command += [*request.arguments, *(f"--{name}" for name in ("dry_run", "trust") if request.own[name])]
+        words = launch_command_parser().parse_args(command)
+        told = Path(stack.enter_context(TemporaryDirectory()))  # the processes look into it between steps
+        stack.enter_context(patch_environment(**{FOLDER: str(told)}))
+        for number in SIGNALS if request.values.get("enable_jit_checkpoint") else SIGNALS[:1]:
+            stack.enter_context(listening(number, on_first=(told / signal.Signals(number).name).touch))
+            if number == signal.SIGTERM:
+                words.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # at SIGTERM torch ends processes after 30 seconds
         try:
-            launch_command(launch_command_parser().parse_args(command))
+            launch_command(words)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             if failure.exitcode < 0:  # else it has said why by itself
@@ -104,7 +112,7 @@ def _launch(path: Path, request: Request) -> int:
         except KeyboardInterrupt as error:
             _end_processes(error.args[0] if error.args else signal.SIGINT)
             raise
-    return 0
+        return STATUS if left(told) else 0
 
 
 def _killed(rank: int, number: int) -> str:

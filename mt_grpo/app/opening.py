@@ -55,7 +55,8 @@ def _processes() -> Iterator[Each]:
 
 
 def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that made this one
+    for number in (signal.SIGINT, signal.SIGUSR1):  # they are for the process that made this one
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

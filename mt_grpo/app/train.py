@@ -22,6 +22,7 @@ from mt_grpo.app import report
 from mt_grpo.app.interrupt import tell
 from mt_grpo.app.report import RunProgress
 from mt_grpo.credit import CreditError, rule_label
+from mt_grpo.preemption import PreemptedError
 from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.engines.vllm.http import ServerGoneError
@@ -70,17 +71,25 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
             after a checkpoint was written, which the message names, where training had begun.
         NonFiniteError: If a loss, a gradient or a weight is not finite; likewise, unless weights are not.
         RewardError: If a reward fails; likewise.
+        PreemptedError: If the machines are wanted back; likewise.
     """
     with locked(trainer.args, trainer.model.config.name_or_path):
-        _run(trainer, resolved, console)
+        try:
+            _run(trainer, resolved, console)
+        except PreemptedError:
+            trainer.accelerator.wait_for_everyone()  # once one process ends, a launcher ends the others
+            raise
 
 
 def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Console) -> None:
     args = trainer.args
     folder = Path(args.output_dir)
     main = trainer.accelerator.is_main_process
+    for host in (main, args.local_process_index == 0):  # of a shared folder nothing is left to the second
+        if host:
+            clear_folder(args)
+        trainer.accelerator.wait_for_everyone()
     if main:
-        clear_folder(args)
         (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
     trainer.accelerator.wait_for_everyone()
     trainer.remove_callback(ProgressCallback)
@@ -107,6 +116,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     progress = RunProgress(trainer, console)
 
     def measure_before() -> None:
+        trainer.end_if_preempted()
         if evaluates and not summary["before"]:
             summary["before"] = _measure(trainer, progress, "before")
             examples.extend(trainer.eval_trajectories[:EXAMPLES])
@@ -120,6 +130,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         with says_what_cannot_be_written(folder, folder):
             trainer.save_model(args.output_dir)
         model_saved = True
+        trainer.end_if_preempted()
         if evaluates:
             summary["after"] = _measure(trainer, progress, "after")
 
@@ -204,7 +215,8 @@ class _AtTheEnd(TrainerCallback):
 
 
 def _measure(trainer: MTGRPOEnvTrainer, progress: RunProgress, label: str) -> dict[str, float]:
-    with progress.measuring(label):
-        trainer.evaluate()
+    if trainer.evaluated_step != trainer.state.global_step:
+        with progress.measuring(label):
+            trainer.evaluate()
     rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs]
     return report.summarise(gather_object([report.measure(item, rewards) for item in trainer.eval_trajectories]))

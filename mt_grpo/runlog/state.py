@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from mt_grpo.preemption import PreemptedError
 from mt_grpo.runlog.files import to_json, written_whole
 from mt_grpo.runlog.shapes import read_shaped
 
@@ -51,7 +52,7 @@ class Pulse:
     def beating(self) -> Iterator[None]:
         """
         Writes the state every `BEAT` seconds within the block, and how it ended: finished if all steps were taken,
-        else stopped; stopped too by Ctrl-C and SIGTERM; failed by what else it raises.
+        else stopped; stopped too by signals; failed by what else it raises.
         """
         self._write(RUNNING)
         thread = threading.Thread(target=self._beat, name="mt-grpo-pulse", daemon=True)
@@ -63,6 +64,9 @@ class Pulse:
             state = FINISHED if at["step"] >= at["of"] else STOPPED
         except KeyboardInterrupt as error:
             reason = "SIGTERM" if error.args[:1] == (15,) else "Ctrl-C"
+            raise
+        except PreemptedError:
+            reason = "preempted"
             raise
         except BaseException as error:
             state, reason = FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

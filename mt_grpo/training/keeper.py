@@ -30,7 +30,7 @@ def main(parent: int, command: list[str]) -> int:
     Returns:
         `int`: The server's status.
     """
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # they are for the parent
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they are for the parent
         signal.signal(ignored, signal.SIG_IGN)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_begin)
     while server.poll() is None and os.getppid() == parent:

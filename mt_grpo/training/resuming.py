@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
 import textwrap
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError
+from mt_grpo.preemption import PreemptedError, heard, listening
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.runlog.state import Pulse
@@ -79,6 +81,8 @@ class ResumableTrainer(GRPOTrainer):
             ConfigError: If the options or the rows do not suffice for one step, a stream ends before it, or another
                 process trains in `output_dir`.
             NonFiniteError: If weights are NaN or infinite at a checkpoint or at the end.
+            PreemptedError: After SIGUSR1, or SIGTERM with `enable_jit_checkpoint`, to one of the processes: with a
+                checkpoint of the step that was under way.
         """
         check_batch_sizes(self.args)
         check_rows_suffice(self.args, self.train_dataset)
@@ -105,7 +109,8 @@ class ResumableTrainer(GRPOTrainer):
         folder = Path(self.args.output_dir).resolve()
         self.step_log.records.resumes = checkpoint is not None and Path(checkpoint).resolve().parent == folder
         self._ahead, self._sampler = batches_ahead(self), None  # a stream has no sampler
-        with locked(self.args):
+        signals = [signal.SIGUSR1, *([signal.SIGTERM] if self.args.enable_jit_checkpoint else [])]
+        with locked(self.args), listening(*signals):
             with self._pulse(), self._ahead or nullcontext():
                 result = super().train(checkpoint, *args, **kwargs)
             keep_records(Path(self.args.output_dir, FOLDER), self.args)
@@ -134,6 +139,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any) -> tuple[list[Any], Any]:
         """Those of transformers, which may have been read ahead. An optimiser step begins here."""
+        self.end_if_preempted()
         self._begun = self.state.global_step, self._step, self._buffered_inputs
         if self._ahead is not None:
             epoch_iterator = self._ahead.read(epoch_iterator, num_batches, self._step, self.state)
@@ -263,6 +269,28 @@ class ResumableTrainer(GRPOTrainer):
                     self._steps.undo()
             self._save_checkpoint(self.model, trial=None)
         return folder
+
+    def end_if_preempted(self) -> None:
+        """
+        Ends the run if a signal has asked one of its processes to. Call it between optimizer steps. This is a
+        collective call.
+
+        Raises:
+            PreemptedError: In every process, when there is a checkpoint of the last step.
+        """
+        asked = [name for name in gather_object([heard()]) if name is not None]
+        if not asked:
+            return
+        kept = "no step was taken"
+        if self.state.global_step:
+            kept = f"what was learnt up to step {self.state.global_step} is in {self.save_checkpoint()}"
+        error = PreemptedError(
+            f"The run was asked to end by {asked[0]}: {kept}. Run the same command with `--resume_from_checkpoint "
+            "auto` to go on."
+        )
+        if self.is_world_process_zero():
+            logger.warning("%s", error)
+        raise error
 
     def _checkpoint_folder(self, trial: Any = None) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -86,6 +86,7 @@ from mt_grpo.training.model import (
 from mt_grpo.training.nonfinite import NumbersToTensorBoard, check_gradient, check_loss
 from mt_grpo.training.own_server import check_own_servers, hand_over, own_server
 from mt_grpo.training.preflight import (
+    check_best,
     check_reward_columns,
     check_surroundings,
     tell_device,
@@ -178,6 +179,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     Attributes:
         batch (`RolloutBatch`): The latest batch, as far as it is filled in. TRL's methods have no argument for it.
         eval_trajectories (`list[Trajectory]`): Those of this process in the latest evaluation.
+        evaluated_step (`int`, *optional*): Steps that the weights of the latest evaluation had taken.
     """
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
@@ -261,6 +263,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             loaded = isinstance(model, str) and not isinstance(policy["model"], str)
             hidden = {
                 "use_vllm": False,  # else TRL connects a client of its own, which needs vLLM to be installed
+                "enable_jit_checkpoint": False,  # transformers' ends as if all steps were taken, see `preemption`
                 "model_init_kwargs": None if loaded else args.model_init_kwargs,
                 "reward_weights": weights,
             }
@@ -289,6 +292,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.batch: RolloutBatch | None = None
         self._ahead: BatchesAhead | None = None
         self.eval_trajectories: list[Trajectory] = []
+        self.evaluated_step: int | None = None
         self._evaluation: EvaluationRows | None = None
         self._loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL's forward computes
         self._router_loss: torch.Tensor | None = None  # the loss that balances experts in it
@@ -737,9 +741,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         rows = self._evaluation = EvaluationRows(dataset, self.num_generations_eval, self.accelerator)
         return super().get_eval_dataloader(eval_dataset if rows.dataset is dataset else rows.dataset)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.eval_trajectories = []
-        return super().evaluate(*args, **kwargs)
+        metrics = super().evaluate(eval_dataset, *args, **kwargs)
+        if eval_dataset is None:
+            self.evaluated_step = self.state.global_step
+            check_best(self.args.metric_for_best_model, metrics)
+        return metrics
 
     def rollout(self, num_prompts: int, num_generations: int = 1) -> list[Trajectory]:
         """

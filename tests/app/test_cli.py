@@ -14,7 +14,7 @@ from support.models import build_model, build_tokenizer
 from support.registered import keep_estimators
 
 from mt_grpo.cli import main
-from mt_grpo.runlog import read_trajectories
+from mt_grpo.runlog import open_run, read_trajectories
 
 
 def test_train_leaves_everything_it_promises(recipe, tmp_path, capsys):
@@ -60,6 +60,24 @@ def test_a_run_is_resumed_from_its_latest_checkpoint(recipe, tmp_path):
     assert main(["train", *recipe(), *save, "--max_steps", "3", "--resume_from_checkpoint", "true"]) == 0
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open() if '"loss"' in line]
     assert steps == [1, 2, 3]
+
+
+def test_the_last_step_is_evaluated_once(recipe, tmp_path):
+    """Weights that were evaluated while the run trained are what it has at its end."""
+    assert main(["train", *recipe(eval_strategy="steps", eval_steps=2)]) == 0
+    run = open_run(tmp_path / "run")
+    steps = [step for step, mode in zip(run.column("step"), run.column("mode"), strict=True) if mode == "eval"]
+    assert steps == [0] * 4 + [2] * 4
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["after"]["questions"] == 4
+
+
+def test_the_best_by_what_is_not_measured_is_refused(recipe, tmp_path, capsys):
+    keys = {"load_best_model_at_end": True, "metric_for_best_model": "rewrd"}
+    keys |= dict.fromkeys(("eval_strategy", "save_strategy"), "steps") | dict.fromkeys(("eval_steps", "save_steps"), 1)
+    assert main(["train", *recipe(**keys)]) == 1
+    said = capsys.readouterr().err
+    assert "`metric_for_best_model: rewrd` is nothing that an evaluation measures; the nearest is 'reward'" in said
+    assert "train" not in open_run(tmp_path / "run").column("mode")  # the measure before training has told
 
 
 def test_a_reward_that_raises_later_leaves_a_checkpoint(recipe, tmp_path, capsys):

@@ -91,6 +91,26 @@ def test_a_signal_ends_every_process(start, recipe, config, tmp_path, processes,
     assert f"mt-grpo: {said}." in errors and "Traceback" not in errors
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "number"), [(2, signal.SIGUSR1), (2, signal.SIGTERM), (1, signal.SIGTERM)])
+def test_a_launcher_ends_with_the_status_of_a_preempted_run(start, recipe, config, tmp_path, processes, number):
+    """Its processes are not begun again, and the same command goes on."""
+    keys = {"max_steps": 10000, "do_eval": False, "enable_jit_checkpoint": number == signal.SIGTERM}
+    arguments = [*recipe(**keys), "--accelerate_config", config(processes), "--max_restarts", "2"]
+    run = start(*arguments)
+    while not (tmp_path / "run" / "rollouts" / "index.jsonl").exists():
+        assert run.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    os.kill(run.pid, number)
+    assert run.wait(120) == 75
+    said = (tmp_path / "log").read_text()
+    assert said.count(f"The run was asked to end by {number.name}: what was learnt up to step") == 1
+    assert "Traceback" not in said
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    step = int(checkpoint.name.rpartition("-")[2])
+    assert start(*arguments, "--resume_from_checkpoint", "auto", "--max_steps", str(step + 1)).wait(300) == 0
+
+
 @pytest.mark.parametrize(("code", "status"), [(0, 0), (3, 3), (-9, 137)])
 def test_a_process_that_a_signal_ended_counts_from_128(code, status):
     assert _status(code) == status

@@ -193,6 +193,22 @@ MOMENTS = {
 """By the step of the server's weights, and a request's path and question."""
 
 
+@pytest.mark.parametrize(("moment", "step"), [("waiting", 3), ("sync", 2)])
+def test_a_run_is_preempted_by_a_signal_to_one_rank(tmp_path, start, hold, whole, moment, step):
+    """In the middle of a batch or a sync, which are finished first. No file of weights is left."""
+    server, folder, weights = hold(), tmp_path / "run", tmp_path / "weights"
+    weights.mkdir()
+    server.change(hold=lambda *asked: MOMENTS[moment](server.step, *asked))
+    ranks = start(server, "run", weight_sync_folder=str(weights))
+    server.until(lambda: server.waiting and server.step == str(step), ranks)
+    ranks[1].send_signal(signal.SIGUSR1)
+    server.change(hold=lambda path, question: False)
+    assert ended(ranks) == [75, 75] and not list(weights.iterdir())
+    assert "The run was asked to end by SIGUSR1" in folder.with_suffix(".log").read_text()
+    assert ended(start(server, "run", resume_from_checkpoint=True)) == [0, 0] and not said(folder)
+    assert_the_same_run(whole, folder)
+
+
 @pytest.mark.parametrize(
     ("moment", "step", "number"),
     [("waiting", 3, signal.SIGTERM), ("sync", 2, signal.SIGINT), ("evaluation", 2, signal.SIGTERM)],
