@@ -555,6 +555,11 @@ OF_LIBRARIES = {
         "A checkpoint's folder; true: the latest; auto: it, if any.", RUN, also="boolean"
     ),
     "save_steps": Option("Steps between two checkpoints.", RUN),
+    "enable_jit_checkpoint": Option(
+        "SIGTERM ends the run after its step, with a checkpoint and status 75.",
+        RUN,
+        page="runs.md#machines-that-are-wanted-back",
+    ),
     "report_to": Option("Where metrics go: wandb, trackio, tensorboard ...", RUN),
     "seed": Option(
         "Seed of everything drawn.",

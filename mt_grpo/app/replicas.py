@@ -76,6 +76,12 @@ def run_replicas(replicas: Sequence[Replica]) -> int:
             signal.signal(number, handler)
 
 
+def _here() -> str:
+    """How another command is started on this node of a Slurm job."""
+    job, node = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURMD_NODENAME")
+    return f"srun --jobid={job} --nodelist={node} --ntasks=1 --overlap env " if job and node else ""
+
+
 async def _supervise(replicas: Sequence[Replica]) -> int:
     processes: list[asyncio.subprocess.Process] = []
     libc, supervisor, told = ctypes.CDLL(None), os.getpid(), 0  # loaded before the fork
@@ -95,10 +101,13 @@ async def _supervise(replicas: Sequence[Replica]) -> int:
         if os.getppid() != supervisor:  # killed before it was said
             os._exit(1)
 
-    async def tell_end(url: str, process: asyncio.subprocess.Process) -> None:
+    async def tell_end(replica: Replica, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
         if not told:
-            sys.stderr.write(f"mt-grpo: the server at {url} has ended with status {status}.\n")
+            sys.stderr.write(
+                f"mt-grpo: the server at {replica.url} has ended with status {status}. The run goes on with the "
+                f"others, and takes it back once it is started again here: {_here()}{replica.line}\n"
+            )
 
     for number in _ENDS:
         asyncio.get_running_loop().add_signal_handler(number, end)
@@ -115,6 +124,6 @@ async def _supervise(replicas: Sequence[Replica]) -> int:
         if told:  # before it was among them
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
-        watches.append(asyncio.create_task(tell_end(replica.url, process)))
+        watches.append(asyncio.create_task(tell_end(replica, process)))
     await asyncio.gather(*watches)
     return 0 if told else 1

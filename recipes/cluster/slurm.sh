@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
 # Two nodes train and a third serves: sbatch recipes/cluster/slurm.sh RECIPE.yaml
-# The recipe has `use_vllm: true`. After a time limit or a lost node, the same command goes on.
+# The recipe has `use_vllm: true`. Ten minutes before its time limit the run finishes its step, writes a checkpoint and
+# is put into the queue again; also where it makes way for another job, if Slurm has PreemptParameters=send_user_signal.
+# Give --signal longer if a step takes longer. After a lost node the same command goes on.
 #SBATCH --job-name=mt-grpo
 #SBATCH --nodes=3
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@600
 set -euo pipefail
 
 RECIPE=${1:?give a recipe}
@@ -22,5 +27,17 @@ srun --nodes=2 --ntasks=2 --nodelist="$MAIN,${NODES[1]}" --overlap bash -c '
 	exec mt-grpo train "$RECIPE" --accelerate_config fsdp2 --num_processes 16 --num_machines 2 \
 		--machine_rank "$SLURM_PROCID" --main_process_ip "$MAIN" --main_process_port 29500 --max_restarts 3 \
 		--vllm_server_base_url "http://$SERVER:[8000-8007]" --weight_sync http \
-		--save_strategy steps --resume_from_checkpoint auto --overwrite_output_dir true'
-kill %1
+		--save_strategy steps --save_steps 20 --resume_from_checkpoint auto --overwrite_output_dir true' &
+TRAIN=$!
+trap 'kill -USR1 "$TRAIN"' USR1 # the batch shell alone is signalled; srun passes it on
+while :; do
+	STATUS=0
+	wait "$TRAIN" || STATUS=$?
+	[[ $STATUS == 138 ]] || break # else the signal has ended the waiting
+done
+kill %1 || true
+# 75: the run was asked to end, and has a checkpoint to go on from
+if [[ $STATUS == 75 ]]; then
+	scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$STATUS"

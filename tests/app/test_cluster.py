@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import time
 
 import pytest
 import yaml
@@ -12,6 +14,7 @@ from support.recipes import RECIPES, ROOT
 
 from mt_grpo.addresses import expand_addresses
 from mt_grpo.app.request import read_request
+from mt_grpo.preemption import STATUS
 
 CLUSTER = ROOT / "cluster"
 RECIPE = str(next(path for path in RECIPES if path.stem == "gsm8k"))
@@ -19,9 +22,19 @@ TELLS = """#!/usr/bin/env python3
 import json, os, sys
 with open(os.environ["TOLD"], "a") as file:
     file.write(json.dumps([os.environ.get("HOST", ""), os.environ["VLLM_API_KEY"], *sys.argv[1:]]) + "\\n")
+if sys.argv[1] == "train" and "PREEMPTED" in os.environ:
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    open(os.environ["PREEMPTED"], "a").write("up\\n")
+    signal.sigwait({signal.SIGUSR1})
+    sys.exit(75)
 """
-SCONTROL = "#!/bin/sh\nprintf 'node1\\nnode2\\nnode3\\n'"
+SCONTROL = """#!/bin/sh
+if [ "$1" = requeue ]; then echo "$@" >> "$PREEMPTED"; else printf 'node1\\nnode2\\nnode3\\n'; fi
+"""
 SRUN = """#!/usr/bin/env bash
+trap '' TERM  # what it has started says what it was told
 tasks=$SLURM_NTASKS  # Slurm's own srun takes it for --ntasks, too
 for word; do
     case $word in
@@ -34,8 +47,18 @@ for word; do
 done
 IFS=, read -ra hosts <<< "$nodes"
 for ((number = 0; number < tasks; number++)); do
-    HOST=${hosts[number % ${#hosts[@]}]} SLURM_PROCID=$number "$@" || exit
+    HOST=${hosts[number % ${#hosts[@]}]} SLURM_PROCID=$number "$@" &
+    started+=($!)
 done
+trap 'kill -USR1 "${started[@]}"' USR1
+for one in "${started[@]}"; do
+    while :; do
+        wait "$one"
+        status=$?
+        [[ $status == 138 ]] || break
+    done
+done
+exit $status
 """
 DIFFERS = {"machine_rank", "main_process_ip", "vllm_server_base_url", "output_dir"}
 """Options that name a host, or a folder."""
@@ -45,7 +68,7 @@ DIFFERS = {"machine_rank", "main_process_ip", "vllm_server_base_url", "output_di
 def shell(tmp_path):
     """Runs a script where `mt-grpo` writes down what it was told; returns what that was, by host or in order."""
 
-    def run(script: list[str], **environment: str) -> list[list[str]]:
+    def start(script: list[str], **environment: str) -> subprocess.Popen:
         programs = {"mt-grpo": TELLS, ".venv/bin/mt-grpo": TELLS, "scontrol": SCONTROL, "srun": SRUN}
         for name, text in programs.items():
             path = tmp_path / name
@@ -54,15 +77,23 @@ def shell(tmp_path):
             path.chmod(0o755)
         variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TOLD": str(tmp_path / "told")}
         variables |= {"VLLM_API_KEY": "key", **environment}
-        subprocess.run(script, check=True, cwd=tmp_path, env=variables, start_new_session=True)
-        return [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+        return subprocess.Popen(script, cwd=tmp_path, env=variables, start_new_session=True)
 
+    def run(script: list[str], commands: int = 1, **environment: str) -> list[list[str]]:
+        assert start(script, **environment).wait() == 0
+        while len(lines := (tmp_path / "told").read_text().splitlines()) < commands:  # one may be on its way
+            time.sleep(0.02)
+        return [json.loads(line) for line in lines]
+
+    run.start = start
     return run
 
 
+JOB = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_NTASKS": "3", "SLURM_JOB_ID": "7"}  # as sbatch sets them
+
+
 def slurm(shell):
-    job = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_NTASKS": "3"}  # as sbatch sets them for three tasks
-    told = shell(["bash", str(CLUSTER / "slurm.sh"), RECIPE], **job)
+    told = shell(["bash", str(CLUSTER / "slurm.sh"), RECIPE], 3, **JOB)
     assert sorted((host, key) for host, key, *_ in told) == [(f"node{number}", "key") for number in (1, 2, 3)]
     commands = {host: words for host, _, *words in told}
     return [commands[f"node{number}"] for number in (1, 2, 3)]
@@ -88,13 +119,15 @@ def kubernetes(shell):
         return [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
 
     ranks = range(job["spec"]["completions"])
+    assert server["spec"]["replicas"] == 8  # each in a pod of its own, which comes back
     return [*(words(job, **{"$(JOB_COMPLETION_INDEX)": str(rank)}) for rank in ranks), words(server)]
 
 
 @pytest.mark.parametrize("nodes", [slurm, skypilot, kubernetes], ids=lambda nodes: nodes.__name__)
 def test_two_nodes_train_and_the_third_serves(nodes, shell):
     *train, serve = nodes(shell)
-    assert serve == ["serve", "--config", RECIPE, "--vllm_server_host", "0.0.0.0", "--replicas", "8"]
+    replicas = [] if nodes is kubernetes else ["--replicas", "8"]
+    assert serve == ["serve", "--config", RECIPE, "--vllm_server_host", "0.0.0.0", *replicas]
     requests = []
     for rank, (command, *words) in enumerate(train):
         request = read_request(words, command)
@@ -105,3 +138,26 @@ def test_two_nodes_train_and_the_third_serves(nodes, shell):
     assert first == second
     expected = {"path": RECIPE, "num_processes": 16, "num_machines": 2, "max_restarts": 3, "weight_sync": "http"}
     assert first.items() >= {**expected, "resume_from_checkpoint": "auto", "overwrite_output_dir": True}.items()
+    assert first["save_steps"] == 20
+
+
+def test_a_job_of_slurm_is_queued_again_before_its_time_limit(shell, tmp_path):
+    """Slurm signals the batch shell alone. What trains ends with its own status when its step is finished."""
+    told = tmp_path / "preempted"
+    told.touch()
+    job = shell.start(["bash", str(CLUSTER / "slurm.sh"), RECIPE], **JOB, PREEMPTED=str(told))
+    while told.read_text() != "up\nup\n":
+        assert job.poll() is None
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait() == STATUS and told.read_text() == "up\nup\nrequeue 7\n"
+
+
+def test_kubernetes_begins_a_preempted_run_again():
+    """A policy for failures needs pods that are never restarted in place."""
+    _, _, job, _ = yaml.safe_load_all((CLUSTER / "k8s.yaml").read_text())
+    pod, policy = job["spec"]["template"]["spec"], job["spec"]["podFailurePolicy"]["rules"]
+    assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] >= 600
+    assert policy[1]["onExitCodes"] == {"containerName": "train", "operator": "In", "values": [STATUS]}
+    assert {rule["action"] for rule in policy} == {"Ignore"}
+    assert "--enable_jit_checkpoint=true" in pod["containers"][0]["args"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -72,10 +73,18 @@ def test_a_second_signal_ends_what_does_not_finish():
     assert process.returncode == 0
 
 
-def test_a_server_that_ends_by_itself_ends_no_other():
+def test_a_server_that_ends_by_itself_ends_no_other(monkeypatch):
+    """It is said how to start it again, on a node of Slurm too."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURMD_NODENAME", "node3")
     process = supervised("raise SystemExit(3)", SERVES)
     read_until(process, "up")
-    assert process.stderr.readline() == "mt-grpo: the server at http://server0 has ended with status 3.\n"
+    said = process.stderr.readline()
+    assert said.startswith("mt-grpo: the server at http://server0 has ended with status 3. The run goes on")
+    command = shlex.split(said.rpartition("started again here: ")[2])
+    assert command[:7] == ["srun", "--jobid=7", "--nodelist=node3", "--ntasks=1", "--overlap", "env", "NUMBER=0"]
+    again = subprocess.run(command[5:], check=False)  # the part that it gives to Slurm
+    assert again.returncode == 3
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
