@@ -14,6 +14,7 @@ from zlib import crc32
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from datasets import Dataset, IterableDataset
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
@@ -304,7 +305,7 @@ def _check_processes(
     )
 
 
-SHARDINGS = {"DeepSpeed": "global_step*", "FSDP": "pytorch_model_fsdp*"}
+SHARDINGS = {"DeepSpeed": "global_step*", "FSDP": f"{FSDP_MODEL_NAME}*"}
 """What a checkpoint has whose processes shared the weights or the optimizer's state."""
 
 
@@ -324,9 +325,12 @@ def check_sharding(folder: Path, here: str | None) -> None:
         return
     names = {None: "without sharding", "DeepSpeed": "under DeepSpeed", "FSDP": "under FSDP"}
     configs = {None: "without it, as with `MULTI_GPU`", "DeepSpeed": "`zero2` or `zero3`", "FSDP": "`fsdp2`"}
+    model = "its model"
+    if saved == "FSDP" and (folder / f"{FSDP_MODEL_NAME}_0").is_dir():
+        model = f"what `accelerate merge-weights {folder / FSDP_MODEL_NAME}_0 FOLDER` makes of it"
     raise ConfigError(
         f"The checkpoint {folder} was written {names[saved]}, and this run trains {names[here]}: launch it with an "
-        f"accelerate configuration {configs[saved]} as the run that wrote it, or begin a run with its model."
+        f"accelerate configuration {configs[saved]} as the run that wrote it, or begin a run with {model}."
     )
 
 

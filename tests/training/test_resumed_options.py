@@ -176,8 +176,9 @@ def test_a_checkpoint_of_another_sharding_is_refused(tmp_path, name):
         if here == made:
             check_sharding(tmp_path, here)
             continue
-        with pytest.raises(ConfigError, match=f"was written (without|under) .*{made or 'sharding'}, and this run"):
+        with pytest.raises(ConfigError, match=f"written (without|under) .*{made or 'sharding'}, and this") as refused:
             check_sharding(tmp_path, here)
+        assert ("accelerate merge-weights" in str(refused.value)) == (name == "pytorch_model_fsdp_0")
 
 
 @pytest.mark.slow
