@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 import yaml
 from support.recipes import RECIPES, ROOT
+from support.waiting import until
 
 from mt_grpo.addresses import expand_addresses
 from mt_grpo.app.request import read_request
@@ -81,9 +81,9 @@ def shell(tmp_path):
 
     def run(script: list[str], commands: int = 1, **environment: str) -> list[list[str]]:
         assert start(script, **environment).wait() == 0
-        while len(lines := (tmp_path / "told").read_text().splitlines()) < commands:  # one may be on its way
-            time.sleep(0.02)
-        return [json.loads(line) for line in lines]
+        told = tmp_path / "told"
+        until(lambda: told.read_text().count("\n") >= commands, seen=told.read_text)  # one may be on its way
+        return [json.loads(line) for line in told.read_text().splitlines()]
 
     run.start = start
     return run
@@ -146,9 +146,7 @@ def test_a_job_of_slurm_is_queued_again_before_its_time_limit(shell, tmp_path):
     told = tmp_path / "preempted"
     told.touch()
     job = shell.start(["bash", str(CLUSTER / "slurm.sh"), RECIPE], **JOB, PREEMPTED=str(told))
-    while told.read_text() != "up\nup\n":
-        assert job.poll() is None
-        time.sleep(0.02)
+    until(lambda: told.read_text() == "up\nup\n", lambda: job.poll() is None, seen=told.read_text)
     job.send_signal(signal.SIGUSR1)
     assert job.wait() == STATUS and told.read_text() == "up\nup\nrequeue 7\n"
 

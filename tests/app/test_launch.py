@@ -98,9 +98,8 @@ def test_a_launcher_ends_with_the_status_of_a_preempted_run(start, recipe, confi
     keys = {"max_steps": 10000, "do_eval": False, "enable_jit_checkpoint": number == signal.SIGTERM}
     arguments = [*recipe(**keys), "--accelerate_config", config(processes), "--max_restarts", "2"]
     run = start(*arguments)
-    while not (tmp_path / "run" / "rollouts" / "index.jsonl").exists():
-        assert run.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.1)
+    index, log = tmp_path / "run" / "rollouts" / "index.jsonl", tmp_path / "log"
+    until(index.exists, lambda: run.poll() is None, seen=log.read_text)
     os.kill(run.pid, number)
     assert run.wait(120) == 75
     said = (tmp_path / "log").read_text()
