@@ -109,7 +109,7 @@ async function follow(run) {
   const words = { unknown: expect(run), finished: `finished in ${number(run.seconds, 0)} s`, running: `running, ${expect(run)}` }
   const said = [step, plural(run.conversations, 'conversation'), words[run.status] ?? `${run.status}: ${expect(run)}`].join(' · ')
   document.querySelector('#state').replaceChildren(h('span', { class: `dot ${DOTS[run.status]}` }),
-    h('a', { href: link('run'), title: said }, said))
+    h(exported ? 'span' : 'a', { href: exported ? null : link('run'), title: said }, said))
   const [before, shows] = [version, shown.refresh !== show]
   version = run.version
   if (before !== version && (before !== null || !shows)) await shown.refresh?.()
