@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -116,7 +117,8 @@ SHOWN = 4
 def check_trust(path: str, recipe: Mapping[str, Any], variables: Mapping[str, Any]) -> None:
     """
     Whether a recipe may run without a question: it is no run's configuration, or all code that it names is of this
-    package or in the current folder, and not in the run's. Nothing is imported.
+    package or in the current folder, and not in what holds the run there; and it sends no key to another machine.
+    Nothing is imported.
 
     Args:
         path (`str`): The recipe's file.
@@ -130,13 +132,19 @@ def check_trust(path: str, recipe: Mapping[str, Any], variables: Mapping[str, An
     of_run = any((folder / name).exists() for name in RECORDS)
     if not of_run and Path(path).name != CONFIG:
         return
-    found = list(dict.fromkeys(_executed(recipe, folder if of_run else None)))
+    here = Path.cwd().resolve()
+    theirs: Path | None = folder
+    if folder == here and not of_run:
+        theirs = None
+    elif folder != here and folder.is_relative_to(here):  # what was unpacked here has code beside the run's folder too
+        theirs = here / folder.relative_to(here).parts[0]
+    found = list(dict.fromkeys([*_executed(recipe, theirs), *_told(recipe)]))
     found += [f"`env: {name}`" for name in variables]
     if found:
         more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         raise ConfigError(
-            f"{path} is the configuration of a run, and would execute what is not of the current folder: "
-            f"{', '.join(found[:SHOWN])}{more}. Read it, and add `--trust` if you trust whoever wrote it."
+            f"{path} is the configuration of a run, and would execute what is not of the current folder, or send a "
+            f"key: {', '.join(found[:SHOWN])}{more}. Read it, and add `--trust` if you trust whoever wrote it."
         )
 
 
@@ -175,6 +183,19 @@ def _executed(options: Mapping[str, Any], run: Path | None) -> Iterator[str]:
         yield f"`simulated_user: api_key_env: {user['api_key_env']}`, sent to {user.get('base_url')}"
     yield from _of_model(options)
     yield from _of_model(_parsed(options.get("model_init_kwargs")) or {}, "model_init_kwargs: ")
+
+
+def _told(options: Mapping[str, Any]) -> Iterator[str]:
+    """Other machines that get the key of vLLM's servers, which is in the environment."""
+    if not os.environ.get("VLLM_API_KEY"):
+        return
+    for option in ("vllm_server_host", "vllm_server_base_url"):
+        for text in _texts(options.get(option)):
+            if not all(_OF_THIS_MACHINE.fullmatch(address.strip()) for address in text.split(",")):
+                yield f"`{option}: {text}`, which gets VLLM_API_KEY"
+
+
+_OF_THIS_MACHINE = re.compile(r"(https?://)?(127\.0\.0\.1|localhost|0\.0\.0\.0|\[?::1\]?)(:\d+)?/?")
 
 
 def _of_model(options: Any, place: str = "") -> Iterator[str]:

@@ -106,6 +106,44 @@ def test_a_configuration_that_names_own_code_is_not_asked_about(stranger):
     assert read_request([config(stranger, **own)], "rollout").recipe["tools"]
 
 
+@pytest.mark.parametrize("records", [True, False])
+def test_code_beside_a_strangers_run_asks_for_trust(stranger, monkeypatch, records):
+    """As where an archive with both was unpacked here."""
+    monkeypatch.chdir(stranger.parent)
+    folder = stranger / "runs" / "one"
+    folder.mkdir(parents=True)
+    if records:
+        (folder / "metrics.jsonl").touch()
+    (stranger.parent / "mine.py").touch()
+    path = config(folder, external_plugins=["stranger/evil.py"])
+    with pytest.raises(ConfigError, match="`external_plugins: stranger/evil.py`"):
+        read_request([path], "rollout")
+    assert read_request([config(folder, external_plugins=["mine.py"])], "rollout").recipe["external_plugins"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"vllm_server_host": "evil.example"},
+        {"vllm_server_host": "127.0.0.1.evil.example"},
+        {"vllm_server_base_url": ["http://127.0.0.1:8000", "http://evil.example:8000"]},
+        {"vllm_server_base_url": "http://127.0.0.1:8000,http://evil[1-2]:8000"},
+        {"vllm_server_base_url": "http://127.0.0.1@evil.example:8000"},
+    ],
+)
+def test_a_strangers_configuration_gets_no_key(stranger, monkeypatch, options):
+    path, (name, value) = config(stranger, **options), *options.items()
+    assert read_request([path], "rollout").recipe  # without a key nothing is sent
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with pytest.raises(ConfigError, match="which gets VLLM_API_KEY.* add `--trust`"):
+        read_request([path], "rollout")
+    given = value if isinstance(value, str) else ",".join(value)
+    for arguments in (["--trust"], [f"--{name}", given]):
+        assert read_request([path, *arguments], "rollout").values
+    for own in ({"vllm_server_host": "localhost"}, {"vllm_server_base_url": ["http://127.0.0.1:8000"]}):
+        assert read_request([config(stranger, **own)], "rollout").recipe
+
+
 def test_trust_is_said_on_the_command_line(stranger):
     path = config(stranger, external_plugins=["../stranger/evil.py"])
     for arguments in ([path, "--trust"], [path, "--external_plugins", "mine.py"]):
