@@ -45,7 +45,7 @@ from mt_grpo.training.environment import build_env
 from mt_grpo.training.folder import check_folder
 from mt_grpo.training.hosts import resume_point
 from mt_grpo.training.images import tokenizer_in
-from mt_grpo.training.model import resolve_base, resolve_model
+from mt_grpo.training.model import resolve_base, resolve_model, source_options
 from mt_grpo.training.own_server import check_own_servers
 from mt_grpo.training.preflight import Rows, check_batch_sizes, check_rows_suffice, check_surroundings
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
@@ -219,7 +219,7 @@ def build_trainer(recipe: Recipe, trains: bool = True, writes: bool = True) -> M
     base, peft_config = resolve_base(name), get_peft_config(model)
     if checkpoint is not None:
         check_adapter(checkpoint, adapter_settings(name) or (peft_config and peft_config.to_dict()))
-    where = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
+    where = source_options(args)
     with libraries_may_refuse(f"The model {name!r} cannot be loaded"):
         config = AutoConfig.from_pretrained(base, **where)
         processing_class = load_processing(base, config, **where)
@@ -256,7 +256,7 @@ def load_processing(name: str, config: PreTrainedConfig, **where: Any) -> PreTra
     Args:
         name (`str`): The model.
         config (`PreTrainedConfig`): Its configuration.
-        **where: `revision` and `trust_remote_code`.
+        **where: See `source_options`.
     """
     if media_tokens(config):
         try:

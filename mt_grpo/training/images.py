@@ -17,6 +17,8 @@ from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engine import ImageEngine
 from mt_grpo.rollout.engines.vllm.client import VLLMServerClient
 from mt_grpo.rollout.images import ImageEncoder, hearing
+from mt_grpo.training.config import MTGRPOConfig
+from mt_grpo.training.model import source_options
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns with the images of a prompt."""
@@ -37,7 +39,7 @@ def tokenizer_in(processing_class: Any) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def processing_of(model: Any, given: Any) -> Any:
+def processing_of(model: Any, given: Any, args: MTGRPOConfig) -> Any:
     """
     The processor or tokenizer of a run: what is given, or else the processor of a model that takes sounds alone, which
     TRL cannot make.
@@ -45,12 +47,14 @@ def processing_of(model: Any, given: Any) -> Any:
     Args:
         model (`str` or `PreTrainedModel`): What TRL's trainer is given.
         given (`ProcessorMixin` or `PreTrainedTokenizerBase`, *optional*): The trainer's argument.
+        args (`MTGRPOConfig`): The run's options.
     """
     if given is not None:
         return given
-    config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
+    where = source_options(args)
+    config = AutoConfig.from_pretrained(model, **where) if isinstance(model, str) else model.config
     alone = image_token(config) is None and sound_token(config) is not None
-    return AutoProcessor.from_pretrained(config.name_or_path) if alone else None
+    return AutoProcessor.from_pretrained(config.name_or_path, **where) if alone else None
 
 
 def for_trl(processing_class: Any) -> Any:

@@ -30,6 +30,9 @@ from mt_grpo.training.config import MTGRPOConfig
 REFERENCE = "reference.safetensors"
 """The file of a checkpoint with the reference of `sync_ref_model`."""
 
+OF_SOURCE = ("trust_remote_code", "revision", "code_revision", "token", "subfolder", "cache_dir", "local_files_only")
+"""Options of loading a model that say where it is, and not how it computes."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -93,6 +96,19 @@ def resolve_base(name: str) -> str:
         return resolve_model(base, settings.get("revision"))
     except ConfigError as error:
         raise ConfigError(f"The adapter in {name!r} was trained on the model {base!r}. {error}") from error
+
+
+def source_options(args: MTGRPOConfig, revision: str | None = None) -> dict[str, Any]:
+    """
+    Options with which a model's configuration, tokenizer and processor are found, as its weights are.
+
+    Args:
+        args (`MTGRPOConfig`): The run's options.
+        revision (`str`, *optional*): Of the model, where `model_init_kwargs` names none.
+    """
+    given = args.model_init_kwargs or {}
+    found = {name: given[name] for name in OF_SOURCE if given.get(name) is not None}
+    return {"trust_remote_code": args.trust_remote_code, **({"revision": revision} if revision else {}), **found}
 
 
 def open_policy(

@@ -14,7 +14,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.option_values import names_model
 from mt_grpo.rewards import FunctionReward, RewardFunc
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.model import resolve_model
+from mt_grpo.training.model import resolve_model, source_options
 
 
 class ModelReward(FunctionReward):
@@ -25,7 +25,7 @@ class ModelReward(FunctionReward):
 
     Args:
         model (`str` or `Module`): A folder, a Hub id, or the model.
-        revision (`str`, *optional*): Revision on the Hub, where it is one.
+        **where: Where it is found, see `source_options`.
 
     Raises:
         ConfigError: If there is no such model, or it gives no number, or several.
@@ -33,9 +33,9 @@ class ModelReward(FunctionReward):
 
     collective = True
 
-    def __init__(self, model: str | nn.Module, revision: str | None = None) -> None:
+    def __init__(self, model: str | nn.Module, **where: Any) -> None:
         super().__init__(self._judge)
-        self.model = _resolved(model, revision) if isinstance(model, str) else model
+        self.model = _resolved(model, where) if isinstance(model, str) else model
         self.name = Path(model if isinstance(model, str) else model.config.name_or_path).name or type(model).__name__
         self._tokenizer: Any = None
         self._template_kwargs: dict[str, Any] = {}
@@ -76,14 +76,14 @@ class ModelReward(FunctionReward):
             return self.model(**{name: tensor.to(device) for name, tensor in inputs.items()}).logits
 
 
-def _resolved(name: str, revision: str | None) -> str:
+def _resolved(name: str, where: dict[str, Any]) -> str:
     """
     The model that a name stands for. TRL's trainer gives one without a layer for a number a random one, and says
     nothing.
     """
-    model = resolve_model(name, revision)
+    model = resolve_model(name, where.get("revision"))
     try:
-        config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+        config, _ = PreTrainedConfig.get_config_dict(model, **where)
     except OSError:  # an adapter has none
         return model
     kind = (config.get("architectures") or [""])[0]
@@ -103,9 +103,9 @@ def _resolved(name: str, revision: str | None) -> str:
 
 def with_models(entries: Sequence[Any], args: MTGRPOConfig) -> list[Any]:
     """Entries of `outcome_reward_funcs`, with those that are models, or name one, as `ModelReward`."""
-    revision = (args.model_init_kwargs or {}).get("revision")
+    where = source_options(args)
     return [
-        ModelReward(entry, revision)
+        ModelReward(entry, **where)
         if isinstance(entry, nn.Module) or (isinstance(entry, str) and names_model(entry))
         else entry
         for entry in entries

@@ -20,7 +20,7 @@ from mt_grpo.forward.images import image_token
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.model import resolve_base, resolve_model
+from mt_grpo.training.model import resolve_base, resolve_model, source_options
 from mt_grpo.training.servers import colocates, replays_routes, transport_of
 
 GUARD = "mt_grpo.vllm_plugin.guard.Guard"
@@ -99,8 +99,8 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
 
 def _read_config(name: str, args: MTGRPOConfig, model: ModelConfig) -> PreTrainedConfig | None:
     """The configuration of a model; `None` where there is none, since the server says what is wrong with its model."""
-    where = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
     try:
+        where = source_options(args, model.model_revision)
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **where)
     except OSError:
         return None

@@ -259,7 +259,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             prepare_tokenizer(tokenizer_in(processing_class), source)
         with no_adapter_left(model, self):
             policy = open_policy(model, args, quantization_config, peft_config)
-            processing = processing_of(policy["model"], processing_class)
+            processing = processing_of(policy["model"], processing_class, args)
             loaded = isinstance(model, str) and not isinstance(policy["model"], str)
             hidden = {
                 "use_vllm": False,  # else TRL connects a client of its own, which needs vLLM to be installed

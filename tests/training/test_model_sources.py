@@ -17,7 +17,7 @@ from mt_grpo.cli import main
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, libraries_may_refuse
 from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.training.model import resolve_model
+from mt_grpo.training.model import OF_SOURCE, resolve_model, source_options
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
 USE_LORA = ("--use_peft", "true", "--lora_r", "4", "--lora_target_modules", "all-linear")
@@ -88,6 +88,43 @@ def test_the_folder_of_an_adapter_is_trained_on(build, adapter, folder):
     assert any(weight.abs().sum() > 0 for name, weight in before.items() if "lora_B" in name)
     trainer.train()
     assert any(not torch.equal(weight, before[name]) for name, weight in weights.items())
+
+
+REMOTE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+class RemoteConfig(Qwen3Config):
+    model_type = "remote"
+
+
+class RemoteForCausalLM(Qwen3ForCausalLM):
+    config_class = RemoteConfig
+"""
+
+
+@pytest.mark.parametrize("options", [{"trust_remote_code": True}, {"model_init_kwargs": {"trust_remote_code": True}}])
+def test_a_model_with_code_of_its_own_is_trained_from_python(folder, tmp_path, options):
+    written = json.loads((folder / "config.json").read_text())
+    assert written["model_type"] == "qwen3"
+    classes = {"AutoConfig": "remote.RemoteConfig", "AutoModelForCausalLM": "remote.RemoteForCausalLM"}
+    written |= {"model_type": "remote", "architectures": ["RemoteForCausalLM"], "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(written))
+    (folder / "remote.py").write_text(REMOTE)
+    rows = Dataset.from_list([{"prompt": "Where?"}] * 4)
+    given = {"outcome_reward_funcs": [Letters()], "train_dataset": rows, "processing_class": None}
+    if "trust_remote_code" not in options:  # TRL's own tokenizer looks at the other option
+        given["processing_class"] = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    run = {**CPU_RUN, "max_steps": 1, "max_completion_length": 16}
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        MTGRPOEnvTrainer(str(folder), MultiTurnToolEnv(), args=MTGRPOConfig(str(tmp_path / "a"), **run), **given)
+    args = MTGRPOConfig(str(tmp_path / "b"), **run, **options)
+    trainer = MTGRPOEnvTrainer(str(folder), MultiTurnToolEnv(), args=args, **given)
+    assert type(trainer.model).__name__ == "RemoteForCausalLM"
+    trainer.train()
+    assert source_options(MTGRPOConfig(str(tmp_path), **CPU_RUN, model_init_kwargs=dict.fromkeys(OF_SOURCE, "a"))) == (
+        dict.fromkeys(OF_SOURCE, "a")
+    )
 
 
 def test_rollout_shows_the_adapter_and_not_its_base(recipe_of, adapter, folder, capsys):

@@ -47,7 +47,7 @@ from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
 from mt_grpo.forward.probe import context_length
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.environment import check_env, prepare_tokenizer, rows_of
-from mt_grpo.training.model import resolve_base, resolve_model
+from mt_grpo.training.model import resolve_base, resolve_model, source_options
 from mt_grpo.training.servers import colocates, server_urls
 
 LONGEST = 64
@@ -200,7 +200,7 @@ class Case:
     @property
     def source(self) -> dict[str, Any]:
         """Options with which a tokenizer or a configuration is loaded."""
-        return {"revision": self.recipe.model.model_revision, "trust_remote_code": self.args.trust_remote_code}
+        return source_options(self.args, self.recipe.model.model_revision)
 
     @fact
     def config(self) -> PreTrainedConfig:
