@@ -292,7 +292,7 @@ def _check_length(length: float, rate: Any) -> None:
     """Refuses a sound of too many samples or seconds, or of a rate that is none."""
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, Integral) or int(rate) < 1):
         raise MediumError(f"A sound has {rate!r} samples per second: give a whole number above 0 as `sampling_rate`.")
-    seconds = length / (rate or _UNKNOWN_RATE)
+    seconds = length / int(rate or _UNKNOWN_RATE)
     if seconds > MOST_SECONDS:
         raise MediumError(
             f"A sound is {seconds:,.0f} s long, and {MOST_SECONDS:,.0f} s are the most: give a part of it."

@@ -127,11 +127,11 @@ class OpenEnv(GymEnv):
         urls, name = self._urls(), self.option
         limit = asyncio.Semaphore(STARTS)
 
-        async def fault(url: str) -> Exception | None:
+        async def reach(url: str) -> Exception | None:
             async with limit:
                 return await _fault(self.client, url)
 
-        found = dict(zip(urls, await asyncio.gather(*map(fault, urls)), strict=True))
+        found = dict(zip(urls, await asyncio.gather(*map(reach, urls)), strict=True))
         faults = {url: fault for url, fault in found.items() if fault is not None}
         for url, fault in faults.items():
             if _is_foreign(fault):
